@@ -1,0 +1,1 @@
+"""Kernels of tree decoding: arrays in, arrays out. Imports jax only."""

@@ -1,0 +1,1 @@
+"""Lossless speculative decoding with token trees, in JAX."""

@@ -1,0 +1,307 @@
+"""One speculative step (guess, look, decide, commit), and the loop over it."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from specjax import layers
+from specjax.arrays import Key
+from specjax.cache import KVCache, NewKV, empty_cache
+from specjax.draft.drafter import Drafter, DraftState
+from specjax.model import Model, forward, trunk
+from specjax.pytree import pytree, replace
+from specjax.request import Limits, prepare, window_of
+from specjax.sampling import Sampling, process
+from specjax.tree import TokenTree, ancestors, root_only
+from specjax.verify import Accepted, Rule, decide
+
+
+@pytree
+class DecodeState:
+    """Everything a batch of rows needs to go on.
+
+    `cache` holds each row's tokens but the last; `last` is that token, the root of the next tree,
+    and stands at position `cache.length`.
+    """
+
+    cache: KVCache
+    draft: DraftState
+    last: Int32[Array, " B"]
+    key: Key[Array, " B"]
+
+
+@pytree
+class Step:
+    """What a step gave: the first `count` of `tokens`, and the tree and path they came from."""
+
+    tokens: Int32[Array, "B W"]
+    count: Int32[Array, " B"]
+    tree: TokenTree
+    accepted: Accepted
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """Generated tokens `[B, max_new_tokens]`, with what they cost.
+
+    Row b's text is its first `lengths[b]` tokens, an end token included; zeros follow. `steps`
+    counts target passes after prefill.
+    """
+
+    tokens: Int32[np.ndarray, "B O"]
+    lengths: Int32[np.ndarray, " B"]
+    steps: Int32[np.ndarray, " B"]
+
+    @property
+    def tokens_per_step(self) -> Float[np.ndarray, " B"]:
+        """Emitted tokens over target passes, bonus tokens included."""
+        return self.lengths / np.maximum(self.steps, 1)
+
+
+def prefill(
+    target: Model,
+    drafter: Drafter | None,
+    prompt: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    key: Key[Array, " B"],
+    slots: int,
+) -> DecodeState:
+    """The state after prompts of `length` tokens, right-padded to `T`; `slots` cache slots a row.
+
+    The last prompt token is the first root, so the first token comes from a step like any other.
+    """
+    rows, tokens = prompt.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
+    _, new = trunk(target, prompt, positions, None, None)
+    cache = empty_cache(target.config, rows, slots, cache_dtype(target))
+    return DecodeState(
+        cache=cache.keep(new, None, length - 1),
+        draft=() if drafter is None else drafter.init(prompt, length, slots),
+        last=jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0],
+        key=key,
+    )
+
+
+def cache_dtype(model: Model) -> jnp.dtype:
+    """The dtype of keys and values: the weights', but float32 on CPU, where it is faster."""
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else model.embedding.dtype)
+
+
+def guess(
+    target: Model, drafter: Drafter | None, sampling: Sampling, state: DecodeState
+) -> TokenTree:
+    """A tree below each row's root; nothing but the root without a drafter."""
+    if drafter is None:
+        return root_only(state.last, target.config.vocab_size)
+    return drafter.propose(state.key, state.cache.length, state.draft, state.last, sampling)
+
+
+def look(target: Model, tree: TokenTree, state: DecodeState) -> tuple[Float[Array, "B N V"], NewKV]:
+    """The target's logits after every node, in one pass."""
+    positions = state.cache.length[:, None] + tree.depth
+    return forward(target, tree.tokens, positions, state.cache, ancestors(tree))
+
+
+def judge(
+    rule: Rule,
+    sampling: Sampling,
+    state: DecodeState,
+    tree: TokenTree,
+    logits: Float[Array, "B N V"],
+    window: int,
+) -> Accepted:
+    """What `rule` accepts of every row's tree."""
+    p = process(logits, sampling)
+    one = partial(decide, rule, window=window)
+    return jax.vmap(lambda key, at, t, law: one(key, at, t, law))(
+        state.key, state.cache.length, tree, p
+    )
+
+
+def commit(
+    drafter: Drafter | None,
+    state: DecodeState,
+    new: NewKV,
+    accepted: Accepted,
+    tokens: Int32[Array, "B W"],
+    count: Int32[Array, " B"],
+) -> DecodeState:
+    """The state after the first `count` of `tokens`, of which the last becomes the root."""
+    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    return replace(
+        state,
+        cache=state.cache.keep(new, accepted.path, count),
+        draft=state.draft if drafter is None else drafter.commit(state.draft, tokens, count),
+        last=jnp.where(count > 0, last, state.last),
+    )
+
+
+def emitted(tree: TokenTree, accepted: Accepted) -> Int32[Array, "B W"]:
+    """The tokens a step gives: those of the path below the root, then the token after it."""
+    along = jnp.take_along_axis(tree.tokens, jnp.roll(accepted.path, -1, axis=1), axis=1)
+    at_end = jnp.arange(along.shape[1]) == accepted.count[:, None] - 1
+    return jnp.where(at_end, accepted.token[:, None], along)
+
+
+def truncate(
+    tokens: Int32[Array, "B W"],
+    count: Int32[Array, " B"],
+    made: Int32[Array, " B"],
+    done: Bool[Array, " B"],
+    limits: Limits,
+    eos_ids: tuple[int, ...],
+) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
+    """How many of a step's tokens count, and which rows are now done.
+
+    A row ends after the first end token inside the accepted path, or at exactly
+    `max_new_tokens`; a row that was done gives nothing.
+    """
+    is_end = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32)) & limits.stop
+    is_end &= jnp.arange(tokens.shape[1]) < count[:, None]
+    ended = is_end.any(axis=1)
+    count = jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, count)
+    full = made + count >= limits.max_new_tokens
+    count = jnp.where(done, 0, jnp.minimum(count, limits.max_new_tokens - made))
+    return count.astype(jnp.int32), done | ended | full
+
+
+def step(
+    target: Model,
+    drafter: Drafter | None,
+    rule: Rule,
+    sampling: Sampling,
+    limits: Limits,
+    state: DecodeState,
+    made: Int32[Array, " B"],
+    done: Bool[Array, " B"],
+) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
+    """One speculative step: guess, look, decide, commit."""
+    tree = guess(target, drafter, sampling, state)
+    logits, new = look(target, tree, state)
+    accepted = judge(rule, sampling, state, tree, logits, window_of(drafter))
+    tokens = emitted(tree, accepted)
+    count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
+    state = commit(drafter, state, new, accepted, tokens, count)
+    return state, Step(tokens, count, tree, accepted), done
+
+
+@pytree
+class _Loop:
+    state: DecodeState
+    tokens: Array
+    made: Array
+    steps: Array
+    done: Array
+
+
+@partial(jax.jit, static_argnames=("rule", "outputs", "slots"))
+def run(
+    target: Model,
+    drafter: Drafter | None,
+    rule: Rule,
+    sampling: Sampling,
+    limits: Limits,
+    prompt: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    key: Key[Array, " B"],
+    outputs: int,
+    slots: int,
+) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"]]:
+    """Prefill and the whole loop as one program: tokens, how many, and target passes."""
+    rows, window = prompt.shape[0], window_of(drafter)
+
+    def body(at: _Loop) -> _Loop:
+        state, gave, done = step(
+            target, drafter, rule, sampling, limits, at.state, at.made, at.done
+        )
+        return _Loop(
+            state=state,
+            tokens=layers.write_window(at.tokens, gave.tokens, at.made, axis=1),
+            made=at.made + gave.count,
+            steps=at.steps + ~at.done,
+            done=done,
+        )
+
+    none = jnp.zeros(rows, jnp.int32)
+    start = _Loop(
+        state=prefill(target, drafter, prompt, length, key, slots),
+        tokens=jnp.zeros((rows, outputs + window), jnp.int32),
+        made=none,
+        steps=none,
+        done=none != 0,
+    )
+    end = lax.while_loop(lambda at: ~at.done.all(), body, start)
+    live = jnp.arange(outputs) < end.made[:, None]
+    return jnp.where(live, end.tokens[:, :outputs], 0), end.made, end.steps
+
+
+def generate(
+    key: Array,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    verify: str = "auto",
+    stop_at_eos: bool = True,
+) -> Generation:
+    """Continuations of `prompts` (lists of token ids), distributed exactly as the target's own.
+
+    `key` is one key (row i uses `fold_in(key, i)`) or one a row. `drafter=None` is plain
+    decoding through the same program. One compilation a bucket of rows, prompt length and
+    output length; weights, prompts and sampling parameters never recompile.
+
+    Raises:
+      ValueError: see `prepare`.
+    """
+    request = prepare(
+        key, target, drafter, prompts, max_new_tokens, sampling or Sampling(), verify, stop_at_eos
+    )
+    tokens, made, steps = run(target, drafter, **request._asdict())
+    return Generation(np.asarray(tokens)[:, :max_new_tokens], np.asarray(made), np.asarray(steps))
+
+
+prefill_jit = jax.jit(prefill, static_argnames="slots")
+step_jit = jax.jit(step, static_argnames="rule", donate_argnames="state")
+
+
+def stream(
+    key: Array,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling | None = None,
+    verify: str = "auto",
+    stop_at_eos: bool = True,
+) -> Iterator[Step]:
+    """The same continuations as `generate`, a step at a time, as they are committed.
+
+    Each `Step` holds host arrays; row b gained `tokens[b, :count[b]]`.
+
+    Raises:
+      ValueError: see `prepare`.
+    """
+    request = prepare(
+        key, target, drafter, prompts, max_new_tokens, sampling or Sampling(), verify, stop_at_eos
+    )
+    state = prefill_jit(
+        target, drafter, request.prompt, request.length, request.key, slots=request.slots
+    )
+    made: Any = jnp.zeros(len(prompts), jnp.int32)
+    done: Any = made != 0
+    while not np.asarray(done).all():
+        state, gave, done = step_jit(
+            target, drafter, request.rule, request.sampling, request.limits, state, made, done
+        )
+        made = made + gave.count
+        yield jax.device_get(gave)

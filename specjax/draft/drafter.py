@@ -1,0 +1,62 @@
+"""What a drafter is."""
+
+import abc
+from typing import Any
+
+from jaxtyping import Array, Int32
+
+from specjax.arrays import Key
+from specjax.sampling import Sampling
+from specjax.tree import TokenTree
+
+DraftState = Any
+"""A pytree with rows first; the caller threads it and knows nothing of it."""
+
+
+class Drafter(abc.ABC):
+    """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
+
+    `window` is the depth of its trees plus 1: the most tokens a step can commit. `construction`
+    names how children are made (`verify.DRAWN` or `verify.TOP_K`), which decides the legal rules.
+    """
+
+    @property
+    @abc.abstractmethod
+    def window(self) -> int:
+        """Depth of the trees plus 1."""
+
+    @property
+    @abc.abstractmethod
+    def num_slots(self) -> int:
+        """Static number of node slots of the trees, the root's included."""
+
+    @property
+    @abc.abstractmethod
+    def construction(self) -> str:
+        """How children are made."""
+
+    @abc.abstractmethod
+    def init(
+        self, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
+    ) -> DraftState:
+        """The state after each row's first `length` tokens, the last of which is the root.
+
+        `slots` is how many tokens a row may come to hold, head-room included.
+        """
+
+    @abc.abstractmethod
+    def propose(
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: DraftState,
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> TokenTree:
+        """Trees below the root tokens `last`, which stand at `position`."""
+
+    @abc.abstractmethod
+    def commit(
+        self, state: DraftState, tokens: Int32[Array, "B W"], count: Int32[Array, " B"]
+    ) -> DraftState:
+        """The state after the first `count` of the step's `tokens`; the last is the next root."""

@@ -1,0 +1,272 @@
+"""Static expansion by a pool of draft models (SpecInfer, arXiv 2305.09781, section 3)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from specjax.arrays import Key
+from specjax.cache import KVCache, empty_cache
+from specjax.draft.drafter import Drafter
+from specjax.model import Model, trunk, unembed
+from specjax.pytree import pytree, static
+from specjax.sampling import Purpose, Sampling, draw, fold, is_greedy, process
+from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
+from specjax.verify import DRAWN
+
+
+@pytree
+class ModelState:
+    """A draft model's cache, root included, and its logits after the root."""
+
+    cache: KVCache
+    logits: Float[Array, "*G B V"]
+
+
+@pytree
+class ExpansionDrafter(Drafter):
+    """A pool of drafts, each expanding `shape` below the root; their trees are merged into one.
+
+    `groups` are models of one shape each: a single one, or several stacked on a leading axis and
+    run as one `vmap`; `sizes` says how many a group holds (1: not stacked). `shapes` are the
+    groups' trees.
+    """
+
+    groups: tuple[Model, ...]
+    sizes: tuple[int, ...] = static()
+    shape: TreeShape = static()
+    construction: str = static(default=DRAWN)  # pyright: ignore[reportIncompatibleMethodOverride]
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[Model],
+        widths: tuple[int, ...],
+        construction: str = DRAWN,
+        stack: bool | None = None,
+    ) -> "ExpansionDrafter":
+        """A pool of `models`, equal ones stacked if `stack` (default: except on CPU).
+
+        On 2 CPU cores a batched dot made three stacked drafts cost as much as four to six single
+        ones, so there they are unrolled.
+
+        Raises:
+          ValueError: there is no model, or vocabularies differ.
+        """
+        if not models:
+            raise ValueError("a pool needs at least one draft model.")
+        sizes = {m.config.vocab_size for m in models}
+        if len(sizes) > 1:
+            raise ValueError(f"the drafts have different vocabulary sizes: {sorted(sizes)}.")
+        if stack is None:
+            stack = jax.default_backend() != "cpu"
+        alike: list[list[Model]] = []
+        for model in models:
+            group = next((g for g in alike if stack and g[0].config == model.config), None)
+            if group is None:
+                alike.append([model])
+            else:
+                group.append(model)
+        groups = tuple(
+            g[0] if len(g) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *g)
+            for g in alike
+        )
+        return cls(groups, tuple(len(g) for g in alike), TreeShape(widths), construction)
+
+    @property
+    def num_drafts(self) -> int:
+        """Models in the pool."""
+        return sum(self.sizes)
+
+    @property
+    def window(self) -> int:
+        """Depth of the trees plus 1."""
+        return self.shape.depth + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Node slots of the merged tree, the root included."""
+        return 1 + self.num_drafts * self.shape.num_nodes
+
+    def init(
+        self, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
+    ) -> tuple[ModelState, ...]:
+        """Every draft's state after the prompts."""
+
+        def one(model: Model) -> ModelState:
+            return _prefill(model, prompt, length, slots)
+
+        return self._each(one, ())
+
+    def propose(
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: tuple[ModelState, ...],
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> TokenTree:
+        """The drafts' trees, merged."""
+        keys = jax.vmap(lambda k, at: fold(k, at, Purpose.DRAFT))(key, position)
+        certain = is_greedy(sampling) | (self.construction != DRAWN)
+        tokens, laws, first = [], [], 0
+        for model, size, held in zip(self.groups, self.sizes, state, strict=True):
+            numbers = first + jnp.arange(size)
+            first += size
+
+            def one(model: Model, held: ModelState, number: Array) -> tuple[Array, Array]:
+                own = jax.vmap(lambda k: fold(k, number))(keys)
+                return expand(model, held, own, self.shape, sampling, certain)
+
+            if size == 1:
+                made = jax.tree.map(lambda x: x[None], one(model, held, numbers[0]))
+            else:
+                made = jax.vmap(one)(model, held, numbers)
+            tokens.append(made[0])
+            laws.append(made[1])
+        return self._merged(jnp.concatenate(tokens), jnp.concatenate(laws), last, certain)
+
+    def _merged(
+        self,
+        tokens: Int32[Array, "G B M"],
+        laws: Float[Array, "G B R V"],
+        last: Int32[Array, " B"],
+        certain: Array,
+    ) -> TokenTree:
+        rows, drafts, nodes = last.shape[0], self.num_drafts, self.shape.num_nodes
+        offset = np.arange(drafts)[:, None]
+        parents = self.shape.parents()
+        parents = np.where(parents == NO_PARENT, NO_PARENT, parents + offset * nodes)
+
+        def same(values: np.ndarray) -> Int32[Array, "B M"]:
+            return jnp.asarray(np.broadcast_to(values.reshape(-1), (rows, values.size)), jnp.int32)
+
+        draws = Draws(
+            tokens=tokens.swapaxes(0, 1).reshape(rows, -1),
+            parents=same(parents),
+            depth=same(np.tile(self.shape.depths(), drafts)),
+            drafter=same(np.repeat(np.arange(drafts), nodes)),
+            law=same(self.shape.laws() + offset * self.shape.num_laws),
+            q=laws.swapaxes(0, 1).reshape(rows, -1, laws.shape[-1]),
+            certain=certain,
+        )
+        return jax.vmap(lambda d, root: merge(d, root, self.shape.depth))(draws, last)
+
+    def commit(
+        self,
+        state: tuple[ModelState, ...],
+        tokens: Int32[Array, "B W"],
+        count: Int32[Array, " B"],
+    ) -> tuple[ModelState, ...]:
+        """Every draft caught up with the step's tokens, in one pass each."""
+
+        def one(model: Model, held: ModelState) -> ModelState:
+            return catch_up(model, held, tokens, count)
+
+        return self._each(one, (state,))
+
+    def _each(self, one: Any, arguments: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        """`one` of every group's model and arguments, under `vmap` where a group is stacked."""
+        rows = zip(self.groups, *arguments, strict=True)
+        return tuple(
+            one(*row) if size == 1 else jax.vmap(one)(*row)
+            for size, row in zip(self.sizes, rows, strict=True)
+        )
+
+
+def _prefill(
+    model: Model, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
+) -> ModelState:
+    rows, tokens = prompt.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
+    x, new = trunk(model, prompt, positions, None, None)
+    cache = empty_cache(model.config, rows, slots, x.dtype).keep(new, None, length)
+    return ModelState(cache, _logits_at(model, x, length - 1, tokens))
+
+
+def catch_up(
+    model: Model, held: ModelState, tokens: Int32[Array, "B W"], count: Int32[Array, " B"]
+) -> ModelState:
+    """The state after the first `count` of `tokens`; a row with no new token keeps its logits."""
+    rows, window = tokens.shape
+    steps = jnp.arange(window, dtype=jnp.int32)
+    visible = jnp.broadcast_to(steps <= steps[:, None], (rows, window, window))
+    positions = held.cache.length[:, None] + steps
+    x, new = trunk(model, tokens, positions, held.cache, visible)
+    logits = _logits_at(model, x, jnp.maximum(count - 1, 0), window)
+    logits = jnp.where(count[:, None] > 0, logits, held.logits)
+    return ModelState(held.cache.keep(new, None, count), logits)
+
+
+def _logits_at(
+    model: Model, x: Float[Array, "E C"], index: Int32[Array, " B"], tokens: int
+) -> Float[Array, "B V"]:
+    """Logits after token `index` of each row."""
+    rows = jnp.arange(index.shape[0], dtype=jnp.int32)
+    return unembed(model, jnp.take(x, rows * tokens + index, axis=1)).T
+
+
+def expand(
+    model: Model,
+    held: ModelState,
+    key: Key[Array, " B"],
+    shape: TreeShape,
+    sampling: Sampling,
+    certain: Array,
+) -> tuple[Int32[Array, "B M"], Float[Array, "B R V"]]:
+    """The drawn tokens of one draft's tree, and the laws of its expanded nodes.
+
+    Rows that are `certain` take the most likely children; the others independent draws.
+    """
+    rows, made, laws = held.logits.shape[0], [], []
+    level_logits, block = held.logits[:, None], None
+    visible = np.zeros((1, 0), bool)
+    for level, width in enumerate(shape.widths):
+        tokens, law = _children(level_logits, key, level, width, sampling, certain)
+        made.append(tokens)
+        laws.append(law)
+        if level + 1 == shape.depth:
+            break
+        nodes = shape.levels[level + 1]
+        visible = np.concatenate([np.repeat(visible, width, axis=0), np.eye(nodes, dtype=bool)], 1)
+        x, new = trunk(
+            model,
+            tokens,
+            jnp.broadcast_to(held.cache.length[:, None] + level, (rows, nodes)),
+            held.cache,
+            jnp.asarray(np.broadcast_to(visible, (rows, *visible.shape))),
+            block,
+        )
+        level_logits = unembed(model, x).T.reshape(rows, nodes, -1)
+        block = new if block is None else jax.tree.map(_append, block, new)
+    return jnp.concatenate(made, axis=1), jnp.concatenate(laws, axis=1)
+
+
+def _append(earlier: Array, new: Array) -> Array:
+    return jnp.concatenate([earlier, new], axis=2)
+
+
+def _children(
+    logits: Float[Array, "B n V"],
+    key: Key[Array, " B"],
+    level: int,
+    width: int,
+    sampling: Sampling,
+    certain: Array,
+) -> tuple[Int32[Array, "B m"], Float[Array, "B n V"]]:
+    """`width` children of each node of a level, and the law they were drawn from."""
+    rows, nodes, _ = logits.shape
+    law = jnp.where(
+        certain[:, None, None], jax.nn.softmax(logits, axis=-1), process(logits, sampling)
+    )
+    best = lax.top_k(logits, width)[1].astype(jnp.int32)
+    uniform = jax.vmap(lambda k: jax.random.uniform(fold(k, level), (nodes, width, 2), law.dtype))(
+        key
+    )
+    drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(law, uniform)
+    children = jnp.where(certain[:, None, None], best, drawn)
+    return children.reshape(rows, nodes * width), law

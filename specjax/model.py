@@ -1,0 +1,170 @@
+"""A LLaMA-shaped decoder as pure functions of a pytree of weights."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.tree_attention import tree_attention
+from specjax import layers
+from specjax.cache import KVCache, NewKV
+from specjax.config import ModelConfig
+from specjax.pytree import pytree, static
+
+Angles = tuple[Array, Array]
+
+
+@pytree
+class LayerWeights:
+    """One decoder layer; matrices are `[out, in]`."""
+
+    attention_norm: Float[Array, " E"]
+    query: Float[Array, "HD E"]
+    key: Float[Array, "KD E"]
+    value: Float[Array, "KD E"]
+    output: Float[Array, "E HD"]
+    mlp_norm: Float[Array, " E"]
+    gate: Float[Array, "F E"]
+    up: Float[Array, "F E"]
+    down: Float[Array, "E F"]
+
+
+@pytree
+class Model:
+    """Weights of a decoder with its static `config`; `unembedding` is None when tied."""
+
+    embedding: Float[Array, "V E"]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Float[Array, " E"]
+    unembedding: Float[Array, "V E"] | None
+    config: ModelConfig = static()
+
+
+def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
+    """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers)."""
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    out_scale = 0.02 / (2 * config.num_layers) ** 0.5
+    keys = iter(jax.random.split(key, 2 + 7 * config.num_layers))
+
+    def normal(rows: int, columns: int, scale: float = 0.02) -> Array:
+        return scale * jax.random.normal(next(keys), (rows, columns), dtype)
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            attention_norm=jnp.ones(d, dtype),
+            query=normal(config.num_heads * h, d),
+            key=normal(config.num_kv_heads * h, d),
+            value=normal(config.num_kv_heads * h, d),
+            output=normal(d, config.num_heads * h, out_scale),
+            mlp_norm=jnp.ones(d, dtype),
+            gate=normal(f, d),
+            up=normal(f, d),
+            down=normal(d, f, out_scale),
+        )
+
+    return Model(
+        embedding=normal(config.vocab_size, d),
+        layers=tuple(layer() for _ in range(config.num_layers)),
+        final_norm=jnp.ones(d, dtype),
+        unembedding=None if config.tie_embeddings else normal(config.vocab_size, d),
+        config=config,
+    )
+
+
+def attend(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    angles: Angles,
+    visible: Bool[Array, "B T M"] | None,
+    prefix: tuple[Array, Array, Array] | None,
+    block: tuple[Array, Array] | None,
+    dtype: jnp.dtype | None,
+) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
+    """Attention of one layer before its output projection, and the pass's keys and values."""
+    rows, tokens = angles[0].shape[1:]
+
+    def heads(matrix: Array) -> Array:
+        return layers.linear(matrix, x, dtype).reshape(-1, config.head_dim, rows, tokens)
+
+    query = layers.rotate(heads(weights.query), angles).transpose(2, 0, 3, 1)
+    key = layers.rotate(heads(weights.key), angles).transpose(2, 0, 3, 1)
+    value = heads(weights.value).transpose(2, 0, 3, 1)
+    new = (key, value)
+    if block is not None:
+        key = jnp.concatenate([block[0], key], axis=2)
+        value = jnp.concatenate([block[1], value], axis=2)
+    if prefix is None:
+        mixed = tree_attention(query, key, value, visible)
+    else:
+        mixed = tree_attention(query, key, value, visible, *prefix)
+    return mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens), new
+
+
+def apply_layer(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    angles: Angles,
+    visible: Bool[Array, "B T M"] | None,
+    prefix: tuple[Array, Array, Array] | None = None,
+    block: tuple[Array, Array] | None = None,
+    dtype: jnp.dtype | None = None,
+) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
+    """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made."""
+    normed = layers.rms_norm(weights.attention_norm, x, config.norm_eps)
+    mixed, new = attend(config, weights, normed, angles, visible, prefix, block, dtype)
+    x = x + layers.linear(weights.output, mixed, dtype)
+    normed = layers.rms_norm(weights.mlp_norm, x, config.norm_eps)
+    gate = jax.nn.silu(layers.linear(weights.gate, normed, dtype))
+    hidden = gate * layers.linear(weights.up, normed, dtype)
+    return x + layers.linear(weights.down, hidden, dtype), new
+
+
+def trunk(
+    model: Model,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    cache: KVCache | None,
+    visible: Bool[Array, "B T M"] | None,
+    block: NewKV | None = None,
+    dtype: jnp.dtype | None = None,
+) -> tuple[Float[Array, "E C"], NewKV]:
+    """All layers: the normed hidden columns (`C = B·T`, row-major) and the new keys and values."""
+    config = model.config
+    x = layers.embed(model.embedding, tokens)
+    angles = layers.rotary_angles(positions, config.head_dim, config.rope_theta)
+    made = []
+    for index, weights in enumerate(model.layers):
+        prefix = None if cache is None else (cache.keys[index], cache.values[index], cache.length)
+        earlier = None if block is None else block[index]
+        x, new = apply_layer(config, weights, x, angles, visible, prefix, earlier, dtype)
+        made.append(new)
+    return layers.rms_norm(model.final_norm, x, config.norm_eps), tuple(made)
+
+
+def unembed(
+    model: Model, x: Float[Array, "E C"], dtype: jnp.dtype | None = None
+) -> Float[Array, "V C"]:
+    """Logits of each column, float32."""
+    table = model.embedding if model.unembedding is None else model.unembedding
+    return layers.linear(table, x, dtype)
+
+
+def forward(
+    model: Model,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    cache: KVCache | None,
+    visible: Bool[Array, "B T M"] | None,
+    block: NewKV | None = None,
+) -> tuple[Float[Array, "B T V"], NewKV]:
+    """Logits after each token, and the keys and values of this pass (the cache is only read).
+
+    A token sees the cached prefix of its row up to `cache.length`, and the columns of the pass
+    that `visible` grants it: first those of `block` (an earlier pass of the same tree), then the
+    pass's own; `visible=None` is a plain sequence without cache. `positions` place tokens for the
+    rotary embedding; slots play no part in it.
+    """
+    x, new = trunk(model, tokens, positions, cache, visible, block)
+    logits = unembed(model, x).T.reshape(*tokens.shape, -1)
+    return logits, new

@@ -1,0 +1,139 @@
+"""What is asked of a generation: checked on the host, padded to buckets."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from specjax.arrays import Key
+from specjax.draft.drafter import Drafter
+from specjax.model import Model
+from specjax.pytree import pytree
+from specjax.sampling import Sampling
+from specjax.verify import DRAWN, NAIVE, Rule, find_rule
+
+PROMPT_BUCKETS = (
+    *(32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+    *(12288, 16384, 24576, 32768, 49152, 65536, 98304, 131072),
+)
+OUTPUT_BUCKETS = (32, 128, 512, 2048, 8192, 32768)
+_SLOT_MULTIPLE = 64
+
+
+@pytree
+class Limits:
+    """Where a text ends: after `max_new_tokens`, or after an end token where `stop` says so."""
+
+    max_new_tokens: Int32[Array, ""]
+    stop: Bool[Array, ""]
+
+
+def window_of(drafter: Drafter | None) -> int:
+    """The most tokens a step can commit."""
+    return 1 if drafter is None else drafter.window
+
+
+class Request(NamedTuple):
+    """Arguments of `run`, checked and padded to their buckets."""
+
+    rule: Rule
+    sampling: Sampling
+    limits: Limits
+    prompt: Array
+    length: Array
+    key: Array
+    outputs: int
+    slots: int
+
+
+def prepare(
+    key: Array,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
+    verify: str,
+    stop_at_eos: bool,
+) -> Request:
+    """The request as arrays in buckets.
+
+    Raises:
+      ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
+        draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
+        out of its range.
+    """
+    config = target.config
+    if not prompts:
+        raise ValueError("there is no prompt.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    lengths = [len(prompt) for prompt in prompts]
+    for row, prompt in enumerate(prompts):
+        if not lengths[row]:
+            raise ValueError(f"prompt {row} is empty; it needs at least one token.")
+        if lengths[row] + max_new_tokens > config.max_positions:
+            raise ValueError(
+                f"prompt {row} has {lengths[row]} tokens and {max_new_tokens} are asked for; "
+                f"together they exceed the model's {config.max_positions}."
+            )
+        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
+            raise ValueError(
+                f"prompt {row} holds token {max(prompt)}; the vocabulary has {config.vocab_size}."
+            )
+    rows = sampling.rows(len(prompts))
+    rule = NAIVE if drafter is None else find_rule(verify, drafter.construction)
+    if drafter is None:
+        find_rule(verify, DRAWN)
+    if verify == "greedy" and np.any(np.asarray(rows.temperature) > 0):
+        raise ValueError(
+            "the greedy rule needs temperature 0; "
+            f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use multi-step or naive."
+        )
+    width = bucket(max(lengths), PROMPT_BUCKETS)
+    outputs = bucket(max_new_tokens, OUTPUT_BUCKETS)
+    padded = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, : lengths[row]] = prompt
+    slots = width + outputs + window_of(drafter)
+    return Request(
+        rule=rule,
+        sampling=rows,
+        limits=Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos)),
+        prompt=jnp.asarray(padded),
+        length=jnp.asarray(lengths, jnp.int32),
+        key=row_keys(key, len(prompts)),
+        outputs=outputs,
+        slots=-(-slots // _SLOT_MULTIPLE) * _SLOT_MULTIPLE,
+    )
+
+
+def bucket(size: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `size`.
+
+    Raises:
+      ValueError: there is none.
+    """
+    fitting = next((b for b in buckets if b >= size), None)
+    if fitting is None:
+        raise ValueError(f"{size} tokens exceed the largest bucket, {buckets[-1]}.")
+    return fitting
+
+
+def row_keys(key: Array, rows: int) -> Key[Array, " B"]:
+    """One key a row: `fold_in(key, row)` of a single key, or the given keys themselves.
+
+    Raises:
+      ValueError: the number of keys is not that of the prompts.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if key.ndim == 0:
+        return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(rows))
+    if key.shape != (rows,):
+        raise ValueError(f"there are {key.shape[0]} keys for {rows} prompts.")
+    return key

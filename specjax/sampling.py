@@ -1,0 +1,132 @@
+"""From logits to the law p of the next token, and draws from a law.
+
+One processor serves plain decoding, drafting and verification, so that p means the same
+everywhere. Its order is Hugging Face's: temperature, top-k, top-p, min-p.
+"""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Int32
+
+from specjax.arrays import KeyArray
+from specjax.pytree import pytree
+
+_BLOCK = 128
+"""Tokens of the second level of a draw. One level over 128k tokens in float32 gave a total
+variation of 2.6e-3 and never drew 16,020 tokens of one law (2026-11-20)."""
+
+
+class Purpose(enum.IntEnum):
+    """What a random number is for; part of its key, so that no two uses share one."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RESIDUAL = 2
+    TOKEN = 3
+
+
+@pytree
+class Sampling:
+    """How to sample, per row: scalars, or arrays `[B]` where rows differ.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    """
+
+    temperature: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float = 0.0
+    top_k: Int[Array, "*B"] | Int[np.ndarray, "*B"] | int = 0
+    top_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float = 1.0
+    min_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float = 0.0
+
+    def rows(self, count: int) -> "Sampling":
+        """The same with every field an array `[count]`, checked.
+
+        Raises:
+          ValueError: a field is out of its range or has another number of rows.
+        """
+        fields = {
+            "temperature": (np.float32, 0.0, np.inf),
+            "top_k": (np.int32, 0, np.iinfo(np.int32).max),
+            "top_p": (np.float32, np.nextafter(np.float32(0), np.float32(1)), 1.0),
+            "min_p": (np.float32, 0.0, 1.0),
+        }
+        checked = {}
+        for name, (dtype, low, high) in fields.items():
+            value = np.asarray(getattr(self, name))
+            if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != count):
+                raise ValueError(
+                    f"sampling.{name} has shape {value.shape}; there are {count} prompts."
+                )
+            if not np.all((value >= low) & (value <= high)):
+                raise ValueError(
+                    f"sampling.{name} is {value.tolist()}; it must lie in [{low}, {high}]."
+                )
+            checked[name] = jnp.asarray(np.broadcast_to(value, (count,)), dtype)
+        return Sampling(**checked)
+
+
+def process(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:
+    """The law of the next token at each node, `sampling` holding arrays `[B]`.
+
+    A temperature of 0 gives the one-hot law of the largest logit (the lowest id of a tie). Ties
+    at the edge of top-k and top-p are kept.
+    """
+    wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], sampling)
+    greedy = wide.temperature <= 0
+    scaled = logits / jnp.where(greedy, 1, wide.temperature).astype(logits.dtype)
+    limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
+    scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
+    p = jax.nn.softmax(scaled, axis=-1)
+    p = jnp.where(p >= wide.min_p * p.max(axis=-1, keepdims=True), p, 0)
+    p = p / p.sum(axis=-1, keepdims=True)
+    top = jnp.argmax(logits, axis=-1, keepdims=True)
+    return jnp.where(greedy, (jnp.arange(logits.shape[-1]) == top).astype(p.dtype), p)
+
+
+def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+    """Logits with everything outside top-k, then outside top-p, at minus infinity."""
+    vocabulary = scaled.shape[-1]
+    ordered = lax.sort(scaled, dimension=-1)[..., ::-1]
+    k = jnp.where(wide.top_k > 0, jnp.minimum(wide.top_k, vocabulary), vocabulary)
+    last = jnp.take_along_axis(ordered, jnp.broadcast_to(k - 1, (*ordered.shape[:-1], 1)), axis=-1)
+    ordered = jnp.where(ordered >= last, ordered, -jnp.inf)
+    p = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    kept = (before < wide.top_p) & jnp.isfinite(ordered)
+    lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(scaled >= lowest, scaled, -jnp.inf)
+
+
+def fold(key: KeyArray, *numbers: int | Int[Array, ""]) -> KeyArray:
+    """`key` folded with each number in turn."""
+    for number in numbers:
+        key = jax.random.fold_in(key, number)
+    return key
+
+
+def draw(p: Float[Array, " V"], uniform: Float[Array, "2"]) -> Int32[Array, ""]:
+    """A token of law `p` (any positive scale) from two uniforms in [0, 1).
+
+    Inverse distribution function on two levels: a block of 128 tokens, then a token of it. A
+    token of probability zero is never drawn.
+    """
+    blocks = jnp.pad(p, (0, -p.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
+    block = _first_past(blocks.sum(axis=-1), uniform[0])
+    within = _first_past(blocks[block], uniform[1])
+    return (block * _BLOCK + within).astype(jnp.int32)
+
+
+def _first_past(weight: Float[Array, " n"], uniform: Float[Array, ""]) -> Int32[Array, ""]:
+    """The first positive entry whose running sum exceeds the uniform's share of the total."""
+    running = jnp.cumsum(weight)
+    past = (running > uniform * running[-1]) & (weight > 0)
+    last = weight.shape[0] - 1 - jnp.argmax(weight[::-1] > 0)
+    return jnp.where(past.any(), jnp.argmax(past), last).astype(jnp.int32)
+
+
+def is_greedy(sampling: Sampling) -> Bool[Array, "*B"]:
+    """Which rows take the most likely token."""
+    return jnp.asarray(sampling.temperature) <= 0

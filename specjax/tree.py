@@ -1,0 +1,219 @@
+"""Token trees: a static number of slots, their topology as data."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from specjax.pytree import pytree
+
+NO_PARENT = -1
+NO_DRAFTER = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeShape:
+    """Static expansion ⟨k1..km⟩: every node of level i has `widths[i]` children.
+
+    SpecInfer (arXiv 2305.09781), section 3. All ones is a chain. Nodes are numbered level by
+    level, the children of a node side by side; the root is not counted.
+    """
+
+    widths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise ValueError(f"a tree needs widths of at least 1, not {self.widths}.")
+
+    @property
+    def depth(self) -> int:
+        """Number of levels below the root."""
+        return len(self.widths)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Nodes of each level, the root's included: `(1, k1, k1·k2, ...)`."""
+        return tuple(math.prod(self.widths[:level]) for level in range(self.depth + 1))
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes below the root."""
+        return sum(self.levels[1:])
+
+    def parents(self) -> np.ndarray:
+        """For each node its parent's number, `NO_PARENT` for children of the root; int32 [M]."""
+        starts = np.cumsum((0, *self.levels[1:]))
+        found = [np.full(self.levels[1], NO_PARENT)]
+        for level in range(1, self.depth):
+            found.append(
+                starts[level - 1] + np.arange(self.levels[level + 1]) // self.widths[level]
+            )
+        return np.concatenate(found).astype(np.int32)
+
+    def depths(self) -> np.ndarray:
+        """For each node its depth, 1 for children of the root; int32 [M]."""
+        return np.repeat(np.arange(1, self.depth + 1), self.levels[1:]).astype(np.int32)
+
+    def laws(self) -> np.ndarray:
+        """For each node which expanded node's law it was drawn from (0: the root's); int32 [M]."""
+        return (self.parents() + 1).astype(np.int32)
+
+    @property
+    def num_laws(self) -> int:
+        """Number of expanded nodes: the root and all levels but the last."""
+        return sum(self.levels[:-1])
+
+
+@pytree
+class Draws:
+    """What drafters drew below one root, before merging: draw `m` is a token under a draw.
+
+    Parents come before children. `law` is the row of `q` that a draw was taken from; `certain`
+    says that every draw was chosen, not sampled, so that its law is one-hot at its own token (`q`
+    is then only the draft's opinion of it).
+    """
+
+    tokens: Int32[Array, "*B M"]
+    parents: Int32[Array, "*B M"]
+    depth: Int32[Array, "*B M"]
+    drafter: Int32[Array, "*B M"]
+    law: Int32[Array, "*B M"]
+    q: Float[Array, "*B R V"]
+    certain: Bool[Array, "*B"]
+
+
+@pytree
+class TokenTree:
+    """Candidate continuations of a root token, equal paths merged into one node.
+
+    Node 0 is the root, with parent `NO_PARENT` and drafter `NO_DRAFTER`; a parent's number is
+    below its child's. Slots that are not `valid` hold nothing. Every draw stays a trial of its
+    own, in drawing order: `trial_node` is the node it names, `trial_law` its row of `q`. A node
+    drawn twice has two trials, which multi-step sampling needs (SpecInfer, Algorithm 2).
+    """
+
+    tokens: Int32[Array, "*B N"]
+    parents: Int32[Array, "*B N"]
+    depth: Int32[Array, "*B N"]
+    valid: Bool[Array, "*B N"]
+    drafter: Int32[Array, "*B N"]
+    trial_node: Int32[Array, "*B M"]
+    trial_law: Int32[Array, "*B M"]
+    q: Float[Array, "*B R V"]
+    certain: Bool[Array, "*B"]
+
+    @property
+    def num_slots(self) -> int:
+        """Static number of node slots, the root's included."""
+        return self.tokens.shape[-1]
+
+    def trial_q(self, trial: Int32[Array, ""]) -> Float[Array, " V"]:
+        """The law that trial number `trial` of one row was really drawn from."""
+        token = self.tokens[self.trial_node[trial]]
+        one_hot = (jnp.arange(self.q.shape[-1]) == token).astype(self.q.dtype)
+        return jnp.where(self.certain, one_hot, self.q[self.trial_law[trial]])
+
+
+def root_only(last: Int32[Array, " B"], vocabulary: int) -> TokenTree:
+    """Trees of nothing but their roots: plain decoding."""
+    one = jnp.zeros((last.shape[0], 1), jnp.int32)
+    none = jnp.zeros((last.shape[0], 0), jnp.int32)
+    return TokenTree(
+        tokens=last[:, None],
+        parents=one + NO_PARENT,
+        depth=one,
+        valid=one == 0,
+        drafter=one + NO_DRAFTER,
+        trial_node=none,
+        trial_law=none,
+        q=jnp.zeros((last.shape[0], 0, vocabulary)),
+        certain=jnp.zeros(last.shape[0], bool),
+    )
+
+
+def merge(draws: Draws, root: Int32[Array, ""], depth: int) -> TokenTree:
+    """The tree whose set of paths is exactly that of `draws`, for one row.
+
+    SpecInfer, definition 3.2, with multiplicities kept as trials. Nodes are ordered by depth,
+    then by their first draw; `depth` is the static number of levels.
+    """
+    count = draws.tokens.shape[0]
+    index = jnp.arange(count)
+    at_root = draws.parents == NO_PARENT
+    alike = (draws.tokens[:, None] == draws.tokens) & (draws.depth[:, None] == draws.depth)
+    same = alike & at_root[:, None] & at_root
+    for _ in range(depth - 1):
+        above = same[draws.parents[:, None], draws.parents] & ~at_root[:, None] & ~at_root
+        same = alike & (above | (at_root[:, None] & at_root))
+    first = jnp.argmax(same, axis=1)
+    kept = first == index
+    order = jnp.argsort(jnp.where(kept, draws.depth * count + index, count * (depth + 1)))
+    node = jnp.zeros(count, jnp.int32).at[order].set(index.astype(jnp.int32) + 1)[first]
+    valid = jnp.concatenate([jnp.ones(1, bool), kept[order]])
+    parent = jnp.where(at_root, 0, node[draws.parents])
+
+    def slots(values: Array, at_top: Array | int) -> Array:
+        rest = jnp.where(valid[1:], values[order], 0)
+        return jnp.concatenate([jnp.asarray(at_top, jnp.int32)[None], rest.astype(jnp.int32)])
+
+    return TokenTree(
+        tokens=slots(draws.tokens, root),
+        parents=slots(parent, NO_PARENT),
+        depth=slots(draws.depth, 0),
+        valid=valid,
+        drafter=slots(draws.drafter, NO_DRAFTER),
+        trial_node=node,
+        trial_law=draws.law,
+        q=draws.q,
+        certain=draws.certain,
+    )
+
+
+def ancestors(tree: TokenTree) -> Bool[Array, "*B N N"]:
+    """For each node which nodes it may see: its ancestors and itself.
+
+    An empty slot sees only itself and the root, so that no softmax runs over nothing.
+    """
+    own = jnp.eye(tree.num_slots, dtype=bool)
+    parents = jnp.maximum(tree.parents, 0)[..., None]
+    none = jnp.broadcast_to(own, (*tree.parents.shape, tree.num_slots))
+    return lax.fori_loop(
+        0, tree.depth.max(), lambda _, seen: own | jnp.take_along_axis(seen, parents, -2), none
+    )
+
+
+def draw_tree(
+    tree: TokenTree, text: Callable[[int], str], names: Callable[[int], str] | None = None
+) -> str:
+    """One row's tree as text, a line a node: token, the draft's probability, who proposed it."""
+    tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
+    valid, drafter = np.asarray(tree.valid), np.asarray(tree.drafter)
+    trial_node, trial_law = np.asarray(tree.trial_node), np.asarray(tree.trial_law)
+    name = names or (lambda number: f"draft {number}")
+    lines = [repr(text(int(tokens[0])))]
+
+    def below(node: int, indent: str) -> None:
+        children = [c for c in range(1, len(tokens)) if valid[c] and parents[c] == node]
+        for child in children:
+            last = child == children[-1]
+            law = trial_law[int(np.argmax(trial_node == child))]
+            probability = float(tree.q[int(law), int(tokens[child])])
+            proposer = name(int(drafter[child]))
+            lines.append(
+                f"{indent}{'└─' if last else '├─'} {text(int(tokens[child]))!r} "
+                f"{probability:.2f} {proposer}"
+            )
+            below(child, indent + ("   " if last else "│  "))
+
+    below(0, "")
+    return "\n".join(lines)
+
+
+def take_row(tree: TokenTree, row: int) -> TokenTree:
+    """Row `row` of a batch of trees."""
+    return jax.tree.map(lambda leaf: leaf[row], tree)
