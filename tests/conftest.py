@@ -1,0 +1,35 @@
+"""Tiny models that every test may share."""
+
+import jax
+import pytest
+
+from specjax.config import ModelConfig
+from specjax.model import Model, initialize
+
+
+def tiny_config(**changes) -> ModelConfig:
+    """A two-layer configuration with two query heads per key/value head, as changed."""
+    base = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_positions": 128,
+        "eos_ids": (0,),
+    }
+    return ModelConfig(**(base | changes))
+
+
+def tiny_model(seed: int = 0, scale: float = 8.0, **changes) -> Model:
+    """Random weights of `tiny_config`, `scale` times the usual so that logits tell things apart."""
+    model = initialize(jax.random.key(seed), tiny_config(**changes))
+    return jax.tree.map(lambda leaf: leaf * (scale if leaf.ndim > 1 else 1), model)
+
+
+@pytest.fixture(scope="session")
+def target() -> Model:
+    """A tiny random model."""
+    return tiny_model()

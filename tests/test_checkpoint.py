@@ -1,0 +1,244 @@
+"""Folders written and read back, and every way a folder can be wrong."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specjax import checkpoint, families
+from specjax.checkpoint import CheckpointError, load, load_drafts, load_model, save_model
+from tests.conftest import tiny_config, tiny_model
+
+TEXTS = [
+    "def f():\n\treturn  1\n",
+    "  leading, trailing  ",
+    "don't . stop ,  now !",
+    "naïve 日本 \u200b\r\n\x00\x01 <s></s>",
+    "<|endoftext|>x",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["def f(): return 1", "  now and then"] * 3, trainer)
+    return made
+
+
+@pytest.fixture(scope="module")
+def original():
+    return tiny_model(vocab_size=300, tie_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def written(original, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    save_model(original, folder, tokenizer, dtype="float32")
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_what_is_saved_loads_back(written, original):
+    again = load_model(written)
+    assert again.config == original.config
+    jax.tree.map(np.testing.assert_array_equal, again, original)
+
+
+def test_bfloat16_files_and_bfloat16_models(original, tmp_path):
+    save_model(original, tmp_path, dtype="bfloat16")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), original)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, "bfloat16"), rounded)
+    widened = load_model(tmp_path, "float32")
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(widened))
+    jax.tree.map(np.testing.assert_array_equal, widened, rounded)
+
+
+def test_extras_go_to_the_configuration(original, tmp_path):
+    save_model(original, tmp_path, trained_on="nothing")
+    assert json.loads((tmp_path / "config.json").read_text())["trained_on"] == "nothing"
+
+
+def test_shards_read_like_one_file(folder, original):
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[:7], "b.safetensors": names[7:]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder), original)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing"):
+        load_model(folder)
+
+
+def test_tokenizer_gives_plain_ids_and_exact_text(written, tokenizer):
+    model, loaded = load(written)
+    assert model.config.vocab_size == 300
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
+    assert loaded.bos_token is None
+    for text in TEXTS:
+        ids = loaded(text).input_ids
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+        assert loaded.decode(ids) == text
+
+
+def test_a_loaded_tokenizer_saves_again(original, written, tmp_path):
+    save_model(original, tmp_path, checkpoint.tokenizer_of(written))
+    assert checkpoint.tokenizer_of(tmp_path)(TEXTS[0]) == checkpoint.tokenizer_of(written)(TEXTS[0])
+
+
+def test_drafts_load_from_one_folder_or_several(written):
+    assert len(load_drafts(written)) == 1
+    assert len(load_drafts([written, str(written)])) == 2
+
+
+def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
+    monkeypatch.setattr(checkpoint, "_BUNDLED", tmp_path)
+    with pytest.raises(CheckpointError, match="no bundled drafts"):
+        load_drafts("bundled")
+    with pytest.raises(CheckpointError, match=r"no bundled pair: .*target is missing"):
+        load("bundled")
+    for index, width in ((10, 4), (9, 6)):
+        save_model(tiny_model(intermediate_size=width), tmp_path / "drafts" / str(index))
+    assert [draft.config.intermediate_size for draft in load_drafts("bundled")] == [6, 4]
+
+
+def test_default_dtype_on_a_cpu_is_float32(written):
+    if jax.default_backend() == "cpu":
+        assert load_model(written, None).embedding.dtype == jnp.float32
+
+
+def test_tied_file_may_repeat_its_embedding(tmp_path):
+    model = tiny_model()
+    save_model(model, tmp_path, dtype="float32")
+    embedding = np.asarray(model.embedding)
+    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embedding}))
+    assert load_model(tmp_path).unembedding is None
+    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(CheckpointError, match="tie_word_embeddings, but its lm_head"):
+        load_model(tmp_path)
+
+
+def test_rotary_constants_of_old_files_are_ignored(folder, original):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
+    assert load_model(folder).config == original.config
+
+
+def test_generation_config_decides_the_end_tokens(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_model(folder).config.eos_ids == (3, 4)
+
+
+def test_missing_unused_and_misshapen_tensors_are_named(folder):
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(folder, lambda t: t.update({name: t[name][:5]}))
+    with pytest.raises(CheckpointError, match=rf"{name} .*shape \(5, 32\).*\(48, 32\)"):
+        load_model(folder)
+    change_tensors(folder, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=f"no tensor {name}"):
+        load_model(folder)
+    change_tensors(folder, lambda t: t.update({"model.extra": np.ones(2, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"model\.extra, which the model has no place"):
+        load_model(folder)
+
+
+def test_damaged_and_missing_files_are_named(folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no model folder at .*nowhere"):
+        load_model(tmp_path / "nowhere")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged"):
+        load_model(folder)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"copy has neither model\.safetensors nor"):
+        load_model(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer in .*copy"):
+        checkpoint.tokenizer_of(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"copy has no config\.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported: llama"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope scaling 'llama3'"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope scaling 'linear'"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
+        ({"sliding_window": 128}, "sliding_window is 128"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"vocab_size": "absent"}, "no 'vocab_size'"),
+        ({"num_key_value_heads": 3}, r"num_heads \(4\)"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_path(folder, changes, words):
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=rf"copy/config\.json: .*{words}"):
+        load_model(folder)
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers():
+    config = {
+        "model_type": "llama",
+        "vocab_size": 7,
+        "hidden_size": 24,
+        "intermediate_size": 9,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "rope_theta": 5e5,
+    }
+    read = families.read_config(config)
+    assert (read.head_dim, read.num_kv_heads, read.rope_theta) == (8, 3, 5e5)
+    assert (read.tie_embeddings, read.eos_ids, read.norm_eps) == (False, (), 1e-6)
+    assert families.read_config(config | {"eos_token_id": None}).eos_ids == ()
+
+
+@pytest.mark.parametrize("eos", [(), (5,), (1, 2)])
+def test_a_configuration_written_reads_back(eos):
+    config = tiny_config(eos_ids=eos, rope_theta=1234.0, norm_eps=1e-5, tie_embeddings=False)
+    assert families.read_config(json.loads(json.dumps(families.write_config(config)))) == config
