@@ -104,9 +104,18 @@ def guess(
 
 
 def look(target: Model, tree: TokenTree, state: DecodeState) -> tuple[Float[Array, "B N V"], NewKV]:
-    """The target's logits after every node, in one pass."""
-    positions = state.cache.length[:, None] + tree.depth
-    return forward(target, tree.tokens, positions, state.cache, ancestors(tree))
+    """The target's logits after every node, in one pass.
+
+    Empty slots are added where the platform's products run faster with more columns.
+    """
+    rows, slots = tree.tokens.shape
+    spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
+    tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
+    visible = jnp.pad(ancestors(tree), ((0, 0), (0, spare), (0, spare)))
+    visible |= jnp.eye(slots + spare, dtype=bool)
+    positions = state.cache.length[:, None] + depth
+    logits, new = forward(target, tokens, positions, state.cache, visible)
+    return logits[:, :slots], new
 
 
 def judge(

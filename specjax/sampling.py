@@ -111,12 +111,12 @@ def draw(p: Float[Array, " V"], uniform: Float[Array, "2"]) -> Int32[Array, ""]:
     """A token of law `p` (any positive scale) from two uniforms in [0, 1).
 
     Inverse distribution function on two levels: a block of 128 tokens, then a token of it. A
-    token of probability zero is never drawn.
+    token of probability zero is never drawn; a law of nothing (NaN or all zero) gives some token.
     """
     blocks = jnp.pad(p, (0, -p.shape[0] % _BLOCK)).reshape(-1, _BLOCK)
     block = _first_past(blocks.sum(axis=-1), uniform[0])
     within = _first_past(blocks[block], uniform[1])
-    return (block * _BLOCK + within).astype(jnp.int32)
+    return jnp.minimum(block * _BLOCK + within, p.shape[0] - 1).astype(jnp.int32)
 
 
 def _first_past(weight: Float[Array, " n"], uniform: Float[Array, ""]) -> Int32[Array, ""]:

@@ -1,0 +1,54 @@
+"""The bundled pair: an 18.4M-parameter code model and three boosted drafts of 0.9M.
+
+Command:  python -m train.run configs/bundled.py --folder runs/bundled
+"""
+
+from specjax.config import ModelConfig
+from train.config import Boost, Collect, Corpus, Distil, Evaluation, Labels, Recipe, Schedule
+
+RECIPE = Recipe(
+    name="specjax-bundled",
+    target=ModelConfig(
+        vocab_size=4096,
+        hidden_size=640,
+        intermediate_size=1536,
+        num_layers=4,
+        num_heads=10,
+        num_kv_heads=2,
+        head_dim=64,
+        max_positions=2048,
+        eos_ids=(0,),
+    ),
+    draft=ModelConfig(
+        vocab_size=4096,
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        max_positions=2048,
+        eos_ids=(0,),
+    ),
+    corpus=Corpus(),
+    pretrain=Schedule(
+        steps=800, batch=8, length=512, long_steps=40, long_length=2048, decay_steps=350
+    ),
+    warm=Schedule(
+        steps=700,
+        batch=8,
+        length=512,
+        long_steps=50,
+        long_length=2048,
+        decay_steps=200,
+        dtype="float32",
+    ),
+    collect=Collect(prompts=3072, prompt_tokens=64, new_tokens=128),
+    labels=Labels(top_k=32, corpus_rows=256, corpus_length=1024),
+    schedule=Schedule(
+        steps=800, batch=18, length=192, decay_steps=400, dtype="float32", evaluate_every=200
+    ),
+    distil=Distil(corpus_rows=1),
+    boost=Boost(drafts=3, window=4),
+    evaluation=Evaluation(),
+)

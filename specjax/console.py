@@ -1,0 +1,278 @@
+"""`specjax generate` and `info`: text as it is committed, and what it cost."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from specjax import decode, measure, methods, records
+from specjax.cache import empty_cache
+from specjax.decode import Step
+from specjax.draft import Drafter
+from specjax.methods import Choice, Pair
+from specjax.model import Model
+from specjax.options import Generate, Info, at_least, dtype_of, widths_of
+from specjax.request import Request, prepare
+from specjax.sampling import Sampling
+from specjax.tree import draw_tree, take_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def generate(options: Generate) -> int:
+    """Runs `specjax generate`; gives the exit code.
+
+    Raises:
+      ValueError: an option is wrong, the pair does not fit, or the prompt does not.
+    """
+    _check(options)
+    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    pair = methods.load_pair(options.model, options.draft, dtype_of(options.dtype))
+    widths, sampled = widths_of(options.tree), options.temperature > 0
+    choice = methods.choose(options.method, widths, pair.target, pair.drafts, sampled)
+    drafter = methods.build(choice.method, pair.drafts, choice.widths, options.verify)
+    ids = pair.tokenizer(prompt).input_ids
+    request = prepare(
+        jax.random.key(options.seed), pair.target, drafter, [ids], options.max_new_tokens,
+        _sampling(options), options.verify, True,
+    )  # fmt: skip
+    say(f"method {describe(choice)}: {choice.reason}.")
+    if options.json:
+        print(json.dumps(_answer(options, pair, choice, drafter, ids, request)))
+    else:
+        _narrate(options, pair, drafter, ids, request)
+    return 0
+
+
+def _check(options: Generate) -> None:
+    methods.check_method(options.method, methods.AUTO)
+    methods.check_rule(options.verify)
+    at_least("--max-new-tokens", options.max_new_tokens, 1)
+    if options.json and options.show_tree:
+        raise ValueError("--show-tree draws beside the text; it does not go with --json.")
+    if options.method == "none" and options.tree is not None:
+        raise ValueError("the method none drafts nothing; it takes no --tree.")
+    widths_of(options.tree)
+
+
+def _sampling(options: Generate) -> Sampling:
+    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+
+
+def say(sentence: str) -> None:
+    """Prints a remark beside the result."""
+    print(f"specjax: {sentence}", file=sys.stderr, flush=True)
+
+
+def describe(choice: Choice) -> str:
+    """The method and its widths, such as `chain 1,1,1`."""
+    return " ".join([choice.method, ",".join(map(str, choice.widths or ()))]).strip()
+
+
+def rule_name(verify: str, sampled: bool) -> str:
+    """The rule that `auto` means for a row."""
+    return verify if verify != methods.AUTO else "multi-step" if sampled else "greedy"
+
+
+def _answer(
+    options: Generate,
+    pair: Pair,
+    choice: Choice,
+    drafter: Drafter | None,
+    ids: list[int],
+    request: Request,
+) -> dict[str, Any]:
+    """What `--json` prints; the program is compiled before the clock starts."""
+    measure.warm(pair.target, drafter, request)
+    made = measure.timed(pair.target, drafter, request)
+    count, steps = int(made.lengths[0]), int(made.steps[0])
+    tokens = made.tokens[0, :count].tolist()
+    return {
+        "text": Continuation(pair.tokenizer, ids).text(tokens),
+        "token_ids": tokens,
+        "new_tokens": count,
+        "target_steps": steps,
+        "tokens_per_step": count / steps,
+        "seconds": made.seconds,
+        "tokens_per_second": count / made.seconds,
+        "method": choice.method,
+        "widths": choice.widths,
+        "verify": rule_name(options.verify, options.temperature > 0),
+        "dtype": str(pair.target.embedding.dtype),
+    }
+
+
+class Continuation:
+    """Text of tokens that follow a prompt, whole characters at a time.
+
+    A byte-level token may end inside a character, which is held back until it is whole.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt = list(prompt)
+        self._start = len(self._decode(self._prompt).rstrip(_INCOMPLETE))
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """All the text of `tokens`, whatever was added before."""
+        return self._decode([*self._prompt, *tokens])[self._start :]
+
+    def add(self, token: int) -> str:
+        """The text that one more token completes; may be empty."""
+        self._tokens.append(token)
+        whole = self.text(self._tokens).rstrip(_INCOMPLETE)
+        new = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        return new
+
+
+def _narrate(
+    options: Generate, pair: Pair, drafter: Drafter | None, ids: list[int], request: Request
+) -> None:
+    """Streams the text, then says what it cost."""
+
+    def steps() -> Any:
+        return decode.stream(
+            jax.random.key(options.seed), pair.target, drafter, [ids],
+            max_new_tokens=options.max_new_tokens, sampling=_sampling(options),
+            verify=options.verify,
+        )  # fmt: skip
+
+    next(steps())  # compiles; the clock starts after it
+    say_text = _printer(pair, ids)
+    tokens = passes = 0
+    start = time.perf_counter()
+    for step in steps():
+        if options.show_tree:
+            _show_tree(step, pair.tokenizer)
+        say_text(step)
+        if options.show_tree:
+            print()
+        tokens += int(step.count[0])
+        passes += 1
+    seconds = time.perf_counter() - start
+    print(flush=True)
+    say(
+        f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
+        f"{tokens / seconds:.1f} tokens/s."
+    )
+    _say_split(pair.target, drafter, request, passes, seconds)
+
+
+def _say_split(
+    target: Model, drafter: Drafter | None, request: Request, passes: int, seconds: float
+) -> None:
+    """Says how the time was spent, from the phases of a step compiled apart."""
+    phases = measure.phases(target, drafter, request)
+    draft, look = phases.draft * passes / seconds, phases.target * passes / seconds
+    say(
+        f"time: drafting {draft:.0%}, target {look:.0%}, rest {max(0.0, 1 - draft - look):.0%} "
+        "(prefill, verification, printing)."
+    )
+
+
+def _printer(pair: Pair, ids: list[int]) -> Callable[[Step], None]:
+    """Prints a step's text: on a terminal coloured by drafter, the target's own tokens plain."""
+    continuation = Continuation(pair.tokenizer, ids)
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(step: Step) -> None:
+        for index in range(int(step.count[0])):
+            piece = continuation.add(int(step.tokens[0, index]))
+            if console.is_terminal:
+                console.print(Text(piece, _style(step, index)), end="")
+            else:
+                sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    return show
+
+
+def _style(step: Step, index: int) -> str:
+    """The colour of the drafter whose node gave token `index`; the last token is the target's."""
+    if index + 1 >= int(step.accepted.count[0]):
+        return ""
+    drafter = int(step.tree.drafter[0, int(step.accepted.path[0, index + 1])])
+    return _COLOURS[drafter % len(_COLOURS)]
+
+
+def _show_tree(step: Step, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def text(token: int) -> str:
+        decoded = tokenizer.decode([token])
+        return decoded if isinstance(decoded, str) else "".join(decoded)
+
+    print(draw_tree(take_row(step.tree, 0), text))
+
+
+def info(options: Info) -> int:
+    """Runs `specjax info`; gives the exit code.
+
+    Raises:
+      ValueError: an option is wrong or the pair does not fit.
+    """
+    pair = methods.load_pair(options.model, options.draft, dtype_of(options.dtype))
+    facts = _facts(pair)
+    if options.json:
+        print(json.dumps(facts))
+        return 0
+    for name, value in facts.items():
+        print(f"{name.replace('_', ' ')}: {_readable(name, value)}")
+    return 0
+
+
+def _facts(pair: Pair) -> dict[str, Any]:
+    models = (pair.target, *pair.drafts)
+
+    def chosen(sampled: bool) -> str:
+        choice = methods.choose(methods.AUTO, None, pair.target, pair.drafts, sampled)
+        return f"{describe(choice)} ({choice.reason})"
+
+    return {
+        "config": dataclasses.asdict(pair.target.config),
+        "parameters": pair.target.config.num_parameters,
+        "dtype": str(pair.target.embedding.dtype),
+        "drafts": [model.config.num_parameters for model in pair.drafts],
+        "weights_bytes": sum(leaf.nbytes for model in models for leaf in jax.tree.leaves(model)),
+        "caches_bytes": sum(_cache_bytes(model, pair.target) for model in models),
+        "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
+        "method_greedy": chosen(False),
+        "method_sampled": chosen(True),
+        "cache_folder": str(records.cache_folder()),
+    }
+
+
+def _cache_bytes(model: Model, target: Model) -> int:
+    """Bytes of one row's keys and values at the target's full context."""
+    slots, dtype = target.config.max_positions, decode.cache_dtype(model)
+    shapes = jax.eval_shape(lambda: empty_cache(model.config, 1, slots, jnp.dtype(dtype)))
+    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in (*shapes.keys, *shapes.values))
+
+
+def _readable(name: str, value: Any) -> str:
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:.1f} MiB"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(f"{entry:,}" for entry in value) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,218 @@
+"""Clocks: whole generations, the phases of a step compiled apart, and the machine itself."""
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from specjax import decode
+from specjax.cache import NewKV
+from specjax.decode import DecodeState
+from specjax.draft import Drafter
+from specjax.draft.drafter import DraftState
+from specjax.model import Model
+from specjax.pytree import replace
+from specjax.request import Request, window_of
+from specjax.sampling import Sampling
+from specjax.tree import TokenTree
+from specjax.verify import Rule
+
+_T = TypeVar("_T")
+READ_BYTES = 512 * 2**20
+"""Bytes that `read_bandwidth` sums: far more than any processor's cache."""
+
+
+class Timed(NamedTuple):
+    """A generation on the host: tokens, how many a row, target passes a row, and wall seconds."""
+
+    tokens: Int32[np.ndarray, "B O"]
+    lengths: Int32[np.ndarray, " B"]
+    steps: Int32[np.ndarray, " B"]
+    seconds: float
+
+
+class Phases(NamedTuple):
+    """Seconds of a prefill, and per step of drafting (its commit included) and of the target.
+
+    `nodes` is the mean number of nodes that a tree proposed, the root left out.
+    """
+
+    prefill: float
+    draft: float
+    target: float
+    nodes: float
+
+
+def clocked(work: Callable[[], _T]) -> tuple[_T, float]:
+    """What `work` gives once it is ready, and the seconds it took."""
+    start = time.perf_counter()
+    done = jax.block_until_ready(work())
+    return done, time.perf_counter() - start
+
+
+def warm(target: Model, drafter: Drafter | None, request: Request) -> None:
+    """Compiles the program that `timed` runs for such a request, and runs it for one token."""
+    one = request._replace(limits=replace(request.limits, max_new_tokens=jnp.int32(1)))
+    jax.block_until_ready(decode.run(target, drafter, **one._asdict()))
+
+
+def timed(target: Model, drafter: Drafter | None, request: Request) -> Timed:
+    """The request's generation and its wall time, prefill included; `warm` it before."""
+    made, seconds = clocked(lambda: decode.run(target, drafter, **request._asdict()))
+    tokens, lengths, steps = map(np.asarray, made)
+    return Timed(tokens[:, : int(request.limits.max_new_tokens)], lengths, steps, seconds)
+
+
+_guess = jax.jit(decode.guess)
+_look = jax.jit(decode.look)
+
+
+@partial(jax.jit, static_argnames=("rule", "window"), donate_argnames="state")
+def _settle(
+    rule: Rule,
+    sampling: Sampling,
+    state: DecodeState,
+    tree: TokenTree,
+    looked: tuple[Array, NewKV],
+    window: int,
+) -> tuple[DecodeState, Array, Array]:
+    """Decides and commits, but for the drafter's part: the state, the tokens and their count."""
+    accepted = decode.judge(rule, sampling, state, tree, looked[0], window)
+    tokens = decode.emitted(tree, accepted)
+    state = decode.commit(None, state, looked[1], accepted, tokens, accepted.count)
+    return state, tokens, accepted.count
+
+
+@partial(jax.jit, donate_argnames="draft")
+def _catch_up(drafter: Drafter, draft: DraftState, tokens: Array, count: Array) -> DraftState:
+    return drafter.commit(draft, tokens, count)
+
+
+class _StepTime(NamedTuple):
+    draft: float
+    target: float
+    nodes: float
+
+
+def phases(target: Model, drafter: Drafter | None, request: Request, steps: int = 8) -> Phases:
+    """Median seconds of each phase over `steps` real steps of a request.
+
+    The phases are compiled apart, with the shapes and the cache length that the whole loop has,
+    and run in its order, so that each finds the processor's caches as it does there.
+    """
+    _steps(target, drafter, request, 1)  # compiles
+    fitting = max(1, min(steps, (request.outputs - 1) // window_of(drafter)))
+    prefill, taken = _steps(target, drafter, request, fitting)
+    return Phases(
+        prefill=prefill,
+        draft=statistics.median(took.draft for took in taken),
+        target=statistics.median(took.target for took in taken),
+        nodes=statistics.fmean(took.nodes for took in taken),
+    )
+
+
+def typical(several: Sequence[Phases]) -> Phases:
+    """The medians of several measurements; the mean of their node counts."""
+    return Phases(
+        prefill=statistics.median(at.prefill for at in several),
+        draft=statistics.median(at.draft for at in several),
+        target=statistics.median(at.target for at in several),
+        nodes=statistics.fmean(at.nodes for at in several),
+    )
+
+
+def _steps(
+    target: Model, drafter: Drafter | None, request: Request, steps: int
+) -> tuple[float, list[_StepTime]]:
+    """Seconds of the prefill, and of `steps` steps after it, which must fit the cache."""
+    state, seconds = clocked(partial(_prefill, target, drafter, request))
+    taken = []
+    for _ in range(steps):
+        state, took = _step(target, drafter, request, state)
+        taken.append(took)
+    return seconds, taken
+
+
+def _prefill(target: Model, drafter: Drafter | None, request: Request) -> DecodeState:
+    prompt, length, key = request.prompt, request.length, request.key
+    return decode.prefill_jit(target, drafter, prompt, length, key, slots=request.slots)
+
+
+def _step(
+    target: Model, drafter: Drafter | None, request: Request, state: DecodeState
+) -> tuple[DecodeState, _StepTime]:
+    """One step, phase by phase."""
+    tree, guessing = clocked(lambda: _guess(target, drafter, request.sampling, state))
+    looked, looking = clocked(lambda: _look(target, tree, state))
+    state, tokens, count = jax.block_until_ready(
+        _settle(request.rule, request.sampling, state, tree, looked, window_of(drafter))
+    )
+    if drafter is None:
+        return state, _StepTime(0.0, looking, 0.0)
+    draft, catching = clocked(lambda: _catch_up(drafter, state.draft, tokens, count))
+    nodes = float(np.mean(np.sum(np.asarray(tree.valid), axis=-1) - 1))
+    return replace(state, draft=draft), _StepTime(guessing + catching, looking, nodes)
+
+
+def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:
+    """The share of `length`-grams that an output had before, over all outputs."""
+    grams = again = 0
+    for tokens in outputs:
+        seen = [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+        grams += len(seen)
+        again += len(seen) - len(set(seen))
+    return again / grams if grams else 0.0
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of weights that a decoding pass reads: all but an embedding that is only looked up."""
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    return held - (model.embedding.nbytes if model.unembedding is not None else 0)
+
+
+def read_bandwidth() -> float:
+    """Gigabytes per second that a jitted float32 sum over 512 MiB reads; the best of nine."""
+    ones = jnp.ones((512, READ_BYTES // 2048), jnp.float32)
+    total = jax.jit(lambda x: x.sum(axis=1))
+    jax.block_until_ready(total(ones))
+    best = min(clocked(lambda: total(ones))[1] for _ in range(9))
+    return ones.nbytes / best / 1e9
+
+
+def environment() -> dict[str, Any]:
+    """What a measurement depends on beside its configuration."""
+    return {
+        "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
+        "cpu": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "specjax": _version(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("specjax")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    listing = Path("/proc/cpuinfo")
+    lines = listing.read_text("utf-8").splitlines() if listing.is_file() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,194 @@
+"""Named ways to draft, and the choice among them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+
+from specjax import checkpoint, records
+from specjax.draft import Drafter, ExpansionDrafter
+from specjax.model import Model
+from specjax.verify import DRAWN, NAIVE, RULES, TOP_K
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+METHODS = ("none", "chain", "tree", "pool")
+AUTO = "auto"
+
+# Widths per (method, sampled), and the method that is taken where nothing was measured. To be set
+# from `specjax bench` with the bundled pair; the starting values follow the prototype's figures
+# (2 CPU cores of a Zen 5, 2026-11-20): chains of 8 won at temperature 0, and at 0.8 nothing beat
+# plain decoding of a small model.
+_WIDTHS = {
+    ("chain", False): (1,) * 8,
+    ("chain", True): (1,) * 4,
+    ("tree", False): (2, 2, 1, 1, 1),
+    ("tree", True): (2, 2, 1, 1, 1),
+    ("pool", False): (1,) * 6,
+    ("pool", True): (1,) * 6,
+}
+_SHIPPED = {("cpu", False): "chain", ("cpu", True): "none"}
+_SHIPPED_ELSEWHERE = "chain"
+
+
+class Choice(NamedTuple):
+    """A method with its widths (None for plain decoding), and why it was taken."""
+
+    method: str
+    widths: tuple[int, ...] | None
+    reason: str
+
+
+class Pair(NamedTuple):
+    """A target with its tokenizer, and the drafts that go with it."""
+
+    target: Model
+    tokenizer: "PreTrainedTokenizerFast"
+    drafts: list[Model]
+
+
+def check_method(name: str, *others: str) -> None:
+    """Checks that `name` is a method, or one of `others`.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if name not in (*others, *METHODS):
+        raise ValueError(f"no method {name!r}; there are {', '.join((*others, *METHODS))}.")
+
+
+def check_rule(name: str) -> None:
+    """Checks that `name` is a verification rule.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if name not in (AUTO, *RULES):
+        raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
+
+
+def default_widths(method: str, sampled: bool) -> tuple[int, ...] | None:
+    """The widths that `method` takes when none are named."""
+    return _WIDTHS.get((method, sampled))
+
+
+def build(
+    method: str, drafts: Sequence[Model], widths: tuple[int, ...] | None, verify: str = AUTO
+) -> Drafter | None:
+    """The drafter that a method names; None for plain decoding.
+
+    `chain` and `tree` take the first draft, `pool` all of them, each with these widths. The naive
+    rule gets the most likely children, which it may have and of which it accepts more; the other
+    rules get drawn ones.
+
+    Raises:
+      ValueError: the method is unknown or has no draft, or the widths are not a chain's.
+    """
+    check_method(method)
+    if method == "none":
+        if widths is not None:
+            raise ValueError("the method none drafts nothing; it takes no tree.")
+        return None
+    if not drafts:
+        raise ValueError(f"the method {method} needs a draft model; name one with --draft.")
+    widths = widths or _WIDTHS[method, False]
+    if method == "chain" and max(widths) > 1:
+        raise ValueError(
+            f"a chain has widths of 1, not {','.join(map(str, widths))}; use the method tree."
+        )
+    construction = TOP_K if verify == NAIVE.name else DRAWN
+    return ExpansionDrafter.of(drafts if method == "pool" else drafts[:1], widths, construction)
+
+
+def load_drafter(
+    names: str | Path | Sequence[str | Path] = "bundled",
+    widths: tuple[int, ...] | None = None,
+    verify: str = AUTO,
+    dtype: str | None = None,
+) -> Drafter:
+    """A pool of the drafts in a folder or several, or of all bundled ones.
+
+    `widths` are the children per level of each draft's tree. Drafts stay float32 on a CPU, where
+    small bfloat16 products are slow.
+
+    Raises:
+      CheckpointError: a folder, a file or a tensor is missing or not supported.
+      ValueError: the drafts have different vocabularies.
+    """
+    drafter = build("pool", checkpoint.load_drafts(names, dtype), widths, verify)
+    assert drafter is not None
+    return drafter
+
+
+def load_pair(model: str, draft: str | None, dtype: str | None) -> Pair:
+    """The target and drafts that `--model` and `--draft` name (folders separated by commas).
+
+    Without `draft`, the bundled target comes with the bundled drafts and any other with none.
+
+    Raises:
+      CheckpointError: a folder, a file or a tensor is missing or not supported.
+      ValueError: a draft has another vocabulary than the target.
+    """
+    target, tokenizer = checkpoint.load(model, dtype)
+    if draft is None and model != "bundled":
+        return Pair(target, tokenizer, [])
+    names = "bundled" if draft in (None, "bundled") else draft.split(",")
+    drafts = checkpoint.load_drafts(names, None)
+    for number, one in enumerate(drafts):
+        if one.config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"draft {number} has a vocabulary of {one.config.vocab_size} tokens and the model "
+                f"one of {target.config.vocab_size}; they must be the same."
+            )
+    return Pair(target, tokenizer, drafts)
+
+
+def choose(
+    method: str,
+    widths: tuple[int, ...] | None,
+    target: Model,
+    drafts: Sequence[Model],
+    sampled: bool,
+    batch: int = 1,
+) -> Choice:
+    """The method to use: the one named, or for `auto` the fastest measured here, or the shipped.
+
+    A method that was measured as slower than plain decoding is never taken by `auto`.
+
+    Raises:
+      ValueError: there is no such method.
+    """
+    check_method(method, AUTO)
+    if method != AUTO:
+        return Choice(method, widths or default_widths(method, sampled), "it was asked for")
+    if not drafts:
+        return Choice("none", None, "there is no draft model")
+    if widths is not None:
+        named = "pool" if len(drafts) > 1 else "chain" if max(widths) == 1 else "tree"
+        return Choice(named, widths, "a tree was asked for")
+    return _measured(target, drafts, sampled, batch) or _shipped(sampled)
+
+
+def _measured(target: Model, drafts: Sequence[Model], sampled: bool, batch: int) -> Choice | None:
+    """The fastest method of a measurement that included plain decoding, if there is one."""
+    found = records.recall(records.setting(target, drafts, batch, sampled))
+    entries = [entry for entry in found if entry["method"] in METHODS]
+    plain = [entry["tokens_per_second"] for entry in entries if entry["method"] == "none"]
+    if not plain:
+        return None
+    best = max(entries, key=lambda entry: entry["tokens_per_second"])
+    widths = tuple(best["widths"]) if best["widths"] else None
+    reason = f"bench measured {best['tokens_per_second']:.1f} tokens/s with it on this machine"
+    if best["method"] == "none":
+        return Choice("none", None, f"{reason}, and no other method was faster")
+    return Choice(best["method"], widths, f"{reason}, and {max(plain):.1f} with plain decoding")
+
+
+def _shipped(sampled: bool) -> Choice:
+    platform = jax.default_backend()
+    method = _SHIPPED.get((platform, sampled), _SHIPPED_ELSEWHERE)
+    kind = "sampling" if sampled else "temperature 0"
+    reason = f"the shipped default for {platform} and {kind}; run specjax bench to measure here"
+    return Choice(method, default_widths(method, sampled), reason)

@@ -1,0 +1,209 @@
+"""What the command line takes: a frozen dataclass a verb, and how their values are read."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Annotated, TypeAlias, TypeVar
+
+import tyro
+
+_T = TypeVar("_T")
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
+
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
+    """The text to continue; - reads it from standard input."""
+    model: str = "bundled"
+    """"bundled", or a Hugging Face folder."""
+    draft: str | None = None
+    """Draft model folders, separated by commas. By default the bundled ones, for the bundled
+    model."""
+    method: str = "auto"
+    """auto, none, chain, tree or pool; auto takes what bench measured as fastest here."""
+    tree: str | None = None
+    """Children per level, such as 2,2,1,1; for pool, of every draft."""
+    verify: str = "auto"
+    """auto, greedy, naive or multi-step."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Sample among this many tokens only; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens of this total probability; 1 is off."""
+    min_p: float = 0.0
+    """Leave out tokens below this share of the likeliest one's probability; 0 is off."""
+    seed: int = 0
+    """Names the random numbers: the row's key is fold_in(jax.random.key(seed), 0)."""
+    max_new_tokens: int = 128
+    """Longest continuation, in tokens."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+    show_tree: bool = False
+    """Draw the tree of every step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """Measure every method against plain decoding, and remember the fastest for --method auto."""
+
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    limit: int | None = None
+    """Take this many prompts only."""
+    methods: str = "none,chain,tree,pool"
+    """Methods, separated by commas; plain decoding is always measured."""
+    trees: str | None = None
+    """Shapes to compare instead of the default ones: chain:1,1,1,1;tree:2,2,1,1."""
+    temperatures: str = "0,0.8"
+    """Temperatures, separated by commas."""
+    batch: str = "1,8"
+    """Rows per batch, separated by commas; above 1 a half greedy, half sampled batch is added."""
+    dtype: str | None = None
+    """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both."""
+    verify: str = "auto"
+    """auto, naive or multi-step."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation; end tokens are run past."""
+    inflate: str | None = None
+    """Grow the model to this many parameters, such as 100M, without changing its function."""
+    model: str = "bundled"
+    """"bundled", or a Hugging Face folder."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    seed: int = 0
+    """Prompt i samples with fold_in(jax.random.key(seed), i)."""
+    json: str | None = None
+    """Write the measurements to this file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify:
+    """Check on this very pair that speculative decoding changes nothing but speed."""
+
+    model: str = "bundled"
+    """"bundled", or a Hugging Face folder."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    methods: str = "chain,tree,pool"
+    """Methods, separated by commas."""
+    tree: str | None = None
+    """Children per level of every tree; by default each method's own."""
+    prompts: int = 8
+    """How many of the bundled prompts the greedy part continues."""
+    max_new_tokens: int = 64
+    """Tokens of their continuations."""
+    samples: int = 4096
+    """Continuations drawn to test the law of their first tokens."""
+    seed: int = 0
+    """Names the random numbers."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """Show a model, its drafts, the memory they take, and the method that auto would choose."""
+
+    model: str = "bundled"
+    """"bundled", or a Hugging Face folder."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+
+
+Options: TypeAlias = Generate | Bench | Verify | Info
+VERBS = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+)
+
+
+def items(text: str, convert: Callable[[str], _T], what: str) -> tuple[_T, ...]:
+    """The values of a list separated by commas.
+
+    Raises:
+      ValueError: one cannot be read; `what` names the option in the sentence.
+    """
+    try:
+        return tuple(convert(item.strip()) for item in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{what} is {text!r}; it must be numbers separated by commas.") from error
+
+
+def widths_of(text: str | None) -> tuple[int, ...] | None:
+    """The widths that `--tree` names, or None.
+
+    Raises:
+      ValueError: they are not whole numbers of at least 1.
+    """
+    if text is None:
+        return None
+    widths = items(text, int, "--tree")
+    if min(widths) < 1:
+        raise ValueError(f"--tree is {text!r}; every width must be at least 1.")
+    return widths
+
+
+def dtypes_of(text: str | None) -> tuple[str, ...]:
+    """The dtypes that `--dtype` names; none by default.
+
+    Raises:
+      ValueError: one is neither float32 nor bfloat16.
+    """
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        if name not in ("float32", "bfloat16"):
+            raise ValueError(f"no dtype {name!r}; there are float32 and bfloat16.")
+    return names
+
+
+def dtype_of(text: str | None) -> str | None:
+    """The one dtype that `--dtype` names, or None.
+
+    Raises:
+      ValueError: it is neither float32 nor bfloat16, or there are several.
+    """
+    names = dtypes_of(text)
+    if len(names) > 1:
+        raise ValueError(f"--dtype is {text!r}; it must be one of float32 and bfloat16.")
+    return names[0] if names else None
+
+
+def count_of(text: str) -> int:
+    """The number of parameters that a text such as 100M names.
+
+    Raises:
+      ValueError: it is not a positive number with an optional K, M or B.
+    """
+    scale = _SUFFIXES.get(text[-1:].upper(), 1)
+    digits = text[:-1] if scale > 1 else text
+    try:
+        count = float(digits) * scale
+    except ValueError:
+        count = 0.0
+    if not 1 <= count < math.inf:
+        raise ValueError(f"--inflate is {text!r}; it must be a number such as 100M.")
+    return round(count)
+
+
+def at_least(name: str, value: int | None, lowest: int) -> None:
+    """Checks that an option is not below `lowest`.
+
+    Raises:
+      ValueError: it is.
+    """
+    if value is not None and value < lowest:
+        raise ValueError(f"{name} is {value}; it must be at least {lowest}.")

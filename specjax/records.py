@@ -1,0 +1,80 @@
+"""What was measured on this machine, kept in the user's cache folder."""
+
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.model import Model
+
+_FILE = "measured.json"
+
+
+def cache_folder() -> Path:
+    """`$SPECJAX_CACHE`, else `specjax` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    if own := os.environ.get("SPECJAX_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "specjax"
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the cache folder, unless the user has named another place."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -> str:
+    """The name under which measurements of a pair are kept: machine, versions, models, rows.
+
+    A measurement speaks for batches up to the next power of two.
+    """
+    models = hashlib.sha256()
+    for model in (target, *drafts):
+        models.update(repr(model.config).encode())
+        models.update(np.asarray(model.final_norm).tobytes())
+    parts = (
+        jax.devices()[0].device_kind,
+        f"{os.cpu_count()} cores",
+        f"jax {jax.__version__}",
+        models.hexdigest()[:16],
+        str(target.embedding.dtype),
+        f"batch {1 << (batch - 1).bit_length()}",
+        "sampled" if sampled else "greedy",
+    )
+    return ", ".join(parts)
+
+
+def recall(name: str) -> list[dict[str, Any]]:
+    """What was measured under `name`: method, widths and tokens_per_second of each; may be empty.
+
+    A file that cannot be read counts as empty: it is only a cache.
+    """
+    found = _read().get(name, [])
+    known = {"method", "widths", "tokens_per_second"}
+    return [entry for entry in found if isinstance(entry, dict) and known <= entry.keys()]
+
+
+def remember(name: str, measured: Sequence[dict[str, Any]]) -> Path:
+    """Writes what was measured under `name`, in place of what was there; gives the file."""
+    path = cache_folder() / _FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(_read() | {name: list(measured)}, indent=1) + "\n", "utf-8")
+    unfinished.replace(path)
+    return path
+
+
+def _read() -> dict[str, Any]:
+    try:
+        held = json.loads((cache_folder() / _FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}

@@ -1,0 +1,48 @@
+"""A bench report as a table."""
+
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+_COLUMNS = (
+    *("method", "T", "batch", "dtype", "nodes", "tokens/step", "tokens/s", "speed-up"),
+    *("draft", "target", "other", "prefill", "8-grams again", "over floor"),
+)
+_WIDE = 160
+"""Columns of a table that goes to a file."""
+
+
+def table(report: dict[str, Any]) -> None:
+    """Prints a report: a line a row, shares of the wall time for the phases."""
+    env = report["env"]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+    console.print(
+        f"{env['device']}, {env['cpu']}, {env['cpu_count']} cores; jax {env['jax']}; "
+        f"{env['parameters'] / 1e6:.1f}M parameters; reads {env['read_gb_per_second']:.1f} GB/s; "
+        f"{env['date']}"
+    )
+    lines = Table(*_COLUMNS)
+    for row in report["rows"]:
+        lines.add_row(*_cells(row))
+    console.print(lines)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    shape = ",".join(map(str, row["widths"] or ()))
+    phases = ("draft_seconds", "target_seconds", "other_seconds", "prefill_seconds")
+    floor = row.get("step_over_bandwidth_floor")
+    return [
+        f"{row['method']} {shape}".strip(),
+        str(row["temperature"]),
+        str(row["batch"]),
+        row["dtype"],
+        f"{row['mean_nodes']:.1f}",
+        f"{row['tokens_per_step']:.2f}",
+        f"{row['tokens_per_second']:.1f}",
+        f"{row['speedup']:.2f}",
+        *(f"{row[phase] / row['seconds']:.0%}" for phase in phases),
+        f"{row['repeated_8grams']:.1%}",
+        "" if floor is None else f"{floor:.2f}",
+    ]

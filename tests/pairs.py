@@ -1,0 +1,43 @@
+"""A tiny target whose texts vary, drafts of every quality, and a shorter way to generate."""
+
+import jax
+import jax.numpy as jnp
+
+from specjax import decode
+from specjax.draft import ExpansionDrafter
+from specjax.model import Model
+from specjax.pytree import replace
+from tests.conftest import tiny_model
+
+KEY = jax.random.key(5)
+PROMPTS = [[5, 9, 2], list(range(3, 15)), [63], [7] * 20]
+NEW = 21
+END = 54
+
+
+def varied_model(seed: int = 0, **changes) -> Model:
+    """A tiny random model whose texts vary and whose laws are neither flat nor sure."""
+    own = {"tie_embeddings": False, "num_layers": 1, "eos_ids": (END,)}
+    return tiny_model(seed, scale=12.0, **(own | changes))
+
+
+def near(target: Model, seed: int, noise: float = 0.15) -> Model:
+    """A model that often agrees with `target`: its weights, each with noise of its own scale."""
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(target))))
+    return jax.tree.map(
+        lambda leaf: leaf + noise * leaf.std() * jax.random.normal(next(keys), leaf.shape), target
+    )
+
+
+def broken(target: Model, value: float) -> Model:
+    """A model whose logits are all of `value`'s making."""
+    return replace(target, final_norm=jnp.full_like(target.final_norm, value))
+
+
+def alone(model: Model, widths=(2, 1), **options) -> ExpansionDrafter:
+    return ExpansionDrafter.of([model], widths, **options)
+
+
+def generate(target, drafter, prompts=PROMPTS, key=KEY, **options):
+    options = {"max_new_tokens": NEW, "stop_at_eos": False} | options
+    return decode.generate(key, target, drafter, prompts, **options)

@@ -1,0 +1,212 @@
+"""What bench measures, counts and remembers."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import bench, measure, methods, options, prompts, request
+from specjax.__main__ import main
+from specjax.prompts import Prompt
+from specjax.sampling import Sampling
+from tests.conftest import tiny_model
+from tests.folders import own_cache, pair_flags
+
+__all__ = ["own_cache"]
+ROW = {
+    *("method", "temperature", "batch", "dtype", "prompts", "new_tokens", "target_steps"),
+    *("tokens_per_step", "tokens_per_second", "speedup", "draft_seconds", "target_seconds"),
+    *("other_seconds", "repeated_8grams", "mean_nodes", "widths"),
+}
+ENV = {
+    *("device", "cpu", "cpu_count", "python", "jax", "jaxlib", "specjax", "date", "config"),
+    *("read_gb_per_second", "weight_bytes", "prompts_left_out", "parameters"),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_read(monkeypatch):
+    monkeypatch.setattr(measure, "READ_BYTES", 2**20)
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    lines = [
+        {"id": "a", "prompt": "def add(a, b):"},
+        {"id": "b", "turns": ["return a", "x" * 300]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    return path
+
+
+def test_a_run_writes_what_the_contract_says(prompt_file, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    flags = ["--trees", "pool:1,1", "--batch", "2", "--max-new-tokens", "10", "--json", str(out)]
+    flags += ["--inflate", "48320", "--prompts", str(prompt_file)]
+    assert main(["bench", *flags, *pair_flags()]) == 0
+    printed = capsys.readouterr()
+    assert "prompt b/1 is left out: 300 tokens and 10 new ones" in printed.err
+    assert "pool 1,1" in printed.out
+    report = json.loads(out.read_text())
+    assert report["env"].keys() >= ENV
+    assert report["env"]["prompts_left_out"] == ["b/1"]
+    assert report["env"]["parameters"] > 25_000
+    rows = report["rows"]
+    assert all(row.keys() >= ROW for row in rows)
+    assert [(row["method"], row["dtype"]) for row in rows[:3]] == [
+        ("none", "float32"), ("none", "bfloat16"), ("pool", "float32"),
+    ]  # fmt: skip
+    assert {row["temperature"] for row in rows} == {0.0, 0.8, "mixed"}
+    check_rows(rows)
+    check_choice(rows)
+
+
+def check_rows(rows):
+    for row in rows:
+        assert row["new_tokens"] == 10 * row["prompts"] == 20
+        assert row["tokens_per_step"] == row["new_tokens"] / row["target_steps"]
+        spent = row["draft_seconds"] + row["target_seconds"] + row["other_seconds"]
+        assert spent == pytest.approx(row["seconds"])
+        alike = [r for r in rows if r["temperature"] == row["temperature"]]
+        plain = max(r["tokens_per_second"] for r in alike if r["method"] == "none")
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / plain)
+        if row["method"] == "none":
+            assert (row["target_steps"], row["tokens_per_step"]) == (row["new_tokens"], 1.0)
+            assert (row["mean_nodes"], row["draft_seconds"]) == (0.0, 0.0)
+        else:
+            assert 2 <= row["mean_nodes"] <= 4
+    assert next(row for row in rows if row["method"] == "pool")["tokens_per_step"] > 2
+
+
+def check_choice(rows):
+    """What auto now chooses is what was fastest."""
+    target, _, drafts = bench_pair()
+    for sampled in (False, True):
+        alike = [
+            row
+            for row in rows
+            if row["temperature"] == (0.8 if sampled else 0.0) and row["dtype"] == "float32"
+        ]
+        best = max(alike, key=lambda row: row["tokens_per_second"])
+        choice = methods.choose("auto", None, target, drafts, sampled, 2)
+        assert choice.method == best["method"]
+        assert "measured" in choice.reason
+
+
+def bench_pair():
+    flags = pair_flags()
+    pair = methods.load_pair(flags[1], flags[3], "float32")
+    return methods.Pair(bench.inflate(pair.target, 48_320), pair.tokenizer, pair.drafts)
+
+
+def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
+    target = tiny_model(num_layers=1)
+    drafter = methods.build("tree", [target], (2, 1))
+    asked = request.prepare(
+        jax.random.key(0), target, drafter, [[1, 2, 3]], 10, Sampling(), "auto", False
+    )
+    for _ in range(2):
+        found = measure.phases(target, drafter, asked, steps=3)
+        assert min(found.prefill, found.draft, found.target) > 0
+        assert found.nodes == 4
+    assert measure.typical([found, found]) == found
+    measure.warm(target, drafter, asked)
+    run = measure.timed(target, drafter, asked)
+    assert run.tokens.shape == (1, 10)
+    assert run.steps.tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "share"), [(range(20), 0.0), ([1] * 17, 0.9), ([1] * 8, 0.0), ([1] * 3, 0.0)]
+)
+def test_repeated_8grams(tokens, share):
+    assert measure.repeated([np.asarray(tokens)]) == pytest.approx(share)
+
+
+def test_bandwidth_counts_what_a_step_reads():
+    tied, untied = tiny_model(), tiny_model(tie_embeddings=False)
+    assert measure.weight_bytes(tied) == 4 * tied.config.num_parameters
+    assert measure.weight_bytes(untied) == measure.weight_bytes(tied)
+    assert measure.read_bandwidth() > 0.01
+
+
+def some(*lengths: int) -> list[Prompt]:
+    return [Prompt(str(index), [1] * length) for index, length in enumerate(lengths)]
+
+
+def numbers(batches) -> list[list[int]]:
+    return [[number for number, _ in rows] for rows in batches]
+
+
+def test_batches_are_full_and_of_similar_length():
+    assert numbers(bench.batches_of(some(5, 1, 9, 3, 7), 2)) == [[3, 0], [4, 2]]
+    assert numbers(bench.batches_of(some(2, 1), 1)) == [[1], [0]]
+    assert numbers(bench.batches_of(some(2, 1), 5)) == [[1, 0, 1, 0, 1]]
+
+
+def test_a_plan_holds_every_setting_and_both_plain_loops():
+    plan = bench.plan_of(options.Bench(batch="1,4", temperatures="0,0.5", dtype="bfloat16"))
+    mixed = (4, bench.MIXED)
+    assert list(plan.settings()) == [(1, 0.0), (1, 0.5), (4, 0.0), (4, 0.5), mixed]
+    named = plan.candidates(0.5)
+    assert [c.dtype for c in named[:2]] == ["float32", "bfloat16"]
+    assert named[2] == ("chain", methods.default_widths("chain", True), "bfloat16")
+    assert bench.temperatures_of(bench.MIXED, 4, (0.0, 0.5)).tolist() == [0.0, 0.5, 0.0, 0.5]
+
+
+def test_shapes_to_compare_replace_the_default_ones():
+    plan = bench.plan_of(options.Bench(trees="chain:1,1;tree:2,2;tree"))
+    assert plan.shapes == (("chain", (1, 1)), ("tree", (2, 2)), ("tree", None))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"verify": "greedy"}, "needs --temperatures 0"),
+        ({"batch": "0"}, "--batch is 0"),
+        ({"limit": 0}, "--limit is 0"),
+        ({"trees": "tree:a"}, "--trees is 'a'"),
+        ({"dtype": "float64"}, "no dtype 'float64'"),
+        ({"temperatures": "-1"}, "--temperatures is '-1'"),
+    ],
+)
+def test_a_wrong_plan_is_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        bench.plan_of(options.Bench(**changes))
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{", "line 1 of .* is not JSON"),
+        ('{"id": 1}', "line 1 of .* has neither"),
+        ('{"id": 1, "turns": [2]}', "has neither"),
+        ("", "holds no prompt"),
+    ],
+)
+def test_a_damaged_prompt_file_is_refused(tmp_path, line, sentence):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(ValueError, match=sentence):
+        prompts.read(str(path))
+
+
+def test_prompts_come_with_the_package(prompt_file):
+    bundled = prompts.read(None)
+    assert len(bundled) >= 20
+    assert len({name for name, _ in bundled}) == len(bundled)
+    assert [name for name, _ in prompts.read(str(prompt_file))] == ["a", "b/0", "b/1"]
+
+
+@pytest.mark.parametrize(("text", "count"), [("100M", 10**8), ("1.5k", 1500), ("7", 7)])
+def test_parameter_counts_are_read(text, count):
+    assert options.count_of(text) == count
+
+
+def test_speed_ups_are_over_the_faster_plain_loop():
+    row = {"method": "none", "tokens_per_second": 10.0}
+    faster = {"method": "none", "tokens_per_second": 20.0}
+    tree = {"method": "tree", "tokens_per_second": 50.0}
+    assert [r["speedup"] for r in bench.with_speedups([row, faster, tree])] == [0.5, 1.0, 2.5]

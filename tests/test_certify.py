@@ -1,0 +1,146 @@
+"""The certificate passes on a lossless pair, and fails on a rigged one."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import certify, law, methods, verify
+from specjax.__main__ import main
+from specjax.options import Verify
+from specjax.prompts import Prompt
+from specjax.pytree import replace
+from specjax.sampling import Purpose, draw, fold
+from tests.folders import answer, own_cache, pair_flags
+
+__all__ = ["own_cache"]
+MATCH = verify.match
+SMALL = Verify(methods="tree", tree="2,1", prompts=2, max_new_tokens=8, samples=1024)
+
+
+@pytest.fixture(scope="module")
+def pair() -> methods.Pair:
+    flags = pair_flags()
+    found = methods.load_pair(flags[1], flags[3], "float32")
+    return found._replace(drafts=found.drafts[1:])
+
+
+@pytest.fixture
+def chosen(pair):
+    texts = ("def add(a, b):", "return a")
+    return [Prompt(text, pair.tokenizer(text).input_ids) for text in texts]
+
+
+@pytest.fixture
+def fresh_programs():
+    """Programs that were compiled with what a test replaces are forgotten on both sides."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def test_a_lossless_pair_is_certified(capsys):
+    flags = [
+        "--methods",
+        "pool",
+        "--tree",
+        "1,1",
+        "--prompts",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--samples",
+        "300",
+    ]
+    found = answer(capsys, "verify", *flags)
+    assert found["passed"]
+    assert found["greedy"]["passed"]
+    assert found["sampled"]["passed"]
+    assert found["greedy"]["methods"][0]["equal_tokens"] == found["greedy"]["tokens"] == 16
+    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool"
+    tests = found["sampled"]["law"]["tests"]
+    assert {test["rule"] for test in tests} == {"multi-step", "naive"}
+    assert {test["token"].split()[0] for test in tests} == {"first", "second"}
+
+
+def eager(law_now, q, token):
+    """A walk's trial that accepts too readily: lossy."""
+    trial = verify.multi_step(law_now, q, token)
+    return verify.Trial(0.5 + 0.5 * trial.accept, trial.residual)
+
+
+def test_a_biased_accept_probability_fails_the_law(pair, monkeypatch, fresh_programs):
+    monkeypatch.setattr(verify, "walk", partial(verify.walk, rule=eager))
+    found = certify.law_part(pair, SMALL)
+    assert not found["passed"]
+    failed = {test["rule"] for test in found["tests"] if test["p_value"] < found["level"]}
+    assert failed == {"multi-step"}
+
+
+def another(tree, choice, window):
+    """A match that puts another token after every path: lossy."""
+    accepted = MATCH(tree, choice, window)
+    return replace(accepted, token=(accepted.token + 1) % 272)
+
+
+def test_another_token_fails_the_naive_part(pair, chosen, monkeypatch, fresh_programs):
+    expected = certify.tokens_of(pair.target, None, chosen, SMALL, 0.8).tokens
+    monkeypatch.setattr(verify, "match", another)
+    jax.clear_caches()
+    found = certify.compare(pair, "tree", chosen, SMALL, 0.8, expected)
+    assert not found.passed
+    assert found.divergences[0].gap > certify.TOLERANCE
+
+
+def test_a_failed_certificate_has_code_1(monkeypatch, capsys):
+    monkeypatch.setattr(certify, "certificate", lambda *_: failed_certificate())
+    assert main(["verify", *pair_flags()]) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED temperature 0: tree, 3 of 8 tokens equal" in printed
+    assert printed.endswith("NOT LOSSLESS\n")
+
+
+def failed_certificate() -> dict:
+    far = certify.Divergence("a", 3, 0.5)
+    part = certify.section([certify.Comparison("tree", 1, 3, 1.5, (far,))], np.zeros((1, 8)))
+    tests = {"passed": True, "samples": 1, "level": 1e-7, "tests": [{"p_value": 0.5}]}
+    sampled = {"passed": False, "naive": part, "law": tests}
+    return {"passed": False, "greedy": part, "sampled": sampled}
+
+
+def test_only_gaps_of_rounding_are_excused():
+    near, far = (certify.Divergence("a", 0, gap) for gap in (1e-5, 1e-3))
+    assert certify.Comparison("tree", 1, 0, 1.0, (near,)).passed
+    assert not certify.Comparison("tree", 1, 0, 1.0, (near, far)).passed
+
+
+def test_the_g_test_accepts_the_law_and_catches_a_planted_bias():
+    random, p = np.random.default_rng(0), np.array([0.3, 0.3, 0.2, 0.1, 0.09, 0.01])
+    moved = p + np.array([0.02, 0, 0, -0.02, 0, 0])  # total variation 0.02
+    fair, biased = (random.choice(6, size=40_000, p=law_of) for law_of in (p, moved))
+    assert law.g_test(fair, p).p_value > 1e-3
+    assert law.g_test(biased, p).p_value < 1e-8
+
+
+def test_small_cells_are_pooled_and_impossible_tokens_fail():
+    p = np.array([0.5, 0.46, 0.02, 0.02, 0.0])
+    found = law.g_test(np.repeat([0, 1, 2, 3], [50, 46, 2, 2]), p)
+    assert (found.cells, found.draws) == (2, 100)
+    assert found.p_value > 0.5
+    assert law.g_test(np.array([4]), p).p_value == 0.0
+    assert law.g_test(np.array([0, 1]), p).p_value == 1.0
+
+
+def test_a_threshold_gap_is_small_only_for_a_neighbour():
+    logits = np.log(np.full(300, 1 / 300, np.float32))
+    key = jax.random.key(4)
+    uniform = jax.random.uniform(fold(key, 9, Purpose.TOKEN), (2,))
+    token = int(draw(jax.nn.softmax(logits), uniform))
+    sizes = (128, 128, 44)
+    inside = token % 128
+    near = [t for t in (token - 1, token + 1) if t // 128 == token // 128 and t >= 0]
+    gaps = [law.threshold_gap(logits, 1.0, key, 9, (token, other)) for other in near]
+    assert min(gaps) <= 1 / sizes[token // 128]
+    far = token - inside + (inside + 20) % sizes[token // 128]
+    assert law.threshold_gap(logits, 1.0, key, 9, (token, far)) > max(gaps)

@@ -1,0 +1,172 @@
+"""The command line keeps its contracts: what it prints, and how it refuses."""
+
+import io
+
+import jax
+import pytest
+from rich.console import Console
+
+from specjax import checkpoint, console, decode, records
+from specjax.__main__ import main
+from specjax.sampling import Sampling
+from tests.folders import answer, own_cache, pair_flags, pair_folder
+
+__all__ = ["own_cache"]
+KEYS = {
+    *("text", "token_ids", "new_tokens", "target_steps", "tokens_per_step", "seconds"),
+    *("tokens_per_second", "method", "verify", "dtype"),
+}
+PROMPT = "def add(a, b):"
+SHORT = ["--max-new-tokens", "12"]
+POOL = ["--method", "pool", "--tree", "1,1"]  # one shape in all tests: it compiles once
+
+
+def test_json_holds_what_the_contract_says(capsys):
+    found = answer(capsys, "generate", PROMPT, *POOL, *SHORT)
+    assert found.keys() >= KEYS
+    tokenizer = checkpoint.tokenizer_of(pair_folder() / "target")
+    assert found["text"] == tokenizer.decode(found["token_ids"], skip_special_tokens=True)
+    assert found["new_tokens"] == len(found["token_ids"]) <= 12
+    assert found["tokens_per_step"] == found["new_tokens"] / found["target_steps"]
+    assert found["tokens_per_second"] == pytest.approx(found["new_tokens"] / found["seconds"])
+    assert (found["method"], found["verify"], found["dtype"]) == ("pool", "greedy", "float32")
+
+
+def test_methods_print_the_same_greedy_text(capsys):
+    plain, pool = (
+        answer(capsys, "generate", PROMPT, *flags, *SHORT) for flags in (["--method", "none"], POOL)
+    )
+    assert plain["text"] == pool["text"]
+    assert plain["tokens_per_step"] == 1.0 < pool["tokens_per_step"]
+
+
+def test_the_seed_names_the_key_of_the_row(capsys):
+    flags = ["--method", "none", "--temperature", "0.8", "--top-k", "20", "--seed", "3"]
+    found = answer(capsys, "generate", PROMPT, *flags, *SHORT)
+    target, tokenizer = checkpoint.load(pair_folder() / "target")
+    key = jax.random.fold_in(jax.random.key(3), 0)[None]
+    same = decode.generate(
+        key, target, None, [tokenizer(PROMPT).input_ids], max_new_tokens=12,
+        sampling=Sampling(0.8, top_k=20),
+    )  # fmt: skip
+    assert found["token_ids"] == same.tokens[0, : same.lengths[0]].tolist()
+    assert found["verify"] == "multi-step"
+
+
+def test_streamed_text_is_that_of_json_and_standard_input_is_read(capsys, monkeypatch):
+    expected = answer(capsys, "generate", PROMPT, *POOL, *SHORT)
+    monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    assert main(["generate", "-", *POOL, *SHORT, *pair_flags()]) == 0
+    printed = capsys.readouterr()
+    assert printed.out == expected["text"].rstrip("\N{REPLACEMENT CHARACTER}") + "\n"
+    for part in ("method pool 1,1: it was asked for", "tokens per step", "tokens/s", "drafting"):
+        assert part in printed.err
+
+
+def test_trees_are_drawn_and_a_terminal_shows_drafters_in_colour(capsys, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        console, "Console",
+        lambda **options: Console(
+            file=screen, force_terminal=True, color_system="standard", **options
+        ),
+    )  # fmt: skip
+    assert main(["generate", PROMPT, "--show-tree", *POOL, *SHORT, *pair_flags()]) == 0
+    assert "└─" in capsys.readouterr().out
+    assert "\x1b[32m" in screen.getvalue()
+
+
+def test_characters_are_shown_whole():
+    tokenizer = checkpoint.tokenizer_of(pair_folder() / "target")
+    tokens = tokenizer("naïve 😀!").input_ids
+    assert len(tokens) > len("naïve 😀!")
+    continuation = console.Continuation(tokenizer, tokenizer("x").input_ids)
+    pieces = [continuation.add(token) for token in tokens]
+    assert "".join(pieces) == "naïve 😀!"
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+def test_info_shows_the_pair(capsys):
+    found = answer(capsys, "info")
+    assert found["config"]["vocab_size"] == 272
+    assert found["caches_bytes"] == 256 * 2 * 2 * 8 * 4 * (1 + 1 + 1)
+    assert main(["info", *pair_flags()]) == 0
+    assert f"parameters: {found['parameters']:,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "x", "--model", "nowhere"], "no model folder at nowhere"),
+        (["generate", "x", "--method", "bush"], "no method 'bush'"),
+        (["generate", "x", "--verify", "hope"], "no verification rule 'hope'"),
+        (["generate", "x", "--dtype", "int8"], "no dtype 'int8'"),
+        (["generate", "x", "--tree", "2,x"], "--tree is '2,x'"),
+        (["generate", "x", "--tree", "0"], "at least 1"),
+        (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
+        (["generate", "x", "--json", "--show-tree"], "--show-tree"),
+        (["generate", "x", "--method", "none", "--tree", "2"], "takes no --tree"),
+        (["bench", "--prompts", "nowhere.jsonl"], "no prompt file at nowhere.jsonl"),
+        (["bench", "--methods", "bush"], "no method 'bush'"),
+        (["bench", "--batch", "1,x"], "--batch is '1,x'"),
+        (["bench", "--inflate", "big"], "--inflate is 'big'"),
+        (["verify", "--methods", "bush"], "no method 'bush'"),
+    ],
+)
+def test_a_wrong_value_gets_one_sentence_and_code_2(arguments, sentence, capsys):
+    refused(arguments, sentence, capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--temperature", "0.8", "--verify", "greedy"], "the greedy rule needs temperature 0"),
+        (["--temperature", "-1"], "sampling.temperature is -1.0"),
+        (["--max-new-tokens", "999"], "exceed the model's 256"),
+        (["--method", "chain", "--tree", "2,1"], "a chain has widths of 1, not 2,1"),
+    ],
+)
+def test_what_the_pair_cannot_do_is_refused(flags, sentence, capsys):
+    refused(["generate", PROMPT, *flags, *pair_flags()], sentence, capsys)
+
+
+def refused(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypatch, capsys):
+    refused(["info", "--model", str(tmp_path)], "config.json", capsys)
+    monkeypatch.setattr(checkpoint, "_BUNDLED", tmp_path / "bundled")
+    refused(["info"], "no bundled pair", capsys)
+    model = ["--model", str(pair_folder() / "target")]
+    refused(["generate", "x", "--method", "tree", *model], "needs a draft model", capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "x", "--colour"], "Unrecognized options: --colour"),
+        (["generate", "x", "--top-k", "many"], "Error parsing --top-k"),
+        (["generate"], "PROMPT"),
+        (["translate"], "translate"),
+        ([], "Expected one of"),
+    ],
+)
+def test_an_unknown_flag_gets_one_sentence_and_code_2(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err
+    assert len(printed.err.splitlines()) == 1
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    assert records.cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("SPECJAX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert records.cache_folder() == tmp_path / "specjax"

@@ -1,0 +1,124 @@
+"""Speculative decoding against plain decoding, token by token, on tiny random models."""
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.draft import ExpansionDrafter
+from specjax.model import Model
+from specjax.sampling import Sampling
+from specjax.verify import TOP_K
+from tests.conftest import tiny_model
+from tests.pairs import KEY, NEW, PROMPTS, alone, broken, generate, near, varied_model
+
+MIXED = Sampling(
+    temperature=np.array([0.0, 0.8, 1.0, 0.8]),
+    top_k=np.array([0, 0, 12, 0]),
+    top_p=np.array([1.0, 0.9, 1.0, 1.0]),
+)
+
+
+def pool(target: Model, stack: bool = False) -> ExpansionDrafter:
+    return ExpansionDrafter.of([near(target, 1), near(target, 2)], (2, 1), stack=stack)
+
+
+DRAFTERS = {
+    "random": lambda target: alone(varied_model(9)),
+    "near": lambda target: alone(near(target, 1)),
+    "itself": alone,
+    "not a number": lambda target: alone(broken(target, np.nan)),
+    "infinite": lambda target: alone(broken(target, np.inf)),
+    "constant": lambda target: alone(broken(target, 0.0)),
+    "chain": lambda target: alone(near(target, 1), (1, 1, 1)),
+    "pool": pool,
+    "top-k": lambda target: alone(near(target, 1), (3, 1), construction=TOP_K),
+}
+POOLS = {
+    "stacked": lambda target: pool(target, stack=True),
+    "unequal": lambda target: ExpansionDrafter.of([near(target, 1), tiny_model(3)], (2, 1)),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return varied_model()
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """Plain decoding of MIXED."""
+    return generate(target, None, sampling=MIXED)
+
+
+def test_plain_decoding_samples_something(plain, target):
+    greedy = generate(target, None)
+    np.testing.assert_array_equal(plain.tokens[0], greedy.tokens[0])
+    for row in range(1, len(PROMPTS)):
+        assert (plain.tokens[row] != greedy.tokens[row]).any()
+    assert (plain.steps == NEW).all()
+    assert len(np.unique(greedy.tokens)) > 5
+
+
+@pytest.mark.parametrize("name", DRAFTERS | POOLS)
+def test_greedy_rows_equal_plain_decoding(name, target):
+    greedy = generate(target, None)
+    got = generate(target, (DRAFTERS | POOLS)[name](target))
+    np.testing.assert_array_equal(got.tokens, greedy.tokens)
+    assert (got.lengths == NEW).all()
+    if name == "near":
+        assert got.steps.mean() < 0.7 * NEW
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_naive_equals_plain_sampling_token_for_token(name, plain, target):
+    got = generate(target, DRAFTERS[name](target), sampling=MIXED, verify="naive")
+    np.testing.assert_array_equal(got.tokens, plain.tokens)
+    if name == "near":
+        assert (got.steps[1:] < NEW).all()
+
+
+@pytest.mark.parametrize("widths", [(2, 1), (1, 1, 1)])
+def test_the_target_as_its_own_drafter_is_accepted_whole(widths, target):
+    drafter = alone(target, widths)
+    for count in (4, 20, NEW):
+        got = generate(target, drafter, max_new_tokens=count)
+        assert (got.steps == -(-count // drafter.window)).all()
+        np.testing.assert_allclose(got.tokens_per_step, count / got.steps)
+
+
+def test_greedy_rule_equals_multi_step_at_temperature_0(target):
+    drafter = alone(near(target, 1), (1, 1, 1))
+    by_rule = [generate(target, drafter, verify=v) for v in ("greedy", "multi-step", "auto")]
+    for other in by_rule[1:]:
+        np.testing.assert_array_equal(by_rule[0].tokens, other.tokens)
+        np.testing.assert_array_equal(by_rule[0].steps, other.steps)
+
+
+def test_stacked_and_unrolled_pools_draw_the_same(target):
+    one, other = (generate(target, pool(target, stack), sampling=MIXED) for stack in (False, True))
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    np.testing.assert_array_equal(one.steps, other.steps)
+    assert one.steps.mean() < 0.8 * NEW
+
+
+def test_rows_of_a_mixed_batch_equal_their_solo_runs(target):
+    drafter = alone(near(target, 1))
+    batch = generate(target, drafter, sampling=MIXED)
+    for row, prompt in enumerate(PROMPTS):
+        mine = {name: getattr(MIXED, name)[row] for name in ("temperature", "top_k", "top_p")}
+        keys = jax.random.fold_in(KEY, row)[None]
+        solo = generate(target, drafter, [prompt], keys, sampling=Sampling(**mine))
+        np.testing.assert_array_equal(solo.tokens[0], batch.tokens[row])
+        assert solo.steps[0] == batch.steps[row]
+
+
+def test_keys_decide_the_tokens(target):
+    sampling = Sampling(temperature=0.8)
+    drafter = alone(near(target, 1))
+    one, same, other = (
+        generate(target, drafter, key=jax.random.key(seed), sampling=sampling) for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one.tokens, same.tokens)
+    assert (one.tokens != other.tokens).any(axis=1).all()
+    raw = generate(target, drafter, key=jax.random.key_data(jax.random.key(1)), sampling=sampling)
+    np.testing.assert_array_equal(one.tokens, raw.tokens)

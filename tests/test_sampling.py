@@ -1,0 +1,244 @@
+"""The law p against a float64 twin, and draws against the law they are of."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.pytree import replace
+from specjax.sampling import Purpose, Sampling, draw, fold, is_greedy, process
+
+GRID = 2**23  # the uniforms of jax.random in float32 are multiples of 1/GRID
+
+
+# The law. ------------------------------------------------------------------------------------
+
+
+def warp(logits, temperature, top_k, top_p, min_p):
+    """p in float64, in the order of Hugging Face's warpers, each a mask on what is left."""
+    scores = logits.astype(np.float64)
+    if temperature == 0:
+        return np.eye(len(scores))[scores.argmax()]
+    scores = scores / temperature
+    if top_k:
+        scores = np.where(scores < np.sort(scores)[-min(top_k, len(scores))], -np.inf, scores)
+    order = np.argsort(scores)
+    running = np.cumsum(softmax(scores)[order])
+    removed = order[:-1][running[:-1] <= 1 - top_p]
+    scores[removed] = -np.inf
+    p = softmax(scores)
+    return softmax(np.where(p < min_p * p.max(), -np.inf, scores))
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max())
+    return weights / weights.sum()
+
+
+def law_of(logits, **parameters):
+    rows = Sampling(**parameters).rows(len(logits))
+    return np.asarray(jax.jit(process)(jnp.asarray(logits, jnp.float32)[:, None], rows))[:, 0]
+
+
+PARAMETERS = st.tuples(
+    st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.0]),
+    st.sampled_from([0, 1, 3, 17, 60, 61, 1000]),
+    st.sampled_from([1e-6, 0.3, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 999), st.lists(PARAMETERS, min_size=8, max_size=8))
+def test_law_equals_the_twin_row_by_row(seed, rows):
+    logits = np.random.default_rng(seed).normal(0, 3, (8, 61)).astype(np.float32)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    columns = (np.array(column) for column in zip(*rows, strict=True))
+    p = law_of(logits, **dict(zip(names, columns, strict=True)))
+    expected = np.array([warp(x, *row) for x, row in zip(logits, rows, strict=True)])
+    np.testing.assert_array_equal(p > 0, expected > 0)
+    np.testing.assert_allclose(p, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "changed", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.3}]
+)
+def test_each_parameter_changes_the_law(changed):
+    logits = np.random.default_rng(0).normal(0, 1, (1, 40))
+    plain = law_of(logits, temperature=1.0)
+    np.testing.assert_allclose(plain[0], softmax(logits[0]), atol=1e-6)
+    p = law_of(logits, **({"temperature": 1.0} | changed))
+    assert np.abs(p - plain).sum() / 2 > 0.05
+    assert p.sum() == pytest.approx(1, abs=1e-6)
+
+
+def test_top_k_comes_before_top_p_and_that_before_min_p():
+    weights = np.array([0.4, 0.3, 0.2, 0.1])
+    p = law_of(np.log(weights)[None], temperature=1.0, top_k=3, top_p=0.75, min_p=0.7)
+    # top-k leaves 4/9, 3/9, 2/9, of which top-p keeps two (4/9 < 0.75 <= 7/9); 3/4 >= 0.7
+    np.testing.assert_allclose(p[0], [4 / 7, 3 / 7, 0, 0], atol=1e-6)
+    p = law_of(np.log(weights)[None], temperature=0.5, min_p=0.6)
+    np.testing.assert_allclose(p[0], [1, 0, 0, 0], atol=1e-6)  # 9/16 < 0.6 after temperature
+
+
+def test_temperature_0_is_one_hot_at_the_lowest_id_of_a_tie():
+    logits = np.array([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
+    p = law_of(logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.3)
+    np.testing.assert_array_equal(p, [[0, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_ties_at_the_edge_of_top_k_are_kept():
+    p = law_of(np.array([[1.0, 2.0, 1.0, 0.0]]), temperature=1.0, top_k=2)
+    np.testing.assert_array_equal(p > 0, [[True, True, True, False]])
+
+
+def test_every_node_of_a_row_has_the_same_parameters():
+    logits = np.random.default_rng(1).normal(0, 2, (2, 3, 20)).astype(np.float32)
+    rows = Sampling(temperature=np.array([0.0, 0.9]), top_k=np.array([0, 4])).rows(2)
+    p = jax.jit(process)(jnp.asarray(logits), rows)
+    for row, node in itertools.product(range(2), range(3)):
+        expected = warp(logits[row, node], [0, 0.9][row], [0, 4][row], 1.0, 0.0)
+        np.testing.assert_allclose(p[row, node], expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"temperature": -1.0}, "sampling.temperature is -1.0; it must lie in"),
+        ({"temperature": np.nan}, "sampling.temperature is nan; it must lie in"),
+        ({"top_k": -2}, "sampling.top_k is -2; it must lie in"),
+        ({"top_p": 0.0}, "sampling.top_p is 0.0; it must lie in"),
+        ({"top_p": 1.5}, "sampling.top_p is 1.5; it must lie in"),
+        ({"min_p": -0.1}, "sampling.min_p is -0.1; it must lie in"),
+        ({"min_p": 1.1}, "sampling.min_p is 1.1; it must lie in"),
+        ({"top_k": np.array([1, -1, 2])}, "sampling.top_k is \\[1, -1, 2\\]; it must lie in"),
+        ({"top_p": np.array([0.5, 0.5])}, "sampling.top_p has shape \\(2,\\); there are 3 prompts"),
+    ],
+)
+def test_parameters_out_of_range_are_refused_in_a_sentence(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        Sampling(**wrong).rows(3)
+
+
+def test_rows_broadcasts_scalars():
+    rows = Sampling(temperature=np.array([0.0, 1.0]), top_k=3).rows(2)
+    np.testing.assert_array_equal(rows.top_k, [3, 3])
+    np.testing.assert_array_equal(is_greedy(rows), [True, False])
+
+
+# Keys. ---------------------------------------------------------------------------------------
+
+
+@jax.jit
+def folded(key, uses):
+    return jax.vmap(lambda numbers: jax.random.key_data(fold(key, *numbers)))(uses)
+
+
+def test_no_two_uses_share_a_key():
+    """All (position, purpose, further number) of a long text, trials and levels included."""
+    uses = [(at, purpose) for at in range(150) for purpose in Purpose]
+    uses += [(at, Purpose.DRAFT, d) for at in range(150) for d in range(4)]
+    uses += [(at, Purpose.DRAFT, d, i) for at in range(40) for d in range(4) for i in range(6)]
+    by_length = {n: np.array([u for u in uses if len(u) == n], np.int32) for n in (2, 3, 4)}
+    seen: set[tuple[int, ...]] = set()
+    for row in range(3):
+        key = jax.random.fold_in(jax.random.key(0), row)
+        for numbers in by_length.values():
+            seen |= {tuple(data) for data in np.asarray(folded(key, numbers)).tolist()}
+    assert len(seen) == 3 * len(uses)
+
+
+# Draws. --------------------------------------------------------------------------------------
+
+
+@jax.jit
+def draws(p, first, second):
+    """Tokens by pairs of uniforms, given as numerators over GRID."""
+    uniforms = jnp.stack([first, second], axis=1).astype(jnp.float32) / GRID
+    return jax.vmap(draw, (None, 0))(p, uniforms)
+
+
+def smallest(beyond, count):
+    """For each of `count` entries the smallest numerator where `beyond` holds, or GRID."""
+    low, high = np.zeros(count, int), np.full(count, GRID)
+    while (low < high).any():
+        middle = (low + high) // 2
+        past = beyond(np.minimum(middle, GRID - 1)) & (middle < GRID)
+        low, high = np.where(past | (low >= high), low, middle + 1), np.where(past, middle, high)
+    return low
+
+
+def drawn_law(p):
+    """The law of `draw` by the breakpoints of its two uniforms, exactly."""
+    p = jnp.asarray(p, jnp.float32)
+    size, blocks = len(p), -(-len(p) // 128)
+    ends = smallest(lambda u: np.asarray(draws(p, u, 0 * u)) // 128 > np.arange(blocks), blocks)
+    starts = np.concatenate([[0], ends[:-1]])
+    token = np.arange(size)
+    inside = np.minimum(starts[token // 128], GRID - 1)
+    reached = (starts < ends)[token // 128]
+    past = smallest(lambda u: np.asarray(draws(p, inside, u)) > token, size)
+    before = np.where(token % 128 == 0, 0, np.concatenate([[0], past[:-1]]))
+    return np.where(reached, (ends - starts)[token // 128] / GRID * (past - before) / GRID, 0)
+
+
+def random_law(size, seed):
+    weights = np.random.default_rng(seed).exponential(size=size) ** 2
+    weights[np.random.default_rng(seed + 1).random(size) < 0.3] = 0
+    weights[-2] = 0
+    weights[0] += size / 10
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("size", [5, 128, 129, 1000])
+def test_draws_follow_the_law_by_every_breakpoint(size):
+    p = random_law(size, size).astype(np.float32)
+    found = drawn_law(p)
+    assert found.sum() == pytest.approx(1, abs=1e-12)
+    assert not found[p == 0].any()
+    assert (found[p > 4 / GRID] > 0).all()
+    np.testing.assert_allclose(found, p / p.astype(float).sum(), atol=2.5e-7)
+    assert np.abs(found - p / p.astype(float).sum()).sum() / 2 < 2e-6
+
+
+@pytest.mark.parametrize("size", [5, 128, 129, 1000])
+def test_the_scale_of_a_law_is_free(size):
+    p = random_law(size, 3)
+    uniforms = np.random.default_rng(0).integers(0, GRID, (2, 500))
+    np.testing.assert_array_equal(draws(p, *uniforms), draws(jnp.asarray(p) * 8, *uniforms))
+
+
+@pytest.mark.parametrize("size", [5, 128, 129, 1000])
+def test_the_ends_of_the_uniforms_draw_only_what_is_possible(size):
+    ends = jnp.array([0.0, 0.5, 1 - 2**-24], jnp.float32)
+    uniforms = jnp.array(list(itertools.product(ends, ends)))
+    draw_all = jax.jit(jax.vmap(draw, (None, 0)))
+    p = random_law(size, 7)
+    p[:3] = 0
+    tokens = np.asarray(draw_all(jnp.asarray(p, jnp.float32), uniforms))
+    assert (p[tokens] > 0).all()
+    assert tokens[0] == np.flatnonzero(p)[0]
+    assert tokens[-1] == np.flatnonzero(p)[-1]
+    last = jnp.zeros(size).at[size - 1].set(1e-30)
+    assert (draw_all(last, uniforms) == size - 1).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, 0.0])
+def test_a_law_of_nothing_still_gives_a_token_of_the_vocabulary(value):
+    for size in (5, 128, 1000):
+        tokens = draws(np.full(size, value, np.float32), *np.array([[0, GRID // 2]] * 2))
+        assert (tokens >= 0).all()
+        assert (tokens < size).all()
+
+
+def test_processed_laws_can_be_drawn_from():
+    logits = np.random.default_rng(2).normal(0, 4, (1, 1, 1000)).astype(np.float32)
+    rows = replace(Sampling(temperature=0.9, top_k=20, top_p=0.9), min_p=0.01).rows(1)
+    p = jax.jit(process)(jnp.asarray(logits), rows)[0, 0]
+    found = drawn_law(p)
+    assert not found[np.asarray(p) == 0].any()
+    np.testing.assert_allclose(found, warp(logits[0, 0], 0.9, 20, 0.9, 0.01), atol=1e-6)

@@ -1,0 +1,147 @@
+"""The compiled walk takes exactly the decisions that `test_law` enumerates."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import verify
+from specjax.pytree import replace
+from specjax.sampling import Purpose, fold
+from specjax.tree import TokenTree, TreeShape, merge
+from tests import enumeration, oracles
+from tests.enumeration import Case
+
+ROWS, WINDOW = 1500, 3
+quick = partial(jax.jit, compiler_options=enumeration.QUICK_COMPILE)
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def random_trees(seed: int) -> tuple[TokenTree, np.ndarray]:
+    """Merged trees of two drafters with tokens of any probability, and p at their nodes."""
+    random = np.random.default_rng(seed)
+    p, *qs = oracles.random_laws(seed, 3, 3, 3, zeros=True)
+    case = Case(enumeration.table(p), tuple(map(enumeration.table, qs)), TreeShape((2, 1)))
+    draws = case.draws(random.integers(0, 3, (ROWS, case.num_draws)))
+    draws = replace(draws, certain=jnp.asarray(random.random(ROWS) < 0.2))
+    trees = quick(jax.vmap(lambda d: merge(d, jnp.int32(0), 2)))(draws)
+    return trees, case.p[np.asarray(jax.vmap(enumeration.node_contexts)(trees))]
+
+
+def inverse(law, uniform):
+    """The first token of positive probability past the uniform's share."""
+    running = np.cumsum(law)
+    return next(x for x, w in enumerate(law) if w > 0 and running[x] > uniform * running[-1])
+
+
+def plain_walk(tree, p, accept, last):
+    """The walk with lists and loops: path, token."""
+    path, law, done = [0], p[0], False
+    while not done:
+        done = True
+        for trial, node in enumerate(tree.trial_node):
+            if tree.parents[node] != path[-1]:
+                continue
+            token = tree.tokens[node]
+            q = np.eye(3)[token] if tree.certain else tree.q[tree.trial_law[trial]]
+            chance = law[token] / q[token] if q[token] else float(law[token] > 0)
+            if accept[trial] < chance:
+                path, law, done = [*path, int(node)], p[node], False
+                break
+            left = np.maximum(law - q, 0)
+            law = left / left.sum() if left.sum() > 0 else law
+    return path, inverse(law, last[1])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_walk_equals_a_plain_walk(seed):
+    trees, p = random_trees(seed)
+    random = np.random.default_rng(seed + 100)
+    accept = random.random((ROWS, trees.trial_node.shape[1]))
+    accept[random.random(accept.shape) < 0.2] = 0
+    last = random.random((ROWS, 2))
+    last[random.random(last.shape) < 0.2] = 0
+
+    @quick
+    @jax.vmap
+    def walk(tree, p, accept, last):
+        return verify.walk(tree, p.__getitem__, accept, last, WINDOW)
+
+    got = jax.device_get(walk(trees, jnp.asarray(p), jnp.asarray(accept), jnp.asarray(last)))
+    trees = jax.device_get(trees)
+    lengths = set()
+    for row in range(ROWS):
+        tree = jax.tree.map(lambda leaf, row=row: leaf[row], trees)
+        path, token = plain_walk(tree, p[row], accept[row], last[row])
+        assert got.path[row].tolist() == path + [0] * (WINDOW - len(path))
+        assert (got.count[row], got.token[row]) == (len(path), token)
+        lengths.add(len(path))
+    assert lengths == {1, 2, 3}
+
+
+def test_a_uniform_of_zero_never_accepts_what_p_excludes():
+    trees, p = random_trees(2)
+    zeros = jnp.zeros((ROWS, trees.trial_node.shape[1]))
+
+    @quick
+    @jax.vmap
+    def walk(tree, p, accept):
+        return verify.walk(tree, p.__getitem__, accept, jnp.zeros(2), WINDOW)
+
+    got = jax.device_get(walk(trees, jnp.asarray(p), zeros))
+    tokens, rows = np.asarray(trees.tokens), np.arange(ROWS)
+    for level in range(1, WINDOW):
+        on = got.count > level
+        emitted = tokens[rows, got.path[:, level]]
+        assert (p[rows, got.path[:, level - 1], emitted] > 0)[on].all()
+    assert (p[rows, got.path[rows, got.count - 1], got.token] > 0).all()
+
+
+def test_decide_walks_with_uniforms_of_its_own_purposes():
+    trees, p = random_trees(3)
+    keys = jax.random.split(jax.random.key(9), ROWS)
+
+    @quick
+    @jax.vmap
+    def both(key, tree, p):
+        at = jnp.int32(11)
+        decided = verify.decide(verify.MULTI_STEP, key, at, tree, p, WINDOW)
+        accept = jax.random.uniform(fold(key, at, Purpose.ACCEPT), tree.trial_node.shape)
+        last = jax.random.uniform(fold(key, at, Purpose.RESIDUAL), (2,))
+        return decided, verify.walk(tree, p.__getitem__, accept, last, WINDOW)
+
+    decided, walked = both(keys, trees, jnp.asarray(p))
+    for name in ("path", "count", "token"):
+        np.testing.assert_array_equal(getattr(decided, name), getattr(walked, name))
+
+
+def test_naive_emits_the_same_tokens_whatever_the_tree():
+    """Noise is keyed by the emitted position: a tree only changes how many tokens come at once."""
+    case = Case(
+        enumeration.table(oracles.random_laws(5, 3, 3)[0]),
+        (np.ones((13, 3)) / 3,),
+        TreeShape((2, 1)),
+    )
+    tokens = case.every_draw()
+
+    @quick
+    @jax.vmap
+    def outcome(draws):
+        tree = merge(draws, jnp.int32(0), 2)
+        contexts = enumeration.node_contexts(tree)
+        p = jnp.asarray(case.p)[contexts]
+        got = verify.decide(verify.NAIVE, jax.random.key(4), jnp.int32(7), tree, p, 3)
+        return contexts[got.path[got.count - 1]] * 3 + got.token + 1, got.count
+
+    ended, count = jax.device_get(outcome(case.draws(tokens)))
+    assert set(count.tolist()) == {1, 2, 3}
+    full = int(ended[count == 3][0])
+    prefix = {3: full, 2: (full - 1) // 3, 1: ((full - 1) // 3 - 1) // 3}
+    assert all(at == prefix[int(n)] for at, n in zip(ended, count, strict=True))

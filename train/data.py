@@ -1,0 +1,99 @@
+"""Token streams and the batches cut from them, as a pure function of the step."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from train.corpus import SPLITS, Document
+
+
+class Stream(NamedTuple):
+    """Documents of one kind as tokens, each ended by token 0, with the bytes they stand for."""
+
+    documents: tuple[np.ndarray, ...]
+    num_bytes: int
+
+
+class Streams(NamedTuple):
+    """The corpus as tokens."""
+
+    train: Stream
+    train_tests: Stream
+    dev: Stream
+    heldout: Stream
+
+
+def encode(documents: Sequence[Document], tokenizer: Tokenizer) -> Streams:
+    """Tokens of every document, by split; development and held-out streams hold no tests."""
+    encoded = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
+    tokens = [np.array([*e.ids, 0], np.int32) for e in encoded]
+
+    def stream(split: str, is_test: bool) -> Stream:
+        chosen = [
+            (t, len(d.text.encode()))
+            for t, d in zip(tokens, documents, strict=True)
+            if d.split == split and d.is_test == is_test
+        ]
+        return Stream(tuple(t for t, _ in chosen), sum(n for _, n in chosen))
+
+    others = (stream(split, False) for split in SPLITS[1:])
+    return Streams(stream("train", False), stream("train", True), *others)
+
+
+class Epochs:
+    """Sequences of `length + 1` tokens: each epoch shuffles documents, joins and cuts them."""
+
+    def __init__(self, stream: Stream, length: int, seed: int) -> None:
+        if not stream.documents:
+            raise ValueError("the stream holds no document.")
+        self._stream, self._length, self._seed = stream, length, seed
+        self._per_epoch = max(1, (sum(map(len, stream.documents)) - 1) // length)
+        self._epoch, self._rows = -1, np.zeros((0, length + 1), np.int32)
+
+    def at(self, index: int) -> np.ndarray:
+        """Sequence number `index` of the endless shuffled stream, int32 [length + 1]."""
+        epoch, row = divmod(index, self._per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._rows = epoch, self._cut(epoch)
+        return self._rows[row]
+
+    def _cut(self, epoch: int) -> np.ndarray:
+        rng = np.random.default_rng((self._seed, epoch))
+        order = rng.permutation(len(self._stream.documents))
+        flat = np.concatenate([self._stream.documents[i] for i in order])
+        flat = np.roll(flat, int(rng.integers(flat.size)))
+        short = self._per_epoch * self._length + 1 - flat.size
+        flat = np.pad(flat, (0, max(0, short)), mode="wrap")
+        starts = np.arange(self._per_epoch)[:, None] * self._length
+        rows = flat[starts + np.arange(self._length + 1)]
+        return rows[rng.permutation(self._per_epoch)]
+
+
+class Mixture:
+    """Batches of the training streams; `batch(step)` depends on nothing but its arguments."""
+
+    def __init__(self, streams: Streams, test_share: float, length: int, rows: int, seed: int):
+        self._tests = round(rows * test_share) if streams.train_tests.documents else 0
+        self._rows = rows
+        self._code = Epochs(streams.train, length, seed)
+        self._test_code = Epochs(streams.train_tests, length, seed) if self._tests else self._code
+
+    def batch(self, step: int) -> np.ndarray:
+        """Sequences of step `step`, int32 [rows, length + 1]."""
+        code = self._rows - self._tests
+        chosen = [self._code.at(step * code + i) for i in range(code)]
+        chosen += [self._test_code.at(step * self._tests + i) for i in range(self._tests)]
+        return np.stack(chosen)
+
+
+def evaluation_rows(stream: Stream, length: int, rows: int) -> tuple[np.ndarray, float]:
+    """Evenly spaced sequences `[rows, length + 1]` of a stream, and its bytes per token."""
+    if not stream.documents:
+        raise ValueError("the stream holds no document.")
+    flat = np.concatenate(stream.documents)
+    available = max(1, (flat.size - 1) // length)
+    flat = np.pad(flat, (0, max(0, available * length + 1 - flat.size)), mode="wrap")
+    starts = np.unique(np.linspace(0, available - 1, min(rows, available)).astype(int)) * length
+    return flat[starts[:, None] + np.arange(length + 1)], stream.num_bytes / flat.size

@@ -1,0 +1,97 @@
+"""Distillation of one draft from the target's labels."""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from specjax.model import Model
+from train.config import Distil, Schedule
+from train.labels import Labelled
+from train.loop import Log, Metrics, fit
+from train.loss import cross_entropy, top_k_forward_kl
+from train.step import Loss, sequence_logits
+
+Batch = tuple[Labelled, ...]
+
+
+def distillation_loss(model: Model, batch: Batch, *, hard: float) -> Float[Array, ""]:
+    """Mean weighted loss a position, over parts of several lengths, in nats a token.
+
+    A position's loss is forward KL to the target, mixed with a share `hard` of cross-entropy on
+    the row's own next token.
+    """
+    total = sum(_weighted_sum(model, part, hard) for part in batch)
+    return jnp.asarray(total / sum(part.weight.size for part in batch))
+
+
+def _weighted_sum(model: Model, part: Labelled, hard: float) -> Float[Array, ""]:
+    tokens, k = jnp.asarray(part.tokens), part.ids.shape[-1]
+    logits = sequence_logits(model, tokens, jnp.dtype("float32"))
+    ids = jnp.asarray(part.ids, jnp.int32).reshape(-1, k).T
+    log_p = jnp.asarray(part.log_p, jnp.float32).reshape(-1, k).T
+    loss = (1 - hard) * top_k_forward_kl(logits, ids, log_p)
+    if hard:
+        following = jnp.roll(tokens, -1, axis=1)
+        has_next = jnp.ones(tokens.shape).at[:, -1].set(0)
+        loss += hard * cross_entropy(logits, following.reshape(-1)) * has_next.reshape(-1)
+    return jnp.sum(loss * jnp.asarray(part.weight).reshape(-1))
+
+
+@cache
+def _loss(hard: float) -> Loss:
+    return partial(distillation_loss, hard=hard)
+
+
+class Shuffle:
+    """`rows` indices a step out of `count`, every index once an epoch, in an order of its own."""
+
+    def __init__(self, count: int, rows: int, seed: int) -> None:
+        self._count, self._rows, self._seed = count, rows, seed
+        self._orders: dict[int, np.ndarray] = {}
+
+    def at(self, step: int) -> np.ndarray:
+        """The indices of step `step`; they depend on nothing but the arguments."""
+        epochs, places = np.divmod(np.arange(self._rows) + step * self._rows, self._count)
+        self._orders = {int(epoch): self._order(int(epoch)) for epoch in np.unique(epochs)}
+        pairs = zip(epochs, places, strict=True)
+        return np.array([self._orders[int(epoch)][place] for epoch, place in pairs])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        kept = self._orders.get(epoch)
+        if kept is not None:
+            return kept
+        return np.random.default_rng((self._seed, epoch)).permutation(self._count)
+
+
+def batches(parts: Sequence[tuple[Labelled, int]], seed: int) -> Callable[[int], Batch]:
+    """Batches of so many rows of each part, as a pure function of the step."""
+    chosen = [
+        (part, Shuffle(len(part.tokens), rows, seed + number))
+        for number, (part, rows) in enumerate(parts)
+        if rows
+    ]
+
+    def at(step: int) -> Batch:
+        return tuple(Labelled(*(field[order.at(step)] for field in part)) for part, order in chosen)
+
+    return at
+
+
+def distil(
+    stage: str,
+    folder: Path,
+    first: Model,
+    batch: Callable[[int], Batch],
+    schedule: Schedule,
+    settings: Distil,
+    measure: Callable[[Model], Metrics],
+    log: Log,
+) -> Model:
+    """The draft `first` after `schedule.steps` steps on soft labels; float32 weights."""
+    own = jax.tree.map(jnp.copy, first)  # training donates the buffers it starts from
+    return fit(stage, folder, own, schedule, batch, _loss(settings.hard), measure, log)

@@ -1,0 +1,145 @@
+"""The loop every stage runs: resume, step, measure, save."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.training.train_state import TrainState
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from specjax.model import Model
+from train.config import Schedule
+from train.step import Loss, create_state, train_step
+
+Metrics = dict[str, float | int | str]
+
+
+class Log:
+    """Metrics as JSON lines in `file`, and as sentences on the console."""
+
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self.file = file
+        self.console = Console(stderr=True)
+
+    def write(self, stage: str, **metrics: float | int | str) -> None:
+        """One line of metrics of a stage."""
+        line = {"stage": stage, "time": round(time.time(), 1), **metrics}
+        with self.file.open("a") as out:
+            out.write(json.dumps(line) + "\n")
+        shown = " ".join(
+            f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items()
+        )
+        self.console.print(f"[bold]{stage}[/bold] {shown}", highlight=False)
+
+
+def fit(
+    stage: str,
+    folder: Path,
+    model: Model,
+    schedule: Schedule,
+    batch: Callable[[int], Any],
+    loss: Loss,
+    measure: Callable[[Model], Metrics],
+    log: Log,
+) -> Model:
+    """`model` after `schedule.steps` steps on `batch(step)`, resumed from the last checkpoint.
+
+    Equal arguments give equal weights, interrupted or not: batches depend on the step alone.
+    `measure` gives the metrics printed every `evaluate_every` steps and at the end.
+    """
+    state = create_state(model, schedule)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        state, start = _resume(manager, state)
+        with progress_bar(log.console) as progress:
+            task = progress.add_task(stage, total=schedule.steps, completed=start, note="")
+            losses: list[Any] = []
+            began, tokens = time.perf_counter(), 0
+            for step in range(start, schedule.steps):
+                rows = batch(step)
+                state, value = train_step(state, rows, loss)
+                losses.append(value)
+                tokens += num_tokens(rows)
+                last = step + 1 == schedule.steps
+                progress.update(task, advance=1, note=f"loss {float(value):.3f}")
+                if (step + 1) % schedule.evaluate_every == 0 or last:
+                    mean = float(np.mean([float(v) for v in losses]))
+                    rate = tokens / (time.perf_counter() - began)
+                    found = measure(_model(state))
+                    log.write(stage, step=step + 1, loss=mean, tokens_per_second=rate, **found)
+                    losses, began, tokens = [], time.perf_counter(), 0
+                if (step + 1) % schedule.save_every == 0 or last:
+                    manager.save(step + 1, args=ocp.args.StandardSave(_arrays(state)))
+        manager.wait_until_finished()
+    return _model(state)
+
+
+def finished(stage: str, folder: Path, model: Model, schedule: Schedule) -> Model:
+    """The weights that a whole `fit` of a model shaped like `model` left in `folder`.
+
+    Raises:
+      ValueError: it has not finished.
+    """
+    done = steps_done(folder)
+    if done != schedule.steps:
+        raise ValueError(
+            f"{folder} holds {done} of {schedule.steps} steps; run the stage {stage!r} first."
+        )
+    with ocp.CheckpointManager(folder.absolute()) as manager:
+        state, _ = _resume(manager, create_state(model, schedule))
+    return _model(state)
+
+
+def _model(state: TrainState) -> Model:
+    params: Any = state.params
+    return params["model"]
+
+
+def _arrays(state: TrainState) -> dict[str, Any]:
+    leaves = jax.tree.leaves((state.step, state.params, state.opt_state))
+    return {f"leaf{i:04d}": leaf for i, leaf in enumerate(leaves)}
+
+
+def _resume(manager: ocp.CheckpointManager, state: TrainState) -> tuple[TrainState, int]:
+    latest = manager.latest_step()
+    if latest is None:
+        return state, 0
+    wanted = _arrays(state)
+    found = manager.restore(latest, args=ocp.args.StandardRestore(wanted))
+    tree = jax.tree.structure((state.step, state.params, state.opt_state))
+    # not bound to a device, like a fresh state, so that both run the same compiled step
+    leaves = [jnp.asarray(np.asarray(found[name])) for name in sorted(wanted)]
+    step, params, opt_state = jax.tree.unflatten(tree, leaves)
+    return state.replace(step=step, params=params, opt_state=opt_state), latest
+
+
+def num_tokens(batch: Any) -> int:
+    """Tokens of a batch: its int32 entries (labels are of other types)."""
+    return sum(int(leaf.size) for leaf in jax.tree.leaves(batch) if leaf.dtype == np.int32)
+
+
+def steps_done(folder: Path) -> int:
+    """The step of the last whole checkpoint that `fit` left in `folder`; 0 where there is none."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return max((int(each.name) for each in found if each.name.isdigit()), default=0)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A bar with a count, a `note` and the time left; nothing where there is no terminal."""
+    return Progress(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
