@@ -1,6 +1,16 @@
-"""The bundled pair: an 18.4M-parameter code model and three boosted drafts of 0.9M.
+r"""The bundled pair: an 18.4M-parameter code model and three boosted drafts of 0.9M.
 
-Command:  python -m train.run configs/bundled.py --folder runs/bundled
+Command:    GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:\
+glibc.malloc.trim_threshold=8589934592 python -m train.run configs/bundled.py --folder runs/bundled
+            (the variable is optional: 1.6 times faster training under Linux). A killed run goes on
+            where it was. The result is runs/bundled/export and runs/bundled/report.json.
+Hardware:   2 cores of a Zen 5 CPU with AVX-512; 5 GiB of memory.
+Wall time:  target 60 minutes (37 at the rate of its calmer half); then collect 4, label 2,
+            warm-up 4, three drafts of 4 each, report 1: 23 minutes (2026-11-21, jax 0.10.2,
+            beside other work).
+To reach:   bits a byte 1.27 on the development modules, 1.68 held out (1.31 without locale.py, a
+            table of aliases); of each draft on development prompts, chains of 8: agreement 0.87,
+            tokens per step 5.2 at T = 0 and 3.8 at T = 0.8; 5.9 for the pool at T = 0.
 """
 
 from specjax.config import ModelConfig

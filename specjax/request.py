@@ -50,6 +50,36 @@ class Request(NamedTuple):
     slots: int
 
 
+def check_prompts(
+    target: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[int]:
+    """The prompts' lengths.
+
+    Raises:
+      ValueError: there is none, or one is empty, holds a foreign token or does not fit.
+    """
+    config = target.config
+    if not prompts:
+        raise ValueError("there is no prompt.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    lengths = [len(prompt) for prompt in prompts]
+    for row, prompt in enumerate(prompts):
+        if not lengths[row]:
+            raise ValueError(f"prompt {row} is empty; it needs at least one token.")
+        if lengths[row] + max_new_tokens > config.max_positions:
+            raise ValueError(
+                f"prompt {row} has {lengths[row]} tokens and {max_new_tokens} are asked for; "
+                f"together they exceed the model's {config.max_positions}."
+            )
+        foreign = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        if foreign is not None:
+            raise ValueError(
+                f"prompt {row} holds token {foreign}; the vocabulary has {config.vocab_size}."
+            )
+    return lengths
+
+
 def prepare(
     key: Array,
     target: Model,
@@ -68,23 +98,12 @@ def prepare(
         out of its range.
     """
     config = target.config
-    if not prompts:
-        raise ValueError("there is no prompt.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
-    lengths = [len(prompt) for prompt in prompts]
-    for row, prompt in enumerate(prompts):
-        if not lengths[row]:
-            raise ValueError(f"prompt {row} is empty; it needs at least one token.")
-        if lengths[row] + max_new_tokens > config.max_positions:
-            raise ValueError(
-                f"prompt {row} has {lengths[row]} tokens and {max_new_tokens} are asked for; "
-                f"together they exceed the model's {config.max_positions}."
-            )
-        if not 0 <= min(prompt) <= max(prompt) < config.vocab_size:
-            raise ValueError(
-                f"prompt {row} holds token {max(prompt)}; the vocabulary has {config.vocab_size}."
-            )
+    lengths = check_prompts(target, prompts, max_new_tokens)
+    if drafter is not None and drafter.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
+            f"the target one of {config.vocab_size}."
+        )
     rows = sampling.rows(len(prompts))
     rule = NAIVE if drafter is None else find_rule(verify, drafter.construction)
     if drafter is None:

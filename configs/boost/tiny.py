@@ -1,6 +1,10 @@
 """Every stage of a run, from corpus to exported pool, in miniature.
 
 Command:    python -m train.run configs/boost/tiny.py --folder runs/tiny
+Hardware:   any CPU.
+Wall time:  under a minute on 2 idle cores, nearly all of it compilation (50 s of processor time
+            on a Zen 5 CPU, 2026-11-21).
+To reach:   a pool that runs; its figures mean nothing.
 """
 
 from specjax.config import ModelConfig

@@ -27,6 +27,11 @@ class Drafter(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, which must be the target's."""
+
+    @property
+    @abc.abstractmethod
     def num_slots(self) -> int:
         """Static number of node slots of the trees, the root's included."""
 

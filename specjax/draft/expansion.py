@@ -83,6 +83,11 @@ class ExpansionDrafter(Drafter):
         return sum(self.sizes)
 
     @property
+    def vocab_size(self) -> int:
+        """Tokens of the drafts' vocabulary."""
+        return self.groups[0].config.vocab_size
+
+    @property
     def window(self) -> int:
         """Depth of the trees plus 1."""
         return self.shape.depth + 1
