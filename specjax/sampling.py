@@ -36,10 +36,10 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
     """
 
-    temperature: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float = 0.0
-    top_k: Int[Array, "*B"] | Int[np.ndarray, "*B"] | int = 0
-    top_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float = 1.0
-    min_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float = 0.0
+    temperature: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
+    top_k: Int[Array, "*B"] | Int[np.ndarray, "*B"] | int | np.integer = 0
+    top_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 1.0
+    min_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
 
     def rows(self, count: int) -> "Sampling":
         """The same with every field an array `[count]`, checked.

