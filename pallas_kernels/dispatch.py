@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 Implementation = Callable[..., Any]
 
@@ -32,3 +34,12 @@ def pick(
             f"{op} has no implementation {name!r}; there are {', '.join(sorted(available))}."
         )
     return available[name]
+
+
+def precision_of(dtype: jnp.dtype) -> lax.Precision:
+    """The precision of a dot: float32 operands are multiplied as such on every platform.
+
+    The default there is 19 (GPU) or 8 (TPU) bits of them, by the number of columns: enough for a
+    tree pass to disagree with plain decoding.
+    """
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT

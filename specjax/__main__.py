@@ -29,6 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+    except RuntimeError as error:  # what jax raises when an allocation fails
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"specjax: not enough memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """`specjax bench`: every method against plain decoding, over the same prompts, side by side."""
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -19,7 +20,7 @@ from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
 from specjax.model import Model
-from specjax.options import Bench, at_least, count_of, dtypes_of, items
+from specjax.options import Bench, at_least, count_of, dtypes_of, items, seed_of
 from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
@@ -49,19 +50,16 @@ class Plan:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[str, tuple[int, ...] | None], ...]
 
-    def candidates(self, temperature: Temperature) -> list[Candidate]:
+    def candidates(self, batch: int) -> list[Candidate]:
         """Plain decoding in both dtypes, then the methods in the dtypes asked for."""
-        sampled = temperature == MIXED or float(temperature) > 0
-        shapes = [(m, w or methods.default_widths(m, sampled)) for m, w in self.shapes]
+        shapes = [(m, w or methods.default_widths(m, batch)) for m, w in self.shapes]
         plain = [Candidate("none", None, dtype) for dtype in PLAIN_DTYPES]
         return plain + [Candidate(m, w, dtype) for dtype in self.dtypes for m, w in shapes]
 
-    def settings(self) -> Iterator[tuple[int, Temperature]]:
-        """Batch sizes with temperatures; a batch above 1 also half greedy and half sampled."""
-        for batch in self.batches:
-            yield from ((batch, temperature) for temperature in self.temperatures)
-            if batch > 1 and max(self.temperatures) > 0:
-                yield batch, MIXED
+    def settings(self, batch: int) -> tuple[Temperature, ...]:
+        """The temperatures; for a batch above 1 also half greedy and half sampled."""
+        mixed = batch > 1 and max(self.temperatures) > 0
+        return (*self.temperatures, MIXED) if mixed else self.temperatures
 
 
 def plan_of(options: Bench) -> Plan:
@@ -72,6 +70,9 @@ def plan_of(options: Bench) -> Plan:
     """
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     at_least("--limit", options.limit, 1)
+    seed_of(options.seed)
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        raise ValueError(f"--json is {options.json}, in a folder that does not exist.")
     methods.check_rule(options.verify)
     batches = items(options.batch, int, "--batch")
     temperatures = items(options.temperatures, float, "--temperatures")
@@ -129,7 +130,7 @@ class Tally:
 
 
 class Bencher:
-    """Models of one pair in the dtypes needed, and the programs run so far (the only state)."""
+    """Models of one pair in the dtypes needed, and their drafters."""
 
     def __init__(self, plan: Plan, target: Model, drafts: list[Model], progress: Progress) -> None:
         self.plan, self.drafts, self.progress = plan, drafts, progress
@@ -140,7 +141,6 @@ class Bencher:
         }
         self.bandwidth = measure.read_bandwidth()
         self._drafters: dict[tuple[str, tuple[int, ...] | None], Drafter | None] = {}
-        self._warmed: set[tuple[Candidate, Bucket]] = set()
 
     def drafter(self, candidate: Candidate) -> Drafter | None:
         """The drafter of a candidate."""
@@ -170,50 +170,56 @@ class Bencher:
             False,
         )
 
-    def rows(
-        self, chosen: Sequence[Prompt], batch: int, temperature: Temperature
-    ) -> list[dict[str, Any]]:
-        """A row of the report for every candidate."""
+    def rows(self, chosen: Sequence[Prompt], batch: int) -> list[dict[str, Any]]:
+        """A row of the report for every temperature and candidate.
+
+        One compiled size after the other, whose programs are then forgotten: a few dozen of them
+        at once, each mapped in thousands of pieces, are more than Linux lets a process map.
+        """
         batches = batches_of(chosen, batch)
-        candidates = self.plan.candidates(temperature)
-        task = self.progress.add_task(
-            f"batch {batch}, temperature {temperature}", total=len(batches) * len(candidates)
-        )
-        requests = [[self.request(c, rows, temperature) for rows in batches] for c in candidates]
-        self._warm(candidates, requests)
-        tallies = [Tally() for _ in candidates]
-        for number in range(len(batches)):
-            for turn in range(len(candidates)):  # a drift of the machine hits all alike
-                at = (turn + number) % len(candidates)
-                self._measure(candidates[at], requests[at], number, tallies[at])
-                self.progress.advance(task)
-        report = [
-            self._row(candidate, tally, first, batch, temperature)
-            for candidate, tally, first in zip(candidates, tallies, requests, strict=True)
+        candidates, temperatures = self.plan.candidates(batch), self.plan.settings(batch)
+        requests = {
+            (temperature, candidate): [
+                self.request(candidate, rows, temperature) for rows in batches
+            ]
+            for temperature in temperatures
+            for candidate in candidates
+        }
+        tallies = {named: Tally() for named in requests}
+        sizes = [bucket_of(request) for request in requests[temperatures[0], candidates[0]]]
+        task = self.progress.add_task(f"batch {batch}", total=len(batches) * len(requests))
+        for size in sorted(set(sizes)):
+            numbers = [number for number, other in enumerate(sizes) if other == size]
+            self._warm(candidates, [requests[temperatures[0], c][numbers[0]] for c in candidates])
+            for number, temperature in itertools.product(numbers, temperatures):
+                for turn in range(len(candidates)):  # a drift of the machine hits all alike
+                    named = temperature, candidates[(turn + number) % len(candidates)]
+                    request, tally = requests[named][number], tallies[named]
+                    self._measure(named[1], request, tally, size == statistics.mode(sizes))
+                    self.progress.advance(task)
+            jax.clear_caches()
+        rows = {
+            named: self._row(named[1], tally, requests[named], batch, named[0])
+            for named, tally in tallies.items()
+        }
+        return [
+            row for t in temperatures for row in with_speedups([rows[t, c] for c in candidates])
         ]
-        return with_speedups(report)
 
-    def _warm(self, candidates: list[Candidate], requests: list[list[Request]]) -> None:
-        for candidate, own in zip(candidates, requests, strict=True):
-            for request in own:
-                program = (candidate, bucket_of(request))
-                if program not in self._warmed:
-                    measure.warm(self.targets[candidate.dtype], self.drafter(candidate), request)
-                    self._warmed.add(program)
+    def _warm(self, candidates: list[Candidate], requests: list[Request]) -> None:
+        for candidate, request in zip(candidates, requests, strict=True):
+            measure.warm(self.targets[candidate.dtype], self.drafter(candidate), request)
 
-    def _measure(
-        self, candidate: Candidate, requests: list[Request], number: int, tally: Tally
-    ) -> None:
+    def _measure(self, candidate: Candidate, request: Request, tally: Tally, common: bool) -> None:
         """Times one request, and its phases beside it if its size is the most common one.
 
         That size stands for all: each costs five compilations, and the sizes of a set of prompts
         differ little.
         """
         target, drafter = self.targets[candidate.dtype], self.drafter(candidate)
-        tally.add(measure.timed(target, drafter, requests[number]))
-        common = statistics.mode(map(bucket_of, requests))
-        if bucket_of(requests[number]) == common and len(tally.phases) < _PHASE_REQUESTS:
-            tally.phases.append(measure.phases(target, drafter, requests[number]))
+        tally.add(measure.timed(target, drafter, request))
+        if common and len(tally.phases) < _PHASE_REQUESTS:
+            tally.phases.append(measure.phases(target, drafter, request))
 
     def _row(
         self,
@@ -223,9 +229,17 @@ class Bencher:
         batch: int,
         temperature: Temperature,
     ) -> dict[str, Any]:
+        """The report of one candidate.
+
+        The phases, compiled apart and run in the same minutes, give the shares of a step; the
+        seconds are these shares of the loop's wall time, which the prefill is no part of. What
+        is left when phases are subtracted from the wall instead was between -11 and 14 % on a
+        noisy machine; `phases_over_loop` says how far apart the two are.
+        """
         phases, passes = measure.typical(tally.phases), tally.passes
-        draft, target = phases.draft * passes, phases.target * passes
-        prefill = phases.prefill * len(requests)
+        prefill = min(phases.prefill * len(requests), tally.seconds)
+        loop = tally.seconds - prefill
+        share = loop / phases.step
         row = {
             "method": candidate.method,
             "widths": candidate.widths,
@@ -240,15 +254,16 @@ class Bencher:
             "seconds": tally.seconds,
             "tokens_per_second": tally.new_tokens / tally.seconds,
             "passes": passes,
-            "draft_seconds": draft,
-            "target_seconds": target,
-            "other_seconds": tally.seconds - draft - target,
+            "draft_seconds": phases.draft * share,
+            "target_seconds": phases.target * share,
+            "other_seconds": phases.rest * share,
             "prefill_seconds": prefill,
+            "phases_over_loop": phases.step * passes / loop if loop else None,
             "repeated_8grams": measure.repeated(tally.outputs),
         }
         if candidate.method == "none":
             floor = measure.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)
-            row["step_over_bandwidth_floor"] = (tally.seconds - prefill) / passes / floor
+            row["step_over_bandwidth_floor"] = loop / passes / floor
         return row
 
 
@@ -270,8 +285,8 @@ def temperatures_of(
 def batches_of(chosen: Sequence[Prompt], batch: int) -> list[list[tuple[int, Prompt]]]:
     """Numbered prompts in full batches, similar lengths together.
 
-    The shortest prompts that fill no batch are dropped; fewer prompts than one batch are repeated
-    until they fill it, and counted as often.
+    The shortest prompts that fill no batch are dropped (a row's `prompts` says how many ran);
+    fewer prompts than one batch are repeated until they fill it, and counted as often.
     """
     order = sorted(enumerate(chosen), key=lambda pair: len(pair[1].tokens))
     if len(order) < batch:
@@ -303,11 +318,7 @@ def bench(options: Bench) -> int:
     )
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bencher = Bencher(plan, target, pair.drafts, progress)
-        rows = [
-            row
-            for batch, temperature in plan.settings()
-            for row in bencher.rows(chosen, batch, temperature)
-        ]
+        rows = [row for batch in plan.batches for row in bencher.rows(chosen, batch)]
     report = {"env": environment(bencher, left_out), "rows": rows}
     table(report)
     if options.json:
@@ -331,12 +342,11 @@ def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
 
 
 def _remember(bencher: Bencher, rows: list[dict[str, Any]]) -> None:
-    """Keeps what `--method auto` chooses by: greedy rows, and those of the first temperature."""
+    """Keeps what `--method auto` chooses by; the rule must be its own, and no row is mixed."""
     known: dict[str, list[dict[str, Any]]] = {}
-    sampled = [t for t in bencher.plan.temperatures if t > 0][:1]
     kept = ("method", "widths", "temperature", "tokens_per_second", "prompts")
     for row in rows:
-        if row["temperature"] in (0.0, *sampled):
+        if row["temperature"] != MIXED and bencher.plan.options.verify == methods.AUTO:
             target = bencher.targets[row["dtype"]]
             name = records.setting(target, bencher.drafts, row["batch"], row["temperature"] > 0)
             known.setdefault(name, []).append({field: row[field] for field in kept})

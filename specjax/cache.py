@@ -1,5 +1,6 @@
 """Keys and values of the committed prefix, per row."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
@@ -46,6 +47,11 @@ class KVCache:
             keys[layer] = layers.write_window(keys[layer], key, self.length, axis=3)
             values[layer] = layers.write_window(values[layer], value, self.length, axis=2)
         return replace(self, keys=tuple(keys), values=tuple(values), length=self.length + count)
+
+
+def cache_dtype(weights: jnp.dtype) -> jnp.dtype:
+    """The dtype of keys and values: the weights', but float32 on CPU, where it is faster."""
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else weights)
 
 
 def empty_cache(config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype) -> KVCache:

@@ -13,7 +13,7 @@ from specjax import decode, law, methods, prompts
 from specjax.draft import Drafter
 from specjax.methods import Pair
 from specjax.model import Model
-from specjax.options import Verify, at_least, widths_of
+from specjax.options import Verify, at_least, seed_of, widths_of
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
 
@@ -74,7 +74,7 @@ def compare(
     At temperature 0 under the method's own rule; else under the naive one, which emits the very
     tokens of plain sampling.
     """
-    drafter = _drafter(pair, method, options, temperature > 0, "naive" if temperature else "auto")
+    drafter = _drafter(pair, method, options, "naive" if temperature else "auto")
     made = tokens_of(pair.target, drafter, chosen, options, temperature)
     pairs = zip(chosen, plain, made.tokens, range(len(chosen)), strict=True)
     divergences, equal = [], 0
@@ -90,10 +90,8 @@ def compare(
     return Comparison(method, len(chosen), equal, per_step, tuple(divergences))
 
 
-def _drafter(
-    pair: Pair, method: str, options: Verify, sampled: bool, verify: str
-) -> Drafter | None:
-    widths = widths_of(options.tree) or methods.default_widths(method, sampled)
+def _drafter(pair: Pair, method: str, options: Verify, verify: str) -> Drafter | None:
+    widths = widths_of(options.tree) or methods.default_widths(method)
     return methods.build(method, pair.drafts, None if method == "none" else widths, verify)
 
 
@@ -185,7 +183,7 @@ def _law_tests(
     pair: Pair, method: str, rule: str, prompt: list[int], options: Verify
 ) -> list[dict[str, Any]]:
     """G-tests of the first token, and of the second after the most frequent first ones."""
-    drafter = _drafter(pair, method, options, True, rule)
+    drafter = _drafter(pair, method, options, rule)
     drawn = law.first_tokens(
         jax.random.key(options.seed), pair.target, drafter, prompt, Sampling(TEMPERATURE), rule,
         options.samples,
@@ -205,7 +203,11 @@ def _law_tests(
 
 
 def _methods(options: Verify) -> list[str]:
-    return [name.strip() for name in options.methods.split(",")]
+    """The methods named; a chain is left out where `--tree` is wider and others are there."""
+    names = [name.strip() for name in options.methods.split(",")]
+    others = [name for name in names if name != "chain"]
+    wide = max(widths_of(options.tree) or (1,)) > 1
+    return others if wide and others else names
 
 
 def certificate(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
@@ -228,6 +230,7 @@ def verify(options: Verify) -> int:
     for name in ("prompts", "max_new_tokens", "samples"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     widths_of(options.tree)
+    seed_of(options.seed)
     pair = methods.load_pair(options.model, options.draft, "float32")
     chosen, _ = prompts.fitting(
         prompts.read(None)[: options.prompts],

@@ -50,6 +50,8 @@ def load_drafts(
 ) -> list[Model]:
     """The models of a folder or of several, or the whole bundled pool in numeric order.
 
+    "bundled/0" names the first draft of the bundled pool alone.
+
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
     """
@@ -60,7 +62,12 @@ def load_drafts(
             raise CheckpointError(f"this installation has no bundled drafts: {pool} is empty.")
         return [load_model(folder, dtype) for folder in folders]
     several = [names] if isinstance(names, str | Path) else names
-    return [load_model(name, dtype) for name in several]
+    return [load_model(_draft_folder(name), dtype) for name in several]
+
+
+def _draft_folder(name: str | Path) -> Path:
+    first, *rest = Path(name).parts
+    return _BUNDLED.joinpath("drafts", *rest) if first == "bundled" and rest else Path(name)
 
 
 def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
@@ -146,8 +153,10 @@ def _read_config(folder: Path) -> tuple[ModelConfig, families.Family]:
     if generation.is_file() and (eos := _json(generation).get("eos_token_id")) is not None:
         parsed = parsed | {"eos_token_id": eos}
     try:
-        return families.read_config(parsed), families.family_of(parsed)
-    except (ValueError, TypeError) as error:
+        config = families.read_config(parsed)
+        families.tensor_shapes(config, families.family_of(parsed))
+        return config, families.family_of(parsed)
+    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / _CONFIG}: {error}") from error
 
 

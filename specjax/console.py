@@ -8,18 +8,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from specjax import decode, measure, methods, records
-from specjax.cache import empty_cache
+from specjax.cache import cache_dtype, empty_cache
 from specjax.decode import Step
 from specjax.draft import Drafter
 from specjax.methods import Choice, Pair
 from specjax.model import Model
-from specjax.options import Generate, Info, at_least, dtype_of, widths_of
+from specjax.options import Generate, Info, at_least, dtype_of, seed_of, widths_of
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
 from specjax.tree import draw_tree, take_row
@@ -40,8 +39,8 @@ def generate(options: Generate) -> int:
     _check(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     pair = methods.load_pair(options.model, options.draft, dtype_of(options.dtype))
-    widths, sampled = widths_of(options.tree), options.temperature > 0
-    choice = methods.choose(options.method, widths, pair.target, pair.drafts, sampled)
+    widths = widths_of(options.tree)
+    choice = methods.choose(options.method, widths, pair.target, pair.drafts, options.temperature)
     drafter = methods.build(choice.method, pair.drafts, choice.widths, options.verify)
     ids = pair.tokenizer(prompt).input_ids
     request = prepare(
@@ -60,6 +59,7 @@ def _check(options: Generate) -> None:
     methods.check_method(options.method, methods.AUTO)
     methods.check_rule(options.verify)
     at_least("--max-new-tokens", options.max_new_tokens, 1)
+    seed_of(options.seed)
     if options.json and options.show_tree:
         raise ValueError("--show-tree draws beside the text; it does not go with --json.")
     if options.method == "none" and options.tree is not None:
@@ -243,8 +243,8 @@ def info(options: Info) -> int:
 def _facts(pair: Pair) -> dict[str, Any]:
     models = (pair.target, *pair.drafts)
 
-    def chosen(sampled: bool) -> str:
-        choice = methods.choose(methods.AUTO, None, pair.target, pair.drafts, sampled)
+    def chosen(temperature: float) -> str:
+        choice = methods.choose(methods.AUTO, None, pair.target, pair.drafts, temperature)
         return f"{describe(choice)} ({choice.reason})"
 
     return {
@@ -255,16 +255,16 @@ def _facts(pair: Pair) -> dict[str, Any]:
         "weights_bytes": sum(leaf.nbytes for model in models for leaf in jax.tree.leaves(model)),
         "caches_bytes": sum(_cache_bytes(model, pair.target) for model in models),
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "method_greedy": chosen(False),
-        "method_sampled": chosen(True),
+        "method_greedy": chosen(0.0),
+        "method_sampled": chosen(0.8),
         "cache_folder": str(records.cache_folder()),
     }
 
 
 def _cache_bytes(model: Model, target: Model) -> int:
     """Bytes of one row's keys and values at the target's full context."""
-    slots, dtype = target.config.max_positions, decode.cache_dtype(model)
-    shapes = jax.eval_shape(lambda: empty_cache(model.config, 1, slots, jnp.dtype(dtype)))
+    slots, dtype = target.config.max_positions, cache_dtype(model.embedding.dtype)
+    shapes = jax.eval_shape(lambda: empty_cache(model.config, 1, slots, dtype))
     return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in (*shapes.keys, *shapes.values))
 
 

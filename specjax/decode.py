@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from specjax import layers
 from specjax.arrays import Key
-from specjax.cache import KVCache, NewKV, empty_cache
+from specjax.cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.draft.drafter import Drafter, DraftState
 from specjax.model import Model, forward, trunk
 from specjax.pytree import pytree, replace
@@ -80,18 +80,13 @@ def prefill(
     rows, tokens = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
     _, new = trunk(target, prompt, positions, None, None)
-    cache = empty_cache(target.config, rows, slots, cache_dtype(target))
+    cache = empty_cache(target.config, rows, slots, cache_dtype(target.embedding.dtype))
     return DecodeState(
         cache=cache.keep(new, None, length - 1),
         draft=() if drafter is None else drafter.init(prompt, length, slots),
         last=jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0],
         key=key,
     )
-
-
-def cache_dtype(model: Model) -> jnp.dtype:
-    """The dtype of keys and values: the weights', but float32 on CPU, where it is faster."""
-    return jnp.dtype("float32" if jax.default_backend() == "cpu" else model.embedding.dtype)
 
 
 def guess(

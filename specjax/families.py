@@ -113,6 +113,10 @@ def read_config(config: Json) -> ModelConfig:
                 f"here; supported: {supported[0]!r}."
             )
     values = {field: _value(family, config, key) for field, key in family.fields.items()}
+    whole = {field.name for field in dataclasses.fields(ModelConfig) if field.type is int}
+    for field, value in values.items():
+        if field in whole and type(value) is not int:
+            raise ValueError(f"{family.fields[field]} is {value!r}; it must be a whole number.")
     return ModelConfig(**values, rope_theta=_rope_theta(config), eos_ids=_eos_ids(config))
 
 

@@ -21,13 +21,17 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.dispatch import precision_of
+
 _MIN_BF16_COLUMNS = 8
 _UNROLLED_ROWS = 16
 
 
 def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(x, y, dims, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        x, y, dims, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -43,7 +43,7 @@ class Timed(NamedTuple):
 
 
 class Phases(NamedTuple):
-    """Seconds of a prefill, and per step of drafting (its commit included) and of the target.
+    """Seconds of a prefill, and per step of drafting (its commit included), the target, the rest.
 
     `nodes` is the mean number of nodes that a tree proposed, the root left out.
     """
@@ -51,7 +51,13 @@ class Phases(NamedTuple):
     prefill: float
     draft: float
     target: float
+    rest: float
     nodes: float
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step whose phases run apart."""
+        return self.draft + self.target + self.rest
 
 
 def clocked(work: Callable[[], _T]) -> tuple[_T, float]:
@@ -102,10 +108,11 @@ def _catch_up(drafter: Drafter, draft: DraftState, tokens: Array, count: Array) 
 class _StepTime(NamedTuple):
     draft: float
     target: float
+    rest: float
     nodes: float
 
 
-def phases(target: Model, drafter: Drafter | None, request: Request, steps: int = 8) -> Phases:
+def phases(target: Model, drafter: Drafter | None, request: Request, steps: int = 16) -> Phases:
     """Median seconds of each phase over `steps` real steps of a request.
 
     The phases are compiled apart, with the shapes and the cache length that the whole loop has,
@@ -118,6 +125,7 @@ def phases(target: Model, drafter: Drafter | None, request: Request, steps: int 
         prefill=prefill,
         draft=statistics.median(took.draft for took in taken),
         target=statistics.median(took.target for took in taken),
+        rest=statistics.median(took.rest for took in taken),
         nodes=statistics.fmean(took.nodes for took in taken),
     )
 
@@ -128,6 +136,7 @@ def typical(several: Sequence[Phases]) -> Phases:
         prefill=statistics.median(at.prefill for at in several),
         draft=statistics.median(at.draft for at in several),
         target=statistics.median(at.target for at in several),
+        rest=statistics.median(at.rest for at in several),
         nodes=statistics.fmean(at.nodes for at in several),
     )
 
@@ -155,14 +164,15 @@ def _step(
     """One step, phase by phase."""
     tree, guessing = clocked(lambda: _guess(target, drafter, request.sampling, state))
     looked, looking = clocked(lambda: _look(target, tree, state))
-    state, tokens, count = jax.block_until_ready(
-        _settle(request.rule, request.sampling, state, tree, looked, window_of(drafter))
+    window = window_of(drafter)
+    (state, tokens, count), settling = clocked(
+        lambda: _settle(request.rule, request.sampling, state, tree, looked, window)
     )
     if drafter is None:
-        return state, _StepTime(0.0, looking, 0.0)
+        return state, _StepTime(0.0, looking, guessing + settling, 0.0)
     draft, catching = clocked(lambda: _catch_up(drafter, state.draft, tokens, count))
     nodes = float(np.mean(np.sum(np.asarray(tree.valid), axis=-1) - 1))
-    return replace(state, draft=draft), _StepTime(guessing + catching, looking, nodes)
+    return replace(state, draft=draft), _StepTime(guessing + catching, looking, settling, nodes)
 
 
 def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:

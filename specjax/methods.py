@@ -17,19 +17,15 @@ if TYPE_CHECKING:
 METHODS = ("none", "chain", "tree", "pool")
 AUTO = "auto"
 
-# Widths per (method, sampled), and the method that is taken where nothing was measured. To be set
-# from `specjax bench` with the bundled pair; the starting values follow the prototype's figures
-# (2 CPU cores of a Zen 5, 2026-11-20): chains of 8 won at temperature 0, and at 0.8 nothing beat
-# plain decoding of a small model.
-_WIDTHS = {
-    ("chain", False): (1,) * 8,
-    ("chain", True): (1,) * 4,
-    ("tree", False): (2, 2, 1, 1, 1),
-    ("tree", True): (2, 2, 1, 1, 1),
-    ("pool", False): (1,) * 6,
-    ("pool", True): (1,) * 6,
-}
-_SHIPPED = {("cpu", False): "chain", ("cpu", True): "none"}
+# Widths where none are named: for one row, and for several. Chosen with `specjax bench` on its own
+# prompts, bundled pair, 2 CPU cores (Zen 5), jax 0.10.2, 2026-11-21. A pass of 8 columns is where
+# a chain's length stops paying: at temperature 0 chains of 3 / 5 / 7 / 10 gave 1.75 / 1.68 / 1.98 /
+# 1.71 times plain decoding, at 0.8 1.29 / 1.11 / 1.28 / 1.02; grown to 100M in bfloat16, 7 was the
+# best of 3 / 5 / 7 at 0.8 (2.14), and at 0 chains of 6 / 8 / 13 gave 3.05 / 3.29 / 3.43. For 8 rows
+# chains of 1 / 2 / 3 / 5 gave 1.55 / 1.35 / 1.63 / 1.31. No tree or pool was faster than a chain.
+_WIDTHS = {"chain": (1,) * 7, "tree": (2, 1, 1, 1, 1, 1, 1), "pool": (1,) * 5}
+_WIDTHS_OF_MANY = {"chain": (1,) * 3, "tree": (2, 1), "pool": (1,)}
+_SHIPPED = {("cpu", "greedy"): "chain", ("cpu", "sampling"): "chain"}
 _SHIPPED_ELSEWHERE = "chain"
 
 
@@ -69,9 +65,9 @@ def check_rule(name: str) -> None:
         raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
 
 
-def default_widths(method: str, sampled: bool) -> tuple[int, ...] | None:
-    """The widths that `method` takes when none are named."""
-    return _WIDTHS.get((method, sampled))
+def default_widths(method: str, batch: int = 1) -> tuple[int, ...] | None:
+    """The widths that `method` takes for `batch` rows when none are named."""
+    return (_WIDTHS if batch == 1 else _WIDTHS_OF_MANY).get(method)
 
 
 def build(
@@ -93,7 +89,7 @@ def build(
         return None
     if not drafts:
         raise ValueError(f"the method {method} needs a draft model; name one with --draft.")
-    widths = widths or _WIDTHS[method, False]
+    widths = widths or _WIDTHS[method]
     if method == "chain" and max(widths) > 1:
         raise ValueError(
             f"a chain has widths of 1, not {','.join(map(str, widths))}; use the method tree."
@@ -134,7 +130,7 @@ def load_pair(model: str, draft: str | None, dtype: str | None) -> Pair:
     target, tokenizer = checkpoint.load(model, dtype)
     if draft is None and model != "bundled":
         return Pair(target, tokenizer, [])
-    names = "bundled" if draft in (None, "bundled") else draft.split(",")
+    names = "bundled" if draft in (None, "bundled") else [name.strip() for name in draft.split(",")]
     drafts = checkpoint.load_drafts(names, None)
     for number, one in enumerate(drafts):
         if one.config.vocab_size != target.config.vocab_size:
@@ -150,45 +146,51 @@ def choose(
     widths: tuple[int, ...] | None,
     target: Model,
     drafts: Sequence[Model],
-    sampled: bool,
+    temperature: float,
     batch: int = 1,
 ) -> Choice:
     """The method to use: the one named, or for `auto` the fastest measured here, or the shipped.
 
-    A method that was measured as slower than plain decoding is never taken by `auto`.
+    A method that was measured as slower than plain decoding is never taken by `auto`. Where
+    several temperatures above 0 were measured, the nearest one counts.
 
     Raises:
       ValueError: there is no such method.
     """
     check_method(method, AUTO)
     if method != AUTO:
-        return Choice(method, widths or default_widths(method, sampled), "it was asked for")
+        return Choice(method, widths or default_widths(method, batch), "it was asked for")
     if not drafts:
         return Choice("none", None, "there is no draft model")
     if widths is not None:
         named = "pool" if len(drafts) > 1 else "chain" if max(widths) == 1 else "tree"
         return Choice(named, widths, "a tree was asked for")
-    return _measured(target, drafts, sampled, batch) or _shipped(sampled)
+    return _measured(target, drafts, temperature, batch) or _shipped(temperature > 0, batch)
 
 
-def _measured(target: Model, drafts: Sequence[Model], sampled: bool, batch: int) -> Choice | None:
+def _measured(
+    target: Model, drafts: Sequence[Model], temperature: float, batch: int
+) -> Choice | None:
     """The fastest method of a measurement that included plain decoding, if there is one."""
-    found = records.recall(records.setting(target, drafts, batch, sampled))
-    entries = [entry for entry in found if entry["method"] in METHODS]
+    found = records.recall(records.setting(target, drafts, batch, temperature > 0))
+    known = [entry for entry in found if entry["method"] in METHODS]
+    nearest = min((entry["temperature"] for entry in known), default=temperature,
+                  key=lambda measured: abs(measured - temperature))  # fmt: skip
+    entries = [entry for entry in known if entry["temperature"] == nearest]
     plain = [entry["tokens_per_second"] for entry in entries if entry["method"] == "none"]
     if not plain:
         return None
     best = max(entries, key=lambda entry: entry["tokens_per_second"])
     widths = tuple(best["widths"]) if best["widths"] else None
-    reason = f"bench measured {best['tokens_per_second']:.1f} tokens/s with it on this machine"
+    rate = f"{best['tokens_per_second']:.1f} tokens/s with it at temperature {nearest:g}"
+    reason = f"bench measured {rate} on this machine"
     if best["method"] == "none":
         return Choice("none", None, f"{reason}, and no other method was faster")
     return Choice(best["method"], widths, f"{reason}, and {max(plain):.1f} with plain decoding")
 
 
-def _shipped(sampled: bool) -> Choice:
-    platform = jax.default_backend()
-    method = _SHIPPED.get((platform, sampled), _SHIPPED_ELSEWHERE)
-    kind = "sampling" if sampled else "temperature 0"
-    reason = f"the shipped default for {platform} and {kind}; run specjax bench to measure here"
-    return Choice(method, default_widths(method, sampled), reason)
+def _shipped(sampled: bool, batch: int) -> Choice:
+    platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"
+    method = _SHIPPED.get((platform, kind), _SHIPPED_ELSEWHERE)
+    reason = f"the shipped default for {platform}, {kind}; run specjax bench to measure here"
+    return Choice(method, default_widths(method, batch), reason)

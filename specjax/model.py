@@ -89,6 +89,8 @@ def attend(
     query = layers.rotate(heads(weights.query), angles).transpose(2, 0, 3, 1)
     key = layers.rotate(heads(weights.key), angles).transpose(2, 0, 3, 1)
     value = heads(weights.value).transpose(2, 0, 3, 1)
+    if prefix is not None:  # a node's keys round as they will in the cache, where others read them
+        key, value = key.astype(prefix[0].dtype), value.astype(prefix[1].dtype)
     new = (key, value)
     if block is not None:
         key = jnp.concatenate([block[0], key], axis=2)

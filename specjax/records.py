@@ -32,33 +32,33 @@ def use_compilation_cache() -> None:
 
 
 def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -> str:
-    """The name under which measurements of a pair are kept: machine, versions, models, rows.
-
-    A measurement speaks for batches up to the next power of two.
-    """
+    """The name under which measurements of a pair are kept: machine, versions, models, rows."""
     models = hashlib.sha256()
     for model in (target, *drafts):
         models.update(repr(model.config).encode())
         models.update(np.asarray(model.final_norm).tobytes())
+        models.update(np.asarray(model.embedding[:8], np.float32).tobytes())
     parts = (
         jax.devices()[0].device_kind,
         f"{os.cpu_count()} cores",
         f"jax {jax.__version__}",
         models.hexdigest()[:16],
         str(target.embedding.dtype),
-        f"batch {1 << (batch - 1).bit_length()}",
+        f"batch {batch}",
         "sampled" if sampled else "greedy",
     )
     return ", ".join(parts)
 
 
 def recall(name: str) -> list[dict[str, Any]]:
-    """What was measured under `name`: method, widths and tokens_per_second of each; may be empty.
+    """What was measured under `name`; may be empty.
+
+    Each entry holds at least method, widths, temperature and tokens_per_second.
 
     A file that cannot be read counts as empty: it is only a cache.
     """
     found = _read().get(name, [])
-    known = {"method", "widths", "tokens_per_second"}
+    known = {"method", "widths", "temperature", "tokens_per_second"}
     return [entry for entry in found if isinstance(entry, dict) and known <= entry.keys()]
 
 

@@ -20,6 +20,16 @@ _BLOCK = 128
 variation of 2.6e-3 and never drew 16,020 tokens of one law (2026-11-20)."""
 
 
+_RANGES = {
+    "temperature": (np.float32, 0.0, np.inf, "[0, inf]"),
+    "top_k": (np.int32, 0, np.iinfo(np.int32).max, f"[0, {np.iinfo(np.int32).max}]"),
+    "top_p": (np.float32, np.nextafter(np.float32(0), np.float32(1)), 1.0, "(0, 1]"),
+    "min_p": (np.float32, 0.0, 1.0, "[0, 1]"),
+}
+_COLDEST = 1e-20
+"""Lower temperatures give the same law, but would make logits infinite."""
+
+
 class Purpose(enum.IntEnum):
     """What a random number is for; part of its key, so that no two uses share one."""
 
@@ -47,23 +57,15 @@ class Sampling:
         Raises:
           ValueError: a field is out of its range or has another number of rows.
         """
-        fields = {
-            "temperature": (np.float32, 0.0, np.inf),
-            "top_k": (np.int32, 0, np.iinfo(np.int32).max),
-            "top_p": (np.float32, np.nextafter(np.float32(0), np.float32(1)), 1.0),
-            "min_p": (np.float32, 0.0, 1.0),
-        }
         checked = {}
-        for name, (dtype, low, high) in fields.items():
+        for name, (dtype, low, high, interval) in _RANGES.items():
             value = np.asarray(getattr(self, name))
             if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != count):
                 raise ValueError(
                     f"sampling.{name} has shape {value.shape}; there are {count} prompts."
                 )
             if not np.all((value >= low) & (value <= high)):
-                raise ValueError(
-                    f"sampling.{name} is {value.tolist()}; it must lie in [{low}, {high}]."
-                )
+                raise ValueError(f"sampling.{name} is {value.tolist()}; it must lie in {interval}.")
             checked[name] = jnp.asarray(np.broadcast_to(value, (count,)), dtype)
         return Sampling(**checked)
 
@@ -76,14 +78,25 @@ def process(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
     """
     wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], sampling)
     greedy = wide.temperature <= 0
-    scaled = logits / jnp.where(greedy, 1, wide.temperature).astype(logits.dtype)
+    temperature = jnp.where(greedy, 1, jnp.maximum(wide.temperature, _COLDEST))
+    scaled = logits / temperature.astype(logits.dtype)
     limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
     scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
     p = jax.nn.softmax(scaled, axis=-1)
     p = jnp.where(p >= wide.min_p * p.max(axis=-1, keepdims=True), p, 0)
     p = p / p.sum(axis=-1, keepdims=True)
-    top = jnp.argmax(logits, axis=-1, keepdims=True)
+    top = most_likely(logits)[..., None]
     return jnp.where(greedy, (jnp.arange(logits.shape[-1]) == top).astype(p.dtype), p)
+
+
+def most_likely(scores: Float[Array, "*B V"]) -> Int32[Array, "*B"]:
+    """The token of the largest score, the lowest id of a tie; the last one if a score is NaN.
+
+    Two plain reductions: XLA:CPU's argmax over 9 × 4096 scores took 100 µs, this 24.
+    """
+    token = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+    best = scores == scores.max(axis=-1, keepdims=True)
+    return jnp.min(jnp.where(best, token, token[-1]), axis=-1)
 
 
 def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
@@ -95,7 +108,7 @@ def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V
     ordered = jnp.where(ordered >= last, ordered, -jnp.inf)
     p = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(p, axis=-1) - p
-    kept = (before < wide.top_p) & jnp.isfinite(ordered)
+    kept = ((before < wide.top_p) | (wide.top_p >= 1)) & jnp.isfinite(ordered)
     lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(scaled >= lowest, scaled, -jnp.inf)
 

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import KeyArray
 from specjax.pytree import pytree
-from specjax.sampling import Purpose, draw, fold
+from specjax.sampling import Purpose, draw, fold, most_likely
 from specjax.tree import TokenTree
 
 Law = Float[Array, " V"]
@@ -36,10 +36,9 @@ class Rule:
     name: str
     constructions: tuple[str, ...]
     refusal: str = ""
-    greedy_only: bool = False
 
 
-GREEDY = Rule("greedy", (DRAWN, TOP_K), greedy_only=True)
+GREEDY = Rule("greedy", (DRAWN, TOP_K))
 NAIVE = Rule("naive", (DRAWN, TOP_K))
 MULTI_STEP = Rule(
     "multi-step",
@@ -204,7 +203,7 @@ def decide(
         return walk(tree, of_node, accept, last, window)
     laws = jax.vmap(of_node)(jnp.arange(tree.num_slots))
     if rule is GREEDY:
-        return match(tree, jnp.argmax(laws, axis=-1).astype(jnp.int32), window)
+        return match(tree, most_likely(laws), window)
     noise = jax.vmap(
         lambda depth: jax.random.uniform(
             fold(key, position + 1 + depth, Purpose.TOKEN), (2,), laws.dtype

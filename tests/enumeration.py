@@ -193,15 +193,18 @@ def step_flow(case: Case, **changes) -> np.ndarray:
     return np.tensordot(case.weight(tokens), flows_of(case, tokens, **changes), 1)
 
 
-def match_step_flow(case: Case) -> np.ndarray:
-    """The flow of the naive rule over all joint draws of the drafters and of the target."""
-    tokens = case.every_draw()
+def match_flows_of(case: Case, tokens: np.ndarray) -> np.ndarray:
+    """Flows `[A, contexts, V]` of the naive rule on the trees of given draws."""
     slots = range(1 + case.num_draws)
     choices = np.array(list(itertools.product(range(case.vocabulary), repeat=len(slots))))
-    flows = match_flow(
-        case.draws(tokens), jnp.asarray(choices, jnp.int32), jnp.asarray(case.p), case.shape.depth
+    return np.asarray(
+        match_flow(
+            case.draws(tokens),
+            jnp.asarray(choices, jnp.int32),
+            jnp.asarray(case.p),
+            case.shape.depth,
+        )
     )
-    return np.tensordot(case.weight(tokens), np.asarray(flows), 1)
 
 
 def lazy_step_flow(case: Case, **changes) -> np.ndarray:

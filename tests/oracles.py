@@ -81,22 +81,11 @@ def without(q: Law, gone: set[int]) -> Law:
     return norm(kept if any(kept) else [Fraction(x not in gone) for x in range(len(q))])
 
 
-def one_hot_rule(p: Law, trials: Sequence[Trial]) -> Outcome:
-    """Each child is tried against its own one-hot law: any tree is lossless (EAGLE-2's code)."""
-    distinct = dict.fromkeys(token for token, _ in trials)
-    return multi_step(p, [(token, one_hot(token, len(p))) for token in distinct])
-
-
 def naive(p: Law, trials: Sequence[Trial]) -> Outcome:
     """Draw from p, then see whether the tree has it."""
     children = {token for token, _ in trials}
     accepted = Counter({x: p[x] for x in children})
     return accepted, [Fraction(0) if x in children else w for x, w in enumerate(p)]
-
-
-def greedy(p: Law, trials: Sequence[Trial]) -> Outcome:
-    """Naive sampling of the one-hot law of the most likely token, the lowest id of a tie."""
-    return naive(one_hot(p.index(max(p)), len(p)), trials)
 
 
 # Constructions of one node's trials. ---------------------------------------------------------

@@ -105,6 +105,8 @@ def test_info_shows_the_pair(capsys):
         (["generate", "x", "--tree", "0"], "at least 1"),
         (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["generate", "x", "--json", "--show-tree"], "--show-tree"),
+        (["generate", "x", "--seed", "-1"], "--seed is -1; it must lie between 0 and 4294967295"),
+        (["verify", "--seed", f"{2**32}"], "--seed is 4294967296"),
         (["generate", "x", "--method", "none", "--tree", "2"], "takes no --tree"),
         (["bench", "--prompts", "nowhere.jsonl"], "no prompt file at nowhere.jsonl"),
         (["bench", "--methods", "bush"], "no method 'bush'"),
@@ -136,6 +138,14 @@ def refused(arguments, sentence, capsys):
     assert sentence in printed.err
     assert printed.out == ""
     assert len(printed.err.splitlines()) == 1
+
+
+def test_memory_that_is_not_there_is_said_in_a_sentence(capsys, monkeypatch):
+    def greedy_for_memory(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
+
+    monkeypatch.setattr(console, "info", greedy_for_memory)
+    refused(["info"], "not enough memory: RESOURCE_EXHAUSTED: Out of memory", capsys)
 
 
 def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypatch, capsys):

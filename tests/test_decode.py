@@ -6,6 +6,7 @@ import pytest
 
 from specjax.draft import ExpansionDrafter
 from specjax.model import Model
+from specjax.pytree import replace
 from specjax.sampling import Sampling
 from specjax.verify import TOP_K
 from tests.conftest import tiny_model
@@ -101,14 +102,21 @@ def test_stacked_and_unrolled_pools_draw_the_same(target):
     assert one.steps.mean() < 0.8 * NEW
 
 
-def test_rows_of_a_mixed_batch_equal_their_solo_runs(target):
-    drafter = alone(near(target, 1))
-    batch = generate(target, drafter, sampling=MIXED)
-    for row, prompt in enumerate(PROMPTS):
-        mine = {name: getattr(MIXED, name)[row] for name in ("temperature", "top_k", "top_p")}
+@pytest.mark.parametrize(
+    ("name", "verify"), [("near", "auto"), ("pool", "auto"), ("near", "naive")]
+)
+def test_rows_of_a_mixed_batch_equal_their_solo_runs(name, verify, target):
+    """Prompts of two buckets, rows that end early, every sampling parameter."""
+    drafter, options = DRAFTERS[name](target), {"verify": verify, "stop_at_eos": True}
+    sampling = replace(MIXED, min_p=np.array([0.0, 0.0, 0.0, 0.1]))
+    prompts = [*PROMPTS[:3], PROMPTS[3] * 2]
+    batch = generate(target, drafter, prompts, sampling=sampling, **options)
+    for row, prompt in enumerate(prompts):
+        mine = jax.tree.map(lambda field, row=row: np.asarray(field)[row], sampling)
         keys = jax.random.fold_in(KEY, row)[None]
-        solo = generate(target, drafter, [prompt], keys, sampling=Sampling(**mine))
+        solo = generate(target, drafter, [prompt], keys, sampling=mine, **options)
         np.testing.assert_array_equal(solo.tokens[0], batch.tokens[row])
+        assert solo.lengths[0] == batch.lengths[row]
         assert solo.steps[0] == batch.steps[row]
 
 

@@ -6,6 +6,7 @@ enumeration catches what is not lossless, and `test_walk` that the compiled walk
 decisions enumerated here.
 """
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -83,10 +84,13 @@ def test_lazy_and_joint_enumeration_agree():
     ("size", "widths", "drafters"),
     [(5, (1, 1), 1), (3, (2,), 1), (4, (2,), 1), (3, (2, 1), 1), (3, (1, 1), 2), (4, (1,), 3)],
 )
-def test_naive_gives_the_target_law(size, widths, drafters):
+def test_naive_gives_the_target_law_on_every_tree(size, widths, drafters):
+    """However its children were chosen: drawn trees and top-k trees are among them."""
     case, p, qs = random_case(5, size, widths, drafters, zeros=True)
-    flow = enumeration.match_step_flow(case)
-    assert differs(flow, case) < EXACT
+    tokens = case.every_draw()
+    flows = enumeration.match_flows_of(case, tokens)
+    assert max(differs(flow, case) for flow in flows) < EXACT
+    flow = np.tensordot(case.weight(tokens), flows, 1)
     expected = oracles.expected_accepted(p, qs, widths, oracles.naive)
     assert accepted(flow, case) == pytest.approx(float(expected), abs=EXACT)
 
@@ -106,6 +110,14 @@ def test_a_chosen_child_is_accepted_as_often_as_under_naive():
     assert accepted(chosen[0], case) == pytest.approx(root[0] + root[2] + float(below), abs=EXACT)
     one, _, rest = oracles.law(*p((1,)))
     assert accepted(chosen[1], case) == pytest.approx(root[1] * (1 + float(one + rest)), abs=EXACT)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_multi_step_gives_the_target_law_whatever_a_broken_draft_says(value):
+    case, *_ = random_case(9, 3, (2, 1), 1, zeros=True)
+    broken = dataclasses.replace(case, drafters=(np.full_like(case.p, value),))
+    flows = enumeration.flows_of(broken, case.every_draw())
+    assert max(differs(flow, case) for flow in flows) < EXACT
 
 
 @pytest.mark.parametrize("rule", [verify.GREEDY, verify.NAIVE, verify.MULTI_STEP])

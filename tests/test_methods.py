@@ -14,15 +14,15 @@ TARGET, DRAFTS = tiny_model(), [tiny_model(1, num_layers=1), tiny_model(2, num_l
 
 
 def measured(method: str, rate: float, widths: tuple[int, ...] | None = None) -> dict:
-    return {"method": method, "widths": widths, "tokens_per_second": rate}
+    return {"method": method, "widths": widths, "tokens_per_second": rate, "temperature": 0.0}
 
 
 def remember(*entries: dict, sampled: bool = False, batch: int = 1) -> None:
     records.remember(records.setting(TARGET, DRAFTS, batch, sampled), entries)
 
 
-def auto(sampled: bool = False, batch: int = 1) -> methods.Choice:
-    return methods.choose("auto", None, TARGET, DRAFTS, sampled, batch)
+def auto(temperature: float = 0.0, batch: int = 1) -> methods.Choice:
+    return methods.choose("auto", None, TARGET, DRAFTS, temperature, batch)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,10 @@ def test_what_a_method_lacks_is_said():
 
 def test_every_method_has_default_widths():
     for method in ("chain", "tree", "pool"):
-        for sampled in (False, True):
-            widths = methods.default_widths(method, sampled)
+        for batch in (1, 2, 8):
+            widths = methods.default_widths(method, batch)
             assert methods.build(method, DRAFTS, widths).window == len(widths) + 1
-    assert methods.default_widths("none", False) is None
+    assert methods.default_widths("none") is None
 
 
 def test_a_pool_is_loaded_from_folders():
@@ -66,6 +66,14 @@ def test_a_pool_is_loaded_from_folders():
     assert methods.load_drafter(folders[0]).num_drafts == 1
 
 
+def test_one_bundled_draft_is_loaded_by_its_number():
+    one, pool = methods.load_drafter("bundled/1", (1, 1)), methods.load_drafter("bundled")
+    assert (one.num_drafts, pool.num_drafts) == (1, 3)
+    assert (one.groups[0].embedding == pool.groups[1].embedding).all()
+    with pytest.raises(checkpoint.CheckpointError, match=r"drafts/7"):
+        methods.load_drafter("bundled/7")
+
+
 def test_vocabularies_must_be_the_same(tmp_path):
     checkpoint.save_model(tiny_model(), tmp_path / "small")
     with pytest.raises(ValueError, match=r"draft 0 has a vocabulary of 64 tokens .* 272"):
@@ -73,17 +81,17 @@ def test_vocabularies_must_be_the_same(tmp_path):
 
 
 def test_a_named_method_is_taken():
-    choice = methods.choose("tree", None, TARGET, DRAFTS, False)
-    assert choice[:2] == ("tree", methods.default_widths("tree", False))
-    assert methods.choose("auto", (2, 1), TARGET, DRAFTS, False)[:2] == ("pool", (2, 1))
-    assert methods.choose("auto", (2, 1), TARGET, DRAFTS[:1], False).method == "tree"
-    assert methods.choose("auto", (1, 1), TARGET, DRAFTS[:1], False).method == "chain"
+    choice = methods.choose("tree", None, TARGET, DRAFTS, 0.0)
+    assert choice[:2] == ("tree", methods.default_widths("tree"))
+    assert methods.choose("auto", (2, 1), TARGET, DRAFTS, 0.0)[:2] == ("pool", (2, 1))
+    assert methods.choose("auto", (2, 1), TARGET, DRAFTS[:1], 0.0).method == "tree"
+    assert methods.choose("auto", (1, 1), TARGET, DRAFTS[:1], 0.0).method == "chain"
 
 
 def test_without_drafts_or_measurement_auto_says_so():
-    assert methods.choose("auto", None, TARGET, [], False)[:2] == ("none", None)
+    assert methods.choose("auto", None, TARGET, [], 0.0)[:2] == ("none", None)
     assert "shipped default" in auto().reason
-    assert auto(sampled=True).method in methods.METHODS
+    assert auto(0.8).method in methods.METHODS
 
 
 def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
@@ -91,12 +99,25 @@ def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
     assert auto()[:2] == ("tree", (2, 1))
     assert "30.0 tokens/s" in auto().reason
     assert "10.0 with plain decoding" in auto().reason
-    assert "shipped" in auto(sampled=True).reason
+    assert "shipped" in auto(0.8).reason
     assert "shipped" in auto(batch=8).reason
 
 
+def test_the_nearest_temperature_counts():
+    slow = [measured("none", 20), measured("chain", 10, (1,))]
+    fast = [measured("none", 20), measured("chain", 30, (1,))]
+    remember(*({**entry, "temperature": 1.2} for entry in slow),
+             *({**entry, "temperature": 0.5} for entry in fast), sampled=True)  # fmt: skip
+    assert auto(0.7).method == "chain"
+    assert auto(1.0).method == "none"
+    assert "at temperature 1.2" in auto(1.0).reason
+
+
 @settings(
-    deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    derandomize=True,
+    deadline=None,
+    max_examples=30,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     rates=st.lists(
@@ -131,4 +152,3 @@ def test_settings_tell_machines_models_and_rows_apart():
         records.setting(tiny_model(num_layers=1), DRAFTS, 1, False),
     }
     assert len(names) == 5
-    assert records.setting(TARGET, DRAFTS, 5, False) == records.setting(TARGET, DRAFTS, 8, False)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.pytree import replace
-from specjax.sampling import Purpose, Sampling, draw, fold, is_greedy, process
+from specjax.sampling import Purpose, Sampling, draw, fold, is_greedy, most_likely, process
 
 GRID = 2**23  # the uniforms of jax.random in float32 are multiples of 1/GRID
 
@@ -89,6 +89,29 @@ def test_temperature_0_is_one_hot_at_the_lowest_id_of_a_tie():
     logits = np.array([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
     p = law_of(logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.3)
     np.testing.assert_array_equal(p, [[0, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_a_limited_row_leaves_the_tails_of_its_batch_mates_alone():
+    """Beside a top-k row all rows are sorted; running sums that round to 1 must cut nothing off."""
+    logits = jnp.concatenate([jnp.array([30.0]), -0.01 * jnp.arange(500.0)])[None, None]
+    free = Sampling(temperature=1.0)
+    alone = process(logits, free.rows(1))[0]
+    mates = Sampling(temperature=1.0, top_k=np.array([0, 3]))
+    beside = process(jnp.tile(logits, (2, 1, 1)), mates.rows(2))
+    np.testing.assert_array_equal(beside[0], alone)
+    assert (alone > 0).all()
+    assert (beside[1] > 0).sum() == 3
+
+
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(scores=st.lists(st.integers(-2, 2), min_size=1, max_size=6))
+def test_the_most_likely_token_is_the_first_of_the_largest(scores):
+    assert int(most_likely(jnp.array(scores, jnp.float32))) == scores.index(max(scores))
+
+
+def test_a_score_that_is_not_a_number_still_gives_a_token():
+    scores = jnp.array([[0.0, jnp.nan, 1.0], [jnp.inf, 0.0, jnp.inf]])
+    assert most_likely(scores).tolist() == [2, 0]
 
 
 def test_ties_at_the_edge_of_top_k_are_kept():

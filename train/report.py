@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
     """Device, cores, versions, and the environment variables that change speed."""
     return {
         "device": jax.devices()[0].device_kind if jax.default_backend() != "cpu" else _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "environment": {name: os.environ[name] for name in _OPTIONS if name in os.environ},

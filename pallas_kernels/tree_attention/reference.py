@@ -15,8 +15,9 @@ def tree_attention(
 ) -> Float[Array, "B H T D"]:
     """Softmax attention of `T` queries to the first `length` prefix slots and the visible block.
 
-    A slot at or past its row's `length` and a block column that is not `visible` have no part in
-    the result, whatever they hold (NaN included). A query that sees nothing gives zeros.
+    A slot at or past its row's `length` and a block column that no query sees have no part in the
+    result, whatever they hold (NaN included); a column that some query sees must be finite. A
+    query that sees nothing gives zeros.
     SpecInfer (arXiv 2305.09781), section 4.2.
     """
     groups = query.shape[1] // block_keys.shape[1]
@@ -32,10 +33,11 @@ def tree_attention(
         jnp.repeat(jnp.where(used, x.astype(jnp.float32), 0), groups, axis=1)
         for x in (keys, values)
     )
-    scores = jnp.einsum("bhtd,bhmd->bhtm", query.astype(jnp.float32), keys)
+    scores = jnp.einsum("bhtd,bhmd->bhtm", query.astype(jnp.float32), keys, precision="highest")
     scores = jnp.where(seen, scores / jnp.sqrt(query.shape[-1]), -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
     total = weights.sum(axis=-1, keepdims=True)
-    out = jnp.einsum("bhtm,bhmd->bhtd", weights / jnp.where(total > 0, total, 1), values)
+    weights = weights / jnp.where(total > 0, total, 1)
+    out = jnp.einsum("bhtm,bhmd->bhtd", weights, values, precision="highest")
     return out.astype(query.dtype)

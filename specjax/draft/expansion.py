@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import Key
-from specjax.cache import KVCache, empty_cache
+from specjax.cache import KVCache, cache_dtype, empty_cache
 from specjax.draft.drafter import Drafter
 from specjax.model import Model, trunk, unembed
 from specjax.pytree import pytree, static
@@ -189,7 +189,8 @@ def _prefill(
     rows, tokens = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
     x, new = trunk(model, prompt, positions, None, None)
-    cache = empty_cache(model.config, rows, slots, x.dtype).keep(new, None, length)
+    dtype = cache_dtype(model.embedding.dtype)
+    cache = empty_cache(model.config, rows, slots, dtype).keep(new, None, length)
     return ModelState(cache, _logits_at(model, x, length - 1, tokens))
 
 

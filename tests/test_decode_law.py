@@ -1,0 +1,186 @@
+"""The compiled step's sampled law, in float32, against p from plain decoding: G-tests.
+
+`decode.run` runs on many rows of one prompt, each with its own key, and the first three tokens
+of all rows are counted. Top-k leaves 3 tokens, hence 27 cells.
+"""
+
+import functools
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import decode, sampling, verify
+from specjax.draft import ExpansionDrafter, expansion
+from specjax.law import g_test
+from specjax.model import Model
+from specjax.request import Limits
+from specjax.sampling import Sampling, process
+from specjax.tree import root_only
+from specjax.verify import MULTI_STEP, NAIVE
+from tests.pairs import alone, broken, near, varied_model
+
+PROMPT = [7, 41, 3, 19]
+KEPT, TOKENS = 3, 3
+ROWS, BATCHES = 8192, 12
+FAMILY_WISE = 1e-6
+BIAS = 0.02
+SLOTS = 16  # prompt, tokens, and the window of one more step
+
+
+def pool(target: Model) -> ExpansionDrafter:
+    return ExpansionDrafter.of([near(target, 1, 0.3), near(target, 2, 0.3)], (1, 1))
+
+
+CASES = {
+    "plain": (lambda target: None, NAIVE),
+    "naive": (lambda target: alone(near(target, 1, 0.3), (1, 1)), NAIVE),
+    "tree": (lambda target: alone(near(target, 1, 0.3), (2, 1)), MULTI_STEP),
+    "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
+    "pool": (pool, MULTI_STEP),
+}
+LEVEL = FAMILY_WISE / len(CASES)
+
+
+@functools.cache
+def target() -> Model:
+    return varied_model(hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
+
+
+def warm(rows: int) -> Sampling:
+    return Sampling(temperature=1.3, top_k=KEPT).rows(rows)
+
+
+def law_after(texts: list[list[int]]) -> np.ndarray:
+    """p after whole texts, as plain decoding computes it."""
+    length = jnp.asarray([len(text) for text in texts], jnp.int32)
+    padded = np.zeros((len(texts), len(PROMPT) + TOKENS), np.int32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+
+    @jax.jit
+    def law(prompt, length):
+        keys = jax.random.split(jax.random.key(0), len(texts))
+        state = decode.prefill(target(), None, prompt, length, keys, SLOTS)
+        tree = root_only(state.last, target().config.vocab_size)
+        return process(decode.look(target(), tree, state)[0], warm(len(texts)))[:, 0]
+
+    return np.asarray(law(jnp.asarray(padded), length), float)
+
+
+@functools.cache
+def expected() -> dict[tuple[int, ...], float]:
+    """The probability of every text of three tokens that p allows."""
+    found = {(): 1.0}
+    for _ in range(TOKENS):
+        laws = law_after([PROMPT + list(text) for text in found])
+        found = {
+            (*text, int(token)): mass * law[token]
+            for (text, mass), law in zip(found.items(), laws, strict=True)
+            for token in np.flatnonzero(law)
+        }
+    return found
+
+
+def texts_of(drafter, rule, run=decode.run) -> tuple[np.ndarray, float]:
+    """The cell of each row's text among `expected`, and the mean of tokens per step."""
+    prompt = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (ROWS, 1))
+    length = jnp.full(ROWS, len(PROMPT), jnp.int32)
+    limits = Limits(jnp.int32(TOKENS), jnp.asarray(False))
+    cells = {text: cell for cell, text in enumerate(expected())}
+    found, passes = [], 0
+    for batch in range(BATCHES):
+        keys = jax.random.split(jax.random.key(batch), ROWS)
+        tokens, made, steps = run(
+            target(), drafter, rule=rule, sampling=warm(ROWS), limits=limits,
+            prompt=prompt, length=length, key=keys, outputs=TOKENS, slots=SLOTS,
+        )  # fmt: skip
+        assert (made == TOKENS).all()
+        found += [cells[tuple(text)] for text in np.asarray(tokens).tolist()]
+        passes += int(steps.sum())
+    return np.array(found), len(found) * TOKENS / passes
+
+
+def planted(p: np.ndarray) -> np.ndarray:
+    """p with a total variation of BIAS moved where it shows least: in proportion to p itself."""
+    up = np.zeros(len(p), bool)
+    for cell in np.argsort(-p):
+        up[cell] = p[up].sum() <= p.sum() / 2 - p[cell] / 2
+    biased = np.where(up, p * (1 + BIAS / p[up].sum()), p * (1 - BIAS / p[~up].sum()))
+    assert np.abs(biased - p).sum() / 2 == pytest.approx(BIAS)
+    return biased
+
+
+def laws() -> np.ndarray:
+    return np.array(list(expected().values()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_sampled_law_is_that_of_plain_decoding(name):
+    """And some drafts are rejected, some accepted: a law of one step alone would show little."""
+    make, rule = CASES[name]
+    found, per_step = texts_of(make(target()), rule)
+    assert g_test(found, laws()).p_value > LEVEL
+    assert g_test(found, planted(laws())).p_value < LEVEL, "no power on these draws"
+    if name in ("plain", "not a number"):
+        assert per_step == 1
+    else:
+        assert 1.1 < per_step < 2.2
+
+
+def keep_p(law, q, token):
+    """A trial that hands the law on as it was."""
+    return verify.multi_step(law, q, token)._replace(residual=law)
+
+
+def forget_position(key, *numbers):
+    """Keys that are the same at every step."""
+    return sampling.fold(key, *numbers[1:])
+
+
+def forget_drafter(key, *numbers):
+    """Keys that are the same for every draft: its number is the only traced one alone."""
+    alone = len(numbers) == 1 and not isinstance(numbers[0], int)
+    return key if alone else sampling.fold(key, *numbers)
+
+
+WRONG = {
+    "noise reused across steps": (verify, "fold", forget_position, "tree"),
+    "one key for all drafters": (expansion, "fold", forget_drafter, "pool"),
+    "residual not taken": (verify, "walk", partial(verify.walk, rule=keep_p), "tree"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_step_is_caught(name, monkeypatch):
+    module, attribute, wrong, case = WRONG[name]
+    monkeypatch.setattr(module, attribute, wrong)
+    make, rule = CASES[case]
+
+    def afresh(*models, **options):  # a function of its own, or jax would take the right program
+        return decode.run.__wrapped__(*models, **options)
+
+    run = jax.jit(afresh, static_argnames=("rule", "outputs", "slots"))
+    found, _ = texts_of(make(target()), rule, run)
+    assert g_test(found, laws()).p_value < LEVEL
+
+
+def test_power_on_draws_of_a_biased_law():
+    """A law off by BIAS is caught for every one of 200 seeds, a fair one for none."""
+    p = laws() / laws().sum()
+    draw = partial(np.random.default_rng(0).choice, len(p), ROWS * BATCHES)
+    found = [g_test(draw(p=planted(p)), p).p_value for _ in range(200)]
+    assert max(found) < LEVEL
+    assert min(g_test(draw(p=p), p).p_value for _ in range(200)) > 1e-4
+
+
+def test_the_tested_law_is_neither_flat_nor_sure():
+    first: dict[int, float] = {}
+    for text, mass in expected().items():
+        first[text[0]] = first.get(text[0], 0) + mass
+    assert len(laws()) == KEPT**TOKENS
+    assert laws().sum() == pytest.approx(1, abs=1e-5)
+    assert min(first.values()) > 0.05
+    assert max(first.values()) < 0.8

@@ -1,0 +1,136 @@
+"""The static expansion itself: each trial's law, token and place, against plain passes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import law
+from specjax.draft import ExpansionDrafter
+from specjax.model import Model
+from specjax.sampling import Purpose, Sampling, draw, fold, process
+from specjax.tree import TokenTree, TreeShape, merge
+from specjax.verify import TOP_K
+from tests import enumeration, oracles
+from tests.conftest import tiny_model
+from tests.pairs import PROMPTS, varied_model
+
+KEY = jax.random.key(11)
+SHAPE = TreeShape((2, 2))
+SAMPLING = Sampling(temperature=np.array([0.0, 0.8, 1.3, 0.0]), top_k=np.array([0, 0, 9, 5]))
+SLOTS, WINDOW = 64, 3
+NEW = [[8, 1, 30], [4, 4, 61], [2, 17, 9], [50, 3, 3]]
+COUNTS = [1, 3, 2, 3]
+DRAFTS = {
+    "unrolled": (lambda: [varied_model(1), varied_model(2)], False),
+    "stacked": (lambda: [varied_model(1), varied_model(2)], True),
+    "unequal": (lambda: [varied_model(1), tiny_model(2, num_layers=2, scale=12.0)], True),
+}
+
+
+def proposed(drafts, stack, construction, committed):
+    """The trees of PROMPTS, before or after a commit of COUNTS of NEW; and what they continue."""
+    drafter = ExpansionDrafter.of(drafts, SHAPE.widths, construction, stack=stack)
+    length = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
+    padded = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
+    for row, prompt in zip(padded, PROMPTS, strict=True):
+        row[: len(prompt)] = prompt
+    state = drafter.init(jnp.asarray(padded), length, SLOTS)
+    texts = PROMPTS
+    if committed:
+        state = drafter.commit(state, jnp.asarray(NEW), jnp.asarray(COUNTS))
+        texts = [[*p, *new[:n]] for p, new, n in zip(PROMPTS, NEW, COUNTS, strict=True)]
+    keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(len(texts)))
+    position = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
+    last = jnp.asarray([text[-1] for text in texts], jnp.int32)
+    tree = drafter.propose(keys, position, state, last, SAMPLING.rows(len(texts)))
+    return jax.tree.map(np.asarray, tree), texts
+
+
+def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
+    """The tokens from below the root down to `node`."""
+    path = []
+    while node:
+        path.append(int(tree.tokens[row, node]))
+        node = int(tree.parents[row, node])
+    return path[::-1]
+
+
+def trial_places(drafts: int):
+    """Per trial: which draft made it, its level, its place among the level's nodes, its rank."""
+    for draft in range(drafts):
+        for level, width in enumerate(SHAPE.widths):
+            for place in range(SHAPE.levels[level]):
+                for rank in range(width):
+                    yield draft, level, place, rank
+
+
+def own_laws(model: Model, prefixes, rows, certain):
+    """The draft's logits after whole texts by a plain pass, and the laws that trials must name."""
+    logits = law.logits_after(model, prefixes)
+    every = SAMPLING.rows(len(PROMPTS))
+    own = jax.tree.map(lambda field: field[np.asarray(rows)], every)
+    processed = np.asarray(process(jnp.asarray(logits)[:, None], own)[:, 0])
+    plain = np.asarray(jax.nn.softmax(logits, axis=-1))
+    return logits, np.where(certain[rows][:, None], plain, processed)
+
+
+@pytest.mark.parametrize("committed", [False, True], ids=["prompt", "committed"])
+@pytest.mark.parametrize("kind", DRAFTS)
+def test_every_trial_is_what_a_plain_pass_of_its_draft_says(kind, committed):
+    check_trials(*DRAFTS[kind], "drawn", committed)
+
+
+def test_top_k_trees_take_the_most_likely_children_of_sampled_rows_too():
+    check_trials(*DRAFTS["unrolled"], TOP_K, committed=True)
+
+
+def check_trials(make, stack, construction, committed):
+    drafts = make()
+    tree, texts = proposed(drafts, stack, construction, committed)
+    certain = (np.asarray(SAMPLING.temperature) == 0) | (construction == TOP_K)
+    np.testing.assert_array_equal(tree.certain, certain)
+    places = list(trial_places(len(drafts)))
+    assert tree.trial_node.shape[1] == len(places) == 12
+    for draft, model in enumerate(drafts):
+        trials = [
+            (row, m) for row in range(len(texts)) for m, at in enumerate(places) if at[0] == draft
+        ]
+        above = [int(tree.parents[row, tree.trial_node[row, m]]) for row, m in trials]
+        prefixes = [
+            texts[row] + path_to(tree, row, node)
+            for (row, _), node in zip(trials, above, strict=True)
+        ]
+        rows = [row for row, _ in trials]
+        logits, laws = own_laws(model, prefixes, rows, certain)
+        for number, (row, m) in enumerate(trials):
+            got = tree.q[row, tree.trial_law[row, m]]
+            np.testing.assert_allclose(got, laws[number], atol=1e-5)
+            token = tree.tokens[row, tree.trial_node[row, m]]
+            _, level, place, rank = places[m]
+            if certain[row]:
+                assert token == np.argsort(-logits[number], kind="stable")[rank]
+                continue
+            key = fold(jax.random.fold_in(KEY, row), len(texts[row]) - 1, Purpose.DRAFT)
+            nodes, width = SHAPE.levels[level], SHAPE.widths[level]
+            noise = jax.random.uniform(fold(key, draft, level), (nodes, width, 2))
+            assert token == draw(jnp.asarray(got), noise[place, rank])
+
+
+def test_the_pool_merges_the_draws_that_the_enumeration_walks():
+    """Parents, laws and drafters of several drafts' draws, as `enumeration.Case` numbers them."""
+    p, *qs = (enumeration.table(x) for x in oracles.random_laws(0, 3, 3, 3))
+    case = enumeration.Case(p, tuple(qs), TreeShape((2, 1)))
+    tokens = case.every_draw()[::17]
+    drafter = ExpansionDrafter.of([tiny_model(1), tiny_model(2)], case.shape.widths, stack=False)
+    for certain in (False, True):
+        draws = case.draws(tokens, certain)
+        rows = len(tokens)
+        got = drafter._merged(
+            jnp.asarray(tokens.reshape(rows, 2, -1).swapaxes(0, 1), jnp.int32),
+            draws.q.reshape(rows, 2, case.shape.num_laws, 3).swapaxes(0, 1),
+            jnp.zeros(rows, jnp.int32),
+            draws.certain,
+        )
+        expected = jax.vmap(lambda draw: merge(draw, jnp.int32(0), 2))(draws)
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
