@@ -59,10 +59,8 @@ def check_prompts(
       ValueError: there is none, or one is empty, holds a foreign token or does not fit.
     """
     config = target.config
-    if len(prompts) == 0:
+    if not prompts:
         raise ValueError("there is no prompt.")
-    if np.ndim(prompts[0]) != 1:
-        raise ValueError("prompts must be a sequence of token id sequences, one a row.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     lengths = [len(prompt) for prompt in prompts]

@@ -84,14 +84,14 @@ def expected() -> dict[tuple[int, ...], float]:
     return found
 
 
-def texts_of(drafter, rule, run=decode.run) -> tuple[np.ndarray, float]:
+def texts_of(drafter, rule, run=decode.run, batches=BATCHES) -> tuple[np.ndarray, float]:
     """The cell of each row's text among `expected`, and the mean of tokens per step."""
     prompt = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (ROWS, 1))
     length = jnp.full(ROWS, len(PROMPT), jnp.int32)
     limits = Limits(jnp.int32(TOKENS), jnp.asarray(False))
     cells = {text: cell for cell, text in enumerate(expected())}
     found, passes = [], 0
-    for batch in range(BATCHES):
+    for batch in range(batches):
         keys = jax.random.split(jax.random.key(batch), ROWS)
         tokens, made, steps = run(
             target(), drafter, rule=rule, sampling=warm(ROWS), limits=limits,
@@ -163,7 +163,7 @@ def test_a_wrong_step_is_caught(name, monkeypatch):
         return decode.run.__wrapped__(*models, **options)
 
     run = jax.jit(afresh, static_argnames=("rule", "outputs", "slots"))
-    found, _ = texts_of(make(target()), rule, run)
+    found, _ = texts_of(make(target()), rule, run, batches=4)
     assert g_test(found, laws()).p_value < LEVEL
 
 

@@ -72,8 +72,6 @@ def test_stream_gives_what_generate_gives(drafted, target):
         ([[1] * 110], {}, "prompt 0 has 110 tokens and 21 are asked for.* exceed the model's 128"),
         ([[1], []], {}, "prompt 1 is empty; it needs at least one token"),
         ([], {}, "there is no prompt"),
-        ([1, 2], {}, "a sequence of token id sequences"),
-        (np.zeros((0, 3), int), {}, "there is no prompt"),
         ([[1, 64]], {}, "prompt 0 holds token 64; the vocabulary has 64"),
         ([[1, -3]], {}, "prompt 0 holds token"),
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
@@ -144,7 +142,7 @@ def test_programs_are_as_many_as_buckets(target):
         used.add(buckets)
         generate(target, drafters[index % 2], **options)
     assert decode.run._cache_size() == len(used) == 4
-    for _, options in requests(100):
+    for _, options in requests(20):
         generate(near(target, 3), drafters[0], stop_at_eos=True, **options)
     assert decode.run._cache_size() == len(used)
 
