@@ -20,7 +20,7 @@ from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
 from specjax.model import Model
-from specjax.options import Bench, at_least, count_of, dtypes_of, items, seed_of
+from specjax.options import Bench, at_least, check_seed, count_of, dtypes_of, items
 from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
@@ -70,7 +70,7 @@ def plan_of(options: Bench) -> Plan:
     """
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     at_least("--limit", options.limit, 1)
-    seed_of(options.seed)
+    check_seed(options.seed)
     if options.json and not Path(options.json).absolute().parent.is_dir():
         raise ValueError(f"--json is {options.json}, in a folder that does not exist.")
     methods.check_rule(options.verify)

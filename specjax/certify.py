@@ -13,7 +13,7 @@ from specjax import decode, law, methods, prompts
 from specjax.draft import Drafter
 from specjax.methods import Pair
 from specjax.model import Model
-from specjax.options import Verify, at_least, seed_of, widths_of
+from specjax.options import Verify, at_least, check_seed, widths_of
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
 
@@ -230,7 +230,7 @@ def verify(options: Verify) -> int:
     for name in ("prompts", "max_new_tokens", "samples"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     widths_of(options.tree)
-    seed_of(options.seed)
+    check_seed(options.seed)
     pair = methods.load_pair(options.model, options.draft, "float32")
     chosen, _ = prompts.fitting(
         prompts.read(None)[: options.prompts],

@@ -153,9 +153,7 @@ def _read_config(folder: Path) -> tuple[ModelConfig, families.Family]:
     if generation.is_file() and (eos := _json(generation).get("eos_token_id")) is not None:
         parsed = parsed | {"eos_token_id": eos}
     try:
-        config = families.read_config(parsed)
-        families.tensor_shapes(config, families.family_of(parsed))
-        return config, families.family_of(parsed)
+        return families.read_config(parsed), families.family_of(parsed)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / _CONFIG}: {error}") from error
 

@@ -18,7 +18,7 @@ from specjax.decode import Step
 from specjax.draft import Drafter
 from specjax.methods import Choice, Pair
 from specjax.model import Model
-from specjax.options import Generate, Info, at_least, dtype_of, seed_of, widths_of
+from specjax.options import Generate, Info, at_least, check_seed, dtype_of, widths_of
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
 from specjax.tree import draw_tree, take_row
@@ -59,7 +59,7 @@ def _check(options: Generate) -> None:
     methods.check_method(options.method, methods.AUTO)
     methods.check_rule(options.verify)
     at_least("--max-new-tokens", options.max_new_tokens, 1)
-    seed_of(options.seed)
+    check_seed(options.seed)
     if options.json and options.show_tree:
         raise ValueError("--show-tree draws beside the text; it does not go with --json.")
     if options.method == "none" and options.tree is not None:

@@ -199,15 +199,14 @@ def count_of(text: str) -> int:
     return round(count)
 
 
-def seed_of(seed: int) -> int:
-    """The seed, if it names a key of its own.
+def check_seed(seed: int) -> None:
+    """Checks that `--seed` names a key of its own.
 
     Raises:
       ValueError: it is below 0, or of more than 32 bits, which keys would cut off.
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed is {seed}; it must lie between 0 and {2**32 - 1}.")
-    return seed
 
 
 def at_least(name: str, value: int | None, lowest: int) -> None:
