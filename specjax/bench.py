@@ -112,6 +112,7 @@ class Tally:
 
     seconds: float = 0.0
     steps: int = 0
+    nodes: int = 0
     passes: int = 0
     outputs: list[np.ndarray] = dataclasses.field(default_factory=list)
     phases: list[Phases] = dataclasses.field(default_factory=list)
@@ -120,6 +121,7 @@ class Tally:
         """Counts one generation."""
         self.seconds += run.seconds
         self.steps += int(run.steps.sum())
+        self.nodes += int(run.nodes.sum())
         self.passes += int(run.steps.max())
         self.outputs += [row[:n] for row, n in zip(run.tokens, run.lengths, strict=True)]
 
@@ -250,7 +252,7 @@ class Bencher:
             "new_tokens": tally.new_tokens,
             "target_steps": tally.steps,
             "tokens_per_step": tally.new_tokens / tally.steps,
-            "mean_nodes": phases.nodes,
+            "mean_nodes": tally.nodes / tally.steps,
             "seconds": tally.seconds,
             "tokens_per_second": tally.new_tokens / tally.seconds,
             "passes": passes,

@@ -21,7 +21,9 @@ from specjax.model import LayerWeights, Model
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_BUNDLED = Path(__file__).parent / "bundled"
+BUNDLED = Path(__file__).parent / "bundled"
+"""The pair that comes with the package."""
+
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
@@ -41,7 +43,7 @@ def load(
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
     """
-    folder = _BUNDLED / "target" if name == "bundled" else Path(name)
+    folder = BUNDLED / "target" if name == "bundled" else Path(name)
     return load_model(folder, dtype), tokenizer_of(folder)
 
 
@@ -56,7 +58,7 @@ def load_drafts(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
     """
     if names == "bundled":
-        pool = _BUNDLED / "drafts"
+        pool = BUNDLED / "drafts"
         folders = sorted(pool.glob("[0-9]*"), key=lambda folder: int(folder.name))
         if not folders:
             raise CheckpointError(f"this installation has no bundled drafts: {pool} is empty.")
@@ -67,7 +69,7 @@ def load_drafts(
 
 def _draft_folder(name: str | Path) -> Path:
     first, *rest = Path(name).parts
-    return _BUNDLED.joinpath("drafts", *rest) if first == "bundled" and rest else Path(name)
+    return BUNDLED.joinpath("drafts", *rest) if first == "bundled" and rest else Path(name)
 
 
 def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
@@ -143,7 +145,7 @@ def tokenizer_of(folder: str | Path) -> "PreTrainedTokenizerFast":
 
 def _read_config(folder: Path) -> tuple[ModelConfig, families.Family]:
     if not folder.is_dir():
-        if _BUNDLED in folder.parents:
+        if BUNDLED in folder.parents:
             raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
         raise CheckpointError(f"no model folder at {folder}; it must exist, or be 'bundled'.")
     if not (folder / _CONFIG).is_file():

@@ -52,12 +52,13 @@ class Generation:
     """Generated tokens `[B, max_new_tokens]`, with what they cost.
 
     Row b's text is its first `lengths[b]` tokens, an end token included; zeros follow. `steps`
-    counts target passes after prefill.
+    counts target passes after prefill, `nodes` the nodes of all their trees, roots left out.
     """
 
     tokens: Int32[np.ndarray, "B O"]
     lengths: Int32[np.ndarray, " B"]
     steps: Int32[np.ndarray, " B"]
+    nodes: Int32[np.ndarray, " B"]
 
     @property
     def tokens_per_step(self) -> Float[np.ndarray, " B"]:
@@ -202,6 +203,7 @@ class _Loop:
     tokens: Array
     made: Array
     steps: Array
+    nodes: Array
     done: Array
 
 
@@ -217,19 +219,21 @@ def run(
     key: Key[Array, " B"],
     outputs: int,
     slots: int,
-) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"]]:
-    """Prefill and the whole loop as one program: tokens, how many, and target passes."""
+) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
+    """Prefill and the whole loop as one program: tokens, how many, target passes, and nodes."""
     rows, window = prompt.shape[0], window_of(drafter)
 
     def body(at: _Loop) -> _Loop:
         state, gave, done = step(
             target, drafter, rule, sampling, limits, at.state, at.made, at.done
         )
+        nodes = gave.tree.valid.sum(axis=1, dtype=jnp.int32) - 1
         return _Loop(
             state=state,
             tokens=layers.write_window(at.tokens, gave.tokens, at.made, axis=1),
             made=at.made + gave.count,
             steps=at.steps + ~at.done,
+            nodes=at.nodes + jnp.where(at.done, 0, nodes),
             done=done,
         )
 
@@ -239,11 +243,12 @@ def run(
         tokens=jnp.zeros((rows, outputs + window), jnp.int32),
         made=none,
         steps=none,
+        nodes=none,
         done=none != 0,
     )
     end = lax.while_loop(lambda at: ~at.done.all(), body, start)
     live = jnp.arange(outputs) < end.made[:, None]
-    return jnp.where(live, end.tokens[:, :outputs], 0), end.made, end.steps
+    return jnp.where(live, end.tokens[:, :outputs], 0), end.made, end.steps, end.nodes
 
 
 def generate(
@@ -269,8 +274,9 @@ def generate(
     request = prepare(
         key, target, drafter, prompts, max_new_tokens, sampling or Sampling(), verify, stop_at_eos
     )
-    tokens, made, steps = run(target, drafter, **request._asdict())
-    return Generation(np.asarray(tokens)[:, :max_new_tokens], np.asarray(made), np.asarray(steps))
+    made = run(target, drafter, **request._asdict())
+    tokens, lengths, steps, nodes = map(np.asarray, made)
+    return Generation(tokens[:, :max_new_tokens], lengths, steps, nodes)
 
 
 prefill_jit = jax.jit(prefill, static_argnames="slots")

@@ -34,25 +34,22 @@ READ_BYTES = 512 * 2**20
 
 
 class Timed(NamedTuple):
-    """A generation on the host: tokens, how many a row, target passes a row, and wall seconds."""
+    """A generation on the host: tokens, how many a row, passes and nodes a row, wall seconds."""
 
     tokens: Int32[np.ndarray, "B O"]
     lengths: Int32[np.ndarray, " B"]
     steps: Int32[np.ndarray, " B"]
+    nodes: Int32[np.ndarray, " B"]
     seconds: float
 
 
 class Phases(NamedTuple):
-    """Seconds of a prefill, and per step of drafting (its commit included), the target, the rest.
-
-    `nodes` is the mean number of nodes that a tree proposed, the root left out.
-    """
+    """Seconds of a prefill, and per step of drafting (with its commit), the target, the rest."""
 
     prefill: float
     draft: float
     target: float
     rest: float
-    nodes: float
 
     @property
     def step(self) -> float:
@@ -76,8 +73,8 @@ def warm(target: Model, drafter: Drafter | None, request: Request) -> None:
 def timed(target: Model, drafter: Drafter | None, request: Request) -> Timed:
     """The request's generation and its wall time, prefill included; `warm` it before."""
     made, seconds = clocked(lambda: decode.run(target, drafter, **request._asdict()))
-    tokens, lengths, steps = map(np.asarray, made)
-    return Timed(tokens[:, : int(request.limits.max_new_tokens)], lengths, steps, seconds)
+    tokens, lengths, steps, nodes = map(np.asarray, made)
+    return Timed(tokens[:, : int(request.limits.max_new_tokens)], lengths, steps, nodes, seconds)
 
 
 _guess = jax.jit(decode.guess)
@@ -109,7 +106,6 @@ class _StepTime(NamedTuple):
     draft: float
     target: float
     rest: float
-    nodes: float
 
 
 def phases(target: Model, drafter: Drafter | None, request: Request, steps: int = 16) -> Phases:
@@ -126,18 +122,16 @@ def phases(target: Model, drafter: Drafter | None, request: Request, steps: int 
         draft=statistics.median(took.draft for took in taken),
         target=statistics.median(took.target for took in taken),
         rest=statistics.median(took.rest for took in taken),
-        nodes=statistics.fmean(took.nodes for took in taken),
     )
 
 
 def typical(several: Sequence[Phases]) -> Phases:
-    """The medians of several measurements; the mean of their node counts."""
+    """The medians of several measurements."""
     return Phases(
         prefill=statistics.median(at.prefill for at in several),
         draft=statistics.median(at.draft for at in several),
         target=statistics.median(at.target for at in several),
         rest=statistics.median(at.rest for at in several),
-        nodes=statistics.fmean(at.nodes for at in several),
     )
 
 
@@ -169,10 +163,9 @@ def _step(
         lambda: _settle(request.rule, request.sampling, state, tree, looked, window)
     )
     if drafter is None:
-        return state, _StepTime(0.0, looking, guessing + settling, 0.0)
+        return state, _StepTime(0.0, looking, guessing + settling)
     draft, catching = clocked(lambda: _catch_up(drafter, state.draft, tokens, count))
-    nodes = float(np.mean(np.sum(np.asarray(tree.valid), axis=-1) - 1))
-    return replace(state, draft=draft), _StepTime(guessing + catching, looking, settling, nodes)
+    return replace(state, draft=draft), _StepTime(guessing + catching, looking, settling)
 
 
 def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:

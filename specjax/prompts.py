@@ -33,7 +33,7 @@ def read(file: str | None) -> list[tuple[str, str]]:
     text = (bundled if file is None else Path(file)).read_text("utf-8")
     found = [
         prompt
-        for number, line in enumerate(text.splitlines(), 1)
+        for number, line in enumerate(text.split("\n"), 1)
         if line.strip()
         for prompt in _prompts(line, f"line {number} of {file or 'prompts.jsonl'}")
     ]

@@ -1,10 +1,18 @@
 """Tiny models that every test may share."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Most of the suite's time is compilation; LLVM's first level takes a quarter off it. What is
 # measured and certified (`specjax bench`, `specjax verify`) is compiled as usual.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+
+# Programs and measurements are kept in a folder of the session's own, not in the user's.
+if "SPECJAX_CACHE" not in os.environ:
+    os.environ["SPECJAX_CACHE"] = tempfile.mkdtemp(prefix="specjax-tests-")
+    atexit.register(shutil.rmtree, os.environ["SPECJAX_CACHE"], ignore_errors=True)
 
 import jax
 import pytest

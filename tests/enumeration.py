@@ -32,11 +32,20 @@ def table(laws: dict[tuple[int, ...], oracles.Law]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A target law, the drafters' laws (tables by context) and the tree each of them expands."""
+    """A target law, the drafters' laws (tables by context) and the tree they expand, or each."""
 
     p: np.ndarray
     drafters: tuple[np.ndarray, ...]
-    shape: TreeShape
+    shape: TreeShape | tuple[TreeShape, ...]
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        shape = self.shape
+        return shape if isinstance(shape, tuple) else (shape,) * len(self.drafters)
+
+    @property
+    def depth(self) -> int:
+        return max(tree.depth for tree in self.trees)
 
     @property
     def vocabulary(self) -> int:
@@ -44,18 +53,21 @@ class Case:
 
     @property
     def num_draws(self) -> int:
-        return len(self.drafters) * self.shape.num_nodes
+        return sum(tree.num_nodes for tree in self.trees)
 
     def parents(self) -> np.ndarray:
-        own, nodes = self.shape.parents(), self.shape.num_nodes
-        tops = [np.where(own < 0, NO_PARENT, own + nodes * d) for d in range(len(self.drafters))]
-        return np.concatenate(tops)
+        found, start = [], 0
+        for tree in self.trees:
+            own = tree.parents()
+            found.append(np.where(own < 0, NO_PARENT, own + start))
+            start += tree.num_nodes
+        return np.concatenate(found)
 
     def proposer(self) -> np.ndarray:
-        return np.repeat(np.arange(len(self.drafters)), self.shape.num_nodes)
+        return np.repeat(np.arange(len(self.trees)), [tree.num_nodes for tree in self.trees])
 
     def depths(self) -> np.ndarray:
-        return np.tile(self.shape.depths(), len(self.drafters))
+        return np.concatenate([tree.depths() for tree in self.trees])
 
     def contexts(self, tokens: np.ndarray) -> np.ndarray:
         """`[A, M]`: the number of the context that each draw ends."""
@@ -70,13 +82,12 @@ class Case:
         rows, ended = len(tokens), self.contexts(tokens)
         laws = []
         for d, q in enumerate(self.drafters):
-            mine = ended[:, self.proposer() == d][:, : self.shape.num_laws - 1]
+            mine = ended[:, self.proposer() == d][:, : self.trees[d].num_laws - 1]
             laws.append(np.concatenate([np.broadcast_to(q[0], (rows, 1, q.shape[1])), q[mine]], 1))
-        row = self.shape.laws() + self.shape.num_laws * np.arange(len(self.drafters))[:, None]
+        first = np.cumsum([0, *(tree.num_laws for tree in self.trees[:-1])])
+        row = np.concatenate([tree.laws() + at for tree, at in zip(self.trees, first, strict=True)])
         same = {"parents": self.parents(), "depth": self.depths(), "drafter": self.proposer()}
-        same = {
-            n: np.broadcast_to(v, tokens.shape) for n, v in (same | {"law": row.ravel()}).items()
-        }
+        same = {n: np.broadcast_to(v, tokens.shape) for n, v in (same | {"law": row}).items()}
         return Draws(
             tokens=jnp.asarray(tokens, jnp.int32),
             q=jnp.asarray(np.concatenate(laws, axis=1)),
@@ -181,7 +192,7 @@ def flows_of(case: Case, tokens: np.ndarray, certain: bool = False, **changes) -
     count = len(tokens)
     padded = np.pad(tokens, ((0, -count % _CHUNK), (0, 0)))
     flows = [
-        walk_flow(case.draws(part, certain), jnp.asarray(case.p), case.shape.depth, **changes)
+        walk_flow(case.draws(part, certain), jnp.asarray(case.p), case.depth, **changes)
         for part in np.split(padded, len(padded) // _CHUNK)
     ]
     return np.concatenate(flows)[:count]
@@ -202,7 +213,7 @@ def match_flows_of(case: Case, tokens: np.ndarray) -> np.ndarray:
             case.draws(tokens),
             jnp.asarray(choices, jnp.int32),
             jnp.asarray(case.p),
-            case.shape.depth,
+            case.depth,
         )
     )
 
@@ -224,7 +235,7 @@ def reached_draws(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarr
     parents, proposer = case.parents(), case.proposer()
     tokens = np.zeros((1, case.num_draws), int)
     weight, context, is_open = np.ones(1), np.zeros(1, int), (parents < 0)[None]
-    for _ in range(case.shape.depth + 1):
+    for _ in range(case.depth + 1):
         parts = []
         for mask in np.unique(is_open, axis=0):
             rows, which = (is_open == mask).all(axis=1), np.flatnonzero(mask)
@@ -312,9 +323,9 @@ def mean_accepted(flow: np.ndarray, depth: int) -> float:
 
 def differs(flow: np.ndarray, case: Case) -> float:
     """The total variation of a case's flow from its target."""
-    return total_variation(flow, case.p, case.shape.depth)
+    return total_variation(flow, case.p, case.depth)
 
 
 def accepted(flow: np.ndarray, case: Case) -> float:
     """The expected number of accepted tokens of a case's flow."""
-    return mean_accepted(flow, case.shape.depth)
+    return mean_accepted(flow, case.depth)

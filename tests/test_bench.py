@@ -111,12 +111,12 @@ def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     for _ in range(2):
         found = measure.phases(target, drafter, asked, steps=3)
         assert min(found.prefill, found.draft, found.target) > 0
-        assert found.nodes == 4
     assert measure.typical([found, found]) == found
     measure.warm(target, drafter, asked)
     run = measure.timed(target, drafter, asked)
     assert run.tokens.shape == (1, 10)
     assert run.steps.tolist() == [4]
+    assert run.nodes.tolist() == [16]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def test_drafts_load_from_one_folder_or_several(written):
 
 
 def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "_BUNDLED", tmp_path)
+    monkeypatch.setattr(checkpoint, "BUNDLED", tmp_path)
     with pytest.raises(CheckpointError, match="no bundled drafts"):
         load_drafts("bundled")
     with pytest.raises(CheckpointError, match=r"no bundled pair: .*target is missing"):

@@ -150,7 +150,7 @@ def test_memory_that_is_not_there_is_said_in_a_sentence(capsys, monkeypatch):
 
 def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypatch, capsys):
     refused(["info", "--model", str(tmp_path)], "config.json", capsys)
-    monkeypatch.setattr(checkpoint, "_BUNDLED", tmp_path / "bundled")
+    monkeypatch.setattr(checkpoint, "BUNDLED", tmp_path / "bundled")
     refused(["info"], "no bundled pair", capsys)
     model = ["--model", str(pair_folder() / "target")]
     refused(["generate", "x", "--method", "tree", *model], "needs a draft model", capsys)

@@ -93,7 +93,7 @@ def texts_of(drafter, rule, run=decode.run, batches=BATCHES) -> tuple[np.ndarray
     found, passes = [], 0
     for batch in range(batches):
         keys = jax.random.split(jax.random.key(batch), ROWS)
-        tokens, made, steps = run(
+        tokens, made, steps, _ = run(
             target(), drafter, rule=rule, sampling=warm(ROWS), limits=limits,
             prompt=prompt, length=length, key=keys, outputs=TOKENS, slots=SLOTS,
         )  # fmt: skip

@@ -16,7 +16,8 @@ from tests.conftest import tiny_model
 from tests.pairs import PROMPTS, varied_model
 
 KEY = jax.random.key(11)
-SHAPE = TreeShape((2, 2))
+SHAPES = (TreeShape((2, 2)), TreeShape((2, 2)))
+UNEQUAL = (TreeShape((2, 2)), TreeShape((3,)))
 SAMPLING = Sampling(temperature=np.array([0.0, 0.8, 1.3, 0.0]), top_k=np.array([0, 0, 9, 5]))
 SLOTS, WINDOW = 64, 3
 NEW = [[8, 1, 30], [4, 4, 61], [2, 17, 9], [50, 3, 3]]
@@ -28,9 +29,12 @@ DRAFTS = {
 }
 
 
-def proposed(drafts, stack, construction, committed):
+def proposed(drafts, shapes, stack, construction, committed):
     """The trees of PROMPTS, before or after a commit of COUNTS of NEW; and what they continue."""
-    drafter = ExpansionDrafter.of(drafts, SHAPE.widths, construction, stack=stack)
+    widths = tuple(shape.widths for shape in shapes)
+    drafter = ExpansionDrafter.of(drafts, widths, construction, stack=stack)
+    assert drafter.trees == shapes
+    assert drafter.num_slots == 1 + sum(shape.num_nodes for shape in shapes)
     length = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
     padded = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
     for row, prompt in zip(padded, PROMPTS, strict=True):
@@ -56,11 +60,11 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
     return path[::-1]
 
 
-def trial_places(drafts: int):
+def trial_places(shapes):
     """Per trial: which draft made it, its level, its place among the level's nodes, its rank."""
-    for draft in range(drafts):
-        for level, width in enumerate(SHAPE.widths):
-            for place in range(SHAPE.levels[level]):
+    for draft, shape in enumerate(shapes):
+        for level, width in enumerate(shape.widths):
+            for place in range(shape.levels[level]):
                 for rank in range(width):
                     yield draft, level, place, rank
 
@@ -81,17 +85,28 @@ def test_every_trial_is_what_a_plain_pass_of_its_draft_says(kind, committed):
     check_trials(*DRAFTS[kind], "drawn", committed)
 
 
+@pytest.mark.parametrize("stack", [False, True])
+def test_every_draft_may_have_a_tree_of_its_own(stack):
+    check_trials(DRAFTS["stacked"][0], stack, "drawn", committed=True, shapes=UNEQUAL)
+
+
+@pytest.mark.parametrize("widths", [((1,),), ((1,), (1,), (1,)), ((1,), 1)])
+def test_trees_must_be_one_a_draft(widths):
+    with pytest.raises(ValueError, match="trees are named for 2 drafts"):
+        ExpansionDrafter.of([varied_model(1), varied_model(2)], widths)
+
+
 def test_top_k_trees_take_the_most_likely_children_of_sampled_rows_too():
     check_trials(*DRAFTS["unrolled"], TOP_K, committed=True)
 
 
-def check_trials(make, stack, construction, committed):
+def check_trials(make, stack, construction, committed, shapes=SHAPES):
     drafts = make()
-    tree, texts = proposed(drafts, stack, construction, committed)
+    tree, texts = proposed(drafts, shapes, stack, construction, committed)
     certain = (np.asarray(SAMPLING.temperature) == 0) | (construction == TOP_K)
     np.testing.assert_array_equal(tree.certain, certain)
-    places = list(trial_places(len(drafts)))
-    assert tree.trial_node.shape[1] == len(places) == 12
+    places = list(trial_places(shapes))
+    assert tree.trial_node.shape[1] == len(places) == sum(shape.num_nodes for shape in shapes)
     for draft, model in enumerate(drafts):
         trials = [
             (row, m) for row in range(len(texts)) for m, at in enumerate(places) if at[0] == draft
@@ -112,25 +127,22 @@ def check_trials(make, stack, construction, committed):
                 assert token == np.argsort(-logits[number], kind="stable")[rank]
                 continue
             key = fold(jax.random.fold_in(KEY, row), len(texts[row]) - 1, Purpose.DRAFT)
-            nodes, width = SHAPE.levels[level], SHAPE.widths[level]
+            nodes, width = shapes[draft].levels[level], shapes[draft].widths[level]
             noise = jax.random.uniform(fold(key, draft, level), (nodes, width, 2))
             assert token == draw(jnp.asarray(got), noise[place, rank])
 
 
-def test_the_pool_merges_the_draws_that_the_enumeration_walks():
+@pytest.mark.parametrize("shapes", [(TreeShape((2, 1)),) * 2, (TreeShape((1, 1)), TreeShape((3,)))])
+def test_the_pool_merges_the_draws_that_the_enumeration_walks(shapes):
     """Parents, laws and drafters of several drafts' draws, as `enumeration.Case` numbers them."""
     p, *qs = (enumeration.table(x) for x in oracles.random_laws(0, 3, 3, 3))
-    case = enumeration.Case(p, tuple(qs), TreeShape((2, 1)))
+    case = enumeration.Case(p, tuple(qs), shapes)
     tokens = case.every_draw()[::17]
-    drafter = ExpansionDrafter.of([tiny_model(1), tiny_model(2)], case.shape.widths, stack=False)
+    widths = tuple(shape.widths for shape in shapes)
+    drafter = ExpansionDrafter.of([tiny_model(1), tiny_model(2)], widths, stack=False)
     for certain in (False, True):
         draws = case.draws(tokens, certain)
-        rows = len(tokens)
-        got = drafter._merged(
-            jnp.asarray(tokens.reshape(rows, 2, -1).swapaxes(0, 1), jnp.int32),
-            draws.q.reshape(rows, 2, case.shape.num_laws, 3).swapaxes(0, 1),
-            jnp.zeros(rows, jnp.int32),
-            draws.certain,
-        )
+        root = jnp.zeros(len(tokens), jnp.int32)
+        got = drafter._merged(jnp.asarray(tokens, jnp.int32), draws.q, root, draws.certain)
         expected = jax.vmap(lambda draw: merge(draw, jnp.int32(0), 2))(draws)
         jax.tree.map(np.testing.assert_array_equal, got, expected)

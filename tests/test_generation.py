@@ -172,7 +172,7 @@ def keys_used(monkeypatch, target, drafter, verify):
     request = prepare(KEY, target, drafter, PROMPTS[:1], NEW, sampling, verify, False)._asdict()
     static = {name: request.pop(name) for name in ("rule", "outputs", "slots")}
     run = jax.jit(lambda *models, **arrays: decode.run.__wrapped__(*models, **static, **arrays))
-    _, _, steps = run(target, drafter, **request)
+    _, _, steps, _ = run(target, drafter, **request)
     jax.effects_barrier()
     return seen, int(steps[0])
 

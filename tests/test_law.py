@@ -73,6 +73,18 @@ def test_multi_step_gives_the_target_law_on_larger_trees(size, widths, drafters)
     assert accepted(flow, case) == pytest.approx(float(expected), abs=EXACT)
 
 
+@pytest.mark.parametrize(
+    ("size", "trees"),
+    [(4, ((1, 1), (1,))), (3, ((1,), (2, 1))), (3, ((1, 1, 1), (1,), (1, 1)))],
+)
+def test_multi_step_gives_the_target_law_when_every_draft_has_its_own_tree(size, trees):
+    for seed, same in ((5, False), (6, True)):
+        case, *_ = random_case(seed, size, max(trees, key=len), len(trees), True, same)
+        case = dataclasses.replace(case, shape=tuple(map(TreeShape, trees)))
+        for flow in (enumeration.step_flow(case), enumeration.lazy_step_flow(case)):
+            assert differs(flow, case) < EXACT
+
+
 def test_lazy_and_joint_enumeration_agree():
     case, *_ = random_case(4, 3, (2, 1), 2, zeros=True)
     np.testing.assert_allclose(

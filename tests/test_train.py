@@ -1,17 +1,21 @@
-"""The tiny recipe from corpus to exported pool, and what a run must do when it is broken off.
+"""The tiny recipe from corpus to exported pool, and what a run must do when it is broken off."""
 
-The whole run took 62 s of processor time with compilation, of which 5 s were training
-(2026-11-21, 2-core Zen 5 CPU, jax 0.10.2).
-"""
-
+import dataclasses
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from subprocess import DEVNULL
 
 import jax
 import numpy as np
 import pytest
 
+from specjax import prompts
 from specjax.checkpoint import load_model, tokenizer_of
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
@@ -19,12 +23,13 @@ from specjax.model import initialize
 from train import run
 from train.collect import load_collected
 from train.config import load_recipe
-from train.heldout import following, view
+from train.heldout import view
 from train.loop import Log, finished, fit, steps_done
 from train.pretrain import Batches, corpus_loss
 from train.work import Work
 
-CONFIG = str(Path(__file__).parent.parent / "configs" / "boost" / "tiny.py")
+ROOT = Path(__file__).parent.parent
+CONFIG = str(ROOT / "configs" / "boost" / "tiny.py")
 RECIPE = load_recipe(CONFIG)
 
 
@@ -59,7 +64,7 @@ def test_exported_pool_is_lossless_for_the_exported_target(folder):
 
 
 def test_exported_weights_are_the_trained_ones_rounded(folder, work):
-    for name, trained in (("target", work.trained_target), ("drafts/2", work.drafts[2])):
+    for name, trained in (("target", work.trained_target), ("drafts/2", work.draft(2))):
         exported = load_model(folder / "export" / name, "bfloat16")
         assert leaves_equal(exported, jax.tree.map(lambda w: w.astype("bfloat16"), trained))
 
@@ -72,44 +77,84 @@ def test_collection_uses_the_exported_weights(folder, work):
 def test_exported_tokenizer_is_the_trained_one(folder, work, name):
     text = "def f(x):\n\treturn 'é'  # λ\n"
     found = tokenizer_of(folder / "export" / name)
-    assert found(text).input_ids == work.corpus[0].encode(text).ids
+    assert found(text).input_ids == work.tokenizer.encode(text).ids
     assert found.decode(found(text).input_ids) == text
     assert found.eos_token_id == 0
 
 
-def test_greedy_rows_hold_the_targets_most_likely_tokens(folder, work):
-    rows = load_collected("collect", folder / "collected", RECIPE.collect)
+def test_greedy_rows_hold_the_targets_most_likely_tokens(work):
+    rows = load_collected("collect", work.collected("collected"), RECIPE.collect)
     greedy = rows.temperature == 0
-    agree = following(rows) == view(work.target, rows).top[..., 0]
-    assert agree[greedy].mean() > 0.99  # rounding may turn a near tie
-    assert agree[~greedy].mean() < 0.9
+    agree = rows.following == view(work.target, rows).top[..., 0]
+    assert agree[greedy][rows.alive[greedy]].mean() > 0.99  # rounding may turn a near tie
+    assert agree[~greedy][rows.alive[~greedy]].mean() < 0.9
     assert set(rows.temperature) == set(np.float32(RECIPE.collect.temperatures))
+    ends = np.take_along_axis(rows.following, rows.length[:, None] - 1, axis=1)[:, 0]
+    assert ((ends == 0) == (rows.length < rows.steps))[rows.length < rows.steps].all()
 
 
-def test_report_says_what_was_made(folder):
-    report = json.loads((folder / "report.json").read_text())
+def test_report_says_what_was_made(folder, work):
+    report = json.loads((folder / "export" / "report.json").read_text())
     target = report["target"]
     assert target["parameters"] == RECIPE.target.num_parameters
     rounded = target["exported_heldout_bits_per_byte"]
     assert rounded == pytest.approx(target["heldout_bits_per_byte"], rel=0.01)
-    assert len(report["drafts"]) == 3
+    assert [draft["where"] for draft in report["drafts"]] == [
+        work.drafted(n).name for n in range(3)
+    ]
     assert len(report["marked"]) == 2
-    assert {"pretrain", "collect", "label", "warm"} <= report["stage_seconds"].keys()
-    assert report["machine"]["versions"]["jax"]
+    assert {"pretrain", "collect", "label", "warm 0", "draft 2"} <= report["stage_seconds"].keys()
+    assert report["losses"].keys() >= {work.pretrained.name, work.drafted(2).name}
+    assert report["machine"]["jax"]
+
+
+def test_the_log_says_how_fast_training_was(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["matmul_float32"] > 0
+    steps = [line for line in lines if line["stage"] in ("pretrain", "warm 0", "draft 1")]
+    assert steps
+    for line in steps:
+        assert line["tokens_per_second"] > 0
+        assert 0 < line["matmul_share"] < 2
+        assert line["seconds_left"] >= 0
+    assert [line["seconds_left"] for line in steps if line["step"] in (30, 60)][-1] == 0
+
+
+def test_a_run_ends_with_the_tables_that_its_recipe_names(folder):
+    found = json.loads((folder / "export" / "tables.json").read_text())
+    assert {row["of"] for row in found["coverage"]} == {"draft 0", "draft 1", "draft 2", "union"}
+    assert (folder / "export" / "tables.png").is_file()
+
+
+def test_prompts_to_measure_on_come_with_the_pair(folder, work):
+    for name in ("dev", "heldout"):
+        listed = prompts.read(str(folder / "export" / f"{name}.jsonl"))
+        text = "".join(d.text for d in work.documents if d.split == name and not d.is_test)
+        assert len(listed) >= 32
+        assert sum(prompt in text for _, prompt in listed) > 0.9 * len(listed)
 
 
 def test_the_pool_is_worth_more_than_its_best_member(folder):
-    *_, last = json.loads((folder / "report.json").read_text())["drafts"]
+    *_, last = json.loads((folder / "export" / "report.json").read_text())["drafts"]
     assert last["pool_agreement"] >= last["agreement"]
     assert last["pool_tokens_per_step"] >= last["tokens_per_step"]
     assert last["top2"] <= last["top3"] <= last["top4"] <= last["top5"]
 
 
-def test_a_finished_run_is_left_as_it_is(folder, work):
-    before = work.drafts
-    assert run.main([CONFIG, "--folder", str(folder), "--stages", "boost,warm,pretrain"]) == 0
-    again = Work(RECIPE, folder, Log(folder / "log.jsonl")).drafts
-    assert all(leaves_equal(a, b) for a, b in zip(again, before, strict=True))
+def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """When every file of a run's results was written, and what is in it; not the log."""
+    return {
+        str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes())
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != "log.jsonl"
+    }
+
+
+def test_a_finished_run_is_left_as_it_is(folder):
+    before = files_of(folder)
+    stages = "boost,warm,pretrain,label,collect,tokenizer"
+    assert run.main([CONFIG, "--folder", str(folder), "--stages", stages]) == 0
+    assert files_of(folder) == before
 
 
 def warm_up(folder: Path, work: Work, stop_at: int | None = None):
@@ -121,26 +166,108 @@ def warm_up(folder: Path, work: Work, stop_at: int | None = None):
             raise KeyboardInterrupt
         return batches.at(step)
 
-    first = initialize(jax.random.key(RECIPE.warm.seed), RECIPE.draft)
+    first = initialize(jax.random.key(RECIPE.warm.seed), work.draft_config(0))
     loss = corpus_loss(RECIPE.warm.dtype)
     return fit("warm", folder, first, RECIPE.warm, batch, loss, lambda _: {}, work.log)
 
 
-def test_a_resumed_training_gives_the_same_bits(tmp_path, folder, work):
+def test_a_resumed_training_gives_the_same_bits(tmp_path, work):
     with pytest.raises(KeyboardInterrupt):
         warm_up(tmp_path / "broken", work, stop_at=RECIPE.warm.save_every + 4)
     assert steps_done(tmp_path / "broken") == RECIPE.warm.save_every
-    first = initialize(jax.random.key(0), RECIPE.draft)
+    first = initialize(jax.random.key(0), work.draft_config(0))
     with pytest.raises(ValueError, match="15 of 30 steps; run the stage 'warm' first"):
         finished("warm", tmp_path / "broken", first, RECIPE.warm)
-    assert leaves_equal(warm_up(tmp_path / "broken", work), work.warm)
+    assert leaves_equal(warm_up(tmp_path / "broken", work), work.warm(0))
 
 
-def test_a_resumed_collection_and_labelling_give_the_same_bits(tmp_path, folder):
+def begun(folder: Path, work: Work) -> list[tuple[str, Path]]:
+    """What appears in the middle of every stage, in the order of the stages."""
+    there = dataclasses.replace(work, folder=folder)
+    names = [
+        ("pretrain", there.pretrained / "20"),
+        ("collect", there.collected("collected") / "00000.npz"),
+        ("label", there.collected_labels / "00000.npz"),
+        ("warm", there.warmed(0) / "15"),
+        ("draft 0", there.drafted(0) / "10"),
+        ("draft 2", there.drafted(2) / "20"),
+        ("export", folder / "export.part" / "target" / "model.safetensors"),
+    ]
+    shutil.rmtree(folder)  # naming results makes their folders
+    return names
+
+
+def test_a_run_killed_in_every_stage_ends_with_the_same_bits(tmp_path, folder, work):
+    there = tmp_path / "killed"
+    command = [sys.executable, "-m", "train.run", CONFIG, "--folder", str(there)]
+    for stage, appears in begun(there, work):
+        process = subprocess.Popen(command, cwd=ROOT, stderr=DEVNULL)
+        while not appears.exists():
+            assert process.poll() is None, f"the run ended before {stage}"
+            time.sleep(0.002)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    subprocess.run(command, cwd=ROOT, stderr=DEVNULL, check=True)
+    for name in ("target", "drafts/0", "drafts/1", "drafts/2"):
+        weights = f"export/{name}/model.safetensors"
+        assert (there / weights).read_bytes() == (folder / weights).read_bytes(), name
+    for name in ("dev.jsonl", "heldout.jsonl"):
+        assert (there / "export" / name).read_bytes() == (folder / "export" / name).read_bytes()
+
+
+def test_the_exported_pair_generates_from_the_command_line(folder):
+    pair = folder / "export"
+    names = ",".join(str(pair / "drafts" / str(n)) for n in range(3))
+    texts = {}
+    for method in ("none", "pool"):
+        done = subprocess.run(
+            [sys.executable, "-m", "specjax", "generate", "def f(x):", "--model",
+             str(pair / "target"), "--draft", names, "--method", method, "--max-new-tokens", "16",
+             "--temperature", "0.7", "--verify", "naive", "--json"],
+            cwd=ROOT, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        texts[method] = json.loads(done.stdout)["text"]
+    assert texts["pool"] == texts["none"]
+
+
+def test_devices_share_the_rows_of_a_batch(tmp_path, folder, work):
+    """Four virtual devices, the same command: the same training but for rounding."""
+    there = tmp_path / "spread"
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    for name in (work.collected("collected"), work.collected("development"), work.collected_labels,
+                 work.corpus_labels, work.pretrained):  # fmt: skip
+        shutil.copytree(name, there / name.name)
+    command = [sys.executable, "-m", "train.run", CONFIG, "boost.drafts=1", "--folder", str(there)]
+
+    def run_stages(names: str) -> None:
+        subprocess.run(
+            [*command, "--stages", names], cwd=ROOT, env=environment, check=True, stderr=DEVNULL
+        )
+
+    run_stages("warm,boost")
+    own = dataclasses.replace(work, folder=there)
+    for one, other in ((own.warm(0), work.warm(0)), (own.draft(0), work.draft(0))):
+        pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        for spread, alone in pairs:
+            difference = float(np.abs(np.asarray(spread) - np.asarray(alone)).max())
+            assert difference < 0.02 * float(np.abs(alone).max())
+    assert not leaves_equal(own.warm(0), work.warm(0))  # it was not computed on one device
+    collected = work.collected("collected").name
+    shutil.rmtree(there / collected)
+    shutil.rmtree(there / work.collected_labels.name)
+    run_stages("collect,label")
+    for name in (collected, work.collected_labels.name):
+        made, kept = (np.load(root / name / "00000.npz")["tokens"] for root in (there, folder))
+        assert (made == kept).mean() > 0.95  # a near tie may turn, and the rest of its row with it
+
+
+def test_a_resumed_collection_and_labelling_give_the_same_bits(tmp_path, folder, work):
     again = tmp_path / "again"
-    shutil.copytree(folder, again, ignore=shutil.ignore_patterns("warm", "drafts", "export"))
-    for lost in ("collected/00001.npz", "labels/collected/00002.npz", "labels/corpus/00000.npz"):
-        (again / lost).unlink()
+    shutil.copytree(folder, again, ignore=shutil.ignore_patterns("warm*", "draft*", "export"))
+    lost = (work.collected("collected") / "00001.npz", work.collected_labels / "00002.npz",
+            work.corpus_labels / "00000.npz")  # fmt: skip
+    for file in lost:
+        (again / file.relative_to(folder)).unlink()
     assert run.main([CONFIG, "--folder", str(again), "--stages", "collect,label"]) == 0
     for file in again.glob("**/*.npz"):
         made, kept = np.load(file), np.load(folder / file.relative_to(again))
@@ -153,6 +280,11 @@ def test_a_resumed_collection_and_labelling_give_the_same_bits(tmp_path, folder)
         (["--stages", "bost"], "there is no stage 'bost'"),
         (["--stages", "boost"], "run the stage 'collect' first"),
         (["--stages", "label"], "run the stage 'collect' first"),
+        (["boost.rule=best"], "boost.rule is 'best'; it must be one of samples,"),
+        (["distil.loss=kl"], "distil.loss is 'kl'; it must be one of forward_kl,"),
+        (["evaluation.temperatures=0"], "they must hold 0 and one above"),
+        (["pretrain.steps=-2"], "pretrain.steps is -2"),
+        (["corpus=nowhere.txt", "--stages", "tokenizer"], "neither a file nor a folder"),
         (["--stages", "export"], "holds 0 of 60 steps; run the stage 'pretrain' first"),
         (["boost.windw=3"], "for example boost.window=..."),
         (["boost.window=x"], "boost.window is 'x'; it must be of type int."),
@@ -166,12 +298,51 @@ def test_a_wrong_input_gets_one_sentence(tmp_path, capsys, arguments, sentence):
     assert sentence in printed
 
 
+def test_a_folder_that_is_a_file_gets_one_sentence(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run.main([CONFIG, "--folder", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err.startswith("train.run: ")
+
+
+def test_what_is_not_an_export_is_never_replaced(tmp_path, folder, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    command = [CONFIG, "--folder", str(folder), "--stages", "export", "--out"]
+    assert run.main([*command, str(tmp_path)]) == 2
+    assert "holds notes.txt, which is no part of an export" in capsys.readouterr().err
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert run.main([*command, str(tmp_path / "pair")]) == 0
+    assert run.main([*command, str(tmp_path / "pair")]) == 0
+    (tmp_path / "pair").rename(tmp_path / "pair.old")  # killed between two exports
+    assert run.main([*command, str(tmp_path / "pair")]) == 0
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "pair"]
+
+
 def test_a_missing_configuration_gets_one_sentence(tmp_path, capsys):
+    assert run.main(["README.md", "--folder", str(tmp_path)]) == 2
+    assert "README.md is no Python file" in capsys.readouterr().err
     assert run.main(["configs/none.py", "--folder", str(tmp_path)]) == 2
     assert "there is no configuration file 'configs/none.py'." in capsys.readouterr().err
 
 
-def test_results_made_with_other_settings_are_refused(folder, capsys):
-    stages = ["--folder", str(folder), "--stages", "boost"]
+def test_results_made_with_other_settings_are_neither_used_nor_lost(folder, work, capsys):
+    stages = ["--folder", str(folder), "--stages", "export"]
     assert run.main([CONFIG, "boost.window=3", *stages]) == 2
-    assert "was made with other settings" in capsys.readouterr().err
+    assert "holds 0 of 30 steps; run the stage 'boost' first" in capsys.readouterr().err
+    assert run.main([CONFIG, "pretrain.seed=9", *stages]) == 2
+    assert "run the stage 'pretrain' first" in capsys.readouterr().err
+    assert leaves_equal(work.draft(1), Work(RECIPE, folder, work.log).draft(1))
+
+
+def test_variants_share_what_they_have_in_common(folder, work):
+    other = dataclasses.replace(RECIPE, boost=dataclasses.replace(RECIPE.boost, rule="alike"))
+    there = Work(other, folder, work.log)
+    assert there.drafted(0) == work.drafted(0)
+    assert there.drafted(1) != work.drafted(1)
+    assert there.warmed(2) == work.warmed(0)
+    cosmetic = dataclasses.replace(RECIPE.pretrain, save_every=7)
+    there = Work(dataclasses.replace(RECIPE, pretrain=cosmetic), folder, work.log)
+    assert there.pretrained == work.pretrained
+    own = dataclasses.replace(RECIPE.boost, own_start=True)
+    there = Work(dataclasses.replace(RECIPE, boost=own), folder, work.log)
+    assert there.warmed(0) == work.warmed(0)
+    assert len({there.warmed(n) for n in range(3)}) == 3

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from train.chunks import claim, load_chunks, make_chunks
-from train.config import Boost, Collect, Corpus, Schedule, load_recipe
-from train.corpus import END, SPLITS, module_of, split_of, standard_library, train_tokenizer
-from train.data import Epochs, Mixture, Stream, Streams, encode, evaluation_rows
+from specjax.config import ModelConfig
+from train.checks import KNOWN_RANKS, check, check_for
+from train.chunks import load_chunks, make_chunks
+from train.config import Corpus, Schedule, load_recipe
+from train.corpus import END, module_of, split_of, standard_library, train_tokenizer
+from train.data import (
+    Epochs,
+    Mixture,
+    Prompts,
+    Stream,
+    Streams,
+    encode,
+    evaluation_rows,
+    evenly,
+)
 from train.distil import Shuffle
+from train.documents import SPLITS, Document
+from train.heldout import TOP
 from train.loop import Log
-from train.report import stage_seconds
+from train.report import losses, marked, stage_seconds
 from train.step import learning_rate
 
 ROOT = Path(__file__).parent.parent
@@ -72,11 +86,13 @@ def test_every_byte_has_a_token(tokenizer):
 
 
 def test_encoding_keeps_splits_apart_and_ends_documents(documents, tokenizer):
-    streams = encode(documents, tokenizer)
+    streams = encode(
+        documents, lambda texts: [found.ids for found in tokenizer.encode_batch(texts)], end=7
+    )
     held = [d for d in documents if d.split == "heldout" and not d.is_test]
     assert len(streams.heldout.documents) == len(held)
     assert streams.heldout.num_bytes == sum(len(d.text.encode()) for d in held)
-    assert all(tokens[-1] == 0 for tokens in streams.train.documents)
+    assert all(tokens[-1] == 7 for tokens in streams.train.documents)
 
 
 def stream(*sizes: int) -> Stream:
@@ -157,18 +173,24 @@ def test_chunks_are_made_once_and_survive_a_kill(tmp_path):
     assert load_chunks("toy", tmp_path, 4)["tokens"][:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_a_folder_belongs_to_its_settings(tmp_path):
-    claim(tmp_path / "a", Collect(), Boost())
-    claim(tmp_path / "a", Collect(), Boost())
-    with pytest.raises(ValueError, match="was made with other settings"):
-        claim(tmp_path / "a", Collect(), Boost(window=5))
-
-
 def test_overrides_change_what_they_name():
     recipe = load_recipe(
-        TINY, ("boost.keep=0.5", "collect.temperatures=0,1", "schedule.steps=7", "distil.hard=0.1")
+        TINY,
+        (
+            "boost.keep=0.5",
+            "collect.temperatures=0,1",
+            "schedule.steps=7",
+            "boost.own_start=yes",
+            "corpus=a.txt",
+            "b c.txt",
+            "boost.rule=union",
+            "target=there",
+        ),
     )
     assert recipe.boost.keep == 0.5
+    assert recipe.boost.own_start
+    assert recipe.corpus.files == ("a.txt", "b c.txt")
+    assert recipe.target == "there"
     assert recipe.collect.temperatures == (0.0, 1.0)
     assert recipe.schedule == dataclasses.replace(load_recipe(TINY).schedule, steps=7)
 
@@ -176,7 +198,8 @@ def test_overrides_change_what_they_name():
 @pytest.mark.parametrize(
     ("override", "near"),
     [("boost.widow=3", "boost.window"), ("colect.prompts=3", "collect.prompts"),
-     ("boost", "boost.keep"), ("name=other", "target.num_heads")],
+     ("boost", "boost.keep"), ("name=other", "target.num_heads"),
+     ("boost.sizes=3", "boost.rule")],
 )  # fmt: skip
 def test_an_unknown_override_names_the_nearest(override, near):
     with pytest.raises(ValueError, match="no setting") as caught:
@@ -194,16 +217,16 @@ def test_a_file_without_recipe_is_refused(tmp_path):
 def test_every_committed_recipe_loads():
     for file in (ROOT / "configs").rglob("*.py"):
         if file.name != "__init__.py":
-            recipe = load_recipe(str(file))
-            assert recipe.target.vocab_size == recipe.draft.vocab_size
-            assert {0.0} < set(recipe.evaluation.temperatures)
-            assert recipe.labels.top_k < recipe.target.vocab_size
+            given = ("target=somewhere",) if file.stem == "from_checkpoint" else ()
+            recipe = load_recipe(str(file), given)
+            check(recipe)
+            assert f"configs/{file.relative_to(ROOT / 'configs')}" in file.read_text()
+            if isinstance(recipe.target, ModelConfig):
+                assert recipe.labels.top_k < recipe.target.vocab_size
 
 
 def test_the_rate_warms_up_stays_and_falls_to_zero():
-    rate = learning_rate(
-        Schedule(steps=100, batch=1, length=1, warmup_steps=10, decay_steps=40), 2.0
-    )
+    rate = learning_rate(Schedule(steps=100, batch=1, warmup_steps=10, decay_steps=40), 2.0)
     values = [float(rate(step)) for step in range(101)]
     assert values[0] == pytest.approx(0.2)
     assert np.all(np.diff(values[:11]) > 0)
@@ -213,8 +236,89 @@ def test_the_rate_warms_up_stays_and_falls_to_zero():
     assert values[100] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_wall_time_is_that_of_the_log(tmp_path):
-    times = [("run", 0), ("a", 5), ("a", 9), ("b", 10), ("run", 100), ("b", 103)]
-    lines = [json.dumps({"stage": stage, "time": time}) for stage, time in times]
-    (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
-    assert stage_seconds(tmp_path / "log.jsonl") == {"a": 9.0, "b": 4.0}
+def test_a_schedule_without_warm_up_begins_at_its_peak():
+    rate = learning_rate(Schedule(steps=10, batch=1, warmup_steps=0, decay_steps=0), 2.0)
+    assert [float(rate(step)) for step in (0, 5, 9)] == pytest.approx([2.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [("warm.steps=-1", "warm.warmup_steps and warm.decay_steps are 15 together; warm.steps is -1"),
+     ("schedule.steps=14", "are 15 together; schedule.steps is 14"),
+     ("schedule.batch=0", "schedule.batch is 0; it must be at least 1"),
+     ("warm.dtype=float16", "warm.dtype is 'float16'; it must be one of float32, bfloat16"),
+     ("labels.dtype=int8", "labels.dtype is 'int8'"),
+     ("pretrain.long_steps=3", "pretrain.long_steps need a pretrain.long_length"),
+     ("collect.batch=0", "collect.batch is 0; it must be at least 1"),
+     ("collect.temperatures=", "there must be some, none below 0"),
+     ("labels.corpus_length=1", "labels.corpus_length is 1; it must be at least 2"),
+     ("labels.top_k=512", "labels.top_k is 512; the target has 512 tokens"),
+     ("boost.window=33", "boost.window is 33; it must be at most 32, collect.new_tokens"),
+     ("boost.window=0", "boost.window is 0; it must be at least 1"),
+     ("boost.cover=6", "boost.cover is 6; it must be at most 5, the number of known ranks"),
+     ("evaluation.depth=33", "evaluation.depth is 33; it must be at most 32"),
+     ("collect.prompt_tokens=240", "make 272 tokens a row; the target's context is 256"),
+     ("corpus.slices=0", "corpus.slices is 0; it must be at least 1"),
+     ("draft.num_heads=3 draft.num_kv_heads=2", "num_heads (3) is not a multiple"),
+     ("boost.rule=residual distil.loss=cross_entropy", "which distil.loss=cross_entropy ignores")],
+)  # fmt: skip
+def test_impossible_settings_are_refused_before_any_work(override, sentence):
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        check(load_recipe(TINY, tuple(override.split())))
+
+
+def test_a_draft_needs_at_least_one_step_and_the_ranks_that_are_known():
+    recipe = load_recipe(TINY, ("schedule.steps=0", "schedule.decay_steps=0"))
+    with pytest.raises(ValueError, match=r"schedule\.steps is 0; a draft learns"):
+        check(recipe)
+    assert KNOWN_RANKS == TOP
+    wide = dataclasses.replace(load_recipe(TINY).target, max_positions=32)
+    with pytest.raises(ValueError, match="the target's context is 32"):
+        check_for(load_recipe(TINY), wide)
+
+
+def test_time_losses_and_marks_are_those_of_the_places_asked_for(tmp_path):
+    lines = [
+        {"stage": "run"},
+        {"stage": "a", "where": "a-1", "seconds": 5.0, "loss": 3.0},
+        {"stage": "a", "where": "a-1", "seconds": 4.0, "loss": 2.0},
+        {"stage": "a", "where": "a-2", "seconds": 7.0, "loss": 1.0},
+        {"stage": "b", "where": "b-1", "seconds": 0.0, "marked": 0.25},
+    ]
+    file = tmp_path / "log.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)) + '\n{"half a line')
+    assert stage_seconds(file, ["a-1", "b-1"]) == {"a": 9.0, "b": 0.0}
+    assert losses(file, ["a-1", "b-1"]) == {"a-1": 2.0}
+    assert marked(file, ["a-1", "b-1"]) == [0.25]
+
+
+def test_prompts_are_continued_as_a_whole_and_texts_in_pieces():
+    sizes = (2, 3, 8)
+    prompts = tuple(np.array([99, *range(size)], np.int32) for size in sizes)
+    given = Stream((np.arange(9, dtype=np.int32),), 9, prompts, (99,))
+    drawn = Prompts(given, 5, seed=1)
+    found = [[drawn.at(index) for index in range(at, at + 3)] for at in range(0, 30, 3)]
+    whole = [[99, 0, 1], [99, 0, 1, 2], [99, 4, 5, 6, 7]]
+    assert all(sorted(epoch) == whole for epoch in found)
+    assert len({str(epoch) for epoch in found}) > 1  # an order of its own each
+    pieces = Prompts(given._replace(prompts=()), 4, seed=1)
+    assert all(len(pieces.at(index)) == 4 for index in range(6))
+
+
+def test_pieces_are_taken_from_every_document_in_turn():
+    found = evenly(stream(30, 41, 3), 5, 6, seed=0)
+    assert [len(ids) for ids in found] == [5, 5, 2, 5, 5, 2]
+    assert [ids[0] // 30 for ids in found[:2]] == [0, 1]
+    assert all(np.diff(ids).tolist() == [1] * (len(ids) - 1) for ids in found)
+
+
+def test_documents_begin_and_all_but_prompts_end():
+    documents = [Document("a", "x", "train"), Document("b", "y", "train", is_prompt=True)]
+    streams = encode(documents, lambda texts: [[5, 6] for _ in texts], end=0, begin=[1])
+    assert [t.tolist() for t in streams.train.documents] == [[1, 5, 6, 0], [1, 5, 6]]
+    assert [t.tolist() for t in streams.train.prompts] == [[1, 5, 6]]
+    assert streams.train.begin == (1,)
+
+
+def test_bytes_a_token_are_those_of_short_streams_too():
+    assert evaluation_rows(stream(10), 40, 1)[1] == 1

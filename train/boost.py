@@ -1,117 +1,118 @@
 """Collective boost-tuning of a pool of drafts (SpecInfer, arXiv 2305.09781, section 3)."""
 
-import dataclasses
-import json
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from specjax.model import Model
-from train.chunks import write_text
 from train.collect import Collected
-from train.config import Recipe
-from train.distil import batches, distil
-from train.heldout import HeldOut, View, estimates, following, view
-from train.labels import Labelled
-from train.loop import Log, Metrics
-
-TOO_FEW, TOO_MANY = 0.05, 0.95
-"""Outside these marked shares the next draft learns from nearly all samples, or from too few."""
+from train.config import Boost
+from train.heldout import HeldOut, View, rank, view
+from train.labels import Labelled, law_at
+from train.marking import BY_NOTHING, RESIDUAL, RULES, Seen, residual
 
 
 class Material(NamedTuple):
-    """What a pool learns from: collected rows, their labels, corpus labels; and held-out rows."""
+    """What a pool learns from: collected rows, their labels, corpus labels; and held-out rows.
+
+    `own` is the target's log probability of the collected rows' tokens (`View.log_law`).
+    """
 
     rows: Collected
     collected: Labelled
     corpus: Labelled
+    own: Float[np.ndarray, "N S"]
     heldout: HeldOut
 
-    def weighted(self, weights: Float[np.ndarray, "N S"]) -> "Material":
-        """The same with `weights` on the steps of the continuations; prompts keep weight 1."""
-        weight = np.ones(self.collected.tokens.shape, np.float32)
-        weight[:, self.rows.prompt_tokens - 1 : -1] = weights
-        return self._replace(collected=self.collected._replace(weight=weight))
+
+def gather(
+    rows: Collected,
+    collected: Labelled,
+    own: Float[np.ndarray, "N T"],
+    corpus: Labelled,
+    heldout: HeldOut,
+) -> Material:
+    """The material of a pool; steps after a row's end weigh nothing."""
+    along = np.take_along_axis(own, rows.columns - 1, axis=1)
+    material = Material(rows, collected, corpus, along, heldout)
+    return weighted(material, np.ones(rows.alive.shape, np.float32))
 
 
-def mark(match: Bool[np.ndarray, "N S"], window: int) -> Bool[np.ndarray, "N W"]:
-    """The samples on which a draft gives the target's next `window` tokens, `W = S - window + 1`.
+def weighted(material: Material, weights: Float[np.ndarray, "N S"]) -> Material:
+    """`material` with `weights` on the steps of the continuations; prompts keep weight 1.
 
-    `match[n, s]` says that the draft's most likely token at step s of row n, all earlier ones
-    being the target's, is the target's. That is what the draft itself would have produced from
-    step s on as long as it keeps matching, so a sample is marked exactly where all match.
+    Weights are scaled to a mean of 1 over the steps that the target took; the others get 0.
     """
-    windows = np.lib.stride_tricks.sliding_window_view(match, window, axis=1)
-    return np.all(windows, axis=-1)
+    rows, alive = material.rows, material.rows.alive
+    mean = weights[alive].mean()
+    weights = np.where(alive, weights / mean if mean > 0 else 1.0, 0.0).astype(np.float32)
+    weight = np.zeros(material.collected.tokens.shape, np.float32)
+    weight[np.arange(weight.shape[1]) < rows.prompt[:, None] - 1] = 1.0
+    np.put_along_axis(weight, rows.columns - 1, weights, axis=1)
+    return material._replace(collected=material.collected._replace(weight=weight))
 
 
-def step_weights(
-    marked: Bool[np.ndarray, "N W"], window: int, keep: float
-) -> Float[np.ndarray, "N S"]:
-    """How much each step counts: the share of the samples containing it that are unmarked.
+def seen(material: Material, own: View) -> Seen:
+    """What the rules ask of a draft that has the view `own` of the collected rows."""
+    rows = material.rows
+    place = rank(own.top, rows.following)
+    ratio = np.exp(np.minimum(own.log_law - material.own, 0.0))
+    accepted = np.where(rows.temperature[:, None] == 0, place == 0, ratio)
+    return Seen(place, accepted, rows.alive)
 
-    A marked sample counts as `keep` of one. The mean is 1; with nothing left, all are 1.
+
+def lesson(material: Material, earlier: Sequence[Model], settings: Boost) -> tuple[Material, float]:
+    """What the next draft learns from, given the earlier ones, and the share that was marked."""
+    if settings.rule == BY_NOTHING:
+        return material, 0.0
+    if settings.rule == RESIDUAL:
+        taught, marked = _residual(material, earlier, settings.keep)
+    else:
+        known = [seen(material, view(draft, material.rows)) for draft in earlier]
+        steps, marked = RULES[settings.rule](known, settings)
+        taught = weighted(material, steps)
+    return _quieter(taught, settings.elsewhere), marked
+
+
+def _quieter(material: Material, elsewhere: float) -> Material:
+    """`material` with the weight of prompts and corpus rows scaled by `elsewhere`."""
+    collected, corpus, rows = material.collected, material.corpus, material.rows
+    prompt = np.arange(collected.weight.shape[1]) < rows.prompt[:, None] - 1
+    weight = np.where(prompt, elsewhere * collected.weight, collected.weight)
+    return material._replace(
+        collected=collected._replace(weight=weight.astype(np.float32)),
+        corpus=corpus._replace(weight=(elsewhere * corpus.weight).astype(np.float32)),
+    )
+
+
+def _residual(material: Material, earlier: Sequence[Model], keep: float) -> tuple[Material, float]:
+    """Labels mixed from the target's law (`keep`) and from what verification has left of it.
+
+    Both at temperature 1, as all labels are. Marked is the probability that one of the earlier
+    drafts' draws was accepted.
     """
-    ones, value = np.ones(window), np.where(marked, keep, 1.0)
-    spread = np.stack([np.convolve(row, ones) for row in value])
-    share = spread / np.convolve(np.ones(marked.shape[1]), ones)
-    mean = share.mean()
-    return (share / mean if mean > 0 else np.ones_like(share)).astype(np.float32)
+
+    def mixed(part: Labelled) -> tuple[Labelled, Float[np.ndarray, "N T"], np.ndarray]:
+        p = _with_rest(np.exp(part.log_p.astype(np.float32)))
+        laws = [_with_rest(np.exp(law_at(draft, part))) for draft in earlier]
+        left, reached = residual(p, laws)
+        mass = keep * p + (1 - keep) * reached[..., None] * left
+        total = mass.sum(axis=-1)
+        law = np.log(np.maximum(mass / np.maximum(total, 1e-6)[..., None], 1e-7))
+        return part._replace(log_p=law[..., :-1].astype(np.float16)), total, reached
+
+    collected, value, reached = mixed(material.collected)
+    corpus, corpus_value, _ = mixed(material.corpus)
+    corpus = corpus._replace(weight=(corpus_value / corpus_value.mean()).astype(np.float32))
+    material = material._replace(collected=collected, corpus=corpus)
+    rows, before = material.rows, material.rows.columns - 1
+    steps = np.take_along_axis(value, before, axis=1)
+    marked = float(1 - np.take_along_axis(reached, before, axis=1)[rows.alive].mean())
+    return weighted(material, steps.astype(np.float32)), marked
 
 
-def verdict(share: float) -> str:
-    """What a marked share means for the next draft, as a sentence."""
-    if TOO_FEW <= share <= TOO_MANY:
-        return "the next draft learns from the other samples."
-    few = "under" if share < TOO_FEW else "over"
-    limit = TOO_FEW if share < TOO_FEW else TOO_MANY
-    return f"no boost: {few} {100 * limit:.0f} % of the samples are marked."
-
-
-def boost(recipe: Recipe, folder: Path, warm: Model, material: Material, log: Log) -> list[Model]:
-    """The pool: each draft distilled from `warm` on the samples that no earlier draft masters.
-
-    Marked shares, after each draft but the last, go to `folder/boost.json` and to the log.
-    """
-    settings, pool, views, shares = recipe.boost, list[Model](), list[View](), list[float]()
-    marked = np.zeros((0,), bool)
-    for number in range(settings.drafts):
-        if number:
-            found = mark(matches(pool[-1], material.rows), settings.window)
-            marked = found | marked if marked.size else found
-            shares.append(float(marked.mean()))
-            log.write("boost", draft=number, marked=shares[-1], verdict=verdict(shares[-1]))
-            weights = step_weights(marked, settings.window, settings.keep)
-            material = material.weighted(weights)
-        pool.append(_member(number, recipe, folder, warm, material, views, log))
-        views.append(view(pool[-1], material.heldout.rows))
-    write_text(folder / "boost.json", json.dumps({"marked": shares}) + "\n")
-    return pool
-
-
-def _member(
-    number: int,
-    recipe: Recipe,
-    folder: Path,
-    warm: Model,
-    material: Material,
-    earlier: list[View],
-    log: Log,
-) -> Model:
-    """Draft `number` of the pool, resumed from its own folder."""
-    seed, heldout = recipe.schedule.seed + 10 * number, material.heldout
-    schedule = dataclasses.replace(recipe.schedule, seed=seed)
-    parts = [(material.collected, schedule.batch), (material.corpus, recipe.distil.corpus_rows)]
-
-    def measure(model: Model) -> Metrics:
-        return estimates(heldout, view(model, heldout.rows), earlier, recipe.evaluation.depth)
-
-    stage, own, at = f"draft {number}", folder / "drafts" / str(number), batches(parts, seed)
-    return distil(stage, own, warm, at, schedule, recipe.distil, measure, log)
-
-
-def matches(draft: Model, collected: Collected) -> Bool[np.ndarray, "N S"]:
-    """Where the draft's most likely next token is the target's, on every continuation step."""
-    return following(collected) == view(draft, collected).top[..., 0]
+def _with_rest(law: Float[np.ndarray, "*B k"]) -> Float[np.ndarray, "*B k1"]:
+    """`law` with what is missing to 1 as a last entry."""
+    return np.concatenate([law, np.maximum(1 - law.sum(axis=-1, keepdims=True), 0)], axis=-1)

@@ -1,7 +1,5 @@
 """Arrays made a chunk at a time, each chunk a file, so that a kill costs one chunk."""
 
-import dataclasses
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +17,7 @@ def make_chunks(
     stage: str, folder: Path, count: int, make: Callable[[int], Arrays], log: Log
 ) -> None:
     """Fills `folder` with the chunks that it lacks; `make(i)` gives the arrays of chunk i."""
+    folder.mkdir(parents=True, exist_ok=True)
     missing = [i for i in range(count) if not _file(folder, i).is_file()]
     began, entries = time.perf_counter(), 0
     with progress_bar(log.console) as progress:
@@ -30,7 +29,9 @@ def make_chunks(
             rate = entries / (time.perf_counter() - began)
             progress.update(task, advance=1, note=f"{rate:.0f} tokens/s")
             if index == missing[-1]:
-                log.write(stage, chunks=count, made=len(missing), tokens_per_second=rate)
+                seconds = time.perf_counter() - began
+                log.write(stage, where=folder.name, chunks=count, made=len(missing),
+                          tokens_per_second=rate, seconds=seconds)  # fmt: skip
 
 
 def load_chunks(stage: str, folder: Path, count: int) -> dict[str, np.ndarray]:
@@ -45,20 +46,6 @@ def load_chunks(stage: str, folder: Path, count: int) -> dict[str, np.ndarray]:
         raise ValueError(f"{missing} is missing; run the stage {stage!r} first.")
     parts = [np.load(file) for file in files]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}
-
-
-def claim(folder: Path, *settings: Any) -> None:
-    """Notes in `folder` which settings its content is made with, and refuses other ones.
-
-    Raises:
-      ValueError: the folder was begun with other settings.
-    """
-    file = folder / "settings.json"
-    text = json.dumps([dataclasses.asdict(s) for s in settings], indent=1, sort_keys=True) + "\n"
-    if file.is_file() and file.read_text() != text:
-        raise ValueError(f"{folder} was made with other settings; remove it or restore them.")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(file, text)
 
 
 def write_text(file: Path, text: str) -> None:

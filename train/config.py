@@ -11,19 +11,15 @@ from specjax.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Length and step sizes of one optimisation.
+    """Length and step sizes of one optimisation, `batch` sequences a step.
 
-    `length` tokens a sequence, `batch` sequences a step; the last `long_steps` steps use
-    sequences of `long_length` at the same tokens a step. The rate warms up linearly, stays, and
-    falls linearly to zero over the last `decay_steps`. `matrix_rate` is Muon's, for matrices
-    inside the layers; `other_rate` is AdamW's, for embeddings and norms.
+    The rate warms up linearly, stays, and falls linearly to zero over the last `decay_steps`.
+    `matrix_rate` is Muon's, for matrices inside the layers; `other_rate` is AdamW's, for
+    embeddings and norms. `dtype` is that of the matrix products.
     """
 
     steps: int
     batch: int
-    length: int
-    long_steps: int = 0
-    long_length: int = 0
     warmup_steps: int = 20
     decay_steps: int = 0
     matrix_rate: float = 0.02
@@ -36,14 +32,50 @@ class Schedule:
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
-    """The Python standard library of the running interpreter, split by top-level module.
+class Reading(Schedule):
+    """A schedule over sequences of `length` corpus tokens.
 
-    Of every `slices` modules about one is held out and one is for development; modules in
-    `exclude` are left out. `test_share` of a batch's sequences come from the library's own tests.
-    `max_files` bounds the files of each split, tests apart (0: all).
+    The last `long_steps` steps use sequences of `long_length` at the same tokens a step.
     """
 
+    length: int = 512
+    long_steps: int = 0
+    long_length: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model's shape, apart from what drafts share with their target."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def beside(self, target: ModelConfig) -> ModelConfig:
+        """The configuration of a draft of this size for `target`: its vocabulary, its context."""
+        return ModelConfig(
+            vocab_size=target.vocab_size,
+            max_positions=target.max_positions,
+            eos_ids=target.eos_ids,
+            **dataclasses.asdict(self),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """The user's `files`; without any, the standard library of the running interpreter.
+
+    Files are plain text, folders of source code, or `.jsonl` with a `text` or a `prompt` a line.
+    Of every `slices` documents (top-level modules of the library) about one is held out and one
+    is for development. The rest concerns the library alone: modules in `exclude` are left out,
+    `test_share` of a batch's sequences come from its own tests, and `max_files` bounds the files
+    of each split, tests apart (0: all).
+    """
+
+    files: tuple[str, ...] = ()
     slices: int = 20
     test_share: float = 0.25
     exclude: tuple[str, ...] = ("encodings", "pydoc_data", "lib2to3", "site-packages")
@@ -86,33 +118,44 @@ class Labels:
 class Distil:
     """What a distillation step learns from.
 
-    A step holds `schedule.batch` collected rows and `corpus_rows` corpus rows. `hard` is the
-    share of cross-entropy on the row's own next token in the loss; the rest is forward KL.
+    A step holds `schedule.batch` collected rows and `corpus_rows` corpus rows. `loss` is one of
+    `train.loss.LOSSES` (DistillSpec, arXiv 2310.08461, compares them).
     """
 
     corpus_rows: int = 1
-    hard: float = 0.0
+    loss: str = "forward_kl"
 
 
 @dataclasses.dataclass(frozen=True)
 class Boost:
     """Collective boost-tuning of a pool (SpecInfer, arXiv 2305.09781, section 3).
 
-    A sample is a context and the target's next `window` tokens. Draft 0 learns from all; each
-    later one from the samples on which no earlier draft gives all `window` tokens. `keep` is the
-    share of marked samples a later draft still sees (0: as published).
+    Draft 0 learns from all samples; `rule`, one of `train.marking.RULES`, says what each later
+    one learns from, given the earlier ones. A sample is a context and the target's next `window`
+    tokens. `keep` is the weight of what a rule would drop (0: dropped, as published). `cover` is
+    how many of a draft's most likely tokens a node has as children where a rule asks whether a
+    tree covers the target's token. `strength` scales the soft rules. `elsewhere` is the weight,
+    for later drafts, of what no rule judges: prompts and corpus rows. `own_start` gives every
+    draft a warm-up of its own. `sizes` replaces the recipe's draft size, a member each.
     """
 
     drafts: int = 3
+    rule: str = "samples"
     window: int = 4
     keep: float = 0.0
+    cover: int = 2
+    strength: float = 1.0
+    elsewhere: float = 1.0
+    own_start: bool = False
+    sizes: tuple[Size, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Held-out estimates: continuations of development prompts, measured for chains of `depth`.
+    """Estimates while training: continuations of development prompts, for chains of `depth`.
 
-    `temperatures` must hold 0 and one temperature at which rows are sampled.
+    `temperatures` must hold 0 and one temperature at which rows are sampled. `tables` are those
+    of `train.evaluate` that end a run.
     """
 
     prompts: int = 128
@@ -122,18 +165,22 @@ class Evaluation:
     temperatures: tuple[float, ...] = (0.0, 0.8)
     depth: int = 8
     seed: int = 3
+    tables: tuple[str, ...] = ("coverage", "width", "rules", "equal_nodes", "equal_time")
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything a run needs; equal recipes on equal machines give equal weights."""
+    """Everything a run needs; equal recipes on equal machines give equal weights.
+
+    `target` is the shape of a target to train, or the folder of one that exists.
+    """
 
     name: str
-    target: ModelConfig
-    draft: ModelConfig
+    target: ModelConfig | str
+    draft: Size
     corpus: Corpus
-    pretrain: Schedule
-    warm: Schedule
+    pretrain: Reading
+    warm: Reading
     collect: Collect
     labels: Labels
     schedule: Schedule
@@ -141,9 +188,16 @@ class Recipe:
     boost: Boost
     evaluation: Evaluation
 
+    def size_of(self, member: int) -> Size:
+        """The size of a member of the pool."""
+        return self.boost.sizes[member] if self.boost.sizes else self.draft
+
 
 def load_recipe(path: str, overrides: tuple[str, ...] = ()) -> Recipe:
-    """The `RECIPE` of the Python file `path`, with `group.field=value` overrides applied.
+    """The `RECIPE` of the Python file `path`, with overrides applied.
+
+    An override is `group.field=value`, `target=FOLDER`, or `corpus=FILES`: names with commas
+    between them, or as further overrides that follow it.
 
     Raises:
       ValueError: the file has no recipe, or an override names nothing (the nearest is named).
@@ -151,6 +205,8 @@ def load_recipe(path: str, overrides: tuple[str, ...] = ()) -> Recipe:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"there is no configuration file {path!r}.")
+    if file.suffix != ".py":
+        raise ValueError(f"{path} is no Python file, so it defines no RECIPE.")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
@@ -159,19 +215,37 @@ def load_recipe(path: str, overrides: tuple[str, ...] = ()) -> Recipe:
     recipe = getattr(module, "RECIPE", None)
     if not isinstance(recipe, Recipe):
         raise ValueError(f"{path} defines no RECIPE of type train.config.Recipe.")
-    for override in overrides:
+    for override in _joined(overrides):
         recipe = _override(recipe, override)
+    if recipe.target == "":
+        raise ValueError(f"{path} needs a target: write target=FOLDER, a Hugging Face folder.")
     return recipe
+
+
+def _joined(overrides: tuple[str, ...]) -> list[str]:
+    """Overrides, with the files that follow `corpus=` put behind it."""
+    joined: list[str] = []
+    for text in overrides:
+        if "=" not in text and joined and joined[-1].startswith("corpus="):
+            joined[-1] += f",{text}"
+        else:
+            joined.append(text)
+    return joined
 
 
 def _override(recipe: Recipe, text: str) -> Recipe:
     name, equals, value = text.partition("=")
+    if equals and name == "target":
+        return dataclasses.replace(recipe, target=value)
+    if equals and name == "corpus":
+        name = "corpus.files"
     group, dot, field = name.partition(".")
     known = {
         f"{g.name}.{f.name}": f
         for g in dataclasses.fields(recipe)
         if dataclasses.is_dataclass(getattr(recipe, g.name))
         for f in dataclasses.fields(getattr(recipe, g.name))
+        if f.name != "sizes"
     }
     if not (equals and dot and name in known):
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
@@ -187,7 +261,10 @@ def _override(recipe: Recipe, text: str) -> Recipe:
 
 def _parse(current: Any, value: str) -> Any:
     if isinstance(current, bool):
-        return value.lower() in ("1", "true", "yes")
+        known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+        if value.lower() not in known:
+            raise ValueError(value)
+        return known[value.lower()]
     if isinstance(current, tuple):
         kind: type = type(current[0]) if current else str
         return tuple(kind(item) for item in value.split(",") if item)

@@ -1,26 +1,28 @@
-"""The Python standard library as documents, split by module, and its byte-level BPE."""
+"""A run's documents: the user's, or the Python standard library; and its byte-level BPE."""
 
 import hashlib
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from train.config import Corpus
+from train.documents import Document
+from train.files import read_files
 
 END = "<|endoftext|>"
-SPLITS = ("train", "dev", "heldout")
 
 
-class Document(NamedTuple):
-    """One source file: the top-level `module` it belongs to, its `text`, and what it is for."""
+def read_corpus(corpus: Corpus, own: Sequence[Path] = ()) -> list[Document]:
+    """The documents of a corpus; what lies in the folders `own` is none.
 
-    module: str
-    text: str
-    split: str
-    is_test: bool
+    Raises:
+      ValueError: there is no text, or a file cannot be read as what it is.
+    """
+    if corpus.files:
+        return read_files(corpus.files, corpus.slices, own)
+    return standard_library(corpus)
 
 
 def module_of(relative: Path) -> str:

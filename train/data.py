@@ -1,19 +1,27 @@
 """Token streams and the batches cut from them, as a pure function of the step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from tokenizers import Tokenizer
 
-from train.corpus import SPLITS, Document
+from train.documents import SPLITS, Document
+
+Encode = Callable[[list[str]], list[list[int]]]
+"""Texts to tokens, without special ones."""
 
 
 class Stream(NamedTuple):
-    """Documents of one kind as tokens, each ended by token 0, with the bytes they stand for."""
+    """Documents of one kind as tokens, each ended by an end token, with the bytes they stand for.
+
+    `prompts` are those of the documents that are to be continued as a whole; they have no end
+    token. `begin` is what every document begins with.
+    """
 
     documents: tuple[np.ndarray, ...]
     num_bytes: int
+    prompts: tuple[np.ndarray, ...] = ()
+    begin: tuple[int, ...] = ()
 
 
 class Streams(NamedTuple):
@@ -25,21 +33,55 @@ class Streams(NamedTuple):
     heldout: Stream
 
 
-def encode(documents: Sequence[Document], tokenizer: Tokenizer) -> Streams:
-    """Tokens of every document, by split; development and held-out streams hold no tests."""
-    encoded = tokenizer.encode_batch([d.text for d in documents], add_special_tokens=False)
-    tokens = [np.array([*e.ids, 0], np.int32) for e in encoded]
+def encode(
+    documents: Sequence[Document], encoder: Encode, end: int, begin: Sequence[int] = ()
+) -> Streams:
+    """Tokens of every document, by split; development and held-out streams hold no tests.
+
+    Documents begin with `begin`, and end with `end` unless they are to be continued.
+    """
+    tokens = [np.array([*begin, *ids], np.int32) for ids in encoder([d.text for d in documents])]
 
     def stream(split: str, is_test: bool) -> Stream:
         chosen = [
-            (t, len(d.text.encode()))
+            (t, d)
             for t, d in zip(tokens, documents, strict=True)
             if d.split == split and d.is_test == is_test
         ]
-        return Stream(tuple(t for t, _ in chosen), sum(n for _, n in chosen))
+        return Stream(
+            tuple(t if d.is_prompt else np.append(t, np.int32(end)) for t, d in chosen),
+            sum(len(d.text.encode()) for _, d in chosen),
+            tuple(t for t, d in chosen if d.is_prompt),
+            tuple(begin),
+        )
 
     others = (stream(split, False) for split in SPLITS[1:])
     return Streams(stream("train", False), stream("train", True), *others)
+
+
+class Prompts:
+    """What the target is to continue, of at most `length` tokens, as a function of the index.
+
+    The stream's prompts, every epoch in an order of its own (of a long one its beginning token
+    and its last ones); where it has none, pieces of exactly `length` tokens cut from its
+    documents.
+    """
+
+    def __init__(self, stream: Stream, length: int, seed: int) -> None:
+        self._length, self._prompts, self._seed = length, stream.prompts, seed
+        self._begin = stream.begin[: length - 1]
+        self._cut = Epochs(stream, length, seed)
+
+    def at(self, index: int) -> list[int]:
+        """Prompt number `index`; they repeat once all were given."""
+        if not self._prompts:
+            return self._cut.at(index)[: self._length].tolist()
+        epoch, place = divmod(index, len(self._prompts))
+        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts))
+        chosen, begin = self._prompts[order[place]].tolist(), list(self._begin)
+        if len(chosen) <= self._length:
+            return chosen
+        return (begin + chosen[len(begin) - self._length :])[: self._length]
 
 
 class Epochs:
@@ -93,7 +135,19 @@ def evaluation_rows(stream: Stream, length: int, rows: int) -> tuple[np.ndarray,
     if not stream.documents:
         raise ValueError("the stream holds no document.")
     flat = np.concatenate(stream.documents)
+    bytes_per_token = stream.num_bytes / flat.size
     available = max(1, (flat.size - 1) // length)
     flat = np.pad(flat, (0, max(0, available * length + 1 - flat.size)), mode="wrap")
     starts = np.unique(np.linspace(0, available - 1, min(rows, available)).astype(int)) * length
-    return flat[starts[:, None] + np.arange(length + 1)], stream.num_bytes / flat.size
+    return flat[starts[:, None] + np.arange(length + 1)], bytes_per_token
+
+
+def evenly(stream: Stream, length: int, count: int, seed: int) -> list[list[int]]:
+    """`count` pieces of at most `length` tokens, taking the stream's documents in turn."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for number in range(count):
+        document = stream.documents[number % len(stream.documents)][:-1]
+        start = int(rng.integers(max(1, len(document) - length)))
+        found.append(document[start : start + length].tolist())
+    return [ids for ids in found if ids]

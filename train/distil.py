@@ -13,38 +13,39 @@ from specjax.model import Model
 from train.config import Distil, Schedule
 from train.labels import Labelled
 from train.loop import Log, Metrics, fit
-from train.loss import cross_entropy, top_k_forward_kl
+from train.loss import DIVERGENCES, HARD, cross_entropy, lumped, with_tail
 from train.step import Loss, sequence_logits
 
 Batch = tuple[Labelled, ...]
 
 
-def distillation_loss(model: Model, batch: Batch, *, hard: float) -> Float[Array, ""]:
+def distillation_loss(model: Model, batch: Batch, *, loss: str, dtype: str) -> Float[Array, ""]:
     """Mean weighted loss a position, over parts of several lengths, in nats a token.
 
-    A position's loss is forward KL to the target, mixed with a share `hard` of cross-entropy on
-    the row's own next token.
+    A position's loss is the divergence named `loss` from the target's law, or the cross-entropy
+    of the row's own next token. Matrix products are in `dtype`.
     """
-    total = sum(_weighted_sum(model, part, hard) for part in batch)
+    total = sum(_weighted_sum(model, part, loss, dtype) for part in batch)
     return jnp.asarray(total / sum(part.weight.size for part in batch))
 
 
-def _weighted_sum(model: Model, part: Labelled, hard: float) -> Float[Array, ""]:
+def _weighted_sum(model: Model, part: Labelled, loss: str, dtype: str) -> Float[Array, ""]:
     tokens, k = jnp.asarray(part.tokens), part.ids.shape[-1]
-    logits = sequence_logits(model, tokens, jnp.dtype("float32"))
-    ids = jnp.asarray(part.ids, jnp.int32).reshape(-1, k).T
-    log_p = jnp.asarray(part.log_p, jnp.float32).reshape(-1, k).T
-    loss = (1 - hard) * top_k_forward_kl(logits, ids, log_p)
-    if hard:
+    logits = sequence_logits(model, tokens, jnp.dtype(dtype))
+    if loss == HARD:
         following = jnp.roll(tokens, -1, axis=1)
         has_next = jnp.ones(tokens.shape).at[:, -1].set(0)
-        loss += hard * cross_entropy(logits, following.reshape(-1)) * has_next.reshape(-1)
-    return jnp.sum(loss * jnp.asarray(part.weight).reshape(-1))
+        value = cross_entropy(logits, following.reshape(-1)) * has_next.reshape(-1)
+    else:
+        ids = jnp.asarray(part.ids, jnp.int32).reshape(-1, k).T
+        log_p = with_tail(jnp.asarray(part.log_p, jnp.float32).reshape(-1, k).T)
+        value = DIVERGENCES[loss](log_p, lumped(logits, ids))
+    return jnp.sum(value * jnp.asarray(part.weight).reshape(-1))
 
 
 @cache
-def _loss(hard: float) -> Loss:
-    return partial(distillation_loss, hard=hard)
+def _loss(loss: str, dtype: str) -> Loss:
+    return partial(distillation_loss, loss=loss, dtype=dtype)
 
 
 class Shuffle:
@@ -92,6 +93,8 @@ def distil(
     measure: Callable[[Model], Metrics],
     log: Log,
 ) -> Model:
-    """The draft `first` after `schedule.steps` steps on soft labels; float32 weights."""
+    """The draft `first` after `schedule.steps` steps on the target's labels; float32 weights."""
     own = jax.tree.map(jnp.copy, first)  # training donates the buffers it starts from
-    return fit(stage, folder, own, schedule, batch, _loss(settings.hard), measure, log)
+    return fit(
+        stage, folder, own, schedule, batch, _loss(settings.loss, schedule.dtype), measure, log
+    )

@@ -16,7 +16,10 @@ from train.collect import Collected
 from train.config import Labels
 from train.data import Mixture, Streams
 from train.loop import Log
+from train.parallel import Spread
 from train.step import sequence_logits
+
+_ROWS = 16
 
 
 class Labelled(NamedTuple):
@@ -38,7 +41,8 @@ def label_collected(
     pieces = _pieces(len(collected.tokens), collected.tokens.shape[1], settings)
 
     def make(chunk: int) -> Arrays:
-        return _labels(target, collected.tokens[pieces[chunk]], settings)
+        own = pieces[chunk]
+        return _labels(target, collected.tokens[own], collected.temperature[own], settings)
 
     make_chunks("label", folder, len(pieces), make, log)
 
@@ -53,7 +57,8 @@ def label_corpus(
     pieces = _pieces(rows, length, settings)
 
     def make(chunk: int) -> Arrays:
-        return _labels(target, corpus[pieces[chunk]], settings)
+        part = corpus[pieces[chunk]]
+        return _labels(target, part, np.ones(len(part), np.float32), settings)
 
     make_chunks("label", folder, len(pieces), make, log)
 
@@ -75,21 +80,70 @@ def _pieces(rows: int, length: int, settings: Labels) -> list[slice]:
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
-def _labels(target: Model, rows: np.ndarray, settings: Labels) -> Arrays:
-    ids, log_p = _top_of_law(target, rows, settings.top_k, settings.dtype)
+def load_own(folder: Path, rows: int, length: int, settings: Labels) -> Float[np.ndarray, "N T"]:
+    """The target's log probability of every token's successor, at the row's temperature.
+
+    At 1 for greedy rows, as in `View.log_law`; 0 for the last token.
+
+    Raises:
+      ValueError: it has not finished.
+    """
+    return load_chunks("label", folder, len(_pieces(rows, length, settings)))["own"]
+
+
+def _labels(
+    target: Model, rows: np.ndarray, temperature: Float[np.ndarray, " B"], settings: Labels
+) -> Arrays:
+    spread = Spread()
+    ids, log_p, own = _top_of_law(
+        spread.everywhere(target),
+        *spread.rows((rows, temperature)),
+        settings.top_k,
+        settings.dtype,
+    )
     small = np.min_scalar_type(target.config.vocab_size - 1)
     return {
         "tokens": rows,
         "ids": np.asarray(ids).astype(small),
         "log_p": np.asarray(log_p).astype(np.float16),
+        "own": np.asarray(own),
     }
 
 
 @partial(jax.jit, static_argnames=("k", "dtype"))
 def _top_of_law(
-    target: Model, rows: Int32[Array, "B T"] | Int32[np.ndarray, "B T"], k: int, dtype: str
-) -> tuple[Int32[Array, "B T k"], Float[Array, "B T k"]]:
+    target: Model,
+    rows: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
+    temperature: Float[Array, " B"] | Float[np.ndarray, " B"],
+    k: int,
+    dtype: str,
+) -> tuple[Int32[Array, "B T k"], Float[Array, "B T k"], Float[Array, "B T"]]:
     logits = sequence_logits(target, jnp.asarray(rows), jnp.dtype(dtype)).T
+    logits = logits.reshape(*rows.shape, -1)
     log_p, ids = lax.top_k(logits, k)
     log_p = log_p - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return ids.reshape(*rows.shape, k), log_p.reshape(*rows.shape, k)
+    scale = jnp.where(jnp.asarray(temperature) > 0, temperature, 1)[:, None, None]
+    following = jnp.roll(jnp.asarray(rows), -1, axis=1)
+    own = jnp.take_along_axis(logits / scale, following[..., None], axis=-1)[..., 0]
+    own = own - jax.nn.logsumexp(logits / scale, axis=-1)
+    return ids.astype(jnp.int32), log_p, own.at[:, -1].set(0)
+
+
+def law_at(model: Model, labelled: Labelled) -> Float[np.ndarray, "N T k"]:
+    """`model`'s log probabilities of the labelled tokens, in float32."""
+    pieces = range(0, len(labelled.tokens), _ROWS)
+    found = [
+        _law_at(model, labelled.tokens[at : at + _ROWS], labelled.ids[at : at + _ROWS])
+        for at in pieces
+    ]
+    return np.concatenate([np.asarray(part) for part in found])
+
+
+@jax.jit
+def _law_at(
+    model: Model, tokens: Int32[np.ndarray, "B T"] | Int32[Array, "B T"], ids: Array | np.ndarray
+) -> Float[Array, "B T k"]:
+    logits = sequence_logits(model, jnp.asarray(tokens), jnp.dtype("float32")).T
+    logits = logits.reshape(*tokens.shape, -1)
+    chosen = jnp.take_along_axis(logits, jnp.asarray(ids, jnp.int32), axis=-1)
+    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -14,8 +14,11 @@ from flax.training.train_state import TrainState
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from specjax.config import ModelConfig
 from specjax.model import Model
 from train.config import Schedule
+from train.parallel import Spread
+from train.report import flops_per_token, matmul_rate
 from train.step import Loss, create_state, train_step
 
 Metrics = dict[str, float | int | str]
@@ -53,33 +56,68 @@ def fit(
     """`model` after `schedule.steps` steps on `batch(step)`, resumed from the last checkpoint.
 
     Equal arguments give equal weights, interrupted or not: batches depend on the step alone.
-    `measure` gives the metrics printed every `evaluate_every` steps and at the end.
+    `measure` gives the metrics printed every `evaluate_every` steps and at the end. With several
+    devices every one takes its share of a batch's rows.
     """
-    state = create_state(model, schedule)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
+    if not schedule.steps:
+        return model
+    spread, options = Spread(), ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-        state, start = _resume(manager, state)
+        state, start = _resume(manager, create_state(model, schedule))
+        state = spread.everywhere(state)
         with progress_bar(log.console) as progress:
             task = progress.add_task(stage, total=schedule.steps, completed=start, note="")
-            losses: list[Any] = []
-            began, tokens = time.perf_counter(), 0
+            pace = _Pace(stage, folder, model.config, schedule)
             for step in range(start, schedule.steps):
                 rows = batch(step)
-                state, value = train_step(state, rows, loss)
-                losses.append(value)
-                tokens += num_tokens(rows)
+                if step == start and (sentence := spread.uneven(rows)):
+                    log.write(stage, note=sentence)
+                state, value = train_step(state, spread.rows(rows), loss)
+                pace.add(value, rows)
                 last = step + 1 == schedule.steps
                 progress.update(task, advance=1, note=f"loss {float(value):.3f}")
                 if (step + 1) % schedule.evaluate_every == 0 or last:
-                    mean = float(np.mean([float(v) for v in losses]))
-                    rate = tokens / (time.perf_counter() - began)
-                    found = measure(_model(state))
-                    log.write(stage, step=step + 1, loss=mean, tokens_per_second=rate, **found)
-                    losses, began, tokens = [], time.perf_counter(), 0
+                    figures = pace.figures(step + 1)
+                    log.write(stage, **figures, **measure(_model(spread.together(state))))
+                    pace.restart()
                 if (step + 1) % schedule.save_every == 0 or last:
                     manager.save(step + 1, args=ocp.args.StandardSave(_arrays(state)))
         manager.wait_until_finished()
-    return _model(state)
+    return _model(spread.together(state))
+
+
+class _Pace:
+    """Losses and speed since the last line of the log."""
+
+    def __init__(self, stage: str, folder: Path, config: ModelConfig, schedule: Schedule) -> None:
+        self._where, self._config, self._schedule = folder.name, config, schedule
+        self._stage = stage
+        self.restart()
+
+    def restart(self) -> None:
+        self._losses: list[Any] = []
+        self._flops, self._tokens, self._began = 0.0, 0, time.perf_counter()
+
+    def add(self, loss: Any, rows: Any) -> None:
+        self._losses.append(loss)
+        for length, tokens in token_counts(rows):
+            self._tokens += tokens
+            self._flops += tokens * flops_per_token(self._config, length)
+
+    def figures(self, step: int) -> Metrics:
+        """What a line of the log says of the steps since the last: loss, speed, time left."""
+        mean = float(np.mean([float(value) for value in self._losses]))
+        seconds = time.perf_counter() - self._began
+        left = (self._schedule.steps - step) * seconds / len(self._losses)
+        return {
+            "where": self._where,
+            "step": step,
+            "loss": mean,
+            "tokens_per_second": self._tokens / seconds,
+            "matmul_share": self._flops / seconds / matmul_rate(self._schedule.dtype),
+            "seconds": seconds,
+            "seconds_left": left,
+        }
 
 
 def finished(stage: str, folder: Path, model: Model, schedule: Schedule) -> Model:
@@ -89,6 +127,8 @@ def finished(stage: str, folder: Path, model: Model, schedule: Schedule) -> Mode
       ValueError: it has not finished.
     """
     done = steps_done(folder)
+    if not schedule.steps:
+        return model
     if done != schedule.steps:
         raise ValueError(
             f"{folder} holds {done} of {schedule.steps} steps; run the stage {stage!r} first."
@@ -121,9 +161,10 @@ def _resume(manager: ocp.CheckpointManager, state: TrainState) -> tuple[TrainSta
     return state.replace(step=step, params=params, opt_state=opt_state), latest
 
 
-def num_tokens(batch: Any) -> int:
-    """Tokens of a batch: its int32 entries (labels are of other types)."""
-    return sum(int(leaf.size) for leaf in jax.tree.leaves(batch) if leaf.dtype == np.int32)
+def token_counts(batch: Any) -> list[tuple[int, int]]:
+    """Sequence length and number of tokens of a batch's parts: its int32 leaves are tokens."""
+    leaves = [leaf for leaf in jax.tree.leaves(batch) if leaf.dtype == np.int32]
+    return [(leaf.shape[1], int(leaf.size)) for leaf in leaves]
 
 
 def steps_done(folder: Path) -> int:

@@ -1,4 +1,13 @@
-"""Losses over feature-major logits `[V, C]`, each a pure function giving one value a column."""
+"""Losses of a draft against its target, each a pure function giving one value a column.
+
+The divergences take log probabilities `[cells, C]` over the same cells of the vocabulary: every
+token for itself (`jax.nn.log_softmax`), or the teacher's most likely ones and one cell for all
+others (`lumped`, `with_tail`), which never makes a divergence larger (data processing).
+DistillSpec (arXiv 2310.08461, section 3) compares them; half the L1 distance is one minus the
+probability that a drafted token is accepted (Leviathan et al., arXiv 2211.17192, corollary 3.6).
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +23,38 @@ def cross_entropy(logits: Float[Array, "V C"], labels: Int32[Array, " C"]) -> Fl
     return jax.nn.logsumexp(logits, axis=0) - chosen
 
 
-def forward_kl(logits: Float[Array, "V C"], teacher: Float[Array, "V C"]) -> Float[Array, " C"]:
-    """KL(teacher ‖ student) of two sets of logits, in nats (Hinton et al. 2015; DistillSpec)."""
-    p = jax.nn.softmax(teacher, axis=0)
-    gap = jax.nn.log_softmax(teacher, axis=0) - jax.nn.log_softmax(logits, axis=0)
-    return jnp.sum(p * gap, axis=0)
+def forward_kl(log_p: Float[Array, "K C"], log_q: Float[Array, "K C"]) -> Float[Array, " C"]:
+    """KL(teacher ‖ student), in nats: the student is to cover all that the teacher may say."""
+    return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=0)
 
 
-def top_k_forward_kl(
-    logits: Float[Array, "V C"], ids: Int[Array, "k C"], log_p: Float[Array, "k C"]
-) -> Float[Array, " C"]:
-    """KL(teacher ‖ student) with every token outside the teacher's `ids` lumped into one, in nats.
+def reverse_kl(log_p: Float[Array, "K C"], log_q: Float[Array, "K C"]) -> Float[Array, " C"]:
+    """KL(student ‖ teacher), in nats: the student is to say nothing that the teacher would not."""
+    return jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=0)
 
-    `log_p` holds the teacher's log probabilities of `ids`. The value is at most that of
-    `forward_kl`, by the law of data processing.
-    """
-    log_q = jnp.take_along_axis(logits, ids, axis=0) - jax.nn.logsumexp(logits, axis=0)
-    p = jnp.exp(log_p)
-    tail_p = jnp.maximum(1 - p.sum(axis=0), _SMALLEST_TAIL)
-    tail_q = jnp.maximum(1 - jnp.exp(log_q).sum(axis=0), _SMALLEST_TAIL)
-    tail = tail_p * (jnp.log(tail_p) - jnp.log(tail_q))
-    return jnp.sum(p * (log_p - log_q), axis=0) + tail
+
+def total_variation(log_p: Float[Array, "K C"], log_q: Float[Array, "K C"]) -> Float[Array, " C"]:
+    """Half the L1 distance: the probability that one drafted token is rejected."""
+    return 0.5 * jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=0)
+
+
+Divergence = Callable[[Float[Array, "K C"], Float[Array, "K C"]], Float[Array, " C"]]
+
+HARD = "cross_entropy"
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "total_variation": total_variation,
+}
+LOSSES = (*DIVERGENCES, HARD)
+
+
+def lumped(logits: Float[Array, "V C"], ids: Int[Array, "k C"]) -> Float[Array, "k1 C"]:
+    """Log probabilities of the tokens `ids`, and, last, of all others together."""
+    return with_tail(jnp.take_along_axis(logits, ids, axis=0) - jax.nn.logsumexp(logits, axis=0))
+
+
+def with_tail(log_p: Float[Array, "k C"]) -> Float[Array, "k1 C"]:
+    """`log_p` with the log of what is missing to 1 as a last row."""
+    tail = jnp.maximum(1 - jnp.exp(log_p).sum(axis=0), _SMALLEST_TAIL)
+    return jnp.concatenate([log_p, jnp.log(tail)[None]])

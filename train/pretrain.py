@@ -1,4 +1,4 @@
-"""The first stages: corpus, tokenizer, target."""
+"""Models that learn the corpus itself: the target, and what drafts start from."""
 
 import math
 from functools import cache, partial
@@ -7,40 +7,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tokenizers import Tokenizer
 
 from specjax.config import ModelConfig
 from specjax.model import Model, initialize
-from train.config import Recipe, Schedule
-from train.corpus import standard_library, train_tokenizer
-from train.data import Mixture, Stream, Streams, encode, evaluation_rows
+from train.config import Reading
+from train.data import Mixture, Stream, Streams, evaluation_rows
 from train.loop import Log, Metrics, fit
 from train.step import Loss, evaluate, next_token_loss
-
-
-def tokenizer_and_streams(recipe: Recipe, folder: Path, log: Log) -> tuple[Tokenizer, Streams]:
-    """The tokenizer (trained once, on the training split, kept in `folder`) and the corpus."""
-    documents = standard_library(recipe.corpus)
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        texts = [d.text for d in documents if d.split == "train" and not d.is_test]
-        tokenizer = train_tokenizer(texts, recipe.target.vocab_size)
-        folder.mkdir(parents=True, exist_ok=True)
-        tokenizer.save(str(file))
-    tokenizer = Tokenizer.from_file(str(file))
-    if tokenizer.get_vocab_size() > recipe.target.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {file} has {tokenizer.get_vocab_size()} tokens, "
-            f"the target's vocabulary is {recipe.target.vocab_size}."
-        )
-    streams = encode(documents, tokenizer)
-    log.write(
-        "corpus",
-        documents=len(documents),
-        **{name: sum(map(len, s.documents)) for name, s in streams._asdict().items()},
-        bytes_per_token=streams.train.num_bytes / sum(map(len, streams.train.documents)),
-    )
-    return tokenizer, streams
 
 
 def bits_per_byte(model: Model, stream: Stream, length: int, rows: int) -> float:
@@ -62,12 +35,12 @@ def pretrain(
     stage: str,
     folder: Path,
     config: ModelConfig,
-    schedule: Schedule,
+    schedule: Reading,
     streams: Streams,
     test_share: float,
     log: Log,
 ) -> Model:
-    """A model trained on the standard library; float32 weights. Checkpoints go to `folder`."""
+    """A model trained on the corpus; float32 weights. Checkpoints go to `folder`."""
     batches = Batches(schedule, streams, test_share)
     loss = corpus_loss(schedule.dtype)
 
@@ -81,7 +54,7 @@ def pretrain(
 class Batches:
     """Short sequences, then long ones for the last `long_steps` steps, equal tokens a step."""
 
-    def __init__(self, schedule: Schedule, streams: Streams, share: float) -> None:
+    def __init__(self, schedule: Reading, streams: Streams, share: float) -> None:
         seed = schedule.seed
         self._short = Mixture(streams, share, schedule.length, schedule.batch, seed)
         self._switch = schedule.steps - schedule.long_steps

@@ -1,116 +1,116 @@
 """`python -m train.run CONFIG [group.field=value ...] --folder DIR`: every stage of a recipe.
 
 Each stage leaves its result in the folder and resumes from what it finds there, so the same
-command goes on after a kill. On Linux the environment variable
+command goes on after a kill. A result is found again by all that it was made from: recipes that
+share stages can share a folder. On Linux the environment variable
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592`
 makes training on a CPU about 1.6 times faster (huge pages, and memory kept between steps).
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from specjax.checkpoint import load_model, save_model
-from train import labels
-from train.boost import Material, boost
-from train.chunks import write_text
-from train.collect import collect, load_collected
+from specjax.model import Model
+from specjax.records import use_compilation_cache
+from train import evaluate, labels
+from train.boost import gather, lesson
+from train.checks import check
+from train.collect import collect, ended, load_collected
 from train.config import load_recipe
-from train.heldout import hold_out
-from train.loop import Log
-from train.pretrain import bits_per_byte, pretrain
-from train.report import machine, pool_figures, stage_seconds
+from train.distil import batches, distil
+from train.export import TABLES, check_place, export, report
+from train.heldout import View, estimates, hold_out, view
+from train.loop import Log, Metrics, steps_done
+from train.marking import BY_NOTHING, verdict
+from train.pretrain import pretrain
+from train.report import machine, matmul_rate
 from train.work import Work
 
 
 def run_tokenizer(work: Work) -> None:
-    """The corpus is read, and the tokenizer trained."""
-    work.corpus  # noqa: B018
+    """The corpus is read, and the tokenizer trained where the target brings none."""
+    work.streams  # noqa: B018
 
 
 def run_pretrain(work: Work) -> None:
-    """The target learns the corpus."""
+    """The target learns the corpus, unless one is given."""
     recipe = work.recipe
-    pretrain("pretrain", work.folder / "pretrain", recipe.target, recipe.pretrain, work.streams,
-             recipe.corpus.test_share, work.log)  # fmt: skip
+    if not isinstance(recipe.target, str):
+        pretrain("pretrain", work.pretrained, recipe.target, recipe.pretrain, work.streams,
+                 recipe.corpus.test_share, work.log)  # fmt: skip
 
 
 def run_collect(work: Work) -> None:
     """The target continues prompts of the training split, and of the development split."""
-    for name, stream in (("collected", work.streams.train), ("heldout", work.streams.dev)):
-        settings = work.collections[name]
-        folder = work.claimed(name, settings)
+    for name, stream in (("collected", work.streams.train), ("development", work.streams.dev)):
+        settings, folder = work.collections[name], work.collected(name)
         collect("collect", folder, work.target, stream, settings, work.log)
+        share = ended(load_collected("collect", folder, settings))
+        work.log.write("collect", where=folder.name, seconds=0.0, ended=share, note=_of_ends(share))
+
+
+def _of_ends(share: float) -> str:
+    if share:
+        return f"{100 * share:.1f} % of the continuations ended by themselves."
+    return "the target ended none of its continuations: the drafts learn nothing of where to end."
 
 
 def run_label(work: Work) -> None:
     """The target's laws along the collected rows and along corpus rows."""
-    recipe = work.recipe
-    rows = load_collected("collect", work.folder / "collected", recipe.collect)
-    folder = work.claimed("labels/collected", recipe.labels, recipe.collect)
-    labels.label_collected(folder, work.target, rows, recipe.labels, work.log)
-    folder, share = work.claimed("labels/corpus", recipe.labels), recipe.corpus.test_share
-    labels.label_corpus(folder, work.target, work.streams, share, recipe.labels, work.log)
+    settings = work.recipe.labels
+    rows = load_collected("collect", work.collected("collected"), work.recipe.collect)
+    labels.label_collected(work.collected_labels, work.target, rows, settings, work.log)
+    labels.label_corpus(
+        work.corpus_labels, work.target, work.streams, work.recipe.corpus.test_share, settings,
+        work.log,
+    )  # fmt: skip
 
 
 def run_warm(work: Work) -> None:
-    """One draft learns the corpus; every member of the pool starts from it."""
-    recipe = work.recipe
-    pretrain("warm", work.claimed("warm", recipe.warm, recipe.draft), recipe.draft, recipe.warm,
-             work.streams, recipe.corpus.test_share, work.log)  # fmt: skip
+    """Drafts learn the corpus: one for all members of its size, or one a member."""
+    for member in range(work.recipe.boost.drafts):
+        schedule, folder = work.warm_schedule(member), work.warmed(member)
+        if folder not in [work.warmed(earlier) for earlier in range(member)]:
+            pretrain(f"warm {member}", folder, work.draft_config(member), schedule, work.streams,
+                     work.recipe.corpus.test_share, work.log)  # fmt: skip
 
 
 def run_boost(work: Work) -> None:
     """The pool is distilled, each draft on what the earlier ones miss."""
     recipe = work.recipe
-    work.claimed("drafts", recipe.schedule, recipe.distil, recipe.boost, recipe.labels)
-    rows = load_collected("collect", work.folder / "collected", recipe.collect)
-    heldout = load_collected("collect", work.folder / "heldout", recipe.evaluation)
+    rows = load_collected("collect", work.collected("collected"), recipe.collect)
+    development = load_collected("collect", work.collected("development"), recipe.evaluation)
     count, length = rows.tokens.shape
     of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
-    material = Material(
+    material = gather(
         rows,
-        labels.load_labels(work.folder / "labels/collected", count, length, recipe.labels),
-        labels.load_labels(work.folder / "labels/corpus", *of_corpus, recipe.labels),
-        hold_out(work.target, heldout),
+        labels.load_labels(work.collected_labels, count, length, recipe.labels),
+        labels.load_own(work.collected_labels, count, length, recipe.labels),
+        labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels),
+        hold_out(work.target, development),
     )
-    boost(recipe, work.folder, work.warm, material, work.log)
+    pool, views = list[Model](), list[View]()
+    for member in range(recipe.boost.drafts):
+        schedule, taught, folder = work.draft_schedule(member), material, work.drafted(member)
+        boosted = member and recipe.boost.rule != BY_NOTHING
+        if boosted and steps_done(folder) < schedule.steps:
+            taught, marked = lesson(material, pool, recipe.boost)
+            work.log.write(
+                "boost", where=folder.name, seconds=0.0, draft=member, rule=recipe.boost.rule,
+                marked=marked, verdict=verdict(marked),
+            )  # fmt: skip
+        parts = [(taught.collected, schedule.batch), (taught.corpus, recipe.distil.corpus_rows)]
 
+        def measure(model: Model) -> Metrics:
+            own = view(model, material.heldout.rows)
+            return estimates(material.heldout, own, views, recipe.evaluation.depth)
 
-def run_export(work: Work) -> None:
-    """Target and drafts become Hugging Face folders, in bfloat16."""
-    tokenizer, export = work.corpus[0], work.folder / "export"
-    save_model(work.trained_target, export / "target", tokenizer)
-    for number, draft in enumerate(work.drafts):
-        save_model(draft, export / "drafts" / str(number), tokenizer)
-
-
-def run_report(work: Work) -> None:
-    """The figures of what was exported, in `report.json`."""
-    recipe, export, held = work.recipe, work.folder / "export", work.streams.heldout
-    folders = [export / "drafts" / str(n) for n in range(recipe.boost.drafts)]
-    exported, drafts = load_model(export / "target"), [load_model(each) for each in folders]
-    rows = load_collected("collect", work.folder / "heldout", recipe.evaluation)
-    length = recipe.pretrain.length
-    report = {
-        "name": recipe.name,
-        "target": {
-            "parameters": recipe.target.num_parameters,
-            "heldout_bits_per_byte": bits_per_byte(work.trained_target, held, length, 256),
-            "exported_heldout_bits_per_byte": bits_per_byte(exported, held, length, 256),
-            "exported_dev_bits_per_byte": bits_per_byte(exported, work.streams.dev, length, 256),
-        },
-        "draft_parameters": recipe.draft.num_parameters,
-        "drafts": pool_figures(exported, drafts, rows, recipe.evaluation.depth),
-        **json.loads((work.folder / "boost.json").read_text()),
-        "stage_seconds": stage_seconds(work.log.file),
-        "machine": machine(),
-    }
-    write_text(work.folder / "report.json", json.dumps(report, indent=1) + "\n")
-    work.log.write("report", **report["target"], marked=str(report["marked"]))
-    for number, figures in enumerate(report["drafts"]):
-        work.log.write("report", draft=number, **figures)
+        pool.append(
+            distil(f"draft {member}", folder, work.warm(member), batches(parts, schedule.seed),
+                   schedule, recipe.distil, measure, work.log)
+        )  # fmt: skip
+        views.append(view(pool[-1], material.heldout.rows))
 
 
 STAGES = {
@@ -120,39 +120,70 @@ STAGES = {
     "label": run_label,
     "warm": run_warm,
     "boost": run_boost,
-    "export": run_export,
-    "report": run_report,
 }
+AFTER = ("export", "report", "evaluate")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a recipe's stages in order; each resumes from what `--folder` holds."""
     parser = argparse.ArgumentParser(prog="python -m train.run", description=main.__doc__)
     parser.add_argument("config", help="a file of configs/ that defines RECIPE")
-    parser.add_argument("overrides", nargs="*", metavar="group.field=value")
-    parser.add_argument("--folder", default="runs/default", help="checkpoints, log and result")
-    parser.add_argument("--stages", default=",".join(STAGES), help=f"some of {','.join(STAGES)}")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="group.field=value", help="or target=DIR, corpus=FILES..."
+    )
+    parser.add_argument("--folder", default="runs/default", help="checkpoints and log")
+    parser.add_argument("--out", help="the finished pair (default: export in --folder)")
+    names = (*STAGES, *AFTER)
+    parser.add_argument("--stages", default=",".join(names), help=f"some of {','.join(names)}")
+    options = parser.parse_intermixed_args(arguments)
+    use_compilation_cache()
     try:
-        asked = _stages(options.stages)
+        asked = _stages(options.stages, names)
         recipe = load_recipe(options.config, tuple(options.overrides))
+        check(recipe)
         work = Work(recipe, Path(options.folder), Log(Path(options.folder) / "log.jsonl"))
-        work.log.write("run", stages=",".join(asked))
-        for name in asked:
+        out = Path(options.out or Path(options.folder) / "export")
+        check_place(out)
+        work.log.write("run", recipe=recipe.name, stages=",".join(asked), **_speed())
+        for name in (stage for stage in STAGES if stage in asked):
             STAGES[name](work)
-    except ValueError as error:
+        if "export" in asked:
+            export(work, out)
+        if "report" in asked:
+            report(work, out)
+        if "evaluate" in asked:
+            return _evaluate(work, out)
+    except (ValueError, OSError) as error:
         print(f"train.run: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _stages(text: str) -> list[str]:
-    """The named stages, in the order in which they run."""
+def _evaluate(work: Work, out: Path) -> int:
+    """The tables of `train.evaluate` that the recipe asks for, beside the pair."""
+    asked = ",".join(work.recipe.evaluation.tables)
+    place = out / TABLES
+    new_tokens = str(work.recipe.evaluation.new_tokens)
+    found = evaluate.main(["--model", str(out), "--tables", asked, "--json", str(place),
+                           "--plot", str(place.with_suffix(".png")),
+                           "--max-new-tokens", new_tokens])  # fmt: skip
+    work.log.write("evaluate", tables=asked, folder=str(out))
+    return found
+
+
+def _speed() -> Metrics:
+    """What a run can hope for on this machine."""
+    rates = {f"matmul_{kind}": matmul_rate(kind) / 1e9 for kind in ("float32", "bfloat16")}
+    return {"device": machine()["device"], **rates, "unit": "GFLOP/s"}
+
+
+def _stages(text: str, known: tuple[str, ...]) -> list[str]:
+    """The named stages."""
     names = text.split(",")
-    unknown = next((name for name in names if name not in STAGES), None)
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
-        raise ValueError(f"there is no stage {unknown!r}; the stages are {', '.join(STAGES)}.")
-    return [name for name in STAGES if name in names]
+        raise ValueError(f"there is no stage {unknown!r}; the stages are {', '.join(known)}.")
+    return names
 
 
 if __name__ == "__main__":

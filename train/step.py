@@ -27,7 +27,7 @@ def learning_rate(schedule: Schedule, peak: float) -> optax.Schedule:
     warmup, decay = schedule.warmup_steps, schedule.decay_steps
     return optax.join_schedules(
         [
-            optax.linear_schedule(peak / warmup, peak, warmup),
+            optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup, 1)),
             optax.constant_schedule(peak),
             optax.linear_schedule(peak, 0.0, max(decay, 1)),
         ],

@@ -1,6 +1,13 @@
-"""What the stages of a run share: its recipe, its folder, and what earlier stages left there."""
+"""What the stages of a run share: the recipe, and where each stage's result lies.
+
+A result's folder is named after a digest of everything that it depends on: settings, corpus, and
+the results it was made from. So what was made with other settings is never taken for what is
+asked, and recipes that share a stage share its result.
+"""
 
 import dataclasses
+import hashlib
+import json
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,13 +16,20 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
+from specjax.checkpoint import BUNDLED, load
 from specjax.config import ModelConfig
 from specjax.model import Model, initialize
-from train.chunks import claim
+from train.checks import check_for
+from train.chunks import write_text
 from train.config import Collect, Evaluation, Recipe, Schedule
-from train.data import Streams
+from train.corpus import read_corpus, train_tokenizer
+from train.data import Streams, encode
+from train.documents import Document, fingerprint
 from train.loop import Log, finished
-from train.pretrain import tokenizer_and_streams
+from train.marking import BY_NOTHING
+
+COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
+"""Settings that change no result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,49 +43,215 @@ class Work:
     folder: Path
     log: Log
 
-    @cached_property
-    def corpus(self) -> tuple[Tokenizer, Streams]:
-        """The tokenizer and the corpus as tokens."""
-        return tokenizer_and_streams(self.recipe, self.folder, self.log)
+    def place(self, stage: str, *inputs: Any) -> Path:
+        """The folder of a stage's result, made from `inputs`; they are noted in it."""
+        text = json.dumps([_plain(each) for each in inputs], indent=1, sort_keys=True) + "\n"
+        folder = self.folder / f"{stage}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        if not (folder / "inputs.json").is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / "inputs.json", text)
+        return folder
 
-    @property
+    @cached_property
+    def documents(self) -> list[Document]:
+        """The corpus."""
+        return read_corpus(self.recipe.corpus, (self.folder,))
+
+    @cached_property
+    def corpus_id(self) -> str:
+        """A digest of the corpus' texts."""
+        return fingerprint(self.documents)
+
+    @cached_property
+    def given(self) -> tuple[Model, Any]:
+        """The target and the tokenizer of the folder that the recipe names."""
+        assert isinstance(self.recipe.target, str)
+        found = load(self.recipe.target)
+        check_for(self.recipe, found[0].config)
+        return found
+
+    @cached_property
+    def target_config(self) -> ModelConfig:
+        """The target's shape."""
+        own = self.recipe.target
+        if not isinstance(own, str):
+            return own
+        return self.given[0].config
+
+    @cached_property
+    def target_id(self) -> str:
+        """What names the target among the inputs of other stages."""
+        if isinstance(self.recipe.target, str):
+            return _identity_of(self.recipe.target)
+        return self.pretrained.name
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer: trained on the corpus, or the given target's own.
+
+        Raises:
+          ValueError: it has more tokens than the target.
+        """
+        vocabulary = self.target_config.vocab_size
+        if isinstance(self.recipe.target, str):
+            found = self.given[1]
+            size, where = len(found), self.recipe.target
+        else:
+            where = self.place("tokenizer", self.corpus_id, vocabulary)
+            file = where / "tokenizer.json"
+            if not file.is_file():
+                texts = [d.text for d in self.documents if d.split == "train" and not d.is_test]
+                write_text(file, train_tokenizer(texts, vocabulary).to_str())
+            found = Tokenizer.from_file(str(file))
+            size = found.get_vocab_size()
+        if size > vocabulary:
+            raise ValueError(
+                f"the tokenizer in {where} has {size} tokens, the target's vocabulary is "
+                f"{vocabulary}."
+            )
+        return found
+
+    @cached_property
     def streams(self) -> Streams:
         """The corpus as tokens."""
-        return self.corpus[1]
+        tokenizer, eos_ids = self.tokenizer, self.target_config.eos_ids
+        if not eos_ids:
+            raise ValueError(
+                f"{self.recipe.target} names no end token, so its texts would never end; add "
+                "eos_token_id to its config.json or generation_config.json."
+            )
+        if isinstance(tokenizer, Tokenizer):
+            streams = encode(self.documents, lambda texts: _encoded(tokenizer, texts), eos_ids[0])
+        else:
+            streams = encode(
+                self.documents,
+                lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False).input_ids,
+                eos_ids[0],
+                [token for token in tokenizer("").input_ids if token not in eos_ids],
+            )
+        self.log.write(
+            "corpus",
+            documents=len(self.documents),
+            **{name: sum(map(len, s.documents)) for name, s in streams._asdict().items()},
+            bytes_per_token=streams.train.num_bytes / sum(map(len, streams.train.documents)),
+        )
+        return streams
 
     @property
     def collections(self) -> dict[str, Collect | Evaluation]:
-        """What is collected, by the name of its folder."""
-        return {"collected": self.recipe.collect, "heldout": self.recipe.evaluation}
+        """What is collected, by the name of its stage's result."""
+        return {"collected": self.recipe.collect, "development": self.recipe.evaluation}
+
+    @property
+    def pretrained(self) -> Path:
+        """Where the target is trained."""
+        recipe = self.recipe
+        return self.place(
+            "pretrain", self.corpus_id, recipe.target, recipe.pretrain, recipe.corpus.test_share
+        )
+
+    def collected(self, name: str) -> Path:
+        """Where one of `collections` lies."""
+        return self.place(name, self.target_id, self.corpus_id, self.collections[name])
+
+    @property
+    def collected_labels(self) -> Path:
+        """Where the target's laws along its own text lie."""
+        return self.place("labels", self.collected("collected").name, self.recipe.labels)
+
+    @property
+    def corpus_labels(self) -> Path:
+        """Where the target's laws along corpus rows lie."""
+        share = self.recipe.corpus.test_share
+        return self.place(
+            "corpus_labels", self.target_id, self.corpus_id, self.recipe.labels, share
+        )
+
+    def warmed(self, member: int) -> Path:
+        """Where a member's start is trained on the corpus."""
+        config = self.draft_config(member)
+        share = self.recipe.corpus.test_share
+        tokens = self.target_id if isinstance(self.recipe.target, str) else "own tokenizer"
+        return self.place("warm", self.corpus_id, tokens, config, self.warm_schedule(member), share)
+
+    def drafted(self, member: int) -> Path:
+        """Where a member of the pool is distilled."""
+        recipe, boost = self.recipe, self.recipe.boost
+        taught = None
+        if member and boost.rule != BY_NOTHING:
+            rule = dataclasses.replace(boost, drafts=0, own_start=False, sizes=())
+            taught = [_plain(rule), self.drafted(member - 1).name]
+        labels = [self.collected_labels.name, self.corpus_labels.name]
+        return self.place(
+            "draft", labels, self.warmed(member).name, self.draft_schedule(member), recipe.distil,
+            taught,
+        )  # fmt: skip
+
+    def draft_config(self, member: int) -> ModelConfig:
+        """The shape of a member of the pool."""
+        return self.recipe.size_of(member).beside(self.target_config)
+
+    def warm_schedule(self, member: int) -> Any:
+        """How a member's start is trained; all have the same, or each its own seed."""
+        seed = self.recipe.warm.seed + (10 * member if self.recipe.boost.own_start else 0)
+        return dataclasses.replace(self.recipe.warm, seed=seed)
+
+    def draft_schedule(self, member: int) -> Schedule:
+        """How a member is distilled; each has a seed of its own."""
+        schedule = self.recipe.schedule
+        return dataclasses.replace(schedule, seed=schedule.seed + 10 * member)
 
     @cached_property
     def trained_target(self) -> Model:
         """The target as trained, in float32."""
-        return self._finished("pretrain", "pretrain", self.recipe.target, self.recipe.pretrain)
+        own = self.recipe.target
+        assert isinstance(own, ModelConfig)
+        return _finished("pretrain", self.pretrained, own, self.recipe.pretrain)
 
     @cached_property
     def target(self) -> Model:
-        """The target as it will be shipped: rounded to bfloat16, stored in float32."""
+        """The target as it will be used: as loaded; or rounded to bfloat16, stored in float32."""
+        if isinstance(self.recipe.target, str):
+            return self.given[0]
         rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16), self.trained_target)
         return jax.tree.map(lambda w: w.astype(jnp.float32), rounded)
 
-    @cached_property
-    def warm(self) -> Model:
-        """What every draft starts from."""
-        return self._finished("warm", "warm", self.recipe.draft, self.recipe.warm)
+    def warm(self, member: int) -> Model:
+        """What a member starts from."""
+        schedule = self.warm_schedule(member)
+        return _finished("warm", self.warmed(member), self.draft_config(member), schedule)
 
-    @property
-    def drafts(self) -> list[Model]:
-        """The pool."""
-        names = [f"drafts/{number}" for number in range(self.recipe.boost.drafts)]
-        draft, schedule = self.recipe.draft, self.recipe.schedule
-        return [self._finished("boost", name, draft, schedule) for name in names]
+    def draft(self, member: int) -> Model:
+        """A member of the pool."""
+        schedule = self.draft_schedule(member)
+        return _finished("boost", self.drafted(member), self.draft_config(member), schedule)
 
-    def claimed(self, name: str, *settings: Any) -> Path:
-        """The folder of a stage's result, refused where it was made with other settings."""
-        claim(self.folder / name, *settings)
-        return self.folder / name
 
-    def _finished(self, stage: str, name: str, config: ModelConfig, schedule: Schedule) -> Model:
-        model = initialize(jax.random.key(schedule.seed), config)
-        return finished(stage, self.folder / name, model, schedule)
+def _finished(stage: str, folder: Path, config: ModelConfig, schedule: Schedule) -> Model:
+    model = initialize(jax.random.key(schedule.seed), config)
+    return finished(stage, folder, model, schedule)
+
+
+def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+
+def _plain(value: Any) -> Any:
+    """Settings as what JSON holds, without those that change no result."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        found = dataclasses.asdict(value)
+        return {name: found[name] for name in found if name not in COSMETIC}
+    return value
+
+
+def _identity_of(name: str) -> str:
+    """A digest of a checkpoint: its configuration, and its weights' names, sizes and times."""
+    folder = BUNDLED / "target" if name == "bundled" else Path(name)
+    found = hashlib.sha256(str(folder.resolve()).encode())
+    for pattern in ("*.json", "tokenizer.model", "*.jinja"):
+        for file in sorted(folder.glob(pattern)):
+            found.update(file.name.encode() + file.read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        status = file.stat()
+        found.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
+    return f"target-{found.hexdigest()[:16]}"

@@ -15,8 +15,10 @@ from train.config import (
     Distil,
     Evaluation,
     Labels,
+    Reading,
     Recipe,
     Schedule,
+    Size,
 )
 
 RECIPE = Recipe(
@@ -32,33 +34,31 @@ RECIPE = Recipe(
         max_positions=256,
         eos_ids=(0,),
     ),
-    draft=ModelConfig(
-        vocab_size=512,
+    draft=Size(
         hidden_size=32,
         intermediate_size=64,
         num_layers=1,
         num_heads=2,
         num_kv_heads=1,
         head_dim=16,
-        max_positions=256,
-        eos_ids=(0,),
     ),
     corpus=Corpus(max_files=24),
-    pretrain=Schedule(
+    pretrain=Reading(
         steps=60, batch=8, length=64, warmup_steps=5,
         decay_steps=20, dtype="float32", save_every=20, evaluate_every=20,
     ),
-    warm=Schedule(
+    warm=Reading(
         steps=30, batch=16, length=64, warmup_steps=5, decay_steps=10, dtype="float32",
         save_every=15, evaluate_every=15,
     ),
     collect=Collect(prompts=64, prompt_tokens=16, new_tokens=32, batch=32),
     labels=Labels(top_k=16, corpus_rows=16, corpus_length=48, tokens=768, dtype="float32"),
     schedule=Schedule(
-        steps=30, batch=8, length=48, warmup_steps=5, decay_steps=10, dtype="float32",
+        steps=30, batch=8, warmup_steps=5, decay_steps=10, dtype="float32",
         save_every=10, evaluate_every=15,
     ),
     distil=Distil(corpus_rows=2),
     boost=Boost(drafts=3, window=2),
-    evaluation=Evaluation(prompts=32, prompt_tokens=16, new_tokens=32, batch=32, depth=4),
+    evaluation=Evaluation(prompts=32, prompt_tokens=16, new_tokens=32, batch=32, depth=4,
+                          tables=("coverage",)),
 )  # fmt: skip

@@ -29,33 +29,34 @@ class ModelState:
 
 @pytree
 class ExpansionDrafter(Drafter):
-    """A pool of drafts, each expanding `shape` below the root; their trees are merged into one.
+    """A pool of drafts, each expanding a tree below the root; the trees are merged into one.
 
-    `groups` are models of one shape each: a single one, or several stacked on a leading axis and
-    run as one `vmap`; `sizes` says how many a group holds (1: not stacked). `shapes` are the
-    groups' trees.
+    `groups` are equal models with equal trees: a single one, or several stacked on a leading axis
+    and run as one `vmap`; `sizes` says how many a group holds (1: not stacked), `shapes` which
+    tree its members expand.
     """
 
     groups: tuple[Model, ...]
     sizes: tuple[int, ...] = static()
-    shape: TreeShape = static()
+    shapes: tuple[TreeShape, ...] = static()
     construction: str = static(default=DRAWN)  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @classmethod
     def of(
         cls,
         models: Sequence[Model],
-        widths: tuple[int, ...],
+        widths: tuple[int, ...] | tuple[tuple[int, ...], ...],
         construction: str = DRAWN,
         stack: bool | None = None,
     ) -> "ExpansionDrafter":
         """A pool of `models`, equal ones stacked if `stack` (default: except on CPU).
 
-        On 2 CPU cores a batched dot made three stacked drafts cost as much as four to six single
+        `widths` are the children per level of every model's tree, or of each model's own. On 2
+        CPU cores a batched dot made three stacked drafts cost as much as four to six single
         ones, so there they are unrolled.
 
         Raises:
-          ValueError: there is no model, or vocabularies differ.
+          ValueError: there is no model, vocabularies differ, or trees are not one a model.
         """
         if not models:
             raise ValueError("a pool needs at least one draft model.")
@@ -64,18 +65,28 @@ class ExpansionDrafter(Drafter):
             raise ValueError(f"the drafts have different vocabulary sizes: {sorted(sizes)}.")
         if stack is None:
             stack = jax.default_backend() != "cpu"
-        alike: list[list[Model]] = []
-        for model in models:
-            group = next((g for g in alike if stack and g[0].config == model.config), None)
+        alike: list[tuple[TreeShape, list[Model]]] = []
+        for model, shape in zip(models, _shapes(widths, len(models)), strict=True):
+            group = next(
+                (g for s, g in alike if stack and s == shape and g[0].config == model.config), None
+            )
             if group is None:
-                alike.append([model])
+                alike.append((shape, [model]))
             else:
                 group.append(model)
         groups = tuple(
             g[0] if len(g) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *g)
-            for g in alike
+            for _, g in alike
         )
-        return cls(groups, tuple(len(g) for g in alike), TreeShape(widths), construction)
+        return cls(
+            groups, tuple(len(g) for _, g in alike), tuple(s for s, _ in alike), construction
+        )
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """Every draft's tree, in the order of the groups."""
+        pairs = zip(self.shapes, self.sizes, strict=True)
+        return tuple(shape for shape, size in pairs for _ in range(size))
 
     @property
     def num_drafts(self) -> int:
@@ -90,12 +101,12 @@ class ExpansionDrafter(Drafter):
     @property
     def window(self) -> int:
         """Depth of the trees plus 1."""
-        return self.shape.depth + 1
+        return max(shape.depth for shape in self.shapes) + 1
 
     @property
     def num_slots(self) -> int:
         """Node slots of the merged tree, the root included."""
-        return 1 + self.num_drafts * self.shape.num_nodes
+        return 1 + sum(shape.num_nodes for shape in self.trees)
 
     def init(
         self, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
@@ -119,47 +130,55 @@ class ExpansionDrafter(Drafter):
         keys = jax.vmap(lambda k, at: fold(k, at, Purpose.DRAFT))(key, position)
         certain = is_greedy(sampling) | (self.construction != DRAWN)
         tokens, laws, first = [], [], 0
-        for model, size, held in zip(self.groups, self.sizes, state, strict=True):
+        groups = zip(self.groups, self.sizes, self.shapes, state, strict=True)
+        for model, size, shape, held in groups:
             numbers = first + jnp.arange(size)
             first += size
 
-            def one(model: Model, held: ModelState, number: Array) -> tuple[Array, Array]:
+            def one(
+                model: Model, held: ModelState, number: Array, shape: TreeShape = shape
+            ) -> tuple[Array, Array]:
                 own = jax.vmap(lambda k: fold(k, number))(keys)
-                return expand(model, held, own, self.shape, sampling, certain)
+                return expand(model, held, own, shape, sampling, certain)
 
             if size == 1:
                 made = jax.tree.map(lambda x: x[None], one(model, held, numbers[0]))
             else:
                 made = jax.vmap(one)(model, held, numbers)
-            tokens.append(made[0])
-            laws.append(made[1])
-        return self._merged(jnp.concatenate(tokens), jnp.concatenate(laws), last, certain)
+            tokens.extend(made[0])
+            laws.extend(made[1])
+        return self._merged(jnp.concatenate(tokens, 1), jnp.concatenate(laws, 1), last, certain)
 
     def _merged(
         self,
-        tokens: Int32[Array, "G B M"],
-        laws: Float[Array, "G B R V"],
+        tokens: Int32[Array, "B M"],
+        laws: Float[Array, "B R V"],
         last: Int32[Array, " B"],
         certain: Array,
     ) -> TokenTree:
-        rows, drafts, nodes = last.shape[0], self.num_drafts, self.shape.num_nodes
-        offset = np.arange(drafts)[:, None]
-        parents = self.shape.parents()
-        parents = np.where(parents == NO_PARENT, NO_PARENT, parents + offset * nodes)
+        rows, trees = last.shape[0], self.trees
+        nodes = np.cumsum([0, *(tree.num_nodes for tree in trees)])
+        starts = np.cumsum([0, *(tree.num_laws for tree in trees)])
+        parents = [
+            np.where(tree.parents() == NO_PARENT, NO_PARENT, tree.parents() + start)
+            for tree, start in zip(trees, nodes, strict=False)
+        ]
 
-        def same(values: np.ndarray) -> Int32[Array, "B M"]:
-            return jnp.asarray(np.broadcast_to(values.reshape(-1), (rows, values.size)), jnp.int32)
+        def same(values: Sequence[np.ndarray]) -> Int32[Array, "B M"]:
+            joined = np.concatenate(values)
+            return jnp.asarray(np.broadcast_to(joined, (rows, joined.size)), jnp.int32)
 
         draws = Draws(
-            tokens=tokens.swapaxes(0, 1).reshape(rows, -1),
+            tokens=tokens,
             parents=same(parents),
-            depth=same(np.tile(self.shape.depths(), drafts)),
-            drafter=same(np.repeat(np.arange(drafts), nodes)),
-            law=same(self.shape.laws() + offset * self.shape.num_laws),
-            q=laws.swapaxes(0, 1).reshape(rows, -1, laws.shape[-1]),
+            depth=same([tree.depths() for tree in trees]),
+            drafter=same([np.full(tree.num_nodes, number) for number, tree in enumerate(trees)]),
+            law=same([tree.laws() + at for tree, at in zip(trees, starts, strict=False)]),
+            q=laws,
             certain=certain,
         )
-        return jax.vmap(lambda d, root: merge(d, root, self.shape.depth))(draws, last)
+        depth = self.window - 1
+        return jax.vmap(lambda d, root: merge(d, root, depth))(draws, last)
 
     def commit(
         self,
@@ -181,6 +200,16 @@ class ExpansionDrafter(Drafter):
             one(*row) if size == 1 else jax.vmap(one)(*row)
             for size, row in zip(self.sizes, rows, strict=True)
         )
+
+
+def _shapes(widths: tuple[int, ...] | tuple[tuple[int, ...], ...], models: int) -> list[TreeShape]:
+    """One tree a model."""
+    own = [each for each in widths if isinstance(each, tuple)]
+    if not own:
+        return [TreeShape(tuple(w for w in widths if isinstance(w, int)))] * models
+    if len(own) != models or len(own) != len(widths):
+        raise ValueError(f"{len(widths)} trees are named for {models} drafts; each needs its own.")
+    return [TreeShape(each) for each in own]
 
 
 def _prefill(

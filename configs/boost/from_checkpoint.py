@@ -1,0 +1,54 @@
+"""A pool of drafts for a target that you have, from texts that you have.
+
+Command:    python -m train.run configs/boost/from_checkpoint.py target=DIR corpus=FILES... \
+                --folder runs/mine
+            DIR is a Hugging Face folder with a tokenizer; FILES are text files, folders of source
+            code, or .jsonl with a "prompt" or a "text" a line. The result is runs/mine/export:
+            specjax generate PROMPT --model DIR --draft runs/mine/export/drafts/0
+Hardware:   any; memory for the target, and for a few times 8,192 positions over its vocabulary
+            (4 bytes each: 1 GB for a vocabulary of 32,000).
+Wall time:  collecting is the target's plain decoding of collect.prompts times collect.new_tokens
+            tokens; labelling one pass over them; then the drafts. On 2 cores of a Zen 5 CPU, with
+            the bundled pair's target: see train/LOG.md.
+To reach:   `agreement` in the log, the share of the target's greedy tokens that a draft foresees:
+            a pool is worth having above 0.6. Larger targets want larger drafts, for example
+            draft.hidden_size=512 draft.intermediate_size=1536 draft.num_heads=8
+            draft.num_kv_heads=4 draft.head_dim=64, and longer schedules (schedule.steps=5000).
+"""
+
+from train.config import (
+    Boost,
+    Collect,
+    Corpus,
+    Distil,
+    Evaluation,
+    Labels,
+    Reading,
+    Recipe,
+    Schedule,
+    Size,
+)
+
+RECIPE = Recipe(
+    name="from-checkpoint",
+    target="",
+    draft=Size(
+        hidden_size=128,
+        intermediate_size=384,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+    ),
+    corpus=Corpus(test_share=0.0),
+    pretrain=Reading(steps=0, batch=8),
+    warm=Reading(steps=700, batch=8, length=512, decay_steps=200, dtype="float32"),
+    collect=Collect(prompts=3072, prompt_tokens=64, new_tokens=128, batch=64),
+    labels=Labels(top_k=32, corpus_rows=256, corpus_length=512, tokens=4096),
+    schedule=Schedule(
+        steps=1000, batch=18, decay_steps=500, dtype="float32", evaluate_every=200
+    ),
+    distil=Distil(corpus_rows=2),
+    boost=Boost(drafts=3),
+    evaluation=Evaluation(),
+)  # fmt: skip

@@ -1,0 +1,131 @@
+"""What makes a recipe impossible, found before hours were spent on it."""
+
+import dataclasses
+from typing import Any
+
+from specjax.config import ModelConfig
+from train.config import Recipe, Schedule
+from train.loss import HARD, LOSSES
+from train.marking import NAMES, RESIDUAL
+
+DTYPES = ("float32", "bfloat16")
+KNOWN_RANKS = 5
+"""How many of a draft's most likely tokens the rules know."""
+
+_LOWEST: dict[str, dict[str, int]] = {
+    "corpus": {"slices": 1, "max_files": 0},
+    "pretrain": {"length": 1, "long_steps": 0},
+    "warm": {"length": 1, "long_steps": 0},
+    "collect": {"prompts": 1, "prompt_tokens": 1, "new_tokens": 1, "batch": 1, "seed": 0},
+    "labels": {"top_k": 1, "corpus_rows": 1, "corpus_length": 2, "tokens": 1, "seed": 0},
+    "distil": {"corpus_rows": 0},
+    "boost": {"drafts": 1, "window": 1, "cover": 1},
+    "evaluation": {"prompts": 1, "prompt_tokens": 1, "new_tokens": 1, "batch": 1, "depth": 1},
+}
+_OF_SCHEDULES = {"steps": 0, "batch": 1, "warmup_steps": 0, "decay_steps": 0, "save_every": 1,
+                 "evaluate_every": 1, "seed": 0}  # fmt: skip
+
+
+def check(recipe: Recipe) -> None:
+    """Checks all that can be checked without data.
+
+    Raises:
+      ValueError: a setting is out of its range, unknown, or does not go with another.
+    """
+    for group in dataclasses.fields(recipe):
+        part = getattr(recipe, group.name)
+        lowest = _LOWEST.get(group.name, {})
+        if isinstance(part, Schedule):
+            lowest = lowest | _OF_SCHEDULES
+            _schedule(group.name, part)
+        for name, least in lowest.items():
+            if getattr(part, name) < least:
+                value = getattr(part, name)
+                raise ValueError(f"{group.name}.{name} is {value}; it must be at least {least}.")
+    _names(recipe)
+    _pool(recipe)
+    if isinstance(recipe.target, ModelConfig):
+        check_for(recipe, recipe.target)
+
+
+def _schedule(name: str, schedule: Schedule) -> None:
+    busy = schedule.warmup_steps + schedule.decay_steps
+    if schedule.steps and busy > schedule.steps:
+        raise ValueError(
+            f"{name}.warmup_steps and {name}.decay_steps are {busy} together; "
+            f"{name}.steps is {schedule.steps}."
+        )
+    _one_of(f"{name}.dtype", schedule.dtype, DTYPES)
+    if getattr(schedule, "long_steps", 0) and getattr(schedule, "long_length", 0) < 1:
+        raise ValueError(f"{name}.long_steps need a {name}.long_length of at least 1.")
+
+
+def _names(recipe: Recipe) -> None:
+    _one_of("labels.dtype", recipe.labels.dtype, DTYPES)
+    _one_of("boost.rule", recipe.boost.rule, NAMES)
+    _one_of("distil.loss", recipe.distil.loss, LOSSES)
+    if recipe.boost.rule == RESIDUAL and recipe.distil.loss == HARD:
+        raise ValueError(f"boost.rule={RESIDUAL} changes laws, which distil.loss={HARD} ignores.")
+    if not {0.0} < set(recipe.evaluation.temperatures):
+        raise ValueError(
+            f"evaluation.temperatures are {recipe.evaluation.temperatures}; they must hold 0 and "
+            "one above."
+        )
+    if not recipe.collect.temperatures or min(recipe.collect.temperatures) < 0:
+        raise ValueError(
+            f"collect.temperatures are {recipe.collect.temperatures}; there must be some, none "
+            "below 0."
+        )
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}.")
+
+
+def _pool(recipe: Recipe) -> None:
+    boost, schedule = recipe.boost, recipe.schedule
+    if boost.sizes and len(boost.sizes) != boost.drafts:
+        raise ValueError(
+            f"boost.sizes names {len(boost.sizes)} drafts, boost.drafts is {boost.drafts}."
+        )
+    if not schedule.steps:
+        raise ValueError("schedule.steps is 0; a draft learns from its target in at least 1.")
+    limits = (
+        ("boost.window", boost.window, "collect.new_tokens", recipe.collect.new_tokens),
+        ("boost.cover", boost.cover, "the number of known ranks", KNOWN_RANKS),
+        ("evaluation.depth", recipe.evaluation.depth, "evaluation.new_tokens",
+         recipe.evaluation.new_tokens),
+    )  # fmt: skip
+    for name, value, other, most in limits:
+        if value > most:
+            raise ValueError(f"{name} is {value}; it must be at most {most}, {other}.")
+
+
+def check_for(recipe: Recipe, target: ModelConfig) -> None:
+    """Checks what depends on the target.
+
+    Raises:
+      ValueError: a draft's shape is impossible, or rows exceed the target's vocabulary or context.
+    """
+    for member in range(recipe.boost.drafts):
+        recipe.size_of(member).beside(target)
+    if recipe.labels.top_k >= target.vocab_size:
+        raise ValueError(
+            f"labels.top_k is {recipe.labels.top_k}; the target has {target.vocab_size} tokens."
+        )
+    lengths = {
+        "collect.prompt_tokens and collect.new_tokens": recipe.collect.prompt_tokens
+        + recipe.collect.new_tokens,
+        "evaluation.prompt_tokens and evaluation.new_tokens": recipe.evaluation.prompt_tokens
+        + recipe.evaluation.new_tokens,
+        "labels.corpus_length": recipe.labels.corpus_length,
+        "warm.length": recipe.warm.length,
+        "warm.long_length": recipe.warm.long_length,
+    }
+    for name, length in lengths.items():
+        if length > target.max_positions:
+            raise ValueError(
+                f"{name} make {length} tokens a row; the target's context is "
+                f"{target.max_positions}."
+            )

@@ -1,0 +1,238 @@
+"""`python -m train.evaluate --model bundled|DIR`: what a pool of drafts is worth, in five tables.
+
+A pair is a folder with `target`, `drafts/0`, `drafts/1`, ..., as `train.run` leaves it in
+`export`. Shapes are chosen on its `dev.jsonl`, or with the bundled prompts where it has none.
+"""
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from specjax import checkpoint, prompts
+from specjax.measure import environment
+from specjax.model import Model
+from specjax.records import use_compilation_cache
+from train import tables
+from train.chunks import write_text
+from train.export import DEVELOPMENT, HELDOUT, PAIR
+from train.loop import progress_bar
+from train.tables import ALIKE, BOOSTED, SINGLE, Pair, Task
+
+TITLES = {
+    "coverage": "P(target's token among the k most likely), along the target's own text",
+    "width": "Tokens per step of trees ⟨1,1,k,1,1,1,1,1⟩, best draft alone",
+    "rules": "Verification rules, trees of width 5 and depth 8",
+    "equal_nodes": "Equal nodes: every pool with its best shape within a budget",
+    "equal_time": "Equal time: one row at a time",
+}
+_TIMED_PROMPTS = 6
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure a target and its pool of drafts: coverage, widths, rules, equal nodes, equal time."""
+    parser = argparse.ArgumentParser(prog="python -m train.evaluate", description=main.__doc__)
+    parser.add_argument("--model", default="bundled", help="bundled, or a pair's folder")
+    parser.add_argument("--alike", help="a folder whose drafts/ were trained alike")
+    parser.add_argument("--prompts", help='lines of {"id", "prompt"} (default: held-out ones)')
+    parser.add_argument("--limit", type=int, help="how many prompts, of both kinds")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=32, help="rows a pass")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tables", default=",".join(TITLES), help=f"some of {','.join(TITLES)}")
+    parser.add_argument("--json", help="where the tables go; those already there are kept")
+    parser.add_argument("--plot", help="a PNG of equal nodes and coverage")
+    options = parser.parse_args(arguments)
+    use_compilation_cache()
+    try:
+        _check(options)
+        found = evaluate(options)
+        show(found)
+        if options.plot:
+            from train.plot import plot
+
+            plot(found, Path(options.plot))
+    except (ValueError, OSError, ImportError) as error:
+        print(f"train.evaluate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses what would fail after minutes of work."""
+    lowest = {"limit": 1, "max_new_tokens": 1, "rows": 2, "seed": 0}
+    for name, least in lowest.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} is {value}; it must be at least {least}.")
+    for name in options.tables.split(","):
+        if name not in TITLES:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(TITLES)}.")
+    for flag, file in (("--json", options.json), ("--plot", options.plot)):
+        if file and not Path(file).absolute().parent.is_dir():
+            raise ValueError(f"{flag} is {file}, in a folder that does not exist.")
+        if file and Path(file).is_dir():
+            raise ValueError(f"{flag} is {file}, which is a folder.")
+    if options.plot and Path(options.plot).suffix != ".png":
+        raise ValueError(f"--plot is {options.plot}; it must end in .png.")
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    """The tables that were asked for, with what they were measured on.
+
+    Every table is written to `--json` when it is done, and taken from there where the file was
+    measured on the same models, prompts and settings: a killed evaluation goes on.
+    """
+    folder = _pair_folder(options.model)
+    target, tokenizer = checkpoint.load(_target_folder(folder))
+    boosted = _drafts(folder)
+    alike = Path(options.alike) if options.alike else _existing(folder / ALIKE)
+    other = _drafts(alike) if alike else []
+
+    def task(file: Path | None) -> Task:
+        listed = prompts.read(None if file is None else str(file))[: options.limit]
+        longest = target.config.max_positions
+        chosen, _ = prompts.fitting(listed, tokenizer, longest, options.max_new_tokens)
+        texts = [prompt.tokens for prompt in chosen]
+        rows = min(options.rows, len(texts) + 1)
+        return Task(texts, options.max_new_tokens, rows, options.seed)
+
+    # without prompts of its own, a pair's trees are chosen on the bundled ones
+    choosing = _existing(folder / DEVELOPMENT)
+    asked = Path(options.prompts) if options.prompts else _existing(folder / HELDOUT)
+    if asked is None:
+        raise ValueError(f"{folder} has no {HELDOUT}; name prompts to measure on with --prompts.")
+    development, measured_on = task(choosing), task(asked)
+    settings = {
+        "model": options.model,
+        "weights": _digest([target, *boosted, *other]),
+        "target_parameters": target.config.num_parameters,
+        "drafts": [draft.config.num_parameters for draft in boosted],
+        "prompts": asked.name,
+        "count": len(measured_on.prompts),
+        "development": DEVELOPMENT if choosing else "bundled prompts",
+        "development_count": len(development.prompts),
+        "new_tokens": options.max_new_tokens,
+        "seed": options.seed,
+        "texts": _digest([development.prompts, measured_on.prompts]),
+    }
+    found = _kept(options.json, settings)
+    if "single" not in found["env"]:
+        found["env"]["single"] = tables.best_member(target, boosted, development)
+    pools = {SINGLE: [boosted[found["env"]["single"]]], ALIKE: other, BOOSTED: boosted}
+    pair = Pair(target, {name: drafts for name, drafts in pools.items() if drafts})
+    _fill(found, pair, development, measured_on, options)
+    return found
+
+
+def _kept(file: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """The tables in `file` that were measured with `settings`, or none."""
+    new = {"env": environment() | settings}
+    if not file or not Path(file).is_file():
+        return new
+    try:
+        old = json.loads(Path(file).read_text("utf-8"))
+        same = all(old["env"].get(name) == value for name, value in settings.items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return new
+    return old if same else new
+
+
+def _fill(
+    found: dict[str, Any], pair: Pair, development: Task, task: Task, options: argparse.Namespace
+) -> None:
+    """Measures the tables that `found` lacks, one after the other."""
+    makers = {
+        "coverage": lambda: tables.coverage(pair, task),
+        "width": lambda: tables.widths(pair, task),
+        "rules": lambda: tables.rules(pair, task),
+        "equal_nodes": lambda: tables.equal_nodes(pair, development, task),
+        "equal_time": lambda: tables.equal_time(pair, _few(development), _few(task)),
+    }
+    missing = [name for name in TITLES if name in options.tables.split(",") and name not in found]
+    with progress_bar(Console(stderr=True)) as progress:
+        bar = progress.add_task("evaluate", total=len(missing), note="")
+        for name in missing:
+            progress.update(bar, note=name)
+            found[name] = makers[name]()
+            progress.advance(bar)
+            if options.json:
+                write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
+
+
+def _digest(values: Sequence[Any]) -> str:
+    """A number that changes with any of the models or texts."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(values):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()[:16]
+
+
+def _few(task: Task) -> Task:
+    """The prompts of middle length."""
+    ordered = sorted(task.prompts, key=len)
+    start = max(0, (len(ordered) - _TIMED_PROMPTS) // 2)
+    return task._replace(prompts=ordered[start : start + _TIMED_PROMPTS])
+
+
+def _pair_folder(name: str) -> Path:
+    """The folder of a pair: the bundled one, a run's export, or the run that holds it."""
+    if name == "bundled":
+        return checkpoint.BUNDLED
+    folder = Path(name)
+    if not (folder / "drafts").is_dir() and (folder / "export" / "drafts").is_dir():
+        return folder / "export"
+    return folder
+
+
+def _target_folder(folder: Path) -> Path:
+    if (folder / PAIR).is_file():
+        return Path(json.loads((folder / PAIR).read_text())["target"])
+    return folder / "target"
+
+
+def _drafts(folder: Path) -> list[Model]:
+    """The members of a pool, in numeric order."""
+    pool = folder / "drafts" if (folder / "drafts").is_dir() else folder
+    found = [each for each in pool.glob("*") if each.name.isdigit()] if pool.is_dir() else []
+    if not found:
+        raise ValueError(f"there are no drafts in {folder}: it needs drafts/0, drafts/1, ...")
+    return [checkpoint.load_model(each) for each in sorted(found, key=lambda f: int(f.name))]
+
+
+def _existing(place: Path) -> Path | None:
+    return place if place.exists() else None
+
+
+def show(found: dict[str, Any]) -> None:
+    """Prints the tables."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    env = found["env"]
+    console.print(
+        f"{env['cpu']}, {env['cpu_count']} cores, jax {env['jax']}, {env['date']}; "
+        f"{env['count']} prompts ({env['prompts']}), {env['new_tokens']} new tokens"
+    )
+    for name, title in TITLES.items():
+        if found.get(name):
+            columns = list(dict.fromkeys(key for row in found[name] for key in row))
+            table = Table(*columns, title=title)
+            for row in found[name]:
+                table.add_row(*(_cell(row.get(column, "")) for column in columns))
+            console.print(table)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

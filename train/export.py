@@ -1,0 +1,142 @@
+"""The finished pair: Hugging Face folders, prompts to measure it on, and a report of the run."""
+
+import json
+import shutil
+from pathlib import Path
+
+from specjax.checkpoint import load_model, save_model
+from train.chunks import write_text
+from train.collect import load_collected
+from train.data import Prompts, Stream, evenly
+from train.heldout import View, estimates, hold_out, view
+from train.loop import Metrics
+from train.pretrain import bits_per_byte
+from train.report import losses, machine, marked, stage_seconds
+from train.work import Work
+
+PAIR = "pair.json"
+"""Names the target of a pool that was trained for one that existed."""
+
+DEVELOPMENT, HELDOUT = "dev.jsonl", "heldout.jsonl"
+"""Prompts that go with a pair: to choose trees on, and to measure on."""
+
+TABLES = "tables.json"
+"""What `train.evaluate` found out about a pair at the end of its run, with a picture."""
+
+OWN = {"target", "drafts", PAIR, DEVELOPMENT, HELDOUT, "report.json", TABLES, "tables.png"}
+"""What an export consists of; nothing else is ever replaced."""
+
+PROMPTS = 64
+"""Prompts of the development and of the held-out split that go with a pair."""
+
+
+def check_place(out: Path) -> None:
+    """Checks that nothing but an earlier export would be replaced.
+
+    Raises:
+      ValueError: `out` holds something else.
+    """
+    if out.is_file():
+        raise ValueError(f"{out} is a file; the finished pair is a folder.")
+    foreign = [each.name for each in out.iterdir() if each.name not in OWN] if out.is_dir() else []
+    if foreign:
+        raise ValueError(
+            f"{out} holds {min(foreign)}, which is no part of an export; choose another --out."
+        )
+
+
+def export(work: Work, out: Path) -> None:
+    """Writes the pair to `out`: `target` (a trained one), `drafts/N`, and prompts as lines.
+
+    Weights are in bfloat16. What an earlier export left in `out` is replaced.
+    """
+    part, old = (out.with_name(out.name + end) for end in (".part", ".old"))
+    for left in (part, old):
+        shutil.rmtree(left, ignore_errors=True)
+    if not isinstance(work.recipe.target, str):
+        save_model(work.trained_target, part / "target", work.tokenizer)
+    for number in range(work.recipe.boost.drafts):
+        save_model(work.draft(number), part / "drafts" / str(number), work.tokenizer)
+    if isinstance(work.recipe.target, str):
+        write_text(part / PAIR, json.dumps({"target": str(Path(work.recipe.target).resolve())}))
+    streams, length = work.streams, work.recipe.evaluation.prompt_tokens
+    for name, stream in ((DEVELOPMENT, streams.dev), (HELDOUT, streams.heldout)):
+        write_text(part / name, _lines(work, Path(name).stem, stream, length))
+    if out.exists():
+        out.rename(old)
+    part.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+    work.log.write("export", folder=str(out))
+
+
+def _lines(work: Work, name: str, stream: Stream, length: int) -> str:
+    """`PROMPTS` prompts of a split as JSON lines, as evenly over its documents as they give."""
+    if stream.prompts:
+        given = Prompts(stream, length, work.recipe.evaluation.seed)
+        chosen = [given.at(index) for index in range(min(PROMPTS, len(stream.prompts)))]
+    else:
+        chosen = evenly(stream, length, PROMPTS, work.recipe.evaluation.seed)
+    lines = [
+        json.dumps(
+            {
+                "id": f"{name}/{number}",
+                "prompt": work.tokenizer.decode(ids, skip_special_tokens=True),
+            }
+        )
+        for number, ids in enumerate(chosen)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def report(work: Work, out: Path) -> None:
+    """The run's figures as `report.json` in `out`: what was made, from what, how long it took."""
+    recipe, places = work.recipe, _places(work)
+    drafts = [load_model(out / "drafts" / str(n)) for n in range(recipe.boost.drafts)]
+    rows = load_collected("collect", work.collected("development"), recipe.evaluation)
+    heldout, views, figures = hold_out(work.target, rows), list[View](), list[Metrics]()
+    for draft in drafts:
+        own = view(draft, rows)
+        figures.append(estimates(heldout, own, views, recipe.evaluation.depth))
+        views.append(own)
+    found = {
+        "name": recipe.name,
+        "target": _of_target(work, out),
+        "drafts": [
+            {"parameters": draft.config.num_parameters, "where": work.drafted(n).name, **numbers}
+            for n, (draft, numbers) in enumerate(zip(drafts, figures, strict=True))
+        ],
+        "rule": recipe.boost.rule,
+        "losses": losses(work.log.file, places),
+        "marked": marked(work.log.file, [work.drafted(n).name for n in range(len(drafts))]),
+        "stage_seconds": stage_seconds(work.log.file, places),
+        "machine": machine(),
+    }
+    write_text(out / "report.json", json.dumps(found, indent=1) + "\n")
+    work.log.write("report", **found["target"], marked=str(found["marked"]))
+    for number, numbers in enumerate(figures):
+        work.log.write("report", draft=number, **numbers)
+
+
+def _of_target(work: Work, out: Path) -> Metrics:
+    """The target's size, and its bits a byte on texts that it was not trained on."""
+    own, streams = work.recipe.target, work.streams
+    if isinstance(own, str):
+        return {"folder": own, "parameters": work.target.config.num_parameters}
+    length, exported = work.recipe.pretrain.length, load_model(out / "target")
+    return {
+        "parameters": own.num_parameters,
+        "heldout_bits_per_byte": bits_per_byte(work.trained_target, streams.heldout, length, 256),
+        "exported_heldout_bits_per_byte": bits_per_byte(exported, streams.heldout, length, 256),
+        "exported_dev_bits_per_byte": bits_per_byte(exported, streams.dev, length, 256),
+    }
+
+
+def _places(work: Work) -> list[str]:
+    """The names of all results that the pair was made from."""
+    drafts = range(work.recipe.boost.drafts)
+    found = [work.collected(name) for name in work.collections]
+    found += [work.collected_labels, work.corpus_labels]
+    found += [place(n) for n in drafts for place in (work.warmed, work.drafted)]
+    if not isinstance(work.recipe.target, str):
+        found.append(work.pretrained)
+    return sorted({place.name for place in found})

@@ -1,0 +1,331 @@
+"""What a target and its pool of drafts are worth, measured with the shipped `generate`.
+
+SpecInfer's tables 1 to 3 (arXiv 2305.09781), and what they leave open: pools at an equal number
+of nodes, and at equal time on the machine.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax import measure
+from specjax.decode import generate
+from specjax.draft import ExpansionDrafter
+from specjax.model import Model
+from specjax.request import prepare
+from specjax.sampling import Sampling
+from specjax.verify import DRAWN, MULTI_STEP, NAIVE, TOP_K
+from train.collect import Collected
+from train.heldout import TOP, cover, matched_run, sampled_chain, view, walk
+
+Shape = tuple[tuple[int, ...], ...]
+"""The widths of every member's tree; a member without levels is left out."""
+
+Row = dict[str, Any]
+
+SINGLE, ALIKE, BOOSTED = "single", "alike", "boosted"
+SAMPLED = 0.8
+TEMPERATURES = (0.0, SAMPLED)
+WIDE = 5
+"""The widest of table 2, and the width of table 3."""
+
+BUDGETS = (8, 16, 24)
+_ONE = "one"
+_POOL = "pool"
+
+
+def wide(width: int) -> Shape:
+    """SpecInfer's tree for its tables: of depth 8, expanded at the third token."""
+    return ((1, 1, width, 1, 1, 1, 1, 1),)
+
+
+def _chains(*depths: int) -> Shape:
+    return tuple((1,) * depth for depth in depths)
+
+
+SHAPES: dict[str, tuple[Shape, ...]] = {
+    _ONE: (
+        *(_chains(8), _chains(14), _chains(16)),
+        *(((2, 1, 1, 1),), ((1, 1, 2, 1, 1),), ((2, *(1,) * 7),), ((1, 2, *(1,) * 6),)),
+        *(((2, 2, 1, 1, 1),), ((2, *(1,) * 11),), ((3, *(1,) * 7),), ((2, 2, *(1,) * 4),)),
+    ),
+    _POOL: (
+        *(_chains(5, 5, 5), _chains(4, 2, 2), _chains(3, 3, 2)),
+        *(_chains(10, 9, 9), _chains(6, 5, 5), _chains(8, 4, 4)),
+        *(_chains(14, 14, 14), _chains(8, 8, 8)),
+    ),
+}
+"""Trees tried for one draft and for a pool of three, within every budget that they fit."""
+
+TIMED: dict[str, tuple[Shape, ...]] = {
+    _ONE: (_chains(4), _chains(7), _chains(10)),
+    _POOL: (_chains(3, 2, 2), _chains(5, 4, 4)),
+}
+"""Trees timed, for one row at a time."""
+
+
+class Task(NamedTuple):
+    """Prompts, new tokens a prompt, rows a pass, and the seed."""
+
+    prompts: list[list[int]]
+    new_tokens: int
+    rows: int
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """A target and its pools of drafts; `single` is the best member of `boosted`, alone."""
+
+    target: Model
+    pools: Mapping[str, Sequence[Model]]
+
+
+def continuations(target: Model, task: Task, temperature: float) -> Collected:
+    """The target's own continuations of the prompts."""
+    made = _generate(target, None, task, temperature, NAIVE.name)
+    longest = max(len(prompt) for prompt in task.prompts)
+    tokens = np.zeros((len(task.prompts), longest + task.new_tokens), np.int32)
+    for row, (prompt, new) in enumerate(zip(task.prompts, made.tokens, strict=True)):
+        tokens[row, : len(prompt)] = prompt
+        tokens[row, len(prompt) : len(prompt) + task.new_tokens] = new
+    return Collected(
+        tokens=tokens,
+        prompt=np.array([len(prompt) for prompt in task.prompts], np.int32),
+        length=made.lengths.astype(np.int32),
+        temperature=np.full(len(task.prompts), temperature, np.float32),
+        steps=task.new_tokens,
+    )
+
+
+def coverage(pair: Pair, task: Task) -> list[Row]:
+    """Table 1: P(the target's token is among the k most likely of a draft, or of the pool).
+
+    Along the target's own continuations, greedy and at a temperature.
+    """
+    rows = []
+    for temperature in TEMPERATURES:
+        text = continuations(pair.target, task, temperature)
+        for name, drafts in pair.pools.items():
+            tops = [view(draft, text).top for draft in drafts]
+            members = [(f"draft {n}", [top]) for n, top in enumerate(tops)]
+            for member, chosen in (*members, ("union", tops)):
+                found = cover(text.following, text.alive, chosen)
+                share = {f"top{k + 1}": found[k] for k in range(TOP)}
+                rows.append({"pool": name, "of": member, "temperature": temperature, **share})
+    return rows
+
+
+def widths(pair: Pair, task: Task) -> list[Row]:
+    """Table 2: tokens per step of trees ⟨1,1,k,1,1,1,1,1⟩ of the best draft, k = 1 to 5."""
+    rows = []
+    for width in range(1, WIDE + 1):
+        for temperature in TEMPERATURES:
+            found = measured(pair.target, pair.pools[SINGLE], wide(width), task, temperature)
+            rows.append({"width": width, "temperature": temperature, **found})
+    return rows
+
+
+def rules(pair: Pair, task: Task) -> list[Row]:
+    """Table 3: multi-step sampling against naive, trees of width 5 and depth 8, temperature 0.8.
+
+    The naive rule may also take the most likely children, which multi-step sampling may not.
+    """
+    rows = []
+    for rule, construction in ((MULTI_STEP, DRAWN), (NAIVE, DRAWN), (NAIVE, TOP_K)):
+        found = measured(
+            pair.target, pair.pools[SINGLE], wide(WIDE), task, SAMPLED, rule.name, construction
+        )
+        rows.append({"rule": rule.name, "children": construction, "temperature": SAMPLED, **found})
+    return rows
+
+
+def equal_nodes(pair: Pair, development: Task, task: Task) -> list[Row]:
+    """Every pool at every budget of nodes, each with its own best shape on `development`.
+
+    `nodes` is the budget: the mean number of nodes a step, merged and without the root, that a
+    shape may have on the development prompts; `mean_nodes` what it had on the prompts of `task`.
+    A budget that none of a pool's shapes fits has no row.
+    """
+    rows = []
+    for name, drafts in pair.pools.items():
+        kind = _ONE if name == SINGLE else _POOL
+        tried = _tried(pair.target, drafts, kind, development)
+        for budget in BUDGETS:
+            for temperature in TEMPERATURES:
+                best = _best(tried[temperature], budget)
+                if best is None:
+                    continue
+                found = measured(pair.target, drafts, best, task, temperature)
+                rows.append({"pool": name, "nodes": budget, "temperature": temperature,
+                             "shape": shown(best), **found})  # fmt: skip
+    return rows
+
+
+def _tried(
+    target: Model, drafts: Sequence[Model], kind: str, task: Task
+) -> dict[float, dict[Shape, Row]]:
+    """What every shape of a kind gives on development prompts."""
+    shapes = dict.fromkeys(fitted(shape, len(drafts)) for shape in SHAPES[kind])
+    return {
+        temperature: {shape: measured(target, drafts, shape, task, temperature) for shape in shapes}
+        for temperature in TEMPERATURES
+    }
+
+
+def fitted(shape: Shape, drafts: int) -> Shape:
+    """`shape` for another number of drafts: cut, or its last tree repeated."""
+    return (*shape[:drafts], *[shape[-1]] * (drafts - len(shape)))
+
+
+def _best(tried: Mapping[Shape, Row], budget: int) -> Shape | None:
+    """The shape of most tokens per step among those within the budget."""
+    fitting = [shape for shape, found in tried.items() if found["mean_nodes"] <= budget]
+    return max(fitting, key=lambda shape: tried[shape]["tokens_per_step"], default=None)
+
+
+def equal_time(pair: Pair, development: Task, task: Task) -> list[Row]:
+    """Tokens a second of one row at a time, every pool with its fastest shape on `development`.
+
+    `speedup` is over plain decoding of the same prompts in the same minutes.
+    """
+    rows = []
+    for temperature in TEMPERATURES:
+        plain = _speed(pair.target, None, task, temperature)
+        rows.append({"pool": "none", "temperature": temperature, "shape": "", "speedup": 1.0,
+                     "tokens_per_second": plain})  # fmt: skip
+        for name, drafts in pair.pools.items():
+            shapes = TIMED[_ONE if name == SINGLE else _POOL]
+            drafters = {
+                shape: drafter_of(drafts, shape)
+                for shape in (fitted(shape, len(drafts)) for shape in shapes)
+            }
+            best = max(
+                drafters,
+                key=lambda shape: _speed(pair.target, drafters[shape], development, temperature),
+            )
+            speed = _speed(pair.target, drafters[best], task, temperature)
+            rows.append({"pool": name, "temperature": temperature, "shape": shown(best),
+                         "speedup": speed / plain, "tokens_per_second": speed})  # fmt: skip
+    return rows
+
+
+def best_member(target: Model, drafts: Sequence[Model], task: Task) -> int:
+    """The member whose chain of 8 gives most tokens per step, both temperatures counted alike.
+
+    As `heldout` estimates it along the target's own continuations.
+    """
+    worth = np.zeros(len(drafts))
+    for temperature in TEMPERATURES:
+        text = continuations(target, task, temperature)
+        law, depth = view(target, text).log_law, min(8, task.new_tokens)
+        for number, draft in enumerate(drafts):
+            own = view(draft, text)
+            if temperature:
+                worth[number] += sampled_chain(law, own.log_law, text.length, depth)[1]
+            else:
+                match = (own.top[..., 0] == text.following) & text.alive
+                worth[number] += walk(matched_run(match, depth), text.length, depth)
+    return int(worth.argmax())
+
+
+def measured(
+    target: Model,
+    drafts: Sequence[Model],
+    shape: Shape,
+    task: Task,
+    temperature: float,
+    rule: str = "auto",
+    construction: str = DRAWN,
+) -> Row:
+    """Tokens per step and mean nodes a step of a pool with a shape, over all prompts.
+
+    `spread` is the standard error of tokens per step, from the differences between prompts;
+    None for a single one.
+    """
+    drafter = drafter_of(drafts, shape, construction)
+    made = _generate(target, drafter, task, temperature, rule)
+    rate = made.lengths.sum() / made.steps.sum()
+    left = made.lengths - rate * made.steps  # of a ratio estimate
+    count = len(left)
+    error = np.sqrt(count / max(count - 1, 1) * np.square(left).sum()) / made.steps.sum()
+    return {
+        "tokens_per_step": float(rate),
+        "spread": float(error) if count > 1 else None,
+        "mean_nodes": float(made.nodes.sum() / made.steps.sum()),
+        "prompts": count,
+    }
+
+
+def drafter_of(
+    drafts: Sequence[Model], shape: Shape, construction: str = DRAWN
+) -> ExpansionDrafter:
+    """The pool with a tree for every member; members without levels are left out."""
+    pairs = [(draft, tree) for draft, tree in zip(drafts, shape, strict=True) if tree]
+    return ExpansionDrafter.of(
+        [draft for draft, _ in pairs], tuple(tree for _, tree in pairs), construction
+    )
+
+
+def shown(shape: Shape) -> str:
+    """A shape as text: widths with commas, a member's tree from the next by a slash."""
+    return "/".join(",".join(map(str, tree)) for tree in shape)
+
+
+def parsed(text: str) -> Shape:
+    """The shape that `shown` gave."""
+    return tuple(tuple(int(w) for w in tree.split(",") if w) for tree in text.split("/"))
+
+
+class _Made(NamedTuple):
+    tokens: np.ndarray
+    lengths: np.ndarray
+    steps: np.ndarray
+    nodes: np.ndarray
+
+
+def _generate(
+    target: Model, drafter: ExpansionDrafter | None, task: Task, temperature: float, rule: str
+) -> _Made:
+    """All prompts, `rows` at a time; what fills a batch up is not counted.
+
+    Every batch has the longest prompt in it, so that all of them run the same program.
+    """
+    longest = max(task.prompts, key=len)
+    parts, size = [], task.rows - 1
+    for start in range(0, len(task.prompts), size):
+        prompts = task.prompts[start : start + size]
+        made = generate(
+            jax.random.fold_in(jax.random.key(task.seed), start),
+            target,
+            drafter,
+            [*prompts, *[longest] * (task.rows - len(prompts))],
+            max_new_tokens=task.new_tokens,
+            sampling=Sampling(temperature=temperature),
+            verify=rule,
+        )
+        own = slice(len(prompts))
+        parts.append(_Made(made.tokens[own], made.lengths[own], made.steps[own], made.nodes[own]))
+    return _Made(*(np.concatenate(field) for field in zip(*parts, strict=True)))
+
+
+def _speed(
+    target: Model, drafter: ExpansionDrafter | None, task: Task, temperature: float
+) -> float:
+    """Tokens a second over all prompts, one at a time; the better of two rounds a prompt."""
+    tokens = seconds = 0.0
+    for number, prompt in enumerate(task.prompts):
+        key = jax.random.fold_in(jax.random.key(task.seed), number)
+        request = prepare(
+            key, target, drafter, [prompt], task.new_tokens, Sampling(temperature=temperature),
+            "auto", True,
+        )  # fmt: skip
+        measure.warm(target, drafter, request)
+        run = min(
+            (measure.timed(target, drafter, request) for _ in range(2)), key=lambda r: r.seconds
+        )
+        tokens, seconds = tokens + float(run.lengths.sum()), seconds + run.seconds
+    return tokens / seconds
