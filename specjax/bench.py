@@ -20,7 +20,15 @@ from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
 from specjax.model import Model
-from specjax.options import Bench, at_least, check_seed, count_of, dtypes_of, items
+from specjax.options import (
+    Bench,
+    at_least,
+    check_seed,
+    check_target_file,
+    count_of,
+    dtypes_of,
+    items,
+)
 from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
@@ -71,8 +79,7 @@ def plan_of(options: Bench) -> Plan:
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     at_least("--limit", options.limit, 1)
     check_seed(options.seed)
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        raise ValueError(f"--json is {options.json}, in a folder that does not exist.")
+    check_target_file("--json", options.json)
     methods.check_rule(options.verify)
     batches = items(options.batch, int, "--batch")
     temperatures = items(options.temperatures, float, "--temperatures")

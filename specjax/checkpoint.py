@@ -58,13 +58,21 @@ def load_drafts(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
     """
     if names == "bundled":
-        pool = BUNDLED / "drafts"
-        folders = sorted(pool.glob("[0-9]*"), key=lambda folder: int(folder.name))
-        if not folders:
-            raise CheckpointError(f"this installation has no bundled drafts: {pool} is empty.")
-        return [load_model(folder, dtype) for folder in folders]
+        return load_pool(BUNDLED / "drafts", dtype)
     several = [names] if isinstance(names, str | Path) else names
     return [load_model(_draft_folder(name), dtype) for name in several]
+
+
+def load_pool(folder: Path, dtype: str | None = None) -> list[Model]:
+    """The models of the folders 0, 1, ... in `folder`, in numeric order.
+
+    Raises:
+      CheckpointError: there is none, or one is not supported.
+    """
+    found = [each for each in folder.glob("*") if each.name.isdigit()]
+    if not found:
+        raise CheckpointError(f"there are no drafts in {folder}: it needs folders 0, 1, ...")
+    return [load_model(each, dtype) for each in sorted(found, key=lambda each: int(each.name))]
 
 
 def _draft_folder(name: str | Path) -> Path:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, TypeAlias, TypeVar
 
 import tyro
@@ -207,6 +208,18 @@ def check_seed(seed: int) -> None:
     """
     if not 0 <= seed < 2**32:
         raise ValueError(f"--seed is {seed}; it must lie between 0 and {2**32 - 1}.")
+
+
+def check_target_file(name: str, file: str | None) -> None:
+    """Checks that option `name`, if it is given, names a file that can be written.
+
+    Raises:
+      ValueError: its folder does not exist, or it is a folder itself.
+    """
+    if file and not Path(file).absolute().parent.is_dir():
+        raise ValueError(f"{name} is {file}, in a folder that does not exist.")
+    if file and Path(file).is_dir():
+        raise ValueError(f"{name} is {file}, which is a folder.")
 
 
 def at_least(name: str, value: int | None, lowest: int) -> None:

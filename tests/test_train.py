@@ -43,7 +43,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def work(folder) -> Work:
-    return Work(RECIPE, folder, Log(folder / "log.jsonl"))
+    return Work(RECIPE, folder, Log(folder / "log.jsonl"), folder / "export")
 
 
 def leaves_equal(one, other) -> bool:
@@ -330,19 +330,19 @@ def test_results_made_with_other_settings_are_neither_used_nor_lost(folder, work
     assert "holds 0 of 30 steps; run the stage 'boost' first" in capsys.readouterr().err
     assert run.main([CONFIG, "pretrain.seed=9", *stages]) == 2
     assert "run the stage 'pretrain' first" in capsys.readouterr().err
-    assert leaves_equal(work.draft(1), Work(RECIPE, folder, work.log).draft(1))
+    assert leaves_equal(work.draft(1), dataclasses.replace(work).draft(1))
 
 
 def test_variants_share_what_they_have_in_common(folder, work):
     other = dataclasses.replace(RECIPE, boost=dataclasses.replace(RECIPE.boost, rule="alike"))
-    there = Work(other, folder, work.log)
+    there = dataclasses.replace(work, recipe=other)
     assert there.drafted(0) == work.drafted(0)
     assert there.drafted(1) != work.drafted(1)
     assert there.warmed(2) == work.warmed(0)
     cosmetic = dataclasses.replace(RECIPE.pretrain, save_every=7)
-    there = Work(dataclasses.replace(RECIPE, pretrain=cosmetic), folder, work.log)
+    there = dataclasses.replace(work, recipe=dataclasses.replace(RECIPE, pretrain=cosmetic))
     assert there.pretrained == work.pretrained
     own = dataclasses.replace(RECIPE.boost, own_start=True)
-    there = Work(dataclasses.replace(RECIPE, boost=own), folder, work.log)
+    there = dataclasses.replace(work, recipe=dataclasses.replace(RECIPE, boost=own))
     assert there.warmed(0) == work.warmed(0)
     assert len({there.warmed(n) for n in range(3)}) == 3

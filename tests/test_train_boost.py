@@ -19,7 +19,6 @@ from train.boost import Material, lesson, seen, weighted
 from train.collect import Collected
 from train.config import Boost
 from train.heldout import (
-    HeldOut,
     rank,
     view,
 )
@@ -36,6 +35,7 @@ from train.marking import (
     by_tokens,
     by_union,
     mark,
+    normalized,
     residual,
     verdict,
 )
@@ -196,7 +196,7 @@ def material_of(rows: Collected, **changes) -> Material:
     labels = Labelled(rows.tokens, np.zeros((*shape, 1), np.uint8), np.zeros((*shape, 1)),
                       np.ones(shape, np.float32))  # fmt: skip
     own = np.zeros(rows.alive.shape, np.float32)
-    return Material(rows, labels, labels, own, HeldOut(rows, own))._replace(**changes)
+    return Material(rows, labels, labels, own)._replace(**changes)
 
 
 def test_weights_fall_on_the_steps_spare_the_prompt_and_stop_at_the_end():
@@ -204,7 +204,8 @@ def test_weights_fall_on_the_steps_spare_the_prompt_and_stop_at_the_end():
     rows = whole(tokens, np.zeros(2, np.float32))
     rows = rows._replace(prompt=np.array([6, 4], np.int32), length=np.array([12, 3], np.int32))
     weights = np.random.default_rng(0).random((2, STEPS)).astype(np.float32)
-    found = weighted(material_of(rows), weights).collected.weight
+    scaled = normalized(weights, rows.alive)
+    found = weighted(material_of(rows), scaled).collected.weight
     scale = np.concatenate([weights[0], weights[1, :3]]).mean()
     np.testing.assert_allclose(found[0, 5:17], weights[0] / scale, rtol=1e-5)
     np.testing.assert_allclose(found[1, 3:6], weights[1, :3] / scale, rtol=1e-5)

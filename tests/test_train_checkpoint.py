@@ -91,7 +91,7 @@ def test_the_pool_is_lossless_for_the_given_target(folder, target):
 
 def test_prompts_are_the_users_and_tokens_the_targets(folder, target, corpus):
     recipe = load_recipe(CONFIG, (f"target={target}", f"corpus={','.join(corpus)}", *SMALL))
-    work = Work(recipe, folder, Log(folder / "log.jsonl"))
+    work = Work(recipe, folder, Log(folder / "log.jsonl"), folder / "export")
     rows = load_collected("collect", work.collected("collected"), recipe.collect)
     known = tokenizer_of(target)
     for row in range(len(rows.tokens)):

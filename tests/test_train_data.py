@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
 from specjax.config import ModelConfig
-from train.checks import KNOWN_RANKS, check, check_for
+from train.checks import check, check_for
 from train.chunks import load_chunks, make_chunks
 from train.config import Corpus, Schedule, load_recipe
 from train.corpus import END, module_of, split_of, standard_library, train_tokenizer
@@ -28,7 +28,6 @@ from train.data import (
 )
 from train.distil import Shuffle
 from train.documents import SPLITS, Document
-from train.heldout import TOP
 from train.loop import Log
 from train.report import losses, marked, stage_seconds
 from train.step import learning_rate
@@ -271,7 +270,6 @@ def test_a_draft_needs_at_least_one_step_and_the_ranks_that_are_known():
     recipe = load_recipe(TINY, ("schedule.steps=0", "schedule.decay_steps=0"))
     with pytest.raises(ValueError, match=r"schedule\.steps is 0; a draft learns"):
         check(recipe)
-    assert KNOWN_RANKS == TOP
     wide = dataclasses.replace(load_recipe(TINY).target, max_positions=32)
     with pytest.raises(ValueError, match="the target's context is 32"):
         check_for(load_recipe(TINY), wide)

@@ -9,13 +9,13 @@ from jaxtyping import Float
 from specjax.model import Model
 from train.collect import Collected
 from train.config import Boost
-from train.heldout import HeldOut, View, rank, view
+from train.heldout import View, rank, view
 from train.labels import Labelled, law_at
-from train.marking import BY_NOTHING, RESIDUAL, RULES, Seen, residual
+from train.marking import BY_NOTHING, RESIDUAL, RULES, Seen, normalized, residual
 
 
 class Material(NamedTuple):
-    """What a pool learns from: collected rows, their labels, corpus labels; and held-out rows.
+    """What a pool learns from: collected rows, their labels, and corpus labels.
 
     `own` is the target's log probability of the collected rows' tokens (`View.log_law`).
     """
@@ -24,33 +24,22 @@ class Material(NamedTuple):
     collected: Labelled
     corpus: Labelled
     own: Float[np.ndarray, "N S"]
-    heldout: HeldOut
 
 
 def gather(
-    rows: Collected,
-    collected: Labelled,
-    own: Float[np.ndarray, "N T"],
-    corpus: Labelled,
-    heldout: HeldOut,
+    rows: Collected, collected: Labelled, own: Float[np.ndarray, "N T"], corpus: Labelled
 ) -> Material:
     """The material of a pool; steps after a row's end weigh nothing."""
     along = np.take_along_axis(own, rows.columns - 1, axis=1)
-    material = Material(rows, collected, corpus, along, heldout)
-    return weighted(material, np.ones(rows.alive.shape, np.float32))
+    return weighted(Material(rows, collected, corpus, along), rows.alive.astype(np.float32))
 
 
 def weighted(material: Material, weights: Float[np.ndarray, "N S"]) -> Material:
-    """`material` with `weights` on the steps of the continuations; prompts keep weight 1.
-
-    Weights are scaled to a mean of 1 over the steps that the target took; the others get 0.
-    """
-    rows, alive = material.rows, material.rows.alive
-    mean = weights[alive].mean()
-    weights = np.where(alive, weights / mean if mean > 0 else 1.0, 0.0).astype(np.float32)
+    """`material` with `weights` on the steps of the continuations; prompts keep weight 1."""
+    rows = material.rows
     weight = np.zeros(material.collected.tokens.shape, np.float32)
     weight[np.arange(weight.shape[1]) < rows.prompt[:, None] - 1] = 1.0
-    np.put_along_axis(weight, rows.columns - 1, weights, axis=1)
+    np.put_along_axis(weight, rows.columns - 1, weights.astype(np.float32), axis=1)
     return material._replace(collected=material.collected._replace(weight=weight))
 
 
@@ -110,7 +99,7 @@ def _residual(material: Material, earlier: Sequence[Model], keep: float) -> tupl
     rows, before = material.rows, material.rows.columns - 1
     steps = np.take_along_axis(value, before, axis=1)
     marked = float(1 - np.take_along_axis(reached, before, axis=1)[rows.alive].mean())
-    return weighted(material, steps.astype(np.float32)), marked
+    return weighted(material, normalized(steps, rows.alive)), marked
 
 
 def _with_rest(law: Float[np.ndarray, "*B k"]) -> Float[np.ndarray, "*B k1"]:

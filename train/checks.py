@@ -5,12 +5,11 @@ from typing import Any
 
 from specjax.config import ModelConfig
 from train.config import Recipe, Schedule
+from train.heldout import TOP
 from train.loss import HARD, LOSSES
 from train.marking import NAMES, RESIDUAL
 
 DTYPES = ("float32", "bfloat16")
-KNOWN_RANKS = 5
-"""How many of a draft's most likely tokens the rules know."""
 
 _LOWEST: dict[str, dict[str, int]] = {
     "corpus": {"slices": 1, "max_files": 0},
@@ -93,7 +92,7 @@ def _pool(recipe: Recipe) -> None:
         raise ValueError("schedule.steps is 0; a draft learns from its target in at least 1.")
     limits = (
         ("boost.window", boost.window, "collect.new_tokens", recipe.collect.new_tokens),
-        ("boost.cover", boost.cover, "the number of known ranks", KNOWN_RANKS),
+        ("boost.cover", boost.cover, "the number of known ranks", TOP),
         ("evaluation.depth", recipe.evaluation.depth, "evaluation.new_tokens",
          recipe.evaluation.new_tokens),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Float, Int
 
 from specjax.decode import run
 from specjax.model import Model
@@ -16,6 +16,9 @@ from train.config import Collect, Evaluation
 from train.data import Prompts, Stream
 from train.loop import Log
 from train.parallel import Spread
+
+_OF_ROWS = ("prompt", "length", "key", "sampling")
+"""What of a generation's request has a row for each prompt."""
 
 
 class Collected(NamedTuple):
@@ -78,7 +81,8 @@ def collect(
       ValueError: prompt and continuation exceed the target's context.
     """
     prompts = Prompts(stream, settings.prompt_tokens, settings.seed)
-    key = jax.random.key(settings.seed)
+    key, spread = jax.random.key(settings.seed), Spread()
+    placed = spread.everywhere(target)
     numbers = np.arange(settings.batch)
     of_row = np.array(settings.temperatures, np.float32)
     width = settings.prompt_tokens + settings.new_tokens
@@ -87,37 +91,33 @@ def collect(
         rows = chunk * settings.batch + numbers
         texts = [prompts.at(int(row)) for row in rows]
         temperature = of_row[rows % len(of_row)]
-        new, length = _continued(
-            target, texts, settings.new_tokens, temperature, jax.random.fold_in(key, chunk)
+        sampling, own = Sampling(temperature=temperature), jax.random.fold_in(key, chunk)
+        request = prepare(own, target, None, texts, settings.new_tokens, sampling, "auto", True)
+        request = request._replace(
+            **{name: spread.rows(getattr(request, name)) for name in _OF_ROWS}
         )
-        tokens = np.zeros((len(rows), width), np.int32)
-        for row, text in enumerate(texts):
-            tokens[row, : len(text)] = text
-            tokens[row, len(text) : len(text) + settings.new_tokens] = new[row]
-        prompt = np.array([len(text) for text in texts], np.int32)
-        return {
-            "tokens": tokens,
-            "prompt": prompt,
-            "length": length,
-            "temperature": temperature,
-        }
+        new, length, *_ = run(placed, None, **request._asdict())
+        new = np.asarray(new)[:, : settings.new_tokens]
+        found = joined(texts, new, np.asarray(length), temperature, width)._asdict()
+        return {name: found[name] for name in found if name != "steps"}
 
     make_chunks(stage, folder, num_chunks(settings), make, log)
 
 
-def _continued(
-    target: Model, texts: list[list[int]], new_tokens: int, temperature: np.ndarray, key: Array
-) -> tuple[np.ndarray, np.ndarray]:
-    """The target's tokens after the texts, and how many; every device continues its rows."""
-    spread, sampling = Spread(), Sampling(temperature=temperature)
-    request = prepare(key, target, None, texts, new_tokens, sampling, "auto", True)
-    rows = {"prompt", "length", "key", "sampling"}
-    arguments = {
-        name: spread.rows(value) if name in rows else value
-        for name, value in request._asdict().items()
-    }
-    tokens, length, *_ = run(spread.everywhere(target), None, **arguments)
-    return np.asarray(tokens)[:, :new_tokens], np.asarray(length, np.int32)
+def joined(
+    texts: list[list[int]],
+    new: Int[np.ndarray, "N S"],
+    length: Int[np.ndarray, " N"],
+    temperature: Float[np.ndarray, " N"],
+    width: int,
+) -> Collected:
+    """Rows of `width` tokens: each text, and behind it what the target said."""
+    tokens = np.zeros((len(texts), width), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+        tokens[row, len(text) : len(text) + new.shape[1]] = new[row]
+    prompt = np.array([len(text) for text in texts], np.int32)
+    return Collected(tokens, prompt, length.astype(np.int32), temperature, new.shape[1])
 
 
 def load_collected(stage: str, folder: Path, settings: Collect | Evaluation) -> Collected:

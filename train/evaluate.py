@@ -5,6 +5,7 @@ A pair is a folder with `target`, `drafts/0`, `drafts/1`, ..., as `train.run` le
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import sys
@@ -20,6 +21,7 @@ from rich.table import Table
 from specjax import checkpoint, prompts
 from specjax.measure import environment
 from specjax.model import Model
+from specjax.options import at_least, check_seed, check_target_file
 from specjax.records import use_compilation_cache
 from train import tables
 from train.chunks import write_text
@@ -50,43 +52,64 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tables", default=",".join(TITLES), help=f"some of {','.join(TITLES)}")
     parser.add_argument("--json", help="where the tables go; those already there are kept")
     parser.add_argument("--plot", help="a PNG of equal nodes and coverage")
-    options = parser.parse_args(arguments)
+    options = Options(**vars(parser.parse_args(arguments)))
     use_compilation_cache()
     try:
-        _check(options)
-        found = evaluate(options)
-        show(found)
-        if options.plot:
-            from train.plot import plot
-
-            plot(found, Path(options.plot))
+        run(options)
     except (ValueError, OSError, ImportError) as error:
         print(f"train.evaluate: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is measured, on what, and where it goes; see `main`."""
+
+    model: str = "bundled"
+    alike: str | None = None
+    prompts: str | None = None
+    limit: int | None = None
+    max_new_tokens: int = 128
+    rows: int = 32
+    seed: int = 0
+    tables: str = ",".join(TITLES)
+    json: str | None = None
+    plot: str | None = None
+
+
+def run(options: Options) -> None:
+    """Measures, prints and writes what `options` ask for.
+
+    Raises:
+      ValueError: an option is out of its range, or the pair or the prompts cannot be used.
+      OSError: a file cannot be read or written.
+    """
+    _check(options)
+    found = evaluate(options)
+    show(found)
+    if options.plot:
+        from train.plot import plot
+
+        plot(found, Path(options.plot))
+
+
+def _check(options: Options) -> None:
     """Refuses what would fail after minutes of work."""
-    lowest = {"limit": 1, "max_new_tokens": 1, "rows": 2, "seed": 0}
-    for name, least in lowest.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} is {value}; it must be at least {least}.")
+    at_least("--limit", options.limit, 1)
+    at_least("--max-new-tokens", options.max_new_tokens, 1)
+    at_least("--rows", options.rows, 2)
+    check_seed(options.seed)
     for name in options.tables.split(","):
         if name not in TITLES:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(TITLES)}.")
-    for flag, file in (("--json", options.json), ("--plot", options.plot)):
-        if file and not Path(file).absolute().parent.is_dir():
-            raise ValueError(f"{flag} is {file}, in a folder that does not exist.")
-        if file and Path(file).is_dir():
-            raise ValueError(f"{flag} is {file}, which is a folder.")
+    check_target_file("--json", options.json)
+    check_target_file("--plot", options.plot)
     if options.plot and Path(options.plot).suffix != ".png":
         raise ValueError(f"--plot is {options.plot}; it must end in .png.")
 
 
-def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+def evaluate(options: Options) -> dict[str, Any]:
     """The tables that were asked for, with what they were measured on.
 
     Every table is written to `--json` when it is done, and taken from there where the file was
@@ -148,7 +171,7 @@ def _kept(file: str | None, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fill(
-    found: dict[str, Any], pair: Pair, development: Task, task: Task, options: argparse.Namespace
+    found: dict[str, Any], pair: Pair, development: Task, task: Task, options: Options
 ) -> None:
     """Measures the tables that `found` lacks, one after the other."""
     makers = {
@@ -201,12 +224,9 @@ def _target_folder(folder: Path) -> Path:
 
 
 def _drafts(folder: Path) -> list[Model]:
-    """The members of a pool, in numeric order."""
-    pool = folder / "drafts" if (folder / "drafts").is_dir() else folder
-    found = [each for each in pool.glob("*") if each.name.isdigit()] if pool.is_dir() else []
-    if not found:
-        raise ValueError(f"there are no drafts in {folder}: it needs drafts/0, drafts/1, ...")
-    return [checkpoint.load_model(each) for each in sorted(found, key=lambda f: int(f.name))]
+    """The members of a pool: a pair's, or those of a folder that holds nothing else."""
+    own = folder / "drafts"
+    return checkpoint.load_pool(own if own.is_dir() else folder, "float32")
 
 
 def _existing(place: Path) -> Path | None:

@@ -45,11 +45,12 @@ def check_place(out: Path) -> None:
         )
 
 
-def export(work: Work, out: Path) -> None:
-    """Writes the pair to `out`: `target` (a trained one), `drafts/N`, and prompts as lines.
+def export(work: Work) -> None:
+    """Writes `work.pair`: `target` (a trained one), `drafts/N`, and prompts as lines.
 
-    Weights are in bfloat16. What an earlier export left in `out` is replaced.
+    Weights are in bfloat16. What an earlier export left there is replaced.
     """
+    out = work.pair
     part, old = (out.with_name(out.name + end) for end in (".part", ".old"))
     for left in (part, old):
         shutil.rmtree(left, ignore_errors=True)
@@ -88,9 +89,9 @@ def _lines(work: Work, name: str, stream: Stream, length: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def report(work: Work, out: Path) -> None:
-    """The run's figures as `report.json` in `out`: what was made, from what, how long it took."""
-    recipe, places = work.recipe, _places(work)
+def report(work: Work) -> None:
+    """The run's figures as `report.json`: what was made, from what, how long it took."""
+    recipe, places, out = work.recipe, _places(work), work.pair
     drafts = [load_model(out / "drafts" / str(n)) for n in range(recipe.boost.drafts)]
     rows = load_collected("collect", work.collected("development"), recipe.evaluation)
     heldout, views, figures = hold_out(work.target, rows), list[View](), list[Metrics]()
@@ -100,7 +101,7 @@ def report(work: Work, out: Path) -> None:
         views.append(own)
     found = {
         "name": recipe.name,
-        "target": _of_target(work, out),
+        "target": _of_target(work),
         "drafts": [
             {"parameters": draft.config.num_parameters, "where": work.drafted(n).name, **numbers}
             for n, (draft, numbers) in enumerate(zip(drafts, figures, strict=True))
@@ -117,12 +118,12 @@ def report(work: Work, out: Path) -> None:
         work.log.write("report", draft=number, **numbers)
 
 
-def _of_target(work: Work, out: Path) -> Metrics:
+def _of_target(work: Work) -> Metrics:
     """The target's size, and its bits a byte on texts that it was not trained on."""
     own, streams = work.recipe.target, work.streams
     if isinstance(own, str):
         return {"folder": own, "parameters": work.target.config.num_parameters}
-    length, exported = work.recipe.pretrain.length, load_model(out / "target")
+    length, exported = work.recipe.pretrain.length, load_model(work.pair / "target")
     return {
         "parameters": own.num_parameters,
         "heldout_bits_per_byte": bits_per_byte(work.trained_target, streams.heldout, length, 256),

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from specjax.model import Model
 from train.collect import Collected
 from train.loop import Metrics
-from train.step import sequence_logits
+from train.step import log_law_of, sequence_logits
 
 TOP = 5
 _ROWS = 32
@@ -64,10 +64,8 @@ def _view(
     logits = sequence_logits(model, jnp.asarray(tokens), jnp.dtype("float32"))
     logits = logits.T.reshape(rows, length, -1)
     logits = jnp.take_along_axis(logits, jnp.asarray(columns)[..., None] - 1, axis=1)
-    scale = jnp.where(jnp.asarray(temperature) > 0, temperature, 1)[:, None, None]
-    law = jax.nn.log_softmax(logits / scale, axis=-1)
     chosen = jnp.take_along_axis(jnp.asarray(tokens), jnp.asarray(columns), axis=1)
-    law = jnp.take_along_axis(law, chosen[..., None], axis=-1)[..., 0]
+    law = log_law_of(logits, chosen, jnp.asarray(temperature))
     return lax.top_k(logits, TOP)[1].astype(jnp.int32), law
 
 

@@ -17,7 +17,7 @@ from train.config import Labels
 from train.data import Mixture, Streams
 from train.loop import Log
 from train.parallel import Spread
-from train.step import sequence_logits
+from train.step import log_law_of, sequence_logits
 
 _ROWS = 16
 
@@ -38,13 +38,7 @@ def label_collected(
     folder: Path, target: Model, collected: Collected, settings: Labels, log: Log
 ) -> None:
     """Fills `folder` with the target's laws along the collected rows."""
-    pieces = _pieces(len(collected.tokens), collected.tokens.shape[1], settings)
-
-    def make(chunk: int) -> Arrays:
-        own = pieces[chunk]
-        return _labels(target, collected.tokens[own], collected.temperature[own], settings)
-
-    make_chunks("label", folder, len(pieces), make, log)
+    _label(folder, target, collected.tokens, collected.temperature, settings, log)
 
 
 def label_corpus(
@@ -54,60 +48,56 @@ def label_corpus(
     rows, length = settings.corpus_rows, settings.corpus_length
     # a Mixture's rows are one token longer than what it is asked for
     corpus = Mixture(streams, test_share, length - 1, rows, settings.seed).batch(0)
-    pieces = _pieces(rows, length, settings)
+    _label(folder, target, corpus, np.ones(rows, np.float32), settings, log)
+
+
+def _label(
+    folder: Path,
+    target: Model,
+    tokens: Int[np.ndarray, "N T"],
+    temperature: Float[np.ndarray, " N"],
+    settings: Labels,
+    log: Log,
+) -> None:
+    pieces, spread = _pieces(len(tokens), tokens.shape[1], settings), Spread()
+    placed, small = spread.everywhere(target), np.min_scalar_type(target.config.vocab_size - 1)
 
     def make(chunk: int) -> Arrays:
-        part = corpus[pieces[chunk]]
-        return _labels(target, part, np.ones(len(part), np.float32), settings)
+        rows = tokens[pieces[chunk]]
+        ids, log_p, own = _top_of_law(
+            placed, *spread.rows((rows, temperature[pieces[chunk]])), settings.top_k,
+            settings.dtype,
+        )  # fmt: skip
+        return {
+            "tokens": rows,
+            "ids": np.asarray(ids).astype(small),
+            "log_p": np.asarray(log_p).astype(np.float16),
+            "own": np.asarray(own),
+        }
 
     make_chunks("label", folder, len(pieces), make, log)
 
 
-def load_labels(folder: Path, rows: int, length: int, settings: Labels) -> Labelled:
+def load_labels(
+    folder: Path, rows: int, length: int, settings: Labels
+) -> tuple[Labelled, Float[np.ndarray, "N T"]]:
     """What one of the above left in `folder` for `rows` rows, every position of weight 1.
+
+    And the target's log probability of every token's successor at the row's temperature (at 1
+    for greedy rows, as in `View.log_law`); 0 for the last token.
 
     Raises:
       ValueError: it has not finished.
     """
     found = load_chunks("label", folder, len(_pieces(rows, length, settings)))
     weight = np.ones(found["tokens"].shape, np.float32)
-    return Labelled(found["tokens"], found["ids"], found["log_p"], weight)
+    return Labelled(found["tokens"], found["ids"], found["log_p"], weight), found["own"]
 
 
 def _pieces(rows: int, length: int, settings: Labels) -> list[slice]:
     """The rows of each forward pass."""
     size = max(1, settings.tokens // length)
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
-
-
-def load_own(folder: Path, rows: int, length: int, settings: Labels) -> Float[np.ndarray, "N T"]:
-    """The target's log probability of every token's successor, at the row's temperature.
-
-    At 1 for greedy rows, as in `View.log_law`; 0 for the last token.
-
-    Raises:
-      ValueError: it has not finished.
-    """
-    return load_chunks("label", folder, len(_pieces(rows, length, settings)))["own"]
-
-
-def _labels(
-    target: Model, rows: np.ndarray, temperature: Float[np.ndarray, " B"], settings: Labels
-) -> Arrays:
-    spread = Spread()
-    ids, log_p, own = _top_of_law(
-        spread.everywhere(target),
-        *spread.rows((rows, temperature)),
-        settings.top_k,
-        settings.dtype,
-    )
-    small = np.min_scalar_type(target.config.vocab_size - 1)
-    return {
-        "tokens": rows,
-        "ids": np.asarray(ids).astype(small),
-        "log_p": np.asarray(log_p).astype(np.float16),
-        "own": np.asarray(own),
-    }
 
 
 @partial(jax.jit, static_argnames=("k", "dtype"))
@@ -122,10 +112,8 @@ def _top_of_law(
     logits = logits.reshape(*rows.shape, -1)
     log_p, ids = lax.top_k(logits, k)
     log_p = log_p - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    scale = jnp.where(jnp.asarray(temperature) > 0, temperature, 1)[:, None, None]
     following = jnp.roll(jnp.asarray(rows), -1, axis=1)
-    own = jnp.take_along_axis(logits / scale, following[..., None], axis=-1)[..., 0]
-    own = own - jax.nn.logsumexp(logits / scale, axis=-1)
+    own = log_law_of(logits, following, jnp.asarray(temperature))
     return ids.astype(jnp.int32), log_p, own.at[:, -1].set(0)
 
 

@@ -50,22 +50,6 @@ def mark(match: Bool[np.ndarray, "N S"], window: int) -> Bool[np.ndarray, "N W"]
     return np.all(windows, axis=-1)
 
 
-def spread(value: Float[np.ndarray, "N W"], alive: Bool[np.ndarray, "N S"], window: int) -> Weights:
-    """How much each step counts: the mean value of the samples of `window` steps that contain it.
-
-    Samples lie within the rows; the steps of a row that is shorter than a sample count as one
-    that is not marked. `marked` is 1 minus the samples' mean value.
-    """
-    whole = mark(alive, window)
-    total, number = (
-        np.stack([np.convolve(row, np.ones(window)) for row in np.where(whole, what, 0.0)])
-        for what in (value, np.ones(value.shape))
-    )
-    steps = np.where(number > 0, total / np.maximum(number, 1), 1.0)
-    marked = float(1 - value[whole].mean()) if whole.any() else 0.0
-    return Weights(normalized(steps, alive), marked)
-
-
 def normalized(
     value: Float[np.ndarray, "N S"], alive: Bool[np.ndarray, "N S"]
 ) -> Float[np.ndarray, "N S"]:
@@ -80,7 +64,8 @@ def by_samples(earlier: Sequence[Seen], settings: Boost) -> Weights:
 
     A marked sample counts as `keep` of one.
     """
-    return _windows([draft.rank == 0 for draft in earlier], earlier[0].alive, settings)
+    matches = [mark(draft.rank == 0, settings.window) for draft in earlier]
+    return _by_windows(np.any(matches, axis=0), earlier[0].alive, settings)
 
 
 def by_union(earlier: Sequence[Seen], settings: Boost) -> Weights:
@@ -88,17 +73,8 @@ def by_union(earlier: Sequence[Seen], settings: Boost) -> Weights:
 
     Every node of a draft's tree has `cover` children, its most likely ones.
     """
-    matches = [draft.rank < settings.cover for draft in earlier]
-    return _windows(matches, earlier[0].alive, settings)
-
-
-def _windows(
-    matches: Sequence[Bool[np.ndarray, "N S"]], alive: Bool[np.ndarray, "N S"], settings: Boost
-) -> Weights:
-    marked = np.any([mark(match, settings.window) for match in matches], axis=0)
-    found = spread(np.where(marked, settings.keep, 1.0), alive, settings.window)
-    whole = mark(alive, settings.window)
-    return found._replace(marked=float(marked[whole].mean()) if whole.any() else 0.0)
+    matches = [mark(draft.rank < settings.cover, settings.window) for draft in earlier]
+    return _by_windows(np.any(matches, axis=0), earlier[0].alive, settings)
 
 
 def by_chance(earlier: Sequence[Seen], settings: Boost) -> Weights:
@@ -107,12 +83,33 @@ def by_chance(earlier: Sequence[Seen], settings: Boost) -> Weights:
     The published rule with verification's own probabilities in place of a comparison of most
     likely tokens, so that text drawn at a temperature is marked by the same measure.
     """
-    missed = 1.0
-    for draft in earlier:
-        windows = np.lib.stride_tricks.sliding_window_view(draft.accepted, settings.window, axis=1)
-        missed = missed * (1 - np.prod(windows, axis=-1))
-    value = settings.keep + (1 - settings.keep) * np.asarray(missed) ** settings.strength
-    return spread(value, earlier[0].alive, settings.window)
+    windows = [
+        np.lib.stride_tricks.sliding_window_view(draft.accepted, settings.window, axis=1)
+        for draft in earlier
+    ]
+    broken = np.prod([1 - np.prod(each, axis=-1) for each in windows], axis=0)
+    return _by_windows(1 - broken, earlier[0].alive, settings)
+
+
+def _by_windows(
+    marked: Bool[np.ndarray, "N W"] | Float[np.ndarray, "N W"],
+    alive: Bool[np.ndarray, "N S"],
+    settings: Boost,
+) -> Weights:
+    """Weights from how far, 0 to 1, the sample that begins at each step is marked.
+
+    A sample is worth (1 - marked) ** `strength`, and at least `keep`; a step the mean of the
+    samples that contain it. Samples lie within the rows; the steps of a row that is shorter than
+    a sample count as one that is not marked.
+    """
+    window, whole = settings.window, mark(alive, settings.window)
+    value = settings.keep + (1 - settings.keep) * (1.0 - marked) ** settings.strength
+    total, number = (
+        np.stack([np.convolve(row, np.ones(window)) for row in np.where(whole, what, 0.0)])
+        for what in (value, np.ones(value.shape))
+    )
+    steps = np.where(number > 0, total / np.maximum(number, 1), 1.0)
+    return Weights(normalized(steps, alive), float(marked[whole].mean()) if whole.any() else 0.0)
 
 
 def by_tokens(earlier: Sequence[Seen], settings: Boost) -> Weights:

@@ -30,7 +30,13 @@ from train.work import Work
 
 def run_tokenizer(work: Work) -> None:
     """The corpus is read, and the tokenizer trained where the target brings none."""
-    work.streams  # noqa: B018
+    streams = work.streams
+    work.log.write(
+        "corpus",
+        documents=len(work.documents),
+        **{name: sum(map(len, s.documents)) for name, s in streams._asdict().items()},
+        bytes_per_token=streams.train.num_bytes / sum(map(len, streams.train.documents)),
+    )
 
 
 def run_pretrain(work: Work) -> None:
@@ -85,11 +91,10 @@ def run_boost(work: Work) -> None:
     of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
     material = gather(
         rows,
-        labels.load_labels(work.collected_labels, count, length, recipe.labels),
-        labels.load_own(work.collected_labels, count, length, recipe.labels),
-        labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels),
-        hold_out(work.target, development),
+        *labels.load_labels(work.collected_labels, count, length, recipe.labels),
+        labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
     )
+    heldout = hold_out(work.target, development)
     pool, views = list[Model](), list[View]()
     for member in range(recipe.boost.drafts):
         schedule, taught, folder = work.draft_schedule(member), material, work.drafted(member)
@@ -103,14 +108,29 @@ def run_boost(work: Work) -> None:
         parts = [(taught.collected, schedule.batch), (taught.corpus, recipe.distil.corpus_rows)]
 
         def measure(model: Model) -> Metrics:
-            own = view(model, material.heldout.rows)
-            return estimates(material.heldout, own, views, recipe.evaluation.depth)
+            own = view(model, heldout.rows)
+            return estimates(heldout, own, views, recipe.evaluation.depth)
 
         pool.append(
             distil(f"draft {member}", folder, work.warm(member), batches(parts, schedule.seed),
                    schedule, recipe.distil, measure, work.log)
         )  # fmt: skip
-        views.append(view(pool[-1], material.heldout.rows))
+        views.append(view(pool[-1], heldout.rows))
+
+
+def run_evaluate(work: Work) -> None:
+    """The tables of `train.evaluate` that the recipe asks for, beside the pair."""
+    asked, place = work.recipe.evaluation, work.pair / TABLES
+    evaluate.run(
+        evaluate.Options(
+            model=str(work.pair),
+            tables=",".join(asked.tables),
+            max_new_tokens=asked.new_tokens,
+            json=str(place),
+            plot=str(place.with_suffix(".png")),
+        )
+    )
+    work.log.write("evaluate", tables=",".join(asked.tables), folder=str(work.pair))
 
 
 STAGES = {
@@ -120,8 +140,10 @@ STAGES = {
     "label": run_label,
     "warm": run_warm,
     "boost": run_boost,
+    "export": export,
+    "report": report,
+    "evaluate": run_evaluate,
 }
-AFTER = ("export", "report", "evaluate")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,42 +155,23 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--folder", default="runs/default", help="checkpoints and log")
     parser.add_argument("--out", help="the finished pair (default: export in --folder)")
-    names = (*STAGES, *AFTER)
-    parser.add_argument("--stages", default=",".join(names), help=f"some of {','.join(names)}")
+    parser.add_argument("--stages", default=",".join(STAGES), help=f"some of {','.join(STAGES)}")
     options = parser.parse_intermixed_args(arguments)
     use_compilation_cache()
     try:
-        asked = _stages(options.stages, names)
-        recipe = load_recipe(options.config, tuple(options.overrides))
+        asked = _stages(options.stages)
+        recipe, folder = load_recipe(options.config, tuple(options.overrides)), Path(options.folder)
         check(recipe)
-        work = Work(recipe, Path(options.folder), Log(Path(options.folder) / "log.jsonl"))
-        out = Path(options.out or Path(options.folder) / "export")
+        out = Path(options.out) if options.out else folder / "export"
+        work = Work(recipe, folder, Log(folder / "log.jsonl"), out)
         check_place(out)
         work.log.write("run", recipe=recipe.name, stages=",".join(asked), **_speed())
-        for name in (stage for stage in STAGES if stage in asked):
+        for name in asked:
             STAGES[name](work)
-        if "export" in asked:
-            export(work, out)
-        if "report" in asked:
-            report(work, out)
-        if "evaluate" in asked:
-            return _evaluate(work, out)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"train.run: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _evaluate(work: Work, out: Path) -> int:
-    """The tables of `train.evaluate` that the recipe asks for, beside the pair."""
-    asked = ",".join(work.recipe.evaluation.tables)
-    place = out / TABLES
-    new_tokens = str(work.recipe.evaluation.new_tokens)
-    found = evaluate.main(["--model", str(out), "--tables", asked, "--json", str(place),
-                           "--plot", str(place.with_suffix(".png")),
-                           "--max-new-tokens", new_tokens])  # fmt: skip
-    work.log.write("evaluate", tables=asked, folder=str(out))
-    return found
 
 
 def _speed() -> Metrics:
@@ -177,13 +180,13 @@ def _speed() -> Metrics:
     return {"device": machine()["device"], **rates, "unit": "GFLOP/s"}
 
 
-def _stages(text: str, known: tuple[str, ...]) -> list[str]:
-    """The named stages."""
+def _stages(text: str) -> list[str]:
+    """The named stages, in the order in which they run."""
     names = text.split(",")
-    unknown = next((name for name in names if name not in known), None)
+    unknown = next((name for name in names if name not in STAGES), None)
     if unknown is not None:
-        raise ValueError(f"there is no stage {unknown!r}; the stages are {', '.join(known)}.")
-    return names
+        raise ValueError(f"there is no stage {unknown!r}; the stages are {', '.join(STAGES)}.")
+    return [name for name in STAGES if name in names]
 
 
 if __name__ == "__main__":

@@ -83,6 +83,15 @@ def sequence_logits(
     return unembed(model, x, dtype)
 
 
+def log_law_of(
+    logits: Float[Array, "B S V"], tokens: Int32[Array, "B S"], temperature: Float[Array, " B"]
+) -> Float[Array, "B S"]:
+    """Log probabilities of `tokens` at each row's temperature, at 1 for greedy rows."""
+    scale = jnp.where(temperature > 0, temperature, 1)[:, None, None]
+    law = jax.nn.log_softmax(logits / scale, axis=-1)
+    return jnp.take_along_axis(law, tokens[..., None], axis=-1)[..., 0]
+
+
 def next_token_loss(
     model: Model, rows: Int32[Array, "B T"], *, dtype: jnp.dtype
 ) -> Float[Array, ""]:

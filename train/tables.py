@@ -12,14 +12,14 @@ import jax
 import numpy as np
 
 from specjax import measure
-from specjax.decode import generate
+from specjax.decode import Generation, generate
 from specjax.draft import ExpansionDrafter
 from specjax.model import Model
 from specjax.request import prepare
 from specjax.sampling import Sampling
 from specjax.verify import DRAWN, MULTI_STEP, NAIVE, TOP_K
-from train.collect import Collected
-from train.heldout import TOP, cover, matched_run, sampled_chain, view, walk
+from train.collect import Collected, joined
+from train.heldout import TOP, cover, estimates, hold_out, view
 
 Shape = tuple[tuple[int, ...], ...]
 """The widths of every member's tree; a member without levels is left out."""
@@ -87,18 +87,9 @@ class Pair:
 def continuations(target: Model, task: Task, temperature: float) -> Collected:
     """The target's own continuations of the prompts."""
     made = _generate(target, None, task, temperature, NAIVE.name)
-    longest = max(len(prompt) for prompt in task.prompts)
-    tokens = np.zeros((len(task.prompts), longest + task.new_tokens), np.int32)
-    for row, (prompt, new) in enumerate(zip(task.prompts, made.tokens, strict=True)):
-        tokens[row, : len(prompt)] = prompt
-        tokens[row, len(prompt) : len(prompt) + task.new_tokens] = new
-    return Collected(
-        tokens=tokens,
-        prompt=np.array([len(prompt) for prompt in task.prompts], np.int32),
-        length=made.lengths.astype(np.int32),
-        temperature=np.full(len(task.prompts), temperature, np.float32),
-        steps=task.new_tokens,
-    )
+    width = max(len(prompt) for prompt in task.prompts) + task.new_tokens
+    same = np.full(len(task.prompts), temperature, np.float32)
+    return joined(task.prompts, made.tokens, made.lengths, same, width)
 
 
 def coverage(pair: Pair, task: Task) -> list[Row]:
@@ -218,18 +209,16 @@ def best_member(target: Model, drafts: Sequence[Model], task: Task) -> int:
 
     As `heldout` estimates it along the target's own continuations.
     """
-    worth = np.zeros(len(drafts))
-    for temperature in TEMPERATURES:
-        text = continuations(target, task, temperature)
-        law, depth = view(target, text).log_law, min(8, task.new_tokens)
-        for number, draft in enumerate(drafts):
-            own = view(draft, text)
-            if temperature:
-                worth[number] += sampled_chain(law, own.log_law, text.length, depth)[1]
-            else:
-                match = (own.top[..., 0] == text.following) & text.alive
-                worth[number] += walk(matched_run(match, depth), text.length, depth)
-    return int(worth.argmax())
+    texts = [continuations(target, task, temperature) for temperature in TEMPERATURES]
+    fields = (np.concatenate(field) for field in zip(*(t[:-1] for t in texts), strict=True))
+    rows, depth = Collected(*fields, steps=task.new_tokens), min(8, task.new_tokens)
+    held = hold_out(target, rows)
+
+    def worth(draft: Model) -> float:
+        found = estimates(held, view(draft, rows), [], depth)
+        return float(found["tokens_per_step"]) + float(found["sampled_tokens_per_step"])
+
+    return max(range(len(drafts)), key=lambda number: worth(drafts[number]))
 
 
 def measured(
@@ -280,16 +269,9 @@ def parsed(text: str) -> Shape:
     return tuple(tuple(int(w) for w in tree.split(",") if w) for tree in text.split("/"))
 
 
-class _Made(NamedTuple):
-    tokens: np.ndarray
-    lengths: np.ndarray
-    steps: np.ndarray
-    nodes: np.ndarray
-
-
 def _generate(
     target: Model, drafter: ExpansionDrafter | None, task: Task, temperature: float, rule: str
-) -> _Made:
+) -> Generation:
     """All prompts, `rows` at a time; what fills a batch up is not counted.
 
     Every batch has the longest prompt in it, so that all of them run the same program.
@@ -308,8 +290,8 @@ def _generate(
             verify=rule,
         )
         own = slice(len(prompts))
-        parts.append(_Made(made.tokens[own], made.lengths[own], made.steps[own], made.nodes[own]))
-    return _Made(*(np.concatenate(field) for field in zip(*parts, strict=True)))
+        parts.append((made.tokens[own], made.lengths[own], made.steps[own], made.nodes[own]))
+    return Generation(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
 def _speed(

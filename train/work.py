@@ -36,12 +36,14 @@ COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
 class Work:
     """One run of a recipe in a folder. Properties are read once, when a stage needs them.
 
-    They raise ValueError where the stage that makes them has not finished.
+    `pair` is where the finished pair goes. Properties raise ValueError where the stage that makes
+    them has not finished.
     """
 
     recipe: Recipe
     folder: Path
     log: Log
+    pair: Path
 
     def place(self, stage: str, *inputs: Any) -> Path:
         """The folder of a stage's result, made from `inputs`; they are noted in it."""
@@ -121,21 +123,13 @@ class Work:
                 "eos_token_id to its config.json or generation_config.json."
             )
         if isinstance(tokenizer, Tokenizer):
-            streams = encode(self.documents, lambda texts: _encoded(tokenizer, texts), eos_ids[0])
-        else:
-            streams = encode(
-                self.documents,
-                lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False).input_ids,
-                eos_ids[0],
-                [token for token in tokenizer("").input_ids if token not in eos_ids],
-            )
-        self.log.write(
-            "corpus",
-            documents=len(self.documents),
-            **{name: sum(map(len, s.documents)) for name, s in streams._asdict().items()},
-            bytes_per_token=streams.train.num_bytes / sum(map(len, streams.train.documents)),
+            return encode(self.documents, lambda texts: _encoded(tokenizer, texts), eos_ids[0])
+        return encode(
+            self.documents,
+            lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False).input_ids,
+            eos_ids[0],
+            [token for token in tokenizer("").input_ids if token not in eos_ids],
         )
-        return streams
 
     @property
     def collections(self) -> dict[str, Collect | Evaluation]:

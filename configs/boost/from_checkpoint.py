@@ -16,39 +16,17 @@ To reach:   `agreement` in the log, the share of the target's greedy tokens that
             draft.num_kv_heads=4 draft.head_dim=64, and longer schedules (schedule.steps=5000).
 """
 
-from train.config import (
-    Boost,
-    Collect,
-    Corpus,
-    Distil,
-    Evaluation,
-    Labels,
-    Reading,
-    Recipe,
-    Schedule,
-    Size,
-)
+import dataclasses
 
-RECIPE = Recipe(
+from configs.bundled import RECIPE as BUNDLED
+from train.config import Labels, Reading
+
+RECIPE = dataclasses.replace(
+    BUNDLED,
     name="from-checkpoint",
     target="",
-    draft=Size(
-        hidden_size=128,
-        intermediate_size=384,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=32,
-    ),
-    corpus=Corpus(test_share=0.0),
-    pretrain=Reading(steps=0, batch=8),
-    warm=Reading(steps=700, batch=8, length=512, decay_steps=200, dtype="float32"),
-    collect=Collect(prompts=3072, prompt_tokens=64, new_tokens=128, batch=64),
+    pretrain=Reading(steps=0, batch=1),
+    warm=dataclasses.replace(BUNDLED.warm, long_steps=0, long_length=0),
     labels=Labels(top_k=32, corpus_rows=256, corpus_length=512, tokens=4096),
-    schedule=Schedule(
-        steps=1000, batch=18, decay_steps=500, dtype="float32", evaluate_every=200
-    ),
-    distil=Distil(corpus_rows=2),
-    boost=Boost(drafts=3),
-    evaluation=Evaluation(),
-)  # fmt: skip
+    distil=dataclasses.replace(BUNDLED.distil, corpus_rows=2),
+)
