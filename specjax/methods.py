@@ -132,13 +132,22 @@ def load_pair(model: str, draft: str | None, dtype: str | None) -> Pair:
         return Pair(target, tokenizer, [])
     names = "bundled" if draft in (None, "bundled") else [name.strip() for name in draft.split(",")]
     drafts = checkpoint.load_drafts(names, None)
+    check_vocabularies(target, drafts)
+    return Pair(target, tokenizer, drafts)
+
+
+def check_vocabularies(target: Model, drafts: Sequence[Model]) -> None:
+    """Checks that all drafts have the target's vocabulary.
+
+    Raises:
+      ValueError: one has not.
+    """
     for number, one in enumerate(drafts):
         if one.config.vocab_size != target.config.vocab_size:
             raise ValueError(
                 f"draft {number} has a vocabulary of {one.config.vocab_size} tokens and the model "
                 f"one of {target.config.vocab_size}; they must be the same."
             )
-    return Pair(target, tokenizer, drafts)
 
 
 def choose(

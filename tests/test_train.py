@@ -23,6 +23,7 @@ from specjax.model import initialize
 from train import run
 from train.collect import load_collected
 from train.config import load_recipe
+from train.export import export
 from train.heldout import view
 from train.loop import Log, finished, fit, steps_done
 from train.pretrain import Batches, corpus_loss
@@ -135,25 +136,24 @@ def test_prompts_to_measure_on_come_with_the_pair(folder, work):
 
 
 def test_the_pool_is_worth_more_than_its_best_member(folder):
-    *_, last = json.loads((folder / "export" / "report.json").read_text())["drafts"]
-    assert last["pool_agreement"] >= last["agreement"]
-    assert last["pool_tokens_per_step"] >= last["tokens_per_step"]
-    assert last["top2"] <= last["top3"] <= last["top4"] <= last["top5"]
+    members = json.loads((folder / "export" / "report.json").read_text())["drafts"]
+    for figure in ("agreement", "tokens_per_step"):
+        assert members[-1][f"pool_{figure}"] > max(member[figure] for member in members)
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """When every file of a run's results was written, and what is in it; not the log."""
+    """When every file of a run was written, and what is in it; not of the log and the picture."""
     return {
         str(file.relative_to(folder)): (file.stat().st_mtime_ns, file.read_bytes())
         for file in folder.rglob("*")
-        if file.is_file() and file.name != "log.jsonl"
+        if file.is_file() and file.name not in ("log.jsonl", "tables.png")
     }
 
 
 def test_a_finished_run_is_left_as_it_is(folder):
     before = files_of(folder)
-    stages = "boost,warm,pretrain,label,collect,tokenizer"
-    assert run.main([CONFIG, "--folder", str(folder), "--stages", stages]) == 0
+    assert {"export/pair.json", "export/report.json", "export/tables.json"} <= before.keys()
+    assert run.main([CONFIG, "--folder", str(folder)]) == 0
     assert files_of(folder) == before
 
 
@@ -191,7 +191,9 @@ def begun(folder: Path, work: Work) -> list[tuple[str, Path]]:
         ("warm", there.warmed(0) / "15"),
         ("draft 0", there.drafted(0) / "10"),
         ("draft 2", there.drafted(2) / "20"),
-        ("export", folder / "export.part" / "target" / "model.safetensors"),
+        ("export", folder / ".export.new" / "target" / "model.safetensors"),
+        ("report", folder / "export" / "pair.json"),
+        ("evaluate", folder / "export" / "report.json"),
     ]
     shutil.rmtree(folder)  # naming results makes their folders
     return names
@@ -211,8 +213,10 @@ def test_a_run_killed_in_every_stage_ends_with_the_same_bits(tmp_path, folder, w
     for name in ("target", "drafts/0", "drafts/1", "drafts/2"):
         weights = f"export/{name}/model.safetensors"
         assert (there / weights).read_bytes() == (folder / weights).read_bytes(), name
-    for name in ("dev.jsonl", "heldout.jsonl"):
+    for name in ("dev.jsonl", "heldout.jsonl", "pair.json"):
         assert (there / "export" / name).read_bytes() == (folder / "export" / name).read_bytes()
+    found, whole = (json.loads((f / "export" / "tables.json").read_text()) for f in (there, folder))
+    assert found["coverage"] == whole["coverage"]
 
 
 def test_the_exported_pair_generates_from_the_command_line(folder):
@@ -287,6 +291,13 @@ def test_a_resumed_collection_and_labelling_give_the_same_bits(tmp_path, folder,
         (["corpus=nowhere.txt", "--stages", "tokenizer"], "neither a file nor a folder"),
         (["--stages", "export"], "holds 0 of 60 steps; run the stage 'pretrain' first"),
         (["boost.windw=3"], "for example boost.window=..."),
+        (["evaluation.tables=coverge"], "evaluation.tables is 'coverge'; it must be one of cov"),
+        (["boost.strength=-1"], "boost.strength is -1.0; it must be a number of at least 0."),
+        (["schedule.other_rate=nan"], "schedule.other_rate is nan; it must be a number"),
+        (["boost.keep=2"], "boost.keep is 2.0; it must be between 0 and 1."),
+        (["corpus.slices=2"], "corpus.slices is 2; it must be at least 3."),
+        (["pretrain.length=512"], "pretrain.length make 512 tokens a row; the target's context"),
+        (["corpus="], "corpus= names no file"),
         (["boost.window=x"], "boost.window is 'x'; it must be of type int."),
         (["target.num_heads=3"], "num_heads (3) is not a multiple"),
     ],
@@ -312,9 +323,43 @@ def test_what_is_not_an_export_is_never_replaced(tmp_path, folder, capsys):
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert run.main([*command, str(tmp_path / "pair")]) == 0
     assert run.main([*command, str(tmp_path / "pair")]) == 0
-    (tmp_path / "pair").rename(tmp_path / "pair.old")  # killed between two exports
+    (tmp_path / "pair").rename(tmp_path / ".pair.old")  # killed between two exports
+    (tmp_path / "pair.old").mkdir()
     assert run.main([*command, str(tmp_path / "pair")]) == 0
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "pair"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "pair", "pair.old"]
+
+
+def test_an_export_of_the_same_results_stays_and_of_others_goes(tmp_path, folder, work):
+    pair = tmp_path / "pair"
+    there = dataclasses.replace(work, pair=pair)
+    export(there)
+    (pair / "tables.json.part").write_text("{")  # a kill while tables were written
+    (pair / "tables.json").write_text("{}")
+    assert (
+        run.main([CONFIG, "--folder", str(folder), "--out", str(pair), "--stages", "export"]) == 0
+    )
+    assert (pair / "tables.json").read_text() == "{}"
+    two = dataclasses.replace(RECIPE, boost=dataclasses.replace(RECIPE.boost, drafts=2))
+    export(dataclasses.replace(there, recipe=two))
+    assert sorted(each.name for each in (pair / "drafts").iterdir()) == ["0", "1"]
+    assert not (pair / "tables.json").exists()
+
+
+def test_a_pair_is_no_part_of_the_corpus_that_it_lies_in(tmp_path, work):
+    (tmp_path / "text.txt").write_text("".join(f"line {n}\n" for n in range(99)))
+    recipe = dataclasses.replace(
+        RECIPE, corpus=dataclasses.replace(RECIPE.corpus, files=(str(tmp_path),))
+    )
+
+    def corpus_id() -> str:
+        return Work(recipe, tmp_path / "runs", work.log, tmp_path / "pair").corpus_id
+
+    before = corpus_id()
+    export(dataclasses.replace(work, pair=tmp_path / "pair"))
+    shutil.copytree(tmp_path / "pair", tmp_path / ".pair.new")
+    assert corpus_id() == before
+    (tmp_path / "more.txt").write_text("more\n")
+    assert corpus_id() != before
 
 
 def test_a_missing_configuration_gets_one_sentence(tmp_path, capsys):

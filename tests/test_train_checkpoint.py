@@ -119,6 +119,7 @@ def test_wrong_targets_get_one_sentence(tmp_path, capsys, corpus):
     there = ("--folder", str(tmp_path / "run"), "--stages", "tokenizer,collect")
     text = f"corpus={corpus[0]}"
     assert "needs a target: write target=FOLDER" in refused(capsys, text, *there)
+    assert "needs a corpus: write corpus=FILES" in refused(capsys, "target=here", *there)
     assert f"no model folder at {tmp_path / 'none'}" in refused(
         capsys, f"target={tmp_path / 'none'}", text, *there
     )

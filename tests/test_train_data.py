@@ -197,14 +197,12 @@ def test_overrides_change_what_they_name():
 @pytest.mark.parametrize(
     ("override", "near"),
     [("boost.widow=3", "boost.window"), ("colect.prompts=3", "collect.prompts"),
-     ("boost", "boost.keep"), ("name=other", "target.num_heads"),
+     ("boost", "boost.rule"), ("name=other", "warm.seed"),
      ("boost.sizes=3", "boost.rule")],
 )  # fmt: skip
 def test_an_unknown_override_names_the_nearest(override, near):
-    with pytest.raises(ValueError, match="no setting") as caught:
+    with pytest.raises(ValueError, match=rf"no setting '{override}'; .*, for example {near}="):
         load_recipe(TINY, (override,))
-    if "." in override:
-        assert near in str(caught.value)
 
 
 def test_a_file_without_recipe_is_refused(tmp_path):
@@ -216,7 +214,7 @@ def test_a_file_without_recipe_is_refused(tmp_path):
 def test_every_committed_recipe_loads():
     for file in (ROOT / "configs").rglob("*.py"):
         if file.name != "__init__.py":
-            given = ("target=somewhere",) if file.stem == "from_checkpoint" else ()
+            given = ("target=somewhere", "corpus=texts") if file.stem == "from_checkpoint" else ()
             recipe = load_recipe(str(file), given)
             check(recipe)
             assert f"configs/{file.relative_to(ROOT / 'configs')}" in file.read_text()
@@ -257,7 +255,7 @@ def test_a_schedule_without_warm_up_begins_at_its_peak():
      ("boost.cover=6", "boost.cover is 6; it must be at most 5, the number of known ranks"),
      ("evaluation.depth=33", "evaluation.depth is 33; it must be at most 32"),
      ("collect.prompt_tokens=240", "make 272 tokens a row; the target's context is 256"),
-     ("corpus.slices=0", "corpus.slices is 0; it must be at least 1"),
+     ("corpus.slices=0", "corpus.slices is 0; it must be at least 3"),
      ("draft.num_heads=3 draft.num_kv_heads=2", "num_heads (3) is not a multiple"),
      ("boost.rule=residual distil.loss=cross_entropy", "which distil.loss=cross_entropy ignores")],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """The tables of `train.evaluate`, against plain runs and sets; and its command."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -50,12 +51,6 @@ def test_figures_are_those_of_plain_generations(pair):
     assert found["spread"] == pytest.approx(np.sqrt(1.5 * np.sum(left**2)) / sum(steps))
 
 
-def test_a_member_without_levels_is_left_out(pair):
-    drafter = tables.drafter_of(pair.pools["boosted"], ((1, 1), (), (2,)))
-    assert drafter.num_drafts == 2
-    assert drafter.num_slots == 1 + 2 + 2
-
-
 def test_coverage_is_counted_along_the_targets_text(pair):
     rows = tables.coverage(pair, TASK)
     for temperature in tables.TEMPERATURES:
@@ -92,20 +87,24 @@ def test_every_pool_is_given_its_best_shape_within_a_budget(pair, monkeypatch):
     assert {(row["pool"], row["nodes"]) for row in rows} >= {("single", 2), ("boosted", 5)}
     for row in rows:
         assert row["mean_nodes"] <= row["nodes"]  # measured on the prompts it was chosen on
-        shape, drafts = tables.parsed(row["shape"]), pair.pools[row["pool"]]
-        again = tables.measured(pair.target, drafts, shape, TASK, row["temperature"])
-        assert again["tokens_per_step"] == row["tokens_per_step"]
-        others = [
-            tables.measured(pair.target, drafts, other, TASK, row["temperature"])
+        drafts = pair.pools[row["pool"]]
+        tried = {
+            tables.shown(other): tables.measured(
+                pair.target, drafts, other, TASK, row["temperature"]
+            )
             for other in tables.SHAPES["one" if row["pool"] == "single" else "pool"]
-        ]
-        fitting = [o["tokens_per_step"] for o in others if o["mean_nodes"] <= row["nodes"]]
-        assert row["tokens_per_step"] == max(fitting)
+        }
+        fitting = [o["tokens_per_step"] for o in tried.values() if o["mean_nodes"] <= row["nodes"]]
+        assert row["tokens_per_step"] == tried[row["shape"]]["tokens_per_step"] == max(fitting)
 
 
-@pytest.mark.parametrize("shape", [((1, 1), (), (2, 1)), ((3,),), ((1,) * 4,) * 3])
-def test_shapes_are_shown_and_read_back(shape):
-    assert tables.parsed(tables.shown(shape)) == shape
+def test_trees_tried_differ_and_are_as_many_for_one_draft_as_for_a_pool():
+    for shapes in (tables.SHAPES, tables.TIMED):
+        one, pool = shapes.values()
+        assert len(set(one)) == len(one) == len(pool) == len(set(pool))
+        assert {len(shape) for shape in one} == {1}
+        assert {len(shape) for shape in pool} == {3}
+    assert len({tables.shown(shape) for shape in tables.SHAPES["pool"]}) == 10
 
 
 def test_shapes_fit_pools_of_any_number():
@@ -150,6 +149,7 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     assert found["env"]["count"] == 3
     assert (found["env"]["development"], found["env"]["development_count"]) == ("dev.jsonl", 2)
     capsys.readouterr()
+    (folder / "first.json").write_text(file.read_text())
     del found["coverage"]
     found["width"][0]["tokens_per_step"] = -1.0  # what is there is not measured again
     file.write_text(json.dumps(found))
@@ -161,6 +161,10 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     assert json.loads(file.read_text()).keys() == {"env", "coverage"}
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert "Equal nodes" in capsys.readouterr().out
+    other = [*arguments[:-3], str(folder / "other.json"), "--tables", "equal_nodes"]
+    monkeypatch.setattr(tables, "_tried", None)  # nothing is tried again
+    assert evaluate.main([*other, "--shapes", str(folder / "first.json")]) == 0
+    assert json.loads((folder / "other.json").read_text())["equal_nodes"] == found["equal_nodes"]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +179,8 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
         (["--plot", "plot.pdf"], "--plot is plot.pdf; it must end in .png."),
         (["--prompts", "none.jsonl"], "no prompt file at none.jsonl"),
         (["--alike", "nowhere"], "there are no drafts in nowhere"),
+        (["--alike", "bundled"], "there are no drafts in bundled"),
+        (["--shapes", "none.json"], "--shapes is none.json, which holds no table of equal nodes"),
     ],
 )
 def test_wrong_input_gets_one_sentence(folder, capsys, arguments, sentence):
@@ -183,3 +189,45 @@ def test_wrong_input_gets_one_sentence(folder, capsys, arguments, sentence):
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith("train.evaluate: ")
     assert sentence in printed
+
+
+def test_drafts_of_another_vocabulary_are_refused(folder, tmp_path, capsys):
+    save_model(varied_model(vocab_size=300), tmp_path / "0", None, "float32")
+    arguments = ["--model", str(folder), "--alike", str(tmp_path), "--tables", "coverage"]
+    assert evaluate.main(arguments) == 2
+    sentence = "draft 0 has a vocabulary of 300 tokens and the model one of 320"
+    assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"made_from": {}}'])
+def test_a_damaged_pair_is_refused(folder, tmp_path, capsys, text):
+    shutil.copytree(folder / "export" / "drafts", tmp_path / "drafts")
+    (tmp_path / "pair.json").write_text(text)
+    assert evaluate.main(["--model", str(tmp_path)]) == 2
+    assert "has no target, and no pair.json names one" in capsys.readouterr().err
+
+
+def test_tables_are_kept_however_the_pair_is_spelled(folder, monkeypatch, tmp_path):
+    small(monkeypatch)
+    file = tmp_path / "tables.json"
+    arguments = ["--max-new-tokens", "8", "--prompts", str(folder / "prompts.jsonl"),
+                 "--tables", "width", "--json", str(file)]  # fmt: skip
+    assert evaluate.main(["--model", str(folder), *arguments]) == 0
+    found = json.loads(file.read_text())
+    found["width"][0]["tokens_per_step"] = -1.0
+    file.write_text(json.dumps(found))
+    assert evaluate.main(["--model", str(folder / "export"), *arguments]) == 0
+    assert json.loads(file.read_text()) == found
+    monkeypatch.setattr(tables, "BUDGETS", (1,))
+    assert evaluate.main(["--model", str(folder), *arguments]) == 0
+    assert json.loads(file.read_text())["width"][0]["tokens_per_step"] > 0
+
+
+def test_the_bundled_pair_is_evaluated_as_readme_says(tmp_path):
+    file = tmp_path / "tables.json"
+    arguments = ["--tables", "coverage", "--limit", "2", "--max-new-tokens", "16"]
+    assert evaluate.main([*arguments, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["env"]["prompts"] == "heldout.jsonl"
+    assert found["env"]["development"] == "dev.jsonl"
+    assert {row["of"] for row in found["coverage"]} >= {"draft 0", "draft 1", "draft 2", "union"}

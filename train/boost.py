@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Array, Float
 
 from specjax.model import Model
 from train.collect import Collected
@@ -17,7 +17,8 @@ from train.marking import BY_NOTHING, RESIDUAL, RULES, Seen, normalized, residua
 class Material(NamedTuple):
     """What a pool learns from: collected rows, their labels, and corpus labels.
 
-    `own` is the target's log probability of the collected rows' tokens (`View.log_law`).
+    `own` is the target's log probability of the collected rows' tokens (`View.log_law`), from
+    products in `labels.dtype`.
     """
 
     rows: Collected
@@ -79,27 +80,30 @@ def _quieter(material: Material, elsewhere: float) -> Material:
 def _residual(material: Material, earlier: Sequence[Model], keep: float) -> tuple[Material, float]:
     """Labels mixed from the target's law (`keep`) and from what verification has left of it.
 
-    Both at temperature 1, as all labels are. Marked is the probability that one of the earlier
-    drafts' draws was accepted.
+    Both at temperature 1, as all labels are, and along the continuations only. Marked is the
+    probability that one of the earlier drafts' draws was accepted.
     """
+    rows, part = material.rows, material.collected
+    before = (rows.columns - 1)[..., None]
 
-    def mixed(part: Labelled) -> tuple[Labelled, Float[np.ndarray, "N T"], np.ndarray]:
-        p = _with_rest(np.exp(part.log_p.astype(np.float32)))
-        laws = [_with_rest(np.exp(law_at(draft, part))) for draft in earlier]
-        left, reached = residual(p, laws)
-        mass = keep * p + (1 - keep) * reached[..., None] * left
-        total = mass.sum(axis=-1)
-        law = np.log(np.maximum(mass / np.maximum(total, 1e-6)[..., None], 1e-7))
-        return part._replace(log_p=law[..., :-1].astype(np.float16)), total, reached
+    def along(
+        log_p: Float[Array, "N T k"] | Float[np.ndarray, "N T k"],
+    ) -> Float[np.ndarray, "N S k1"]:
+        return _with_rest(
+            np.exp(np.take_along_axis(np.asarray(log_p), before, 1), dtype=np.float32)
+        )
 
-    collected, value, reached = mixed(material.collected)
-    corpus, corpus_value, _ = mixed(material.corpus)
-    corpus = corpus._replace(weight=(corpus_value / corpus_value.mean()).astype(np.float32))
-    material = material._replace(collected=collected, corpus=corpus)
-    rows, before = material.rows, material.rows.columns - 1
-    steps = np.take_along_axis(value, before, axis=1)
-    marked = float(1 - np.take_along_axis(reached, before, axis=1)[rows.alive].mean())
-    return weighted(material, normalized(steps, rows.alive)), marked
+    p = along(part.log_p)
+    left, reached = residual(p, [along(law_at(draft, part)) for draft in earlier])
+    mass = keep * p + (1 - keep) * reached[..., None] * left
+    total = mass.sum(axis=-1)
+    law = np.where(total[..., None] > 1e-6, mass / np.maximum(total, 1e-6)[..., None], p)
+    log_p = np.array(part.log_p)
+    taught = np.log(np.maximum(law[..., :-1], 1e-7)).astype(log_p.dtype)
+    np.put_along_axis(log_p, before, taught, axis=1)
+    material = material._replace(collected=part._replace(log_p=log_p))
+    marked = float(1 - reached[rows.alive].mean())
+    return weighted(material, normalized(total, rows.alive)), marked
 
 
 def _with_rest(law: Float[np.ndarray, "*B k"]) -> Float[np.ndarray, "*B k1"]:

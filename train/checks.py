@@ -1,10 +1,12 @@
 """What makes a recipe impossible, found before hours were spent on it."""
 
 import dataclasses
+import math
 from typing import Any
 
 from specjax.config import ModelConfig
-from train.config import Recipe, Schedule
+from train.config import TABLES, Recipe, Schedule
+from train.documents import SPLITS
 from train.heldout import TOP
 from train.loss import HARD, LOSSES
 from train.marking import NAMES, RESIDUAL
@@ -12,15 +14,25 @@ from train.marking import NAMES, RESIDUAL
 DTYPES = ("float32", "bfloat16")
 
 _LOWEST: dict[str, dict[str, int]] = {
-    "corpus": {"slices": 1, "max_files": 0},
+    "corpus": {"slices": len(SPLITS), "max_files": 0},
     "pretrain": {"length": 1, "long_steps": 0},
     "warm": {"length": 1, "long_steps": 0},
     "collect": {"prompts": 1, "prompt_tokens": 1, "new_tokens": 1, "batch": 1, "seed": 0},
     "labels": {"top_k": 1, "corpus_rows": 1, "corpus_length": 2, "tokens": 1, "seed": 0},
     "distil": {"corpus_rows": 0},
     "boost": {"drafts": 1, "window": 1, "cover": 1},
-    "evaluation": {"prompts": 1, "prompt_tokens": 1, "new_tokens": 1, "batch": 1, "depth": 1},
+    "evaluation": {
+        "prompts": 1,
+        "prompt_tokens": 1,
+        "new_tokens": 1,
+        "batch": 1,
+        "depth": 1,
+        "seed": 0,
+    },
 }
+_SHARES = ("corpus.test_share", "boost.keep")
+_SCALES = ("boost.strength", "boost.elsewhere")
+_RATES = ("matrix_rate", "other_rate", "weight_decay")
 _OF_SCHEDULES = {"steps": 0, "batch": 1, "warmup_steps": 0, "decay_steps": 0, "save_every": 1,
                  "evaluate_every": 1, "seed": 0}  # fmt: skip
 
@@ -41,6 +53,7 @@ def check(recipe: Recipe) -> None:
             if getattr(part, name) < least:
                 value = getattr(part, name)
                 raise ValueError(f"{group.name}.{name} is {value}; it must be at least {least}.")
+    _numbers(recipe)
     _names(recipe)
     _pool(recipe)
     if isinstance(recipe.target, ModelConfig):
@@ -59,7 +72,20 @@ def _schedule(name: str, schedule: Schedule) -> None:
         raise ValueError(f"{name}.long_steps need a {name}.long_length of at least 1.")
 
 
+def _numbers(recipe: Recipe) -> None:
+    schedules = ("pretrain", "warm", "schedule")
+    rates = [f"{schedule}.{rate}" for schedule in schedules for rate in _RATES]
+    for name in (*_SHARES, *_SCALES, *rates):
+        group, field = name.split(".")
+        value, most = getattr(getattr(recipe, group), field), 1.0 if name in _SHARES else math.inf
+        if not 0 <= value <= most or math.isinf(value):
+            limit = "between 0 and 1" if name in _SHARES else "a number of at least 0"
+            raise ValueError(f"{name} is {value}; it must be {limit}.")
+
+
 def _names(recipe: Recipe) -> None:
+    for table in recipe.evaluation.tables:
+        _one_of("evaluation.tables", table, TABLES)
     _one_of("labels.dtype", recipe.labels.dtype, DTYPES)
     _one_of("boost.rule", recipe.boost.rule, NAMES)
     _one_of("distil.loss", recipe.distil.loss, LOSSES)
@@ -119,6 +145,8 @@ def check_for(recipe: Recipe, target: ModelConfig) -> None:
         "evaluation.prompt_tokens and evaluation.new_tokens": recipe.evaluation.prompt_tokens
         + recipe.evaluation.new_tokens,
         "labels.corpus_length": recipe.labels.corpus_length,
+        "pretrain.length": recipe.pretrain.length if recipe.pretrain.steps else 0,
+        "pretrain.long_length": recipe.pretrain.long_length if recipe.pretrain.steps else 0,
         "warm.length": recipe.warm.length,
         "warm.long_length": recipe.warm.long_length,
     }

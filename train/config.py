@@ -8,6 +8,9 @@ from typing import Any
 
 from specjax.config import ModelConfig
 
+TABLES = ("coverage", "width", "rules", "equal_nodes", "equal_time")
+"""What `train.evaluate` measures."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
@@ -165,7 +168,7 @@ class Evaluation:
     temperatures: tuple[float, ...] = (0.0, 0.8)
     depth: int = 8
     seed: int = 3
-    tables: tuple[str, ...] = ("coverage", "width", "rules", "equal_nodes", "equal_time")
+    tables: tuple[str, ...] = TABLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +220,8 @@ def load_recipe(path: str, overrides: tuple[str, ...] = ()) -> Recipe:
         raise ValueError(f"{path} defines no RECIPE of type train.config.Recipe.")
     for override in _joined(overrides):
         recipe = _override(recipe, override)
+    if "" in recipe.corpus.files:
+        raise ValueError(f"{path} needs a corpus: write corpus=FILES, texts or prompts.")
     if recipe.target == "":
         raise ValueError(f"{path} needs a target: write target=FOLDER, a Hugging Face folder.")
     return recipe
@@ -239,6 +244,8 @@ def _override(recipe: Recipe, text: str) -> Recipe:
         return dataclasses.replace(recipe, target=value)
     if equals and name == "corpus":
         name = "corpus.files"
+        if not value.strip(","):
+            raise ValueError("corpus= names no file; write corpus=FILES, or leave it out.")
     group, dot, field = name.partition(".")
     known = {
         f"{g.name}.{f.name}": f

@@ -20,23 +20,28 @@ from rich.table import Table
 
 from specjax import checkpoint, prompts
 from specjax.measure import environment
+from specjax.methods import check_vocabularies
 from specjax.model import Model
 from specjax.options import at_least, check_seed, check_target_file
 from specjax.records import use_compilation_cache
 from train import tables
 from train.chunks import write_text
+from train.config import TABLES
 from train.export import DEVELOPMENT, HELDOUT, PAIR
 from train.loop import progress_bar
-from train.tables import ALIKE, BOOSTED, SINGLE, Pair, Task
+from train.tables import ALIKE, BOOSTED, SINGLE, Pair, Row, Task
 
-TITLES = {
-    "coverage": "P(target's token among the k most likely), along the target's own text",
-    "width": "Tokens per step of trees ⟨1,1,k,1,1,1,1,1⟩, best draft alone",
-    "rules": "Verification rules, trees of width 5 and depth 8",
-    "equal_nodes": "Equal nodes: every pool with its best shape within a budget",
-    "equal_time": "Equal time: one row at a time",
-}
+_TITLES = (
+    "P(target's token among the k most likely), along the target's own text",
+    "Tokens per step of trees ⟨1,1,k,1,1,1,1,1⟩, best draft alone",
+    "Verification rules, trees of width 5 and depth 8",
+    "Equal nodes: every pool with its best shape within a budget",
+    "Equal time: one row at a time",
+)
+TITLES = dict(zip(TABLES, _TITLES, strict=True))
 _TIMED_PROMPTS = 6
+_SPELLED = ("date", "model", "prompts")
+"""What says nothing of a measurement that the rest does not say."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,9 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts", help='lines of {"id", "prompt"} (default: held-out ones)')
     parser.add_argument("--limit", type=int, help="how many prompts, of both kinds")
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=32, help="rows a pass")
+    parser.add_argument("--rows", type=int, default=33, help="at most so many rows a pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tables", default=",".join(TITLES), help=f"some of {','.join(TITLES)}")
+    parser.add_argument("--shapes", help="tables of another seed, whose trees are taken over")
     parser.add_argument("--json", help="where the tables go; those already there are kept")
     parser.add_argument("--plot", help="a PNG of equal nodes and coverage")
     options = Options(**vars(parser.parse_args(arguments)))
@@ -71,9 +77,10 @@ class Options:
     prompts: str | None = None
     limit: int | None = None
     max_new_tokens: int = 128
-    rows: int = 32
+    rows: int = 33
     seed: int = 0
     tables: str = ",".join(TITLES)
+    shapes: str | None = None
     json: str | None = None
     plot: str | None = None
 
@@ -101,8 +108,8 @@ def _check(options: Options) -> None:
     at_least("--rows", options.rows, 2)
     check_seed(options.seed)
     for name in options.tables.split(","):
-        if name not in TITLES:
-            raise ValueError(f"there is no table {name!r}; there are {', '.join(TITLES)}.")
+        if name not in TABLES:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}.")
     check_target_file("--json", options.json)
     check_target_file("--plot", options.plot)
     if options.plot and Path(options.plot).suffix != ".png":
@@ -118,17 +125,20 @@ def evaluate(options: Options) -> dict[str, Any]:
     folder = _pair_folder(options.model)
     target, tokenizer = checkpoint.load(_target_folder(folder))
     boosted = _drafts(folder)
-    alike = Path(options.alike) if options.alike else _existing(folder / ALIKE)
-    other = _drafts(alike) if alike else []
+    other = _drafts(Path(options.alike)) if options.alike else []
+    check_vocabularies(target, boosted)
+    check_vocabularies(target, other)
 
     def task(file: Path | None) -> Task:
         listed = prompts.read(None if file is None else str(file))[: options.limit]
         longest = target.config.max_positions
         chosen, _ = prompts.fitting(listed, tokenizer, longest, options.max_new_tokens)
         texts = [prompt.tokens for prompt in chosen]
-        rows = min(options.rows, len(texts) + 1)
+        passes = -(-len(texts) // (options.rows - 1))
+        rows = -(-len(texts) // passes) + 1
         return Task(texts, options.max_new_tokens, rows, options.seed)
 
+    earlier = _rows_of(options.shapes)
     # without prompts of its own, a pair's trees are chosen on the bundled ones
     choosing = _existing(folder / DEVELOPMENT)
     asked = Path(options.prompts) if options.prompts else _existing(folder / HELDOUT)
@@ -138,6 +148,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     settings = {
         "model": options.model,
         "weights": _digest([target, *boosted, *other]),
+        "shapes": _digest([tables.SHAPES, tables.BUDGETS, tables.TIMED]),
+        "rows": [development.rows, measured_on.rows],
         "target_parameters": target.config.num_parameters,
         "drafts": [draft.config.num_parameters for draft in boosted],
         "prompts": asked.name,
@@ -146,39 +158,45 @@ def evaluate(options: Options) -> dict[str, Any]:
         "development_count": len(development.prompts),
         "new_tokens": options.max_new_tokens,
         "seed": options.seed,
+        "earlier": _digest([json.dumps(earlier)]),
         "texts": _digest([development.prompts, measured_on.prompts]),
     }
-    found = _kept(options.json, settings)
+    found = _kept(options.json, environment() | settings)
     if "single" not in found["env"]:
         found["env"]["single"] = tables.best_member(target, boosted, development)
     pools = {SINGLE: [boosted[found["env"]["single"]]], ALIKE: other, BOOSTED: boosted}
     pair = Pair(target, {name: drafts for name, drafts in pools.items() if drafts})
-    _fill(found, pair, development, measured_on, options)
+    _fill(found, pair, development, measured_on, options, earlier)
     return found
 
 
-def _kept(file: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """The tables in `file` that were measured with `settings`, or none."""
-    new = {"env": environment() | settings}
+def _kept(file: str | None, env: dict[str, Any]) -> dict[str, Any]:
+    """The tables in `file` that were measured as `env` says, or none."""
+    new = {"env": env}
     if not file or not Path(file).is_file():
         return new
     try:
         old = json.loads(Path(file).read_text("utf-8"))
-        same = all(old["env"].get(name) == value for name, value in settings.items())
+        same = all(old["env"].get(name) == env[name] for name in env if name not in _SPELLED)
     except (ValueError, KeyError, TypeError, AttributeError):
         return new
     return old if same else new
 
 
 def _fill(
-    found: dict[str, Any], pair: Pair, development: Task, task: Task, options: Options
+    found: dict[str, Any],
+    pair: Pair,
+    development: Task,
+    task: Task,
+    options: Options,
+    earlier: Sequence[Row],
 ) -> None:
     """Measures the tables that `found` lacks, one after the other."""
     makers = {
         "coverage": lambda: tables.coverage(pair, task),
         "width": lambda: tables.widths(pair, task),
         "rules": lambda: tables.rules(pair, task),
-        "equal_nodes": lambda: tables.equal_nodes(pair, development, task),
+        "equal_nodes": lambda: tables.equal_nodes(pair, development, task, earlier),
         "equal_time": lambda: tables.equal_time(pair, _few(development), _few(task)),
     }
     missing = [name for name in TITLES if name in options.tables.split(",") and name not in found]
@@ -187,15 +205,32 @@ def _fill(
         for name in missing:
             progress.update(bar, note=name)
             found[name] = makers[name]()
+            jax.clear_caches()  # a loop is mapped in thousands of pieces, of which so many may be
             progress.advance(bar)
             if options.json:
                 write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
 
 
+def _rows_of(file: str | None) -> list[Row]:
+    """The rows of equal nodes in tables that were written before."""
+    if not file:
+        return []
+    try:
+        rows = json.loads(Path(file).read_text("utf-8"))["equal_nodes"]
+        known = {tables.shown(shape) for shapes in tables.SHAPES.values() for shape in shapes}
+        if all(row["shape"] in known for row in rows):
+            return [{key: row[key] for key in ("pool", "nodes", "temperature", "shape")}
+                    for row in rows]  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    raise ValueError(f"--shapes is {file}, which holds no table of equal nodes with known trees.")
+
+
 def _digest(values: Sequence[Any]) -> str:
-    """A number that changes with any of the models or texts."""
-    found = hashlib.sha256()
-    for leaf in jax.tree.leaves(values):
+    """A number that changes with any of the models, texts or shapes, and with their structure."""
+    leaves, structure = jax.tree.flatten(values)
+    found = hashlib.sha256(str(structure).encode())
+    for leaf in leaves:
         found.update(np.asarray(leaf).tobytes())
     return found.hexdigest()[:16]
 
@@ -217,16 +252,22 @@ def _pair_folder(name: str) -> Path:
     return folder
 
 
-def _target_folder(folder: Path) -> Path:
-    if (folder / PAIR).is_file():
-        return Path(json.loads((folder / PAIR).read_text())["target"])
-    return folder / "target"
+def _target_folder(folder: Path) -> str | Path:
+    """Where the pair's target is: beside its drafts, or where `pair.json` says."""
+    if (folder / "target").is_dir():
+        return folder / "target"
+    try:
+        return str(json.loads((folder / PAIR).read_text())["target"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(
+            f"{folder} is no pair: it has no target, and no {PAIR} names one."
+        ) from None
 
 
 def _drafts(folder: Path) -> list[Model]:
     """The members of a pool: a pair's, or those of a folder that holds nothing else."""
     own = folder / "drafts"
-    return checkpoint.load_pool(own if own.is_dir() else folder, "float32")
+    return checkpoint.load_pool(own if own.is_dir() else folder)
 
 
 def _existing(place: Path) -> Path | None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from specjax.checkpoint import load_model, save_model
 from train.chunks import write_text
@@ -15,16 +16,19 @@ from train.report import losses, machine, marked, stage_seconds
 from train.work import Work
 
 PAIR = "pair.json"
-"""Names the target of a pool that was trained for one that existed."""
+"""What an export was made from; and its target, where that existed before."""
 
 DEVELOPMENT, HELDOUT = "dev.jsonl", "heldout.jsonl"
 """Prompts that go with a pair: to choose trees on, and to measure on."""
 
-TABLES = "tables.json"
+FOUND = "tables.json"
 """What `train.evaluate` found out about a pair at the end of its run, with a picture."""
 
-OWN = {"target", "drafts", PAIR, DEVELOPMENT, HELDOUT, "report.json", TABLES, "tables.png"}
-"""What an export consists of; nothing else is ever replaced."""
+REPORT = "report.json"
+"""The figures of the run that made a pair."""
+
+OWN = {"target", "drafts", PAIR, DEVELOPMENT, HELDOUT, REPORT, FOUND, "tables.png"}
+"""What an export consists of, finished or half written; nothing else is ever replaced."""
 
 PROMPTS = 64
 """Prompts of the development and of the held-out split that go with a pair."""
@@ -38,7 +42,8 @@ def check_place(out: Path) -> None:
     """
     if out.is_file():
         raise ValueError(f"{out} is a file; the finished pair is a folder.")
-    foreign = [each.name for each in out.iterdir() if each.name not in OWN] if out.is_dir() else []
+    names = [each.name for each in out.iterdir()] if out.is_dir() else []
+    foreign = [name for name in names if name.removesuffix(".part") not in OWN]
     if foreign:
         raise ValueError(
             f"{out} holds {min(foreign)}, which is no part of an export; choose another --out."
@@ -48,26 +53,41 @@ def check_place(out: Path) -> None:
 def export(work: Work) -> None:
     """Writes `work.pair`: `target` (a trained one), `drafts/N`, and prompts as lines.
 
-    Weights are in bfloat16. What an earlier export left there is replaced.
+    Weights are in bfloat16. An earlier export of something else is replaced, with its tables; one
+    of the same results stays as it is.
     """
-    out = work.pair
-    part, old = (out.with_name(out.name + end) for end in (".part", ".old"))
-    for left in (part, old):
-        shutil.rmtree(left, ignore_errors=True)
+    out, said = work.pair, _made_from(work)
+    if (out / PAIR).is_file() and (out / PAIR).read_text() == said:
+        return
+    part, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
+    shutil.rmtree(part, ignore_errors=True)
     if not isinstance(work.recipe.target, str):
         save_model(work.trained_target, part / "target", work.tokenizer)
     for number in range(work.recipe.boost.drafts):
         save_model(work.draft(number), part / "drafts" / str(number), work.tokenizer)
-    if isinstance(work.recipe.target, str):
-        write_text(part / PAIR, json.dumps({"target": str(Path(work.recipe.target).resolve())}))
+    write_text(part / PAIR, said)
     streams, length = work.streams, work.recipe.evaluation.prompt_tokens
     for name, stream in ((DEVELOPMENT, streams.dev), (HELDOUT, streams.heldout)):
         write_text(part / name, _lines(work, Path(name).stem, stream, length))
     if out.exists():
+        shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
     part.rename(out)
     shutil.rmtree(old, ignore_errors=True)
     work.log.write("export", folder=str(out))
+
+
+def _made_from(work: Work) -> str:
+    """`pair.json`: the names of the results that the pair is made from, and a given target."""
+    own, asked = work.recipe.target, work.recipe.evaluation
+    drafts = [work.drafted(number).name for number in range(work.recipe.boost.drafts)]
+    found: dict[str, Any] = {
+        "made_from": {"target": work.target_id, "drafts": drafts, "corpus": work.corpus_id},
+        "prompts": {"prompt_tokens": asked.prompt_tokens, "seed": asked.seed},
+    }
+    if isinstance(own, str):
+        found["target"] = own if own == "bundled" else str(Path(own).resolve())
+    return json.dumps(found, indent=1) + "\n"
 
 
 def _lines(work: Work, name: str, stream: Stream, length: int) -> str:
@@ -92,6 +112,8 @@ def _lines(work: Work, name: str, stream: Stream, length: int) -> str:
 def report(work: Work) -> None:
     """The run's figures as `report.json`: what was made, from what, how long it took."""
     recipe, places, out = work.recipe, _places(work), work.pair
+    if (out / REPORT).is_file():  # a new export has none
+        return
     drafts = [load_model(out / "drafts" / str(n)) for n in range(recipe.boost.drafts)]
     rows = load_collected("collect", work.collected("development"), recipe.evaluation)
     heldout, views, figures = hold_out(work.target, rows), list[View](), list[Metrics]()
@@ -112,7 +134,7 @@ def report(work: Work) -> None:
         "stage_seconds": stage_seconds(work.log.file, places),
         "machine": machine(),
     }
-    write_text(out / "report.json", json.dumps(found, indent=1) + "\n")
+    write_text(out / REPORT, json.dumps(found, indent=1) + "\n")
     work.log.write("report", **found["target"], marked=str(found["marked"]))
     for number, numbers in enumerate(figures):
         work.log.write("report", draft=number, **numbers)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -16,8 +17,9 @@ def read_files(names: Sequence[str], slices: int, own: Sequence[Path] = ()) -> l
     """The documents in `names`, about one of `slices` held out and one for development.
 
     A `.jsonl` file holds `{"text": ...}` or `{"prompt": ...}` a line; of a folder every readable
-    text file counts, hidden ones and what lies in the folders `own` apart. Equal texts are one
-    document. A corpus of few documents is cut at line ends.
+    text file counts, hidden ones and what lies in the folders `own` apart; a `.jsonl` with other
+    lines is left out, which standard error says. Equal texts are one document. A corpus of few
+    documents is cut at line ends.
 
     Raises:
       ValueError: a name is neither file nor folder, a file is not UTF-8, a line is not such an
@@ -55,10 +57,13 @@ def _read(path: Path, own: Sequence[Path]) -> Iterator[Document]:
 
 def _of_folder(file: Path) -> Iterator[Document]:
     """A folder's file, if it is text; folders hold images, archives and other lines, too."""
-    try:
-        if file.suffix == ".jsonl":
+    if file.suffix == ".jsonl":
+        try:
             yield from list(_lines(file))
-            return
+        except (ValueError, OSError) as error:
+            print(f"train.run: {file} is left out: {error}", file=sys.stderr)
+        return
+    try:
         text = file.read_text("utf-8")
     except (ValueError, OSError):
         return

@@ -19,7 +19,7 @@ from train.checks import check
 from train.collect import collect, ended, load_collected
 from train.config import load_recipe
 from train.distil import batches, distil
-from train.export import TABLES, check_place, export, report
+from train.export import FOUND, check_place, export, report
 from train.heldout import View, estimates, hold_out, view
 from train.loop import Log, Metrics, steps_done
 from train.marking import BY_NOTHING, verdict
@@ -120,7 +120,9 @@ def run_boost(work: Work) -> None:
 
 def run_evaluate(work: Work) -> None:
     """The tables of `train.evaluate` that the recipe asks for, beside the pair."""
-    asked, place = work.recipe.evaluation, work.pair / TABLES
+    if not work.recipe.evaluation.tables:
+        return
+    asked, place = work.recipe.evaluation, work.pair / FOUND
     evaluate.run(
         evaluate.Options(
             model=str(work.pair),

@@ -22,11 +22,11 @@ from train.collect import Collected, joined
 from train.heldout import TOP, cover, estimates, hold_out, view
 
 Shape = tuple[tuple[int, ...], ...]
-"""The widths of every member's tree; a member without levels is left out."""
+"""The widths of every member's tree."""
 
 Row = dict[str, Any]
 
-SINGLE, ALIKE, BOOSTED = "single", "alike", "boosted"
+PLAIN, SINGLE, ALIKE, BOOSTED = "none", "single", "alike", "boosted"
 SAMPLED = 0.8
 TEMPERATURES = (0.0, SAMPLED)
 WIDE = 5
@@ -48,21 +48,21 @@ def _chains(*depths: int) -> Shape:
 
 SHAPES: dict[str, tuple[Shape, ...]] = {
     _ONE: (
-        *(_chains(8), _chains(14), _chains(16)),
+        *(_chains(8), _chains(16), _chains(24)),
         *(((2, 1, 1, 1),), ((1, 1, 2, 1, 1),), ((2, *(1,) * 7),), ((1, 2, *(1,) * 6),)),
-        *(((2, 2, 1, 1, 1),), ((2, *(1,) * 11),), ((3, *(1,) * 7),), ((2, 2, *(1,) * 4),)),
+        *(((3, *(1,) * 7),), ((2, *(1,) * 11),), ((2, 2, *(1,) * 4),)),
     ),
     _POOL: (
-        *(_chains(5, 5, 5), _chains(4, 2, 2), _chains(3, 3, 2)),
-        *(_chains(10, 9, 9), _chains(6, 5, 5), _chains(8, 4, 4)),
-        *(_chains(14, 14, 14), _chains(8, 8, 8)),
+        *(_chains(3, 3, 2), _chains(4, 2, 2), _chains(6, 4, 4)),
+        *(_chains(6, 5, 5), _chains(8, 4, 4), _chains(9, 9, 9), _chains(12, 6, 6)),
+        *(_chains(16, 9, 9), _chains(8, 8, 8), ((2, *(1,) * 5), *_chains(6, 6))),
     ),
 }
 """Trees tried for one draft and for a pool of three, within every budget that they fit."""
 
 TIMED: dict[str, tuple[Shape, ...]] = {
-    _ONE: (_chains(4), _chains(7), _chains(10)),
-    _POOL: (_chains(3, 2, 2), _chains(5, 4, 4)),
+    _ONE: (_chains(3), _chains(7), _chains(10)),
+    _POOL: (_chains(3, 2, 2), _chains(7, 4, 4), _chains(10, 5, 5)),
 }
 """Trees timed, for one row at a time."""
 
@@ -134,8 +134,13 @@ def rules(pair: Pair, task: Task) -> list[Row]:
     return rows
 
 
-def equal_nodes(pair: Pair, development: Task, task: Task) -> list[Row]:
+def equal_nodes(
+    pair: Pair, development: Task, task: Task, earlier: Sequence[Row] = ()
+) -> list[Row]:
     """Every pool at every budget of nodes, each with its own best shape on `development`.
+
+    Of pools that are in `earlier`, the rows of such a table, the shapes named there are taken: so
+    runs that differ in their seed alone are compared with the same trees.
 
     `nodes` is the budget: the mean number of nodes a step, merged and without the root, that a
     shape may have on the development prompts; `mean_nodes` what it had on the prompts of `task`.
@@ -144,10 +149,16 @@ def equal_nodes(pair: Pair, development: Task, task: Task) -> list[Row]:
     rows = []
     for name, drafts in pair.pools.items():
         kind = _ONE if name == SINGLE else _POOL
-        tried = _tried(pair.target, drafts, kind, development)
+        known = {(r["nodes"], r["temperature"]): r["shape"] for r in earlier if r["pool"] == name}
+        named = {shown(fitted(shape, len(drafts))): shape for shape in SHAPES[kind]}
+        tried = {} if known else _tried(pair.target, drafts, kind, development)
         for budget in BUDGETS:
             for temperature in TEMPERATURES:
-                best = _best(tried[temperature], budget)
+                best = (
+                    fitted(named[known[budget, temperature]], len(drafts))
+                    if (budget, temperature) in known
+                    else _best(tried.get(temperature, {}), budget)
+                )
                 if best is None:
                     continue
                 found = measured(pair.target, drafts, best, task, temperature)
@@ -160,11 +171,12 @@ def _tried(
     target: Model, drafts: Sequence[Model], kind: str, task: Task
 ) -> dict[float, dict[Shape, Row]]:
     """What every shape of a kind gives on development prompts."""
-    shapes = dict.fromkeys(fitted(shape, len(drafts)) for shape in SHAPES[kind])
-    return {
-        temperature: {shape: measured(target, drafts, shape, task, temperature) for shape in shapes}
-        for temperature in TEMPERATURES
-    }
+    found: dict[float, dict[Shape, Row]] = {temperature: {} for temperature in TEMPERATURES}
+    for shape in dict.fromkeys(fitted(shape, len(drafts)) for shape in SHAPES[kind]):
+        for temperature in TEMPERATURES:
+            found[temperature][shape] = measured(target, drafts, shape, task, temperature)
+        jax.clear_caches()  # one loop a shape
+    return found
 
 
 def fitted(shape: Shape, drafts: int) -> Shape:
@@ -181,26 +193,29 @@ def _best(tried: Mapping[Shape, Row], budget: int) -> Shape | None:
 def equal_time(pair: Pair, development: Task, task: Task) -> list[Row]:
     """Tokens a second of one row at a time, every pool with its fastest shape on `development`.
 
-    `speedup` is over plain decoding of the same prompts in the same minutes.
+    `speedup` is over plain decoding; each prompt is decoded by all of them before the next.
     """
     rows = []
     for temperature in TEMPERATURES:
-        plain = _speed(pair.target, None, task, temperature)
-        rows.append({"pool": "none", "temperature": temperature, "shape": "", "speedup": 1.0,
-                     "tokens_per_second": plain})  # fmt: skip
+        chosen: dict[str, ExpansionDrafter | None] = {PLAIN: None}
+        shapes = {PLAIN: ""}
         for name, drafts in pair.pools.items():
-            shapes = TIMED[_ONE if name == SINGLE else _POOL]
             drafters = {
-                shape: drafter_of(drafts, shape)
-                for shape in (fitted(shape, len(drafts)) for shape in shapes)
+                shown(shape): ExpansionDrafter.of(drafts, shape)
+                for shape in (
+                    fitted(shape, len(drafts)) for shape in TIMED[_ONE if name == SINGLE else _POOL]
+                )
             }
-            best = max(
-                drafters,
-                key=lambda shape: _speed(pair.target, drafters[shape], development, temperature),
-            )
-            speed = _speed(pair.target, drafters[best], task, temperature)
-            rows.append({"pool": name, "temperature": temperature, "shape": shown(best),
-                         "speedup": speed / plain, "tokens_per_second": speed})  # fmt: skip
+            speeds = _speeds(pair.target, drafters, development, temperature)
+            shapes[name] = max(speeds, key=lambda shape: speeds[shape])
+            chosen[name] = drafters[shapes[name]]
+        speeds = _speeds(pair.target, chosen, task, temperature)
+        rows += [
+            {"pool": name, "temperature": temperature, "shape": shapes[name],
+             "speedup": speeds[name] / speeds[PLAIN], "tokens_per_second": speeds[name]}
+            for name in chosen
+        ]  # fmt: skip
+        jax.clear_caches()
     return rows
 
 
@@ -235,7 +250,7 @@ def measured(
     `spread` is the standard error of tokens per step, from the differences between prompts;
     None for a single one.
     """
-    drafter = drafter_of(drafts, shape, construction)
+    drafter = ExpansionDrafter.of(drafts, shape, construction)
     made = _generate(target, drafter, task, temperature, rule)
     rate = made.lengths.sum() / made.steps.sum()
     left = made.lengths - rate * made.steps  # of a ratio estimate
@@ -249,24 +264,9 @@ def measured(
     }
 
 
-def drafter_of(
-    drafts: Sequence[Model], shape: Shape, construction: str = DRAWN
-) -> ExpansionDrafter:
-    """The pool with a tree for every member; members without levels are left out."""
-    pairs = [(draft, tree) for draft, tree in zip(drafts, shape, strict=True) if tree]
-    return ExpansionDrafter.of(
-        [draft for draft, _ in pairs], tuple(tree for _, tree in pairs), construction
-    )
-
-
 def shown(shape: Shape) -> str:
     """A shape as text: widths with commas, a member's tree from the next by a slash."""
     return "/".join(",".join(map(str, tree)) for tree in shape)
-
-
-def parsed(text: str) -> Shape:
-    """The shape that `shown` gave."""
-    return tuple(tuple(int(w) for w in tree.split(",") if w) for tree in text.split("/"))
 
 
 def _generate(
@@ -294,20 +294,32 @@ def _generate(
     return Generation(*(np.concatenate(field) for field in zip(*parts, strict=True)))
 
 
-def _speed(
-    target: Model, drafter: ExpansionDrafter | None, task: Task, temperature: float
-) -> float:
-    """Tokens a second over all prompts, one at a time; the better of two rounds a prompt."""
-    tokens = seconds = 0.0
+def _speeds(
+    target: Model,
+    drafters: Mapping[str, ExpansionDrafter | None],
+    task: Task,
+    temperature: float,
+) -> dict[str, float]:
+    """Tokens a second of each drafter, one prompt at a time; the better of two rounds a prompt.
+
+    All drafters have a prompt before the next one, so that a slow minute of the machine is shared.
+    """
+    tokens, seconds = dict.fromkeys(drafters, 0.0), dict.fromkeys(drafters, 0.0)
+    sampling = Sampling(temperature=temperature)
     for number, prompt in enumerate(task.prompts):
         key = jax.random.fold_in(jax.random.key(task.seed), number)
-        request = prepare(
-            key, target, drafter, [prompt], task.new_tokens, Sampling(temperature=temperature),
-            "auto", True,
-        )  # fmt: skip
-        measure.warm(target, drafter, request)
-        run = min(
-            (measure.timed(target, drafter, request) for _ in range(2)), key=lambda r: r.seconds
-        )
-        tokens, seconds = tokens + float(run.lengths.sum()), seconds + run.seconds
-    return tokens / seconds
+        runs: dict[str, list[measure.Timed]] = {name: [] for name in drafters}
+        requests = {
+            name: prepare(key, target, drafter, [prompt], task.new_tokens, sampling, "auto", True)
+            for name, drafter in drafters.items()
+        }
+        for name, drafter in drafters.items():
+            measure.warm(target, drafter, requests[name])
+        for _ in range(2):
+            for name, drafter in drafters.items():
+                runs[name].append(measure.timed(target, drafter, requests[name]))
+        for name, two in runs.items():
+            best = min(two, key=lambda run: run.seconds)
+            tokens[name] += float(best.lengths.sum())
+            seconds[name] += best.seconds
+    return {name: tokens[name] / seconds[name] for name in drafters}

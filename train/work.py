@@ -57,7 +57,7 @@ class Work:
     @cached_property
     def documents(self) -> list[Document]:
         """The corpus."""
-        return read_corpus(self.recipe.corpus, (self.folder,))
+        return read_corpus(self.recipe.corpus, (self.folder, self.pair))
 
     @cached_property
     def corpus_id(self) -> str:
@@ -241,7 +241,7 @@ def _plain(value: Any) -> Any:
 def _identity_of(name: str) -> str:
     """A digest of a checkpoint: its configuration, and its weights' names, sizes and times."""
     folder = BUNDLED / "target" if name == "bundled" else Path(name)
-    found = hashlib.sha256(str(folder.resolve()).encode())
+    found = hashlib.sha256()
     for pattern in ("*.json", "tokenizer.model", "*.jinja"):
         for file in sorted(folder.glob(pattern)):
             found.update(file.name.encode() + file.read_bytes())

@@ -19,12 +19,13 @@ To reach:   `agreement` in the log, the share of the target's greedy tokens that
 import dataclasses
 
 from configs.bundled import RECIPE as BUNDLED
-from train.config import Labels, Reading
+from train.config import Corpus, Labels, Reading
 
 RECIPE = dataclasses.replace(
     BUNDLED,
     name="from-checkpoint",
     target="",
+    corpus=Corpus(files=("",)),
     pretrain=Reading(steps=0, batch=1),
     warm=dataclasses.replace(BUNDLED.warm, long_steps=0, long_length=0),
     labels=Labels(top_k=32, corpus_rows=256, corpus_length=512, tokens=4096),
