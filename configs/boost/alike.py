@@ -1,4 +1,4 @@
-"""No boosting: drafts that differ in the order of what they learn from.
+"""No boosting: drafts that differ in their seeds alone.
 
 Command:    python -m train.run configs/boost/alike.py --folder runs/bundled --out OUT
             (the stages before the drafts, and draft 0, are shared with configs/bundled.py)
