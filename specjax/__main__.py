@@ -1,6 +1,5 @@
 """The command line: `specjax generate`, `bench`, `verify` and `info`."""
 
-import contextlib
 import io
 import os
 import sys
@@ -8,10 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from specjax.options import VERBS, Bench, Generate, Options, Verify
-
-_BOX = "╭╮╰╯│─ \n"
-_RULE = "────"
+from specjax.options import VERBS, Bench, Generate, Options, Verify, parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,7 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: after printing help, or for unknown or missing flags (code 2).
     """
-    options = _parse(sys.argv[1:] if arguments is None else list(arguments))
+    options: Options = parsed(VERBS, "specjax", arguments, tyro.conf.OmitSubcommandPrefixes)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         return _command(options)()
@@ -37,31 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
-
-def _parse(arguments: Sequence[str]) -> Options:
-    """The options, or an exit with code 2 and one sentence on standard error."""
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(
-                VERBS,  # pyright: ignore[reportArgumentType]
-                prog="specjax",
-                args=arguments,
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.OmitSubcommandPrefixes),
-            )
-    except SystemExit as stop:
-        if stop.code:
-            print(f"specjax: {_sentence(complaint.getvalue())}", file=sys.stderr)
-        raise
-
-
-def _sentence(panel: str) -> str:
-    """What a panel of tyro's says, on one line."""
-    lines = panel.splitlines()[1:]
-    rule = next((i for i, line in enumerate(lines) if _RULE in line), len(lines))
-    said = " ".join(" ".join(line.strip(_BOX) for line in lines[:rule]).split())
-    return f"{said.rstrip('.')}; see specjax --help."
 
 
 def _command(options: Options) -> Callable[[], int]:

@@ -1,14 +1,20 @@
 """What the command line takes: a frozen dataclass a verb, and how their values are read."""
 
+import contextlib
 import dataclasses
+import io
+import itertools
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 
 _T = TypeVar("_T")
+_FRAME = "│ "
+_RULE = "╰─╯-"
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -128,6 +134,36 @@ VERBS = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )
+
+
+def parsed(kind: Any, prog: str, arguments: Sequence[str] | None, *config: Any) -> Any:
+    """The options, an instance of `kind`, that arguments give; by default those of the process.
+
+    Raises:
+      SystemExit: after printing help, or with code 2 after one sentence on standard error.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                kind, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff, *config)
+            )
+    except SystemExit as stop:
+        if stop.code:
+            print(f"{prog}: {_sentence(complaint.getvalue(), prog)}", file=sys.stderr)
+        raise
+
+
+def _sentence(panel: str, prog: str) -> str:
+    """What the first part of a panel of tyro's says, on one line.
+
+    Its parts end with a rule or with the frame; without a frame a rule is also below the title.
+    """
+    lines = [line.strip(_FRAME) for line in panel.splitlines()[1:]]
+    if lines and not lines[0].strip(_RULE):
+        del lines[0]
+    said = " ".join(" ".join(itertools.takewhile(lambda line: line.strip(_RULE), lines)).split())
+    return f"{said.rstrip('.')}; see {prog} --help."
 
 
 def items(text: str, convert: Callable[[str], _T], what: str) -> tuple[_T, ...]:

@@ -173,6 +173,8 @@ def test_an_unknown_flag_gets_one_sentence_and_code_2(arguments, sentence, capsy
     printed = capsys.readouterr()
     assert sentence in printed.err
     assert len(printed.err.splitlines()) == 1
+    assert "---" not in printed.err
+    assert "──" not in printed.err
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):

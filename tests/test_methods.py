@@ -31,7 +31,7 @@ def auto(temperature: float = 0.0, batch: int = 1) -> methods.Choice:
 )
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
     drafter = methods.build(method, DRAFTS, widths)
-    assert (drafter.num_slots, drafter.num_drafts) == (slots, drafts)
+    assert (drafter.num_slots, len(drafter.trees)) == (slots, drafts)
     assert drafter.construction == DRAWN
     assert methods.build(method, DRAFTS, widths, "naive").construction == TOP_K
 
@@ -62,13 +62,13 @@ def test_every_method_has_default_widths():
 def test_a_pool_is_loaded_from_folders():
     folders = [pair_folder() / "one", pair_folder() / "two"]
     drafter = methods.load_drafter(folders, (1, 1))
-    assert (drafter.num_drafts, drafter.window) == (2, 3)
-    assert methods.load_drafter(folders[0]).num_drafts == 1
+    assert (len(drafter.trees), drafter.window) == (2, 3)
+    assert len(methods.load_drafter(folders[0]).trees) == 1
 
 
 def test_one_bundled_draft_is_loaded_by_its_number():
     one, pool = methods.load_drafter("bundled/1", (1, 1)), methods.load_drafter("bundled")
-    assert (one.num_drafts, pool.num_drafts) == (1, 3)
+    assert (len(one.trees), len(pool.trees)) == (1, 3)
     assert (one.groups[0].embedding == pool.groups[1].embedding).all()
     with pytest.raises(checkpoint.CheckpointError, match=r"drafts/7"):
         methods.load_drafter("bundled/7")

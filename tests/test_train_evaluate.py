@@ -51,6 +51,20 @@ def test_figures_are_those_of_plain_generations(pair):
     assert found["spread"] == pytest.approx(np.sqrt(1.5 * np.sum(left**2)) / sum(steps))
 
 
+def test_a_prompt_may_be_drawn_several_times(pair):
+    """Its draws count as one prompt, of which greedy rows have one."""
+    drafts, shape = pair.pools["single"], ((1, 1),)
+    task = TASK._replace(draws=3)
+    found = tables.measured(pair.target, drafts, shape, task, 0.8)
+    one = tables.measured(pair.target, drafts, shape, TASK, 0.8)
+    same = tables.measured(pair.target, drafts, shape, TASK._replace(prompts=TASK.prompts * 3), 0.8)
+    assert (found["prompts"], found["draws"]) == (3, 3)
+    assert found["tokens_per_step"] == same["tokens_per_step"] != one["tokens_per_step"]
+    greedy = tables.measured(pair.target, drafts, shape, task, 0.0)
+    assert greedy == tables.measured(pair.target, drafts, shape, TASK, 0.0)
+    assert greedy["draws"] == 1
+
+
 def test_coverage_is_counted_along_the_targets_text(pair):
     rows = tables.coverage(pair, TASK)
     for temperature in tables.TEMPERATURES:
@@ -162,9 +176,11 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     assert picture.read_bytes()[:4] == b"\x89PNG"
     assert "Equal nodes" in capsys.readouterr().out
     other = [*arguments[:-3], str(folder / "other.json"), "--tables", "equal_nodes"]
-    monkeypatch.setattr(tables, "_tried", None)  # nothing is tried again
+    monkeypatch.setattr(tables, "_best", None)  # nothing is chosen again
     assert evaluate.main([*other, "--shapes", str(folder / "first.json")]) == 0
     assert json.loads((folder / "other.json").read_text())["equal_nodes"] == found["equal_nodes"]
+    alone = [argument for argument in other if "alike" not in argument]  # without that pool
+    assert evaluate.main([*alone, "--shapes", str(folder / "first.json")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -172,6 +188,7 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     [
         (["--model", "nowhere"], "nowhere"),
         (["--limit", "0"], "--limit is 0; it must be at least 1."),
+        (["--draws", "0"], "--draws is 0; it must be at least 1."),
         (["--rows", "1"], "--rows is 1; it must be at least 2."),
         (["--tables", "covrage"], "there is no table 'covrage'; there are coverage,"),
         (["--json", "."], "--json is ., which is a folder."),
@@ -189,6 +206,25 @@ def test_wrong_input_gets_one_sentence(folder, capsys, arguments, sentence):
     printed = capsys.readouterr().err.strip().splitlines()[-1]
     assert printed.startswith("train.evaluate: ")
     assert sentence in printed
+
+
+def test_an_unknown_option_gets_one_sentence(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        evaluate.main(["--shape", "x"])
+    printed = capsys.readouterr().err.strip().splitlines()
+    assert len(printed) == 1
+    assert printed[0].startswith("train.evaluate: Unrecognized options: --shape")
+
+
+def test_trees_of_another_seed_must_be_tried_for_a_pool_of_that_size():
+    named = {"single": "1,1,1,1,1,1,1,1", "boosted": "1,1,1/1,1,1"}
+    rows = [{"pool": pool, "nodes": 8, "temperature": 0.0, "shape": shape}
+            for pool, shape in named.items()]  # fmt: skip
+    found = tables.known_shapes(rows, {"single": 1, "boosted": 2})
+    assert found[tables.Cell("boosted", 8, 0.0)] == ((1, 1, 1), (1, 1, 1))
+    assert tables.known_shapes(rows, {"single": 1}).keys() == {("single", 8, 0.0)}
+    with pytest.raises(ValueError, match="pool 'boosted' has 3 drafts, for which no tree"):
+        tables.known_shapes(rows, {"boosted": 3})
 
 
 def test_drafts_of_another_vocabulary_are_refused(folder, tmp_path, capsys):

@@ -95,9 +95,9 @@ def _residual(material: Material, earlier: Sequence[Model], keep: float) -> tupl
 
     p = along(part.log_p)
     left, reached = residual(p, [along(law_at(draft, part)) for draft in earlier])
-    mass = keep * p + (1 - keep) * reached[..., None] * left
-    total = mass.sum(axis=-1)
-    law = np.where(total[..., None] > 1e-6, mass / np.maximum(total, 1e-6)[..., None], p)
+    rest = (1 - keep) * reached
+    total = keep + rest
+    law = p + (rest / np.where(total > 0, total, 1))[..., None] * (left - p)
     log_p = np.array(part.log_p)
     taught = np.log(np.maximum(law[..., :-1], 1e-7)).astype(log_p.dtype)
     np.put_along_axis(log_p, before, taught, axis=1)

@@ -4,12 +4,11 @@ A pair is a folder with `target`, `drafts/0`, `drafts/1`, ..., as `train.run` le
 `export`. Shapes are chosen on its `dev.jsonl`, or with the bundled prompts where it has none.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,14 @@ from specjax import checkpoint, prompts
 from specjax.measure import environment
 from specjax.methods import check_vocabularies
 from specjax.model import Model
-from specjax.options import at_least, check_seed, check_target_file
+from specjax.options import at_least, check_seed, check_target_file, parsed
 from specjax.records import use_compilation_cache
 from train import tables
 from train.chunks import write_text
 from train.config import TABLES
 from train.export import DEVELOPMENT, HELDOUT, PAIR
 from train.loop import progress_bar
-from train.tables import ALIKE, BOOSTED, SINGLE, Pair, Row, Task
+from train.tables import ALIKE, BOOSTED, SINGLE, Cell, Pair, Shape, Task
 
 _TITLES = (
     "P(target's token among the k most likely), along the target's own text",
@@ -39,50 +38,56 @@ _TITLES = (
     "Equal time: one row at a time",
 )
 TITLES = dict(zip(TABLES, _TITLES, strict=True))
+_COMMAND = "train.evaluate"
 _TIMED_PROMPTS = 6
 _SPELLED = ("date", "model", "prompts")
 """What says nothing of a measurement that the rest does not say."""
 
 
-def main(arguments: list[str] | None = None) -> int:
+@dataclasses.dataclass(frozen=True)
+class Options:
     """Measure a target and its pool of drafts: coverage, widths, rules, equal nodes, equal time."""
-    parser = argparse.ArgumentParser(prog="python -m train.evaluate", description=main.__doc__)
-    parser.add_argument("--model", default="bundled", help="bundled, or a pair's folder")
-    parser.add_argument("--alike", help="a folder whose drafts/ were trained alike")
-    parser.add_argument("--prompts", help='lines of {"id", "prompt"} (default: held-out ones)')
-    parser.add_argument("--limit", type=int, help="how many prompts, of both kinds")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=33, help="at most so many rows a pass")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tables", default=",".join(TITLES), help=f"some of {','.join(TITLES)}")
-    parser.add_argument("--shapes", help="tables of another seed, whose trees are taken over")
-    parser.add_argument("--json", help="where the tables go; those already there are kept")
-    parser.add_argument("--plot", help="a PNG of equal nodes and coverage")
-    options = Options(**vars(parser.parse_args(arguments)))
+
+    model: str = "bundled"
+    """"bundled", or a pair's folder."""
+    alike: str | None = None
+    """A folder whose drafts/ were trained alike, for comparison."""
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the pair's held-out ones."""
+    limit: int | None = None
+    """Take this many prompts only, to choose shapes on and to measure on."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation."""
+    draws: int = 1
+    """Continuations of every prompt where tokens per step are measured at a temperature."""
+    rows: int = 33
+    """At most so many rows a pass."""
+    seed: int = 0
+    """Names the random numbers."""
+    tables: str = ",".join(TITLES)
+    """Which tables, separated by commas."""
+    shapes: str | None = None
+    """Tables of another seed, whose trees are taken over."""
+    json: str | None = None
+    """Where the tables go; those already there are kept."""
+    plot: str | None = None
+    """A PNG of equal nodes and coverage."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; gives the exit code, 2 with one sentence for what a person got wrong.
+
+    Raises:
+      SystemExit: after printing help, or for unknown flags (code 2).
+    """
+    options: Options = parsed(Options, _COMMAND, arguments)
     use_compilation_cache()
     try:
         run(options)
     except (ValueError, OSError, ImportError) as error:
-        print(f"train.evaluate: {error}", file=sys.stderr)
+        print(f"{_COMMAND}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is measured, on what, and where it goes; see `main`."""
-
-    model: str = "bundled"
-    alike: str | None = None
-    prompts: str | None = None
-    limit: int | None = None
-    max_new_tokens: int = 128
-    rows: int = 33
-    seed: int = 0
-    tables: str = ",".join(TITLES)
-    shapes: str | None = None
-    json: str | None = None
-    plot: str | None = None
 
 
 def run(options: Options) -> None:
@@ -105,6 +110,7 @@ def _check(options: Options) -> None:
     """Refuses what would fail after minutes of work."""
     at_least("--limit", options.limit, 1)
     at_least("--max-new-tokens", options.max_new_tokens, 1)
+    at_least("--draws", options.draws, 1)
     at_least("--rows", options.rows, 2)
     check_seed(options.seed)
     for name in options.tables.split(","):
@@ -136,9 +142,10 @@ def evaluate(options: Options) -> dict[str, Any]:
         texts = [prompt.tokens for prompt in chosen]
         passes = -(-len(texts) // (options.rows - 1))
         rows = -(-len(texts) // passes) + 1
-        return Task(texts, options.max_new_tokens, rows, options.seed)
+        return Task(texts, options.max_new_tokens, rows, options.seed, options.draws)
 
-    earlier = _rows_of(options.shapes)
+    sizes = {SINGLE: 1, ALIKE: len(other), BOOSTED: len(boosted)}
+    earlier = _earlier(options.shapes, {name: size for name, size in sizes.items() if size})
     # without prompts of its own, a pair's trees are chosen on the bundled ones
     choosing = _existing(folder / DEVELOPMENT)
     asked = Path(options.prompts) if options.prompts else _existing(folder / HELDOUT)
@@ -157,8 +164,9 @@ def evaluate(options: Options) -> dict[str, Any]:
         "development": DEVELOPMENT if choosing else "bundled prompts",
         "development_count": len(development.prompts),
         "new_tokens": options.max_new_tokens,
+        "draws": options.draws,
         "seed": options.seed,
-        "earlier": _digest([json.dumps(earlier)]),
+        "earlier": _digest([str(sorted(earlier.items()))]),
         "texts": _digest([development.prompts, measured_on.prompts]),
     }
     found = _kept(options.json, environment() | settings)
@@ -189,7 +197,7 @@ def _fill(
     development: Task,
     task: Task,
     options: Options,
-    earlier: Sequence[Row],
+    earlier: Mapping[Cell, Shape],
 ) -> None:
     """Measures the tables that `found` lacks, one after the other."""
     makers = {
@@ -211,19 +219,16 @@ def _fill(
                 write_text(Path(options.json), json.dumps(found, indent=1) + "\n")
 
 
-def _rows_of(file: str | None) -> list[Row]:
-    """The rows of equal nodes in tables that were written before."""
+def _earlier(file: str | None, sizes: Mapping[str, int]) -> dict[Cell, Shape]:
+    """The shapes of equal nodes in tables that were written before, for pools of such sizes."""
     if not file:
-        return []
+        return {}
     try:
-        rows = json.loads(Path(file).read_text("utf-8"))["equal_nodes"]
-        known = {tables.shown(shape) for shapes in tables.SHAPES.values() for shape in shapes}
-        if all(row["shape"] in known for row in rows):
-            return [{key: row[key] for key in ("pool", "nodes", "temperature", "shape")}
-                    for row in rows]  # fmt: skip
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"--shapes is {file}, which holds no table of equal nodes with known trees.")
+        return tables.known_shapes(json.loads(Path(file).read_text("utf-8"))["equal_nodes"], sizes)
+    except (OSError, KeyError, TypeError, json.JSONDecodeError):
+        raise ValueError(f"--shapes is {file}, which holds no table of equal nodes.") from None
+    except ValueError as error:
+        raise ValueError(f"--shapes is {file}: {error}") from error
 
 
 def _digest(values: Sequence[Any]) -> str:

@@ -16,6 +16,9 @@ from train.config import Boost
 TOO_FEW, TOO_MANY = 0.05, 0.95
 """Outside these marked shares the next draft learns from nearly all samples, or from too few."""
 
+ROUNDING = 1e-6
+"""Mass that float32 laws may leave where none should be."""
+
 
 class Seen(NamedTuple):
     """What one earlier draft says along the target's text, `S` steps of `N` rows.
@@ -158,14 +161,14 @@ def residual(
     Multi-step verification (SpecInfer, algorithm 2) goes on with norm(max(0, p - q)) after each
     rejection; the best next draft is that law itself. `p` and the drafts' `laws` cover the same
     tokens, the last of which may stand for all others. Gives the law, and the probability that
-    all draws were rejected; where that is 0 the law is `p`.
+    all draws were rejected; where no more than rounding is left the law is `p`.
     """
     left, reached = p.astype(np.float64), np.ones(p.shape[:-1])
     for law in laws:
         rest = np.maximum(left - law, 0)
         mass = rest.sum(axis=-1)
         reached = reached * mass
-        left = np.where(mass[..., None] > 0, rest / np.maximum(mass, 1e-12)[..., None], p)
+        left = np.where(mass[..., None] > ROUNDING, rest / np.maximum(mass, ROUNDING)[..., None], p)
     return left, reached
 
 

@@ -7,37 +7,48 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from train.heldout import TOP
+from train.tables import Row
 
 
 def plot(found: dict[str, Any], file: Path) -> None:
-    """Writes a PNG: tokens per step by nodes, and coverage by k, a panel each temperature."""
-    nodes, coverage = found.get("equal_nodes", []), found.get("coverage", [])
-    temperatures = sorted({row["temperature"] for row in (*nodes, *coverage)})
-    figure, panels = plt.subplots(
-        2, max(1, len(temperatures)), figsize=(5 * max(1, len(temperatures)), 7), squeeze=False
-    )
-    for column, temperature in enumerate(temperatures):
-        top, bottom = panels[0][column], panels[1][column]
-        for pool in dict.fromkeys(row["pool"] for row in nodes):
-            own = [r for r in nodes if (r["pool"], r["temperature"]) == (pool, temperature)]
-            top.errorbar(
-                [row["mean_nodes"] for row in own],
-                [row["tokens_per_step"] for row in own],
-                yerr=[row["spread"] or 0 for row in own],
-                marker="o",
-                label=pool,
-            )
-        top.set(title=f"T = {temperature:g}", xlabel="nodes a step", ylabel="tokens per step")
-        own = [r for r in coverage if r["temperature"] == temperature and r["of"] == "union"]
-        for row in own:
-            ks = range(1, TOP + 1)
-            bottom.plot(ks, [row[f"top{k}"] for k in ks], marker="o", label=row["pool"])
-        bottom.set(xlabel="k", ylabel="P(token among the k most likely)")
-        for panel in (top, bottom):
-            if panel.get_legend_handles_labels()[0]:
-                panel.legend()
+    """Writes a PNG: a row of panels for each table that there is, a panel for each temperature.
+
+    Tokens per step by nodes, and coverage by k.
+    """
+    drawn = {"equal_nodes": _nodes, "coverage": _coverage}
+    there = {table: draw for table, draw in drawn.items() if found.get(table)}
+    temperatures = sorted({row["temperature"] for table in there for row in found[table]})
+    across, down = max(1, len(temperatures)), max(1, len(there))
+    figure, panels = plt.subplots(down, across, figsize=(5 * across, 3.5 * down), squeeze=False)
+    for line, (table, draw) in zip(panels, there.items(), strict=False):
+        for panel, temperature in zip(line, temperatures, strict=True):
+            draw(panel, [row for row in found[table] if row["temperature"] == temperature])
+            panel.set_title(f"T = {temperature:g}")
+            panel.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     plt.close(figure)
+
+
+def _nodes(panel: Axes, rows: list[Row]) -> None:
+    for pool in dict.fromkeys(row["pool"] for row in rows):
+        own = [row for row in rows if row["pool"] == pool]
+        panel.errorbar(
+            [row["mean_nodes"] for row in own],
+            [row["tokens_per_step"] for row in own],
+            yerr=[row["spread"] or 0 for row in own],
+            marker="o",
+            label=pool,
+        )
+    panel.set(xlabel="nodes a step", ylabel="tokens per step")
+
+
+def _coverage(panel: Axes, rows: list[Row]) -> None:
+    ks = range(1, TOP + 1)
+    for row in rows:
+        if row["of"] == "union":
+            panel.plot(ks, [row[f"top{k}"] for k in ks], marker="o", label=row["pool"])
+    panel.set(xlabel="k", ylabel="P(token among the k most likely)")

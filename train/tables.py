@@ -5,7 +5,8 @@ of nodes, and at equal time on the machine.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,12 +69,16 @@ TIMED: dict[str, tuple[Shape, ...]] = {
 
 
 class Task(NamedTuple):
-    """Prompts, new tokens a prompt, rows a pass, and the seed."""
+    """Prompts, new tokens a prompt, rows a pass, the seed, and continuations of a sampled prompt.
+
+    `draws` counts where tokens per step are measured.
+    """
 
     prompts: list[list[int]]
     new_tokens: int
     rows: int
     seed: int
+    draws: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,49 +139,103 @@ def rules(pair: Pair, task: Task) -> list[Row]:
     return rows
 
 
+class Cell(NamedTuple):
+    """A place in the table of equal nodes."""
+
+    pool: str
+    nodes: int
+    temperature: float
+
+
+class Trial(NamedTuple):
+    """A pool with a shape, at a temperature."""
+
+    pool: str
+    temperature: float
+    shape: Shape
+
+
+def known_shapes(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[Cell, Shape]:
+    """The shapes that `rows` of another table name, for those pools of `sizes` that they have.
+
+    Raises:
+      ValueError: a shape is none of those tried for a pool of so many drafts.
+    """
+    found = {}
+    for row in rows:
+        pool, shape = row["pool"], row["shape"]
+        if pool in sizes:
+            named = {shown(known): known for known in _shapes(pool, sizes[pool])}
+            if shape not in named:
+                raise ValueError(
+                    f"pool {pool!r} has {sizes[pool]} drafts, for which no tree {shape!r} is tried."
+                )
+            found[Cell(pool, row["nodes"], row["temperature"])] = named[shape]
+    return found
+
+
 def equal_nodes(
-    pair: Pair, development: Task, task: Task, earlier: Sequence[Row] = ()
+    pair: Pair, development: Task, task: Task, earlier: Mapping[Cell, Shape] | None = None
 ) -> list[Row]:
     """Every pool at every budget of nodes, each with its own best shape on `development`.
 
-    Of pools that are in `earlier`, the rows of such a table, the shapes named there are taken: so
-    runs that differ in their seed alone are compared with the same trees.
+    Pools that are in `earlier` have the shapes named there: so runs that differ in their seed
+    alone are compared with the same trees.
 
     `nodes` is the budget: the mean number of nodes a step, merged and without the root, that a
     shape may have on the development prompts; `mean_nodes` what it had on the prompts of `task`.
     A budget that none of a pool's shapes fits has no row.
     """
-    rows = []
-    for name, drafts in pair.pools.items():
-        kind = _ONE if name == SINGLE else _POOL
-        known = {(r["nodes"], r["temperature"]): r["shape"] for r in earlier if r["pool"] == name}
-        named = {shown(fitted(shape, len(drafts))): shape for shape in SHAPES[kind]}
-        tried = {} if known else _tried(pair.target, drafts, kind, development)
-        for budget in BUDGETS:
-            for temperature in TEMPERATURES:
-                best = (
-                    fitted(named[known[budget, temperature]], len(drafts))
-                    if (budget, temperature) in known
-                    else _best(tried.get(temperature, {}), budget)
-                )
-                if best is None:
-                    continue
-                found = measured(pair.target, drafts, best, task, temperature)
-                rows.append({"pool": name, "nodes": budget, "temperature": temperature,
-                             "shape": shown(best), **found})  # fmt: skip
-    return rows
+    earlier = earlier or {}
+    chosen = {cell: Trial(cell.pool, cell.temperature, shape) for cell, shape in earlier.items()}
+    fresh = [pool for pool in pair.pools if all(cell.pool != pool for cell in earlier)]
+    tried = _found(
+        pair,
+        (
+            Trial(pool, temperature, shape)
+            for pool in fresh
+            for shape in _shapes(pool, len(pair.pools[pool]))
+            for temperature in TEMPERATURES
+        ),
+        development,
+    )
+    for cell in (Cell(*c) for c in itertools.product(fresh, BUDGETS, TEMPERATURES)):
+        if best := _best(tried, cell):
+            chosen[cell] = best
+    found = _found(pair, chosen.values(), task)
+    order = list(pair.pools)
+    return [
+        {**cell._asdict(), "shape": shown(chosen[cell].shape), **found[chosen[cell]]}
+        for cell in sorted(chosen, key=lambda cell: (order.index(cell.pool), *cell[1:]))
+    ]
 
 
-def _tried(
-    target: Model, drafts: Sequence[Model], kind: str, task: Task
-) -> dict[float, dict[Shape, Row]]:
-    """What every shape of a kind gives on development prompts."""
-    found: dict[float, dict[Shape, Row]] = {temperature: {} for temperature in TEMPERATURES}
-    for shape in dict.fromkeys(fitted(shape, len(drafts)) for shape in SHAPES[kind]):
-        for temperature in TEMPERATURES:
-            found[temperature][shape] = measured(target, drafts, shape, task, temperature)
-        jax.clear_caches()  # one loop a shape
+def _shapes(pool: str, drafts: int) -> list[Shape]:
+    """What is tried for a pool of so many drafts."""
+    shapes = SHAPES[_ONE if pool == SINGLE else _POOL]
+    return list(dict.fromkeys(fitted(shape, drafts) for shape in shapes))
+
+
+def _found(pair: Pair, trials: Iterable[Trial], task: Task) -> dict[Trial, Row]:
+    """What every trial gives; those of one shape follow each other and share a compiled loop."""
+    found = {}
+    ordered = sorted(set(trials), key=lambda trial: trial.shape)
+    for shape, alike in itertools.groupby(ordered, key=lambda trial: trial.shape):
+        for trial in alike:
+            drafts = pair.pools[trial.pool]
+            found[trial] = measured(pair.target, drafts, shape, task, trial.temperature)
+        jax.clear_caches()
     return found
+
+
+def _best(tried: Mapping[Trial, Row], cell: Cell) -> Trial | None:
+    """The trial of most tokens per step among those of a cell's pool within its budget."""
+    fitting = [
+        trial
+        for trial, found in tried.items()
+        if trial[:2] == (cell.pool, cell.temperature) and found["mean_nodes"] <= cell.nodes
+    ]
+    return max(fitting, key=lambda trial: tried[trial]["tokens_per_step"], default=None)
 
 
 def fitted(shape: Shape, drafts: int) -> Shape:
@@ -184,38 +243,32 @@ def fitted(shape: Shape, drafts: int) -> Shape:
     return (*shape[:drafts], *[shape[-1]] * (drafts - len(shape)))
 
 
-def _best(tried: Mapping[Shape, Row], budget: int) -> Shape | None:
-    """The shape of most tokens per step among those within the budget."""
-    fitting = [shape for shape, found in tried.items() if found["mean_nodes"] <= budget]
-    return max(fitting, key=lambda shape: tried[shape]["tokens_per_step"], default=None)
-
-
 def equal_time(pair: Pair, development: Task, task: Task) -> list[Row]:
     """Tokens a second of one row at a time, every pool with its fastest shape on `development`.
 
     `speedup` is over plain decoding; each prompt is decoded by all of them before the next.
     """
+    tried = {
+        name: {
+            shown(shape): ExpansionDrafter.of(drafts, shape)
+            for shape in (fitted(s, len(drafts)) for s in TIMED[_ONE if name == SINGLE else _POOL])
+        }
+        for name, drafts in pair.pools.items()
+    }
     rows = []
     for temperature in TEMPERATURES:
+        shapes: dict[str, str] = {}
         chosen: dict[str, ExpansionDrafter | None] = {PLAIN: None}
-        shapes = {PLAIN: ""}
-        for name, drafts in pair.pools.items():
-            drafters = {
-                shown(shape): ExpansionDrafter.of(drafts, shape)
-                for shape in (
-                    fitted(shape, len(drafts)) for shape in TIMED[_ONE if name == SINGLE else _POOL]
-                )
-            }
+        for name, drafters in tried.items():
             speeds = _speeds(pair.target, drafters, development, temperature)
             shapes[name] = max(speeds, key=lambda shape: speeds[shape])
             chosen[name] = drafters[shapes[name]]
         speeds = _speeds(pair.target, chosen, task, temperature)
         rows += [
-            {"pool": name, "temperature": temperature, "shape": shapes[name],
+            {"pool": name, "temperature": temperature, "shape": shapes.get(name, ""),
              "speedup": speeds[name] / speeds[PLAIN], "tokens_per_second": speeds[name]}
             for name in chosen
         ]  # fmt: skip
-        jax.clear_caches()
     return rows
 
 
@@ -251,16 +304,21 @@ def measured(
     None for a single one.
     """
     drafter = ExpansionDrafter.of(drafts, shape, construction)
-    made = _generate(target, drafter, task, temperature, rule)
-    rate = made.lengths.sum() / made.steps.sum()
-    left = made.lengths - rate * made.steps  # of a ratio estimate
+    draws = task.draws if temperature else 1
+    repeated = task._replace(prompts=task.prompts * draws)
+    made = _generate(target, drafter, repeated, temperature, rule)
+    fields = (made.lengths, made.steps, made.nodes)
+    tokens, steps, nodes = (np.reshape(field, (draws, -1)).sum(axis=0) for field in fields)
+    rate = tokens.sum() / steps.sum()
+    left = tokens - rate * steps  # of a ratio estimate
     count = len(left)
-    error = np.sqrt(count / max(count - 1, 1) * np.square(left).sum()) / made.steps.sum()
+    error = np.sqrt(count / max(count - 1, 1) * np.square(left).sum()) / steps.sum()
     return {
         "tokens_per_step": float(rate),
         "spread": float(error) if count > 1 else None,
-        "mean_nodes": float(made.nodes.sum() / made.steps.sum()),
+        "mean_nodes": float(nodes.sum() / steps.sum()),
         "prompts": count,
+        "draws": draws,
     }
 
 

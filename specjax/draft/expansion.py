@@ -89,11 +89,6 @@ class ExpansionDrafter(Drafter):
         return tuple(shape for shape, size in pairs for _ in range(size))
 
     @property
-    def num_drafts(self) -> int:
-        """Models in the pool."""
-        return sum(self.sizes)
-
-    @property
     def vocab_size(self) -> int:
         """Tokens of the drafts' vocabulary."""
         return self.groups[0].config.vocab_size
