@@ -7,7 +7,7 @@ glibc.malloc.trim_threshold=8589934592 python -m train.run configs/bundled.py --
 Hardware:   2 cores of a Zen 5 CPU with AVX-512; 5 GiB of memory.
 Wall time:  target 60 minutes (37 at the rate of its calmer half); then collect 6, label 7, three
             warm-ups of 3, three drafts of 4, report 1: 35 minutes (2026-11-21, jax 0.10.2, beside
-            other work).
+            other work). The tables that end a run come on top, half an hour or more.
 To reach:   bits a byte 1.27 on the development modules, 1.68 held out (1.31 without locale.py, a
             table of aliases); of each draft on development prompts, chains of 8: agreement 0.88
             to 0.89, tokens per step 5.5 to 5.7 at T = 0 and 3.9 to 4.0 at T = 0.8; 6.6 for the

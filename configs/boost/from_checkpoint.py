@@ -11,7 +11,9 @@ Wall time:  collecting is the target's plain decoding of collect.prompts times c
             tokens; labelling one pass over them; then the drafts. With the bundled pair's target,
             2 cores of a Zen 5 CPU: about the 35 minutes that configs/bundled.py takes after its
             target; a first look with collect.prompts=512 warm.steps=100 warm.decay_steps=50
-            schedule.steps=150 schedule.decay_steps=75 boost.drafts=2 takes 6 minutes.
+            schedule.steps=150 schedule.decay_steps=75 boost.drafts=2 took 3 minutes to its export.
+            The tables that end a run come on top: half an hour or more, all of them
+            (evaluation.tables=coverage for that one alone).
 To reach:   `agreement` in the log, the share of the target's greedy tokens that a draft foresees:
             a pool is worth having above 0.6. Larger targets want larger drafts, for example
             draft.hidden_size=512 draft.intermediate_size=1536 draft.num_heads=8
