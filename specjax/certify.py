@@ -1,6 +1,7 @@
 """`specjax verify`: a losslessness certificate for one pair of target and drafts."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from specjax.model import Model
 from specjax.options import Verify, at_least, check_seed, widths_of
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
+from specjax.verify import GREEDY, RULES
 
 TOLERANCE = 1e-4
 """A gap, between two logits or a threshold and its uniform, that rounding may close: passes of
@@ -164,8 +166,7 @@ def law_part(pair: Pair, options: Verify) -> dict[str, Any]:
     prompt = pair.tokenizer(_LAW_PROMPT).input_ids
     tests = [
         test
-        for method in _methods(options)
-        for rule in ("multi-step", "naive")
+        for method, rule in _judged(pair, options)
         for test in _law_tests(pair, method, rule, prompt, options)
     ]
     level = FAMILY_ERROR / len(tests)
@@ -202,6 +203,42 @@ def _law_tests(
     ]
 
 
+def _rules(options: Verify) -> list[str]:
+    """The rules named, or all but the greedy one.
+
+    Raises:
+      ValueError: there is no such rule, or it is not one that samples.
+    """
+    sampling = [name for name in RULES if name != GREEDY.name]
+    if options.verify == "all":
+        return sampling
+    names = [name.strip() for name in options.verify.split(",")]
+    for name in names:
+        if name not in sampling:
+            raise ValueError(
+                f"--verify has {name!r}; rules that sample are {', '.join(sampling)}, or all."
+            )
+    return names
+
+
+def _judged(pair: Pair, options: Verify) -> list[tuple[str, str]]:
+    """Methods with the rules that are lossless for the trees each makes for them.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = []
+    for method, rule in itertools.product(_methods(options), _rules(options)):
+        drafter = _drafter(pair, method, options, rule)
+        if drafter is None or RULES[rule].refusal(drafter.construction) is None:
+            found.append((method, rule))
+    if not found:
+        raise ValueError(
+            f"--verify is {options.verify}, which is lossless for no trees of {options.methods}."
+        )
+    return found
+
+
 def _methods(options: Verify) -> list[str]:
     """The methods named; a chain is left out where `--tree` is wider and others are there."""
     names = [name.strip() for name in options.methods.split(",")]
@@ -230,8 +267,10 @@ def verify(options: Verify) -> int:
     for name in ("prompts", "max_new_tokens", "samples"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     widths_of(options.tree)
+    _rules(options)
     check_seed(options.seed)
     pair = methods.load_pair(options.model, options.draft, "float32")
+    _judged(pair, options)
     chosen, _ = prompts.fitting(
         prompts.read(None)[: options.prompts],
         pair.tokenizer,

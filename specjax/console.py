@@ -14,8 +14,7 @@ from rich.text import Text
 
 from specjax import decode, measure, methods, records
 from specjax.cache import cache_dtype, empty_cache
-from specjax.decode import Step
-from specjax.draft import Drafter
+from specjax.draft import Drafter, Step
 from specjax.methods import Choice, Pair
 from specjax.model import Model
 from specjax.options import Generate, Info, at_least, check_seed, dtype_of, widths_of

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax import layers
 from specjax.arrays import Key
 from specjax.cache import KVCache, NewKV, cache_dtype, empty_cache
-from specjax.draft.drafter import Drafter, DraftState
+from specjax.draft.drafter import Drafter, DraftState, Step
 from specjax.model import Model, forward, trunk
 from specjax.pytree import pytree, replace
 from specjax.request import Limits, prepare, window_of
@@ -35,16 +35,6 @@ class DecodeState:
     draft: DraftState
     last: Int32[Array, " B"]
     key: Key[Array, " B"]
-
-
-@pytree
-class Step:
-    """What a step gave: the first `count` of `tokens`, and the tree and path they came from."""
-
-    tokens: Int32[Array, "B W"]
-    count: Int32[Array, " B"]
-    tree: TokenTree
-    accepted: Accepted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +82,10 @@ def prefill(
 
 def guess(
     target: Model, drafter: Drafter | None, sampling: Sampling, state: DecodeState
-) -> TokenTree:
-    """A tree below each row's root; nothing but the root without a drafter."""
+) -> tuple[TokenTree, DraftState]:
+    """A tree below each row's root, and the drafter's state; nothing but the root without one."""
     if drafter is None:
-        return root_only(state.last, target.config.vocab_size)
+        return root_only(state.last, target.config.vocab_size), state.draft
     return drafter.propose(state.key, state.cache.length, state.draft, state.last, sampling)
 
 
@@ -131,19 +121,18 @@ def judge(
 
 
 def commit(
-    drafter: Drafter | None,
-    state: DecodeState,
-    new: NewKV,
-    accepted: Accepted,
-    tokens: Int32[Array, "B W"],
-    count: Int32[Array, " B"],
+    drafter: Drafter | None, state: DecodeState, new: NewKV, draft: DraftState, step: Step
 ) -> DecodeState:
-    """The state after the first `count` of `tokens`, of which the last becomes the root."""
-    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
+    """The state after a step's tokens, of which the last becomes the root.
+
+    `new` are the pass's keys and values, `draft` is the drafter's state after its guess.
+    """
+    count = step.count
+    last = jnp.take_along_axis(step.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     return replace(
         state,
-        cache=state.cache.keep(new, accepted.path, count),
-        draft=state.draft if drafter is None else drafter.commit(state.draft, tokens, count),
+        cache=state.cache.keep(new, step.accepted.path, count),
+        draft=draft if drafter is None else drafter.commit(draft, step),
         last=jnp.where(count > 0, last, state.last),
     )
 
@@ -188,13 +177,13 @@ def step(
     done: Bool[Array, " B"],
 ) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
     """One speculative step: guess, look, decide, commit."""
-    tree = guess(target, drafter, sampling, state)
+    tree, draft = guess(target, drafter, sampling, state)
     logits, new = look(target, tree, state)
     accepted = judge(rule, sampling, state, tree, logits, window_of(drafter))
     tokens = emitted(tree, accepted)
     count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
-    state = commit(drafter, state, new, accepted, tokens, count)
-    return state, Step(tokens, count, tree, accepted), done
+    gave = Step(tokens, count, tree, accepted)
+    return commit(drafter, state, new, draft, gave), gave, done
 
 
 @pytree

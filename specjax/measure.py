@@ -19,7 +19,7 @@ from jaxtyping import Array, Int32
 from specjax import decode
 from specjax.cache import NewKV
 from specjax.decode import DecodeState
-from specjax.draft import Drafter
+from specjax.draft import Drafter, Step
 from specjax.draft.drafter import DraftState
 from specjax.model import Model
 from specjax.pytree import replace
@@ -89,17 +89,16 @@ def _settle(
     tree: TokenTree,
     looked: tuple[Array, NewKV],
     window: int,
-) -> tuple[DecodeState, Array, Array]:
-    """Decides and commits, but for the drafter's part: the state, the tokens and their count."""
+) -> tuple[DecodeState, Step]:
+    """Decides and commits, but for the drafter's part."""
     accepted = decode.judge(rule, sampling, state, tree, looked[0], window)
-    tokens = decode.emitted(tree, accepted)
-    state = decode.commit(None, state, looked[1], accepted, tokens, accepted.count)
-    return state, tokens, accepted.count
+    gave = Step(decode.emitted(tree, accepted), accepted.count, tree, accepted)
+    return decode.commit(None, state, looked[1], state.draft, gave), gave
 
 
 @partial(jax.jit, donate_argnames="draft")
-def _catch_up(drafter: Drafter, draft: DraftState, tokens: Array, count: Array) -> DraftState:
-    return drafter.commit(draft, tokens, count)
+def _catch_up(drafter: Drafter, draft: DraftState, step: Step) -> DraftState:
+    return drafter.commit(draft, step)
 
 
 class _StepTime(NamedTuple):
@@ -156,15 +155,16 @@ def _step(
     target: Model, drafter: Drafter | None, request: Request, state: DecodeState
 ) -> tuple[DecodeState, _StepTime]:
     """One step, phase by phase."""
-    tree, guessing = clocked(lambda: _guess(target, drafter, request.sampling, state))
+    (tree, draft), guessing = clocked(lambda: _guess(target, drafter, request.sampling, state))
+    state = replace(state, draft=())
     looked, looking = clocked(lambda: _look(target, tree, state))
     window = window_of(drafter)
-    (state, tokens, count), settling = clocked(
+    (state, gave), settling = clocked(
         lambda: _settle(request.rule, request.sampling, state, tree, looked, window)
     )
     if drafter is None:
         return state, _StepTime(0.0, looking, guessing + settling)
-    draft, catching = clocked(lambda: _catch_up(drafter, state.draft, tokens, count))
+    draft, catching = clocked(lambda: _catch_up(drafter, draft, gave))
     return replace(state, draft=draft), _StepTime(guessing + catching, looking, settling)
 
 

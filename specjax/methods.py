@@ -9,7 +9,7 @@ import jax
 from specjax import checkpoint, records
 from specjax.draft import Drafter, ExpansionDrafter
 from specjax.model import Model
-from specjax.verify import DRAWN, NAIVE, RULES, TOP_K
+from specjax.verify import DISTINCT, DRAWN, NAIVE, ONE_HOT, RECURSIVE, RULES, TOP_K, TRAVERSAL
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,6 +27,13 @@ _WIDTHS = {"chain": (1,) * 7, "tree": (2, 1, 1, 1, 1, 1, 1), "pool": (1,) * 5}
 _WIDTHS_OF_MANY = {"chain": (1,) * 3, "tree": (2, 1), "pool": (1,)}
 _SHIPPED = {("cpu", "greedy"): "chain", ("cpu", "sampling"): "chain"}
 _SHIPPED_ELSEWHERE = "chain"
+
+_CHILDREN = {
+    NAIVE.name: TOP_K,
+    ONE_HOT.name: TOP_K,
+    RECURSIVE.name: DISTINCT,
+    TRAVERSAL.name: DISTINCT,
+}
 
 
 class Choice(NamedTuple):
@@ -75,9 +82,9 @@ def build(
 ) -> Drafter | None:
     """The drafter that a method names; None for plain decoding.
 
-    `chain` and `tree` take the first draft, `pool` all of them, each with these widths. The naive
-    rule gets the most likely children, which it may have and of which it accepts more; the other
-    rules get drawn ones.
+    `chain` and `tree` take the first draft, `pool` all of them, each with these widths. Every rule
+    gets the children of which it accepts most: naive and one-hot the most likely ones, recursive
+    and traversal draws without replacement, the others independent draws.
 
     Raises:
       ValueError: the method is unknown or has no draft, or the widths are not a chain's.
@@ -94,8 +101,8 @@ def build(
         raise ValueError(
             f"a chain has widths of 1, not {','.join(map(str, widths))}; use the method tree."
         )
-    construction = TOP_K if verify == NAIVE.name else DRAWN
-    return ExpansionDrafter.of(drafts if method == "pool" else drafts[:1], widths, construction)
+    children = _CHILDREN.get(verify, DRAWN)
+    return ExpansionDrafter.of(drafts if method == "pool" else drafts[:1], widths, children)
 
 
 def load_drafter(

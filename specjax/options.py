@@ -34,7 +34,8 @@ class Generate:
     tree: str | None = None
     """Children per level, such as 2,2,1,1; for pool, of every draft."""
     verify: str = "auto"
-    """auto, greedy, naive or multi-step."""
+    """auto, greedy, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of
+    one draft)."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     temperature: float = 0.0
@@ -74,7 +75,8 @@ class Bench:
     dtype: str | None = None
     """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both."""
     verify: str = "auto"
-    """auto, naive or multi-step."""
+    """auto, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of one
+    draft)."""
     max_new_tokens: int = 128
     """Tokens of every continuation; end tokens are run past."""
     inflate: str | None = None
@@ -101,6 +103,8 @@ class Verify:
     """Methods, separated by commas."""
     tree: str | None = None
     """Children per level of every tree; by default each method's own."""
+    verify: str = "naive,multi-step"
+    """Rules whose law is tested, separated by commas, or all; each where it is lossless."""
     prompts: int = 8
     """How many of the bundled prompts the greedy part continues."""
     max_new_tokens: int = 64

@@ -14,7 +14,7 @@ from specjax.draft.drafter import Drafter
 from specjax.model import Model
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
-from specjax.verify import DRAWN, NAIVE, Rule, find_rule
+from specjax.verify import DRAWN, NAIVE, Construction, Rule, find_rule
 
 PROMPT_BUCKETS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
@@ -105,9 +105,9 @@ def prepare(
             f"the target one of {config.vocab_size}."
         )
     rows = sampling.rows(len(prompts))
-    rule = NAIVE if drafter is None else find_rule(verify, drafter.construction)
-    if drafter is None:
-        find_rule(verify, DRAWN)
+    trees = Construction(DRAWN, chain=True) if drafter is None else drafter.construction
+    rule = find_rule(verify, trees)
+    rule = NAIVE if drafter is None else rule
     if verify == "greedy" and np.any(np.asarray(rows.temperature) > 0):
         raise ValueError(
             "the greedy rule needs temperature 0; "

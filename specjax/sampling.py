@@ -132,6 +132,17 @@ def draw(p: Float[Array, " V"], uniform: Float[Array, "2"]) -> Int32[Array, ""]:
     return jnp.minimum(block * _BLOCK + within, p.shape[0] - 1).astype(jnp.int32)
 
 
+def draw_distinct(p: Float[Array, "*B V"], key: KeyArray, count: int) -> Int32[Array, "*B count"]:
+    """`count` draws without replacement from each law of `p`, in the order of drawing.
+
+    The largest of log p and Gumbel noise. Tokens of probability zero come after all others, the
+    lowest first. The noise is of full precision: with 2^-23 steps of its uniforms a token of
+    nearly no probability would be drawn once in 2^23 times the vocabulary.
+    """
+    noise = jax.random.gumbel(key, p.shape, p.dtype, mode="high")
+    return lax.top_k(jnp.log(p) + noise, count)[1].astype(jnp.int32)
+
+
 def _first_past(weight: Float[Array, " n"], uniform: Float[Array, ""]) -> Int32[Array, ""]:
     """The first positive entry whose running sum exceeds the uniform's share of the total."""
     running = jnp.cumsum(weight)

@@ -94,7 +94,8 @@ class TokenTree:
     Node 0 is the root, with parent `NO_PARENT` and drafter `NO_DRAFTER`; a parent's number is
     below its child's. Slots that are not `valid` hold nothing. Every draw stays a trial of its
     own, in drawing order: `trial_node` is the node it names, `trial_law` its row of `q`. A node
-    drawn twice has two trials, which multi-step sampling needs (SpecInfer, Algorithm 2).
+    drawn twice has two trials, which multi-step sampling needs (SpecInfer, Algorithm 2). A trial
+    that names the root is none. `chance` is the drafter's probability of a node below its parent.
     """
 
     tokens: Int32[Array, "*B N"]
@@ -102,6 +103,7 @@ class TokenTree:
     depth: Int32[Array, "*B N"]
     valid: Bool[Array, "*B N"]
     drafter: Int32[Array, "*B N"]
+    chance: Float[Array, "*B N"]
     trial_node: Int32[Array, "*B M"]
     trial_law: Int32[Array, "*B M"]
     q: Float[Array, "*B R V"]
@@ -129,6 +131,7 @@ def root_only(last: Int32[Array, " B"], vocabulary: int) -> TokenTree:
         depth=one,
         valid=one == 0,
         drafter=one + NO_DRAFTER,
+        chance=jnp.ones((last.shape[0], 1)),
         trial_node=none,
         trial_law=none,
         q=jnp.zeros((last.shape[0], 0, vocabulary)),
@@ -156,6 +159,7 @@ def merge(draws: Draws, root: Int32[Array, ""], depth: int) -> TokenTree:
     node = jnp.zeros(count, jnp.int32).at[order].set(index.astype(jnp.int32) + 1)[first]
     valid = jnp.concatenate([jnp.ones(1, bool), kept[order]])
     parent = jnp.where(at_root, 0, node[draws.parents])
+    chance = draws.q[draws.law, draws.tokens]
 
     def slots(values: Array, at_top: Array | int) -> Array:
         rest = jnp.where(valid[1:], values[order], 0)
@@ -167,6 +171,7 @@ def merge(draws: Draws, root: Int32[Array, ""], depth: int) -> TokenTree:
         depth=slots(draws.depth, 0),
         valid=valid,
         drafter=slots(draws.drafter, NO_DRAFTER),
+        chance=jnp.concatenate([jnp.ones(1, chance.dtype), jnp.where(valid[1:], chance[order], 0)]),
         trial_node=node,
         trial_law=draws.law,
         q=draws.q,
@@ -193,7 +198,6 @@ def draw_tree(
     """One row's tree as text, a line a node: token, the draft's probability, who proposed it."""
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
     valid, drafter = np.asarray(tree.valid), np.asarray(tree.drafter)
-    trial_node, trial_law = np.asarray(tree.trial_node), np.asarray(tree.trial_law)
     name = names or (lambda number: f"draft {number}")
     lines = [repr(text(int(tokens[0])))]
 
@@ -201,8 +205,7 @@ def draw_tree(
         children = [c for c in range(1, len(tokens)) if valid[c] and parents[c] == node]
         for child in children:
             last = child == children[-1]
-            law = trial_law[int(np.argmax(trial_node == child))]
-            probability = float(tree.q[int(law), int(tokens[child])])
+            probability = float(tree.chance[child])
             proposer = name(int(drafter[child]))
             lines.append(
                 f"{indent}{'└─' if last else '├─'} {text(int(tokens[child]))!r} "

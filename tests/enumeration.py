@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import verify
+from specjax import traversal, walk
 from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
 from tests import oracles
 
@@ -32,11 +32,15 @@ def table(laws: dict[tuple[int, ...], oracles.Law]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A target law, the drafters' laws (tables by context) and the tree they expand, or each."""
+    """A target law, the drafters' laws (tables by context) and the tree they expand, or each.
+
+    Siblings of one drafter are independent draws, or `distinct` ones.
+    """
 
     p: np.ndarray
     drafters: tuple[np.ndarray, ...]
     shape: TreeShape | tuple[TreeShape, ...]
+    distinct: bool = False
 
     @property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -96,17 +100,32 @@ class Case:
         )
 
     def weight(self, tokens: np.ndarray) -> np.ndarray:
-        """The probability of each row of independent draws."""
-        ended, result = self.contexts(tokens), np.ones(len(tokens))
-        for m, (parent, d) in enumerate(zip(self.parents(), self.proposer(), strict=True)):
-            context = 0 if parent < 0 else ended[:, parent]
-            result = result * self.drafters[d][context, tokens[:, m]]
+        """The probability of each row of draws."""
+        ended, parents, proposer = self.contexts(tokens), self.parents(), self.proposer()
+        result = np.ones(len(tokens))
+        for m, (parent, d) in enumerate(zip(parents, proposer, strict=True)):
+            context = np.zeros(len(tokens), int) if parent < 0 else ended[:, parent]
+            law = self.drafters[d][context].copy()
+            if self.distinct:
+                gone = np.zeros(law.shape, bool)
+                for n in np.flatnonzero((parents[:m] == parent) & (proposer[:m] == d)):
+                    law[np.arange(len(law)), tokens[:, n]] = 0
+                    gone[np.arange(len(law)), tokens[:, n]] = True
+                law = np.where(law.any(axis=1, keepdims=True), law, first(~gone))
+                law /= law.sum(axis=1, keepdims=True)
+            result = result * law[np.arange(len(law)), tokens[:, m]]
         return result
 
     def every_draw(self) -> np.ndarray:
-        """All joint draws `[V ** M, M]`."""
+        """All joint draws `[A, M]` of any probability."""
         choices = itertools.product(range(self.vocabulary), repeat=self.num_draws)
-        return np.array(list(choices))
+        tokens = np.array(list(choices))
+        return tokens[self.weight(tokens) > 0] if self.distinct else tokens
+
+
+def first(which: np.ndarray) -> np.ndarray:
+    """One-hot at each row's first token of `which`: what comes when nothing can be drawn."""
+    return np.eye(which.shape[1])[which.argmax(axis=1)]
 
 
 def unchanged(tree: TokenTree) -> TokenTree:
@@ -124,12 +143,16 @@ def node_contexts(tree: TokenTree) -> jax.Array:
     return jax.lax.fori_loop(1, tree.num_slots, one, zeros)
 
 
-@partial(jax.jit, static_argnames=("depth", "rule", "alter"), compiler_options=QUICK_COMPILE)
+FLOW_OPTIONS = ("depth", "rule", "trial_law", "alter")
+
+
+@partial(jax.jit, static_argnames=FLOW_OPTIONS, compiler_options=QUICK_COMPILE)
 def walk_flow(
     draws: Draws,
     p: jax.Array,
     depth: int,
-    rule: Callable = verify.multi_step,
+    rule: Callable = walk.multi_step,
+    trial_law: walk.TrialLaw = TokenTree.trial_q,
     alter: Callable[[TokenTree], TokenTree] = unchanged,
 ) -> jax.Array:
     """Flows `[A, contexts, V]` of the token-wise walk, tree by tree.
@@ -148,7 +171,7 @@ def walk_flow(
             def at_trial(state, trial):
                 law, mass, reached = state
                 child, here = tree.trial_node[trial], parent[trial] == node
-                tested = rule(law, tree.trial_q(trial), tree.tokens[child])
+                tested = rule(law, trial_law(tree, trial), tree.tokens[child])
                 passed = here & (tested.accept > 0)  # a uniform is never below NaN
                 taken = mass * jnp.where(passed, jnp.minimum(tested.accept, 1), 0)
                 law = jnp.where(here, tested.residual, law)
@@ -165,9 +188,48 @@ def walk_flow(
     return jax.vmap(one)(draws)
 
 
+@partial(jax.jit, static_argnames=("depth", "alter"), compiler_options=QUICK_COMPILE)
+def traverse_flow(
+    draws: Draws,
+    p: jax.Array,
+    depth: int,
+    alter: Callable[[TokenTree], TokenTree] = unchanged,
+) -> jax.Array:
+    """Flows `[A, contexts, V]` of traversal, tree by tree.
+
+    What is visited is certain but for where it ends: every leaf keeps `weight` of the mass left.
+    """
+
+    def one(draw: Draws) -> jax.Array:
+        tree = alter(merge(draw, jnp.int32(0), depth))
+        contexts = node_contexts(tree)
+
+        def law_at(node):
+            return p[contexts[node]]
+
+        def visit(carry, _):
+            at, mass, flow = carry
+            inner, child = traversal.next_child(tree, at)
+            here = tree.depth[at.node]
+            kept = jnp.where(at.node == 0, 1, jnp.clip(at.weights[here], 0, 1))
+            taken = jnp.where(inner, 0, mass * kept)
+            flow = flow.at[contexts[at.node]].add(taken * at.laws[here])
+            down, up = traversal.descend(tree, law_at, at, child), traversal.retreat(tree, at)
+            moved = jax.tree.map(lambda a, b: jnp.where(inner, a, b), down, up)
+            moved = jax.tree.map(
+                lambda new, old: jnp.where(~inner & (at.node == 0), old, new), moved, at
+            )
+            return (moved, mass - taken, flow), None
+
+        first = (traversal.start(tree, law_at, depth + 1), jnp.ones(()), jnp.zeros_like(p))
+        return jax.lax.scan(visit, first, None, length=2 * tree.num_slots)[0][2]
+
+    return jax.vmap(one)(draws)
+
+
 @partial(jax.jit, static_argnames="depth", compiler_options=QUICK_COMPILE)
 def match_flow(draws: Draws, choices: jax.Array, p: jax.Array, depth: int) -> jax.Array:
-    """Flows `[A, contexts, V]` of `verify.match` when every node's choice is drawn from p.
+    """Flows `[A, contexts, V]` of `walk.match` when every node's choice is drawn from p.
 
     All of `choices` `[C, N]`, the joint choices of the nodes, are tried on every tree.
     """
@@ -177,7 +239,7 @@ def match_flow(draws: Draws, choices: jax.Array, p: jax.Array, depth: int) -> ja
         contexts = node_contexts(tree)
 
         def outcome(choice):
-            got = verify.match(tree, choice, depth + 1)
+            got = walk.match(tree, choice, depth + 1)
             weight = p[contexts, choice].prod()
             return contexts[got.path[got.count - 1]], got.token, weight
 
@@ -187,12 +249,14 @@ def match_flow(draws: Draws, choices: jax.Array, p: jax.Array, depth: int) -> ja
     return jax.lax.map(one, draws)
 
 
-def flows_of(case: Case, tokens: np.ndarray, certain: bool = False, **changes) -> np.ndarray:
+def flows_of(
+    case: Case, tokens: np.ndarray, certain: bool = False, flow: Callable = walk_flow, **changes
+) -> np.ndarray:
     """Flows `[A, contexts, V]` of the trees of given draws; one compiled size for any A."""
     count = len(tokens)
     padded = np.pad(tokens, ((0, -count % _CHUNK), (0, 0)))
     flows = [
-        walk_flow(case.draws(part, certain), jnp.asarray(case.p), case.depth, **changes)
+        flow(case.draws(part, certain), jnp.asarray(case.p), case.depth, **changes)
         for part in np.split(padded, len(padded) // _CHUNK)
     ]
     return np.concatenate(flows)[:count]

@@ -81,6 +81,28 @@ def without(q: Law, gone: set[int]) -> Law:
     return norm(kept if any(kept) else [Fraction(x not in gone) for x in range(len(q))])
 
 
+def block(p: Conditional, q: Conditional, tokens: tuple[int, ...]) -> dict[int, Fraction]:
+    """P(exactly i tokens of a drawn chain are accepted), by i (arXiv 2403.10444, algorithm 2)."""
+    size, gamma = len(p(())), len(tokens)
+    kept, chances = [Fraction(1)], []
+    for i in range(1, gamma + 1):
+        x, before = tokens[i - 1], tokens[: i - 1]
+        kept.append(min(Fraction(1), kept[-1] * p(before)[x] / q(before)[x]))
+        if i == gamma:
+            chances.append(kept[i])
+        else:
+            at = tokens[:i]
+            z = sum((max(kept[i] * p(at)[y] - q(at)[y], Fraction(0)) for y in range(size)),
+                    Fraction(0))  # fmt: skip
+            whole = z + 1 - kept[i]
+            chances.append(z / whole if whole else Fraction(1))
+    found, later = {}, Fraction(1)
+    for i in range(gamma, 0, -1):
+        found[i] = later * chances[i - 1]
+        later *= 1 - chances[i - 1]
+    return found | {0: later}
+
+
 def naive(p: Law, trials: Sequence[Trial]) -> Outcome:
     """Draw from p, then see whether the tree has it."""
     children = {token for token, _ in trials}

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import certify, law, methods, verify
+from specjax import certify, law, methods, verify, walk
 from specjax.__main__ import main
 from specjax.options import Verify
 from specjax.prompts import Prompt
@@ -52,6 +52,8 @@ def test_a_lossless_pair_is_certified(capsys):
         "8",
         "--samples",
         "300",
+        "--verify",
+        "naive,multi-step,recursive,traversal",
     ]
     found = answer(capsys, "verify", *flags)
     assert found["passed"]
@@ -60,14 +62,26 @@ def test_a_lossless_pair_is_certified(capsys):
     assert found["greedy"]["methods"][0]["equal_tokens"] == found["greedy"]["tokens"] == 16
     assert found["sampled"]["naive"]["methods"][0]["method"] == "pool"
     tests = found["sampled"]["law"]["tests"]
-    assert {test["rule"] for test in tests} == {"multi-step", "naive"}
+    assert {test["rule"] for test in tests} == {"multi-step", "naive", "recursive"}
     assert {test["token"].split()[0] for test in tests} == {"first", "second"}
+
+
+@pytest.mark.parametrize(
+    ("verify", "sentence"),
+    [
+        ("greedy", "--verify has 'greedy'; rules that sample are naive, one-hot,"),
+        ("block,traversal", "which is lossless for no trees of pool."),
+    ],
+)
+def test_rules_that_cannot_be_tested_are_refused(capsys, verify, sentence):
+    assert main(["verify", *pair_flags(), "--methods", "pool", "--verify", verify]) == 2
+    assert sentence in capsys.readouterr().err
 
 
 def eager(law_now, q, token):
     """A walk's trial that accepts too readily: lossy."""
-    trial = verify.multi_step(law_now, q, token)
-    return verify.Trial(0.5 + 0.5 * trial.accept, trial.residual)
+    trial = walk.multi_step(law_now, q, token)
+    return walk.Trial(0.5 + 0.5 * trial.accept, trial.residual)
 
 
 def test_a_biased_accept_probability_fails_the_law(pair, monkeypatch, fresh_programs):

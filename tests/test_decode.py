@@ -32,7 +32,7 @@ DRAFTERS = {
     "constant": lambda target: alone(broken(target, 0.0)),
     "chain": lambda target: alone(near(target, 1), (1, 1, 1)),
     "pool": pool,
-    "top-k": lambda target: alone(near(target, 1), (3, 1), construction=TOP_K),
+    "top-k": lambda target: alone(near(target, 1), (3, 1), children=TOP_K),
 }
 POOLS = {
     "stacked": lambda target: pool(target, stack=True),

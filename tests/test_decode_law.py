@@ -12,14 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, sampling, verify
+from specjax import decode, sampling, verify, walk
 from specjax.draft import ExpansionDrafter, expansion
+from specjax.draft.best_first import BestFirstDrafter, Growth
 from specjax.law import g_test
 from specjax.model import Model
 from specjax.request import Limits
 from specjax.sampling import Sampling, process
 from specjax.tree import root_only
-from specjax.verify import MULTI_STEP, NAIVE
+from specjax.verify import (
+    BLOCK,
+    DISTINCT,
+    MULTI_STEP,
+    NAIVE,
+    ONE_HOT,
+    RECURSIVE,
+    TOP_K,
+    TRAVERSAL,
+)
 from tests.pairs import alone, broken, near, varied_model
 
 PROMPT = [7, 41, 3, 19]
@@ -34,10 +44,24 @@ def pool(target: Model) -> ExpansionDrafter:
     return ExpansionDrafter.of([near(target, 1, 0.3), near(target, 2, 0.3)], (1, 1))
 
 
+def near_tree(target: Model, children: str) -> ExpansionDrafter:
+    return alone(near(target, 1, 0.3), (2, 1), children=children)
+
+
+def best_first(target: Model) -> BestFirstDrafter:
+    growth = Growth(budget=4, beams=2, width=2, rounds=2)
+    return BestFirstDrafter(near(target, 1, 0.3), jnp.ones(2), growth)
+
+
 CASES = {
     "plain": (lambda target: None, NAIVE),
     "naive": (lambda target: alone(near(target, 1, 0.3), (1, 1)), NAIVE),
     "tree": (lambda target: alone(near(target, 1, 0.3), (2, 1)), MULTI_STEP),
+    "distinct": (lambda target: near_tree(target, DISTINCT), RECURSIVE),
+    "from the leaves": (lambda target: near_tree(target, DISTINCT), TRAVERSAL),
+    "a block": (lambda target: alone(near(target, 1, 0.3), (1, 1)), BLOCK),
+    "chosen": (lambda target: near_tree(target, TOP_K), ONE_HOT),
+    "best first": (best_first, ONE_HOT),
     "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
     "pool": (pool, MULTI_STEP),
 }
@@ -132,7 +156,7 @@ def test_sampled_law_is_that_of_plain_decoding(name):
 
 def keep_p(law, q, token):
     """A trial that hands the law on as it was."""
-    return verify.multi_step(law, q, token)._replace(residual=law)
+    return walk.multi_step(law, q, token)._replace(residual=law)
 
 
 def forget_position(key, *numbers):

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from specjax import law
-from specjax.draft import ExpansionDrafter
+from specjax.draft import ExpansionDrafter, Step
 from specjax.model import Model
 from specjax.sampling import Purpose, Sampling, draw, fold, process
 from specjax.tree import TokenTree, TreeShape, merge
-from specjax.verify import TOP_K
+from specjax.verify import DISTINCT, TOP_K
+from specjax.walk import Accepted
 from tests import enumeration, oracles
 from tests.conftest import tiny_model
 from tests.pairs import PROMPTS, varied_model
@@ -29,25 +30,31 @@ DRAFTS = {
 }
 
 
-def proposed(drafts, shapes, stack, construction, committed):
+def proposed(drafts, shapes, stack, children, committed):
     """The trees of PROMPTS, before or after a commit of COUNTS of NEW; and what they continue."""
     widths = tuple(shape.widths for shape in shapes)
-    drafter = ExpansionDrafter.of(drafts, widths, construction, stack=stack)
+    drafter = ExpansionDrafter.of(drafts, widths, children, stack=stack)
     assert drafter.trees == shapes
     assert drafter.num_slots == 1 + sum(shape.num_nodes for shape in shapes)
     length = jnp.asarray([len(prompt) for prompt in PROMPTS], jnp.int32)
     padded = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
     for row, prompt in zip(padded, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    state = drafter.init(jnp.asarray(padded), length, SLOTS)
-    texts = PROMPTS
-    if committed:
-        state = drafter.commit(state, jnp.asarray(NEW), jnp.asarray(COUNTS))
-        texts = [[*p, *new[:n]] for p, new, n in zip(PROMPTS, NEW, COUNTS, strict=True)]
+    state, texts = drafter.init(jnp.asarray(padded), length, SLOTS), PROMPTS
     keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(len(texts)))
-    position = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
-    last = jnp.asarray([text[-1] for text in texts], jnp.int32)
-    tree = drafter.propose(keys, position, state, last, SAMPLING.rows(len(texts)))
+
+    def propose(state, texts):
+        position = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
+        last = jnp.asarray([text[-1] for text in texts], jnp.int32)
+        return drafter.propose(keys, position, state, last, SAMPLING.rows(len(texts)))
+
+    tree, state = propose(state, texts)
+    if committed:
+        count = jnp.asarray(COUNTS)
+        accepted = Accepted(jnp.zeros_like(jnp.asarray(NEW)), count, count)
+        state = drafter.commit(state, Step(jnp.asarray(NEW), count, tree, accepted))
+        texts = [[*p, *new[:n]] for p, new, n in zip(PROMPTS, NEW, COUNTS, strict=True)]
+        tree, _ = propose(state, texts)
     return jax.tree.map(np.asarray, tree), texts
 
 
@@ -100,10 +107,15 @@ def test_top_k_trees_take_the_most_likely_children_of_sampled_rows_too():
     check_trials(*DRAFTS["unrolled"], TOP_K, committed=True)
 
 
-def check_trials(make, stack, construction, committed, shapes=SHAPES):
+@pytest.mark.parametrize("name", ["unrolled", "unequal"])
+def test_distinct_children_are_drawn_without_replacement(name):
+    check_trials(*DRAFTS[name], DISTINCT, committed=True)
+
+
+def check_trials(make, stack, children, committed, shapes=SHAPES):
     drafts = make()
-    tree, texts = proposed(drafts, shapes, stack, construction, committed)
-    certain = (np.asarray(SAMPLING.temperature) == 0) | (construction == TOP_K)
+    tree, texts = proposed(drafts, shapes, stack, children, committed)
+    certain = (np.asarray(SAMPLING.temperature) == 0) | (children == TOP_K)
     np.testing.assert_array_equal(tree.certain, certain)
     places = list(trial_places(shapes))
     assert tree.trial_node.shape[1] == len(places) == sum(shape.num_nodes for shape in shapes)
@@ -128,6 +140,14 @@ def check_trials(make, stack, construction, committed, shapes=SHAPES):
                 continue
             key = fold(jax.random.fold_in(KEY, row), len(texts[row]) - 1, Purpose.DRAFT)
             nodes, width = shapes[draft].levels[level], shapes[draft].widths[level]
+            if children == DISTINCT and width > 1:
+                own = fold(key, draft, level)
+                race = (
+                    np.log(np.maximum(laws[number], 1e-38))
+                    + jax.random.gumbel(own, (nodes, len(got)), mode="high")[place]
+                )
+                assert token == np.argsort(-race, kind="stable")[rank]
+                continue
             noise = jax.random.uniform(fold(key, draft, level), (nodes, width, 2))
             assert token == draw(jnp.asarray(got), noise[place, rank])
 

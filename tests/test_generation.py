@@ -11,7 +11,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.model import Model
 from specjax.request import prepare
 from specjax.sampling import Sampling
-from specjax.verify import DRAWN, MULTI_STEP, NAIVE, TOP_K, find_rule
+from specjax.verify import MULTI_STEP, NAIVE, TOP_K, find_rule
 from tests.pairs import END, KEY, NEW, PROMPTS, alone, generate, near, varied_model
 
 
@@ -93,11 +93,11 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(prompts, options, words, t
 
 def test_multi_step_on_most_likely_children_is_refused_with_the_reason(target):
     """That the pair is wrong is shown by enumeration in `test_lossy`."""
-    drafter = alone(target, (2, 1), construction=TOP_K)
-    with pytest.raises(ValueError, match="multi-step rule is not lossless for top-k trees: it div"):
+    drafter = alone(target, (2, 1), children=TOP_K)
+    with pytest.raises(ValueError, match="not lossless for trees of top-k children: it div"):
         generate(target, drafter, verify="multi-step")
-    assert find_rule("auto", TOP_K) is NAIVE
-    assert find_rule("auto", DRAWN) is MULTI_STEP
+    assert find_rule("auto", drafter.construction) is NAIVE
+    assert find_rule("auto", alone(target, (2, 1)).construction) is MULTI_STEP
 
 
 def test_drafts_of_different_vocabularies_make_no_pool(target):

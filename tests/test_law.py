@@ -1,6 +1,6 @@
 """Losslessness, exactly: the law of a step's tokens, enumerated through the shipped functions.
 
-`enumeration` walks every outcome through `tree.merge`, `verify.multi_step` and `verify.match`;
+`enumeration` walks every outcome through `tree.merge`, `walk.multi_step` and `walk.match`;
 `oracles` holds the rules in rational numbers, from the papers. `test_lossy` shows that the same
 enumeration catches what is not lossless, and `test_walk` that the compiled walk takes exactly the
 decisions enumerated here.

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sampling, verify
+from specjax import sampling, walk
 from specjax.pytree import replace
 from specjax.tree import TokenTree, TreeShape
-from specjax.verify import Trial
+from specjax.walk import Trial
 from tests import enumeration, oracles
 from tests.enumeration import Case, accepted, differs
 from tests.oracles import any_order, independent, law, merged, sorted_by_q, top_k
@@ -157,18 +157,18 @@ def share_law(tree: TokenTree) -> TokenTree:
 
 def keep_p(p, q, token):
     """p itself where the residual is due."""
-    return Trial(verify.multi_step(p, q, token).accept, p)
+    return Trial(walk.multi_step(p, q, token).accept, p)
 
 
 def absolute(p, q, token):
     """The residual of |p - q|."""
     left = jnp.abs(p - q)
-    return Trial(verify.multi_step(p, q, token).accept, left / left.sum())
+    return Trial(walk.multi_step(p, q, token).accept, left / left.sum())
 
 
 def inverted(p, q, token):
     """p and q exchanged."""
-    return Trial(jnp.minimum(1, q[token] / p[token]), verify.multi_step(p, q, token).residual)
+    return Trial(jnp.minimum(1, q[token] / p[token]), walk.multi_step(p, q, token).residual)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def both(a, b, shared):
 
 def two_steps(p, q, shared):
     """The law of the first three tokens of two steps, each over one drawn child."""
-    trial = jax.jit(verify.multi_step)
+    trial = jax.jit(walk.multi_step)
     flow = np.zeros_like(p)
 
     def after(context, token):

@@ -32,8 +32,8 @@ def auto(temperature: float = 0.0, batch: int = 1) -> methods.Choice:
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
     drafter = methods.build(method, DRAFTS, widths)
     assert (drafter.num_slots, len(drafter.trees)) == (slots, drafts)
-    assert drafter.construction == DRAWN
-    assert methods.build(method, DRAFTS, widths, "naive").construction == TOP_K
+    assert drafter.children == DRAWN
+    assert methods.build(method, DRAFTS, widths, "naive").children == TOP_K
 
 
 def test_plain_decoding_has_no_drafter():

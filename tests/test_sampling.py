@@ -9,8 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.law import g_test
 from specjax.pytree import replace
-from specjax.sampling import Purpose, Sampling, draw, fold, is_greedy, most_likely, process
+from specjax.sampling import (
+    Purpose,
+    Sampling,
+    draw,
+    draw_distinct,
+    fold,
+    is_greedy,
+    most_likely,
+    process,
+)
 
 GRID = 2**23  # the uniforms of jax.random in float32 are multiples of 1/GRID
 
@@ -248,6 +258,34 @@ def test_the_ends_of_the_uniforms_draw_only_what_is_possible(size):
     assert tokens[-1] == np.flatnonzero(p)[-1]
     last = jnp.zeros(size).at[size - 1].set(1e-30)
     assert (draw_all(last, uniforms) == size - 1).all()
+
+
+def test_distinct_draws_follow_the_law_of_drawing_without_replacement():
+    p, rows = np.array([0.5, 0.3, 0.15, 0.05, 0]), 40_000
+    laws = jnp.asarray(np.tile(p, (rows, 1)), jnp.float32)
+    found = np.asarray(
+        jax.jit(draw_distinct, static_argnames="count")(laws, jax.random.key(0), count=3)
+    )
+    cells = list(itertools.permutations(range(4), 3))
+    expected = [p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b]) for a, b, c in cells]
+    numbers = np.array([cells.index(tuple(row)) for row in found.tolist()])
+    assert g_test(numbers, np.array(expected)).p_value > 1e-6
+    biased = np.array(expected) * np.where(np.arange(len(cells)) % 2, 1.06, 0.94)
+    assert g_test(numbers, biased / biased.sum()).p_value < 1e-3
+
+
+def test_distinct_draws_of_what_has_no_probability_come_last_by_their_ids():
+    laws = jnp.asarray([[0, 1, 0, 0], [0, 0.5, 0, 0.5]], jnp.float32)
+    for seed in range(20):
+        found = np.asarray(draw_distinct(laws, jax.random.key(seed), 4))
+        assert found[0].tolist() == [1, 0, 2, 3]
+        assert found[1].tolist() in ([1, 3, 0, 2], [3, 1, 0, 2])
+
+
+def test_distinct_draws_do_not_find_what_is_all_but_impossible():
+    """10 million chances of 1e-12: with coarse uniforms one of them would come up."""
+    p = jnp.full((100, 100_000), 1e-12, jnp.float32).at[:, 7].set(1.0)
+    assert (draw_distinct(p, jax.random.key(0), 1) == 7).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, 0.0])

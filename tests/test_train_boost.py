@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from specjax.decode import generate
-from specjax.verify import multi_step
+from specjax.walk import multi_step
 from tests.conftest import tiny_model
 from tests.pairs import near, varied_model
 from tests.rows import PROMPT, STEPS, rows_of, whole

@@ -86,6 +86,107 @@ def test_walk_equals_a_plain_walk(seed):
     assert lengths == {1, 2, 3}
 
 
+def distinct_trees(seed: int) -> tuple[TokenTree, np.ndarray]:
+    """Trees of one drafter whose siblings differ, tokens of any probability, and p at the nodes."""
+    random = np.random.default_rng(seed)
+    p, q = oracles.random_laws(seed, 3, 3, 2, zeros=True)
+    case = Case(enumeration.table(p), (enumeration.table(q),), TreeShape((2, 2)))
+    pairs = random.permuted(np.tile(np.arange(3), (ROWS, 3, 1)), axis=2)[..., :2]
+    draws = replace(
+        case.draws(pairs.reshape(ROWS, 6)), certain=jnp.asarray(random.random(ROWS) < 0.2)
+    )
+    trees = quick(jax.vmap(lambda d: merge(d, jnp.int32(0), 2)))(draws)
+    return trees, case.p[np.asarray(jax.vmap(enumeration.node_contexts)(trees))]
+
+
+def plain_traversal(tree, p, accept, last):
+    """The traversal with recursion: path, token."""
+    laws, weights = {0: p[0]}, {0: 1.0}
+
+    def law_of(node):
+        own = tree.tokens[node]
+        before = [n for n in range(1, node) if tree.parents[n] == tree.parents[node]]
+        q = tree.q[tree.trial_law[node - 1]].copy()
+        q[[tree.tokens[n] for n in before]] = 0
+        return np.eye(3)[own] if tree.certain or q.sum() == 0 else q / q.sum()
+
+    def below(node, path):
+        for child in (n for n in range(1, 7) if tree.parents[n] == node):
+            q, token = law_of(child), tree.tokens[child]
+            ratio = weights[node] * laws[node][token]
+            weights[child] = min(1.0, ratio / q[token] if q[token] else np.inf) if ratio else 0.0
+            laws[child] = p[child]
+            if found := below(child, [*path, child]):
+                return found
+            left = np.maximum(weights[node] * laws[node] - q, 0)
+            whole = left.sum() + 1 - weights[node]
+            laws[node] = left / left.sum() if left.sum() > 0 else laws[node]
+            weights[node] = left.sum() / whole if whole > 0 else 1.0
+        kept = node == 0 or accept[node] < weights[node]
+        return (path, inverse(laws[node], last[1])) if kept else None
+
+    return below(0, [0])
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_traversal_equals_a_plain_recursion(seed):
+    trees, p = distinct_trees(seed)
+    random = np.random.default_rng(seed + 100)
+    accept, last = random.random((ROWS, trees.num_slots)), random.random((ROWS, 2))
+    accept[random.random(accept.shape) < 0.2] = 0
+
+    @quick
+    @jax.vmap
+    def traverse(tree, p, accept, last):
+        return verify.traverse(tree, p.__getitem__, accept, last, WINDOW)
+
+    got = jax.device_get(traverse(trees, jnp.asarray(p), jnp.asarray(accept), jnp.asarray(last)))
+    trees = jax.device_get(trees)
+    lengths = set()
+    for row in range(ROWS):
+        tree = jax.tree.map(lambda leaf, row=row: leaf[row], trees)
+        path, token = plain_traversal(tree, p[row], accept[row], last[row])
+        assert got.path[row].tolist() == path + [0] * (WINDOW - len(path))
+        assert (got.count[row], got.token[row]) == (len(path), token)
+        lengths.add(len(path))
+    assert lengths == {1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", [verify.MULTI_STEP, verify.RECURSIVE, verify.ONE_HOT])
+def test_every_token_wise_rule_tries_by_its_own_law(rule):
+    trees, p = distinct_trees(2)
+    keys = jax.random.split(jax.random.key(9), ROWS)
+
+    @quick
+    @jax.vmap
+    def both(key, tree, p):
+        at = jnp.int32(11)
+        accept = jax.random.uniform(fold(key, at, Purpose.ACCEPT), (tree.num_slots,))
+        last = jax.random.uniform(fold(key, at, Purpose.RESIDUAL), (2,))
+        laws = jax.vmap(lambda trial: rule.trial_law(tree, trial))(jnp.arange(6, dtype=jnp.int32))
+        given = replace(
+            tree, q=laws, trial_law=jnp.arange(6, dtype=jnp.int32), certain=tree.certain & False
+        )
+        walked = verify.walk(given, p.__getitem__, accept, last, WINDOW)
+        return verify.decide(rule, key, at, tree, p, WINDOW), walked, laws
+
+    decided, walked, laws = jax.device_get(both(keys, trees, jnp.asarray(p)))
+    jax.tree.map(np.testing.assert_array_equal, decided, walked)
+    trees = jax.device_get(trees)
+    second = trees.trial_node[:, 1]  # the root's second child
+    drawn = ~trees.certain
+    token = trees.tokens[np.arange(ROWS), second]
+    sibling = trees.tokens[np.arange(ROWS), trees.trial_node[:, 0]]
+    at = laws[np.arange(ROWS), 1]
+    if rule is verify.MULTI_STEP:
+        np.testing.assert_array_equal(at[drawn], trees.q[drawn, 0])
+    elif rule is verify.RECURSIVE:
+        assert (at[drawn, sibling[drawn]] == 0).all()
+    if rule is verify.ONE_HOT:
+        np.testing.assert_array_equal(at, np.eye(3)[token])
+    np.testing.assert_array_equal(at[~drawn], np.eye(3)[token[~drawn]])
+
+
 def test_a_uniform_of_zero_never_accepts_what_p_excludes():
     trees, p = random_trees(2)
     zeros = jnp.zeros((ROWS, trees.trial_node.shape[1]))

@@ -131,11 +131,11 @@ def rules(pair: Pair, task: Task) -> list[Row]:
     The naive rule may also take the most likely children, which multi-step sampling may not.
     """
     rows = []
-    for rule, construction in ((MULTI_STEP, DRAWN), (NAIVE, DRAWN), (NAIVE, TOP_K)):
+    for rule, children in ((MULTI_STEP, DRAWN), (NAIVE, DRAWN), (NAIVE, TOP_K)):
         found = measured(
-            pair.target, pair.pools[SINGLE], wide(WIDE), task, SAMPLED, rule.name, construction
+            pair.target, pair.pools[SINGLE], wide(WIDE), task, SAMPLED, rule.name, children
         )
-        rows.append({"rule": rule.name, "children": construction, "temperature": SAMPLED, **found})
+        rows.append({"rule": rule.name, "children": children, "temperature": SAMPLED, **found})
     return rows
 
 
@@ -296,14 +296,14 @@ def measured(
     task: Task,
     temperature: float,
     rule: str = "auto",
-    construction: str = DRAWN,
+    children: str = DRAWN,
 ) -> Row:
     """Tokens per step and mean nodes a step of a pool with a shape, over all prompts.
 
     `spread` is the standard error of tokens per step, from the differences between prompts;
     None for a single one.
     """
-    drafter = ExpansionDrafter.of(drafts, shape, construction)
+    drafter = ExpansionDrafter.of(drafts, shape, children)
     draws = task.draws if temperature else 1
     repeated = task._replace(prompts=task.prompts * draws)
     made = _generate(target, drafter, repeated, temperature, rule)

@@ -1,6 +1,7 @@
 """Drafters: what proposes trees."""
 
-from specjax.draft.drafter import Drafter
+from specjax.draft.best_first import BestFirstDrafter, Growth
+from specjax.draft.drafter import Drafter, Step
 from specjax.draft.expansion import ExpansionDrafter
 
-__all__ = ["Drafter", "ExpansionDrafter"]
+__all__ = ["BestFirstDrafter", "Drafter", "ExpansionDrafter", "Growth", "Step"]

@@ -6,18 +6,34 @@ from typing import Any
 from jaxtyping import Array, Int32
 
 from specjax.arrays import Key
+from specjax.pytree import pytree
 from specjax.sampling import Sampling
 from specjax.tree import TokenTree
+from specjax.verify import Construction
+from specjax.walk import Accepted
 
 DraftState = Any
 """A pytree with rows first; the caller threads it and knows nothing of it."""
+
+
+@pytree
+class Step:
+    """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
+
+    `count` can be below that of `accepted`, where a row ended inside the path.
+    """
+
+    tokens: Int32[Array, "B W"]
+    count: Int32[Array, " B"]
+    tree: TokenTree
+    accepted: Accepted
 
 
 class Drafter(abc.ABC):
     """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
 
     `window` is the depth of its trees plus 1: the most tokens a step can commit. `construction`
-    names how children are made (`verify.DRAWN` or `verify.TOP_K`), which decides the legal rules.
+    says how they are made, which decides the legal rules.
     """
 
     @property
@@ -37,8 +53,8 @@ class Drafter(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def construction(self) -> str:
-        """How children are made."""
+    def construction(self) -> Construction:
+        """How trees are made."""
 
     @abc.abstractmethod
     def init(
@@ -57,11 +73,12 @@ class Drafter(abc.ABC):
         state: DraftState,
         last: Int32[Array, " B"],
         sampling: Sampling,
-    ) -> TokenTree:
-        """Trees below the root tokens `last`, which stand at `position`."""
+    ) -> tuple[TokenTree, DraftState]:
+        """Trees below the root tokens `last`, which stand at `position`.
+
+        The state may hold what was made on the way, for `commit`.
+        """
 
     @abc.abstractmethod
-    def commit(
-        self, state: DraftState, tokens: Int32[Array, "B W"], count: Int32[Array, " B"]
-    ) -> DraftState:
-        """The state after the first `count` of the step's `tokens`; the last is the next root."""
+    def commit(self, state: DraftState, step: Step) -> DraftState:
+        """The state after the step's tokens, of which the last is the next root."""

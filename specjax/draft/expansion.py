@@ -1,6 +1,7 @@
 """Static expansion by a pool of draft models (SpecInfer, arXiv 2305.09781, section 3)."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +12,12 @@ from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import Key
 from specjax.cache import KVCache, cache_dtype, empty_cache
-from specjax.draft.drafter import Drafter
+from specjax.draft.drafter import Drafter, Step
 from specjax.model import Model, trunk, unembed
 from specjax.pytree import pytree, static
-from specjax.sampling import Purpose, Sampling, draw, fold, is_greedy, process
+from specjax.sampling import Purpose, Sampling, draw, draw_distinct, fold, is_greedy, process
 from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
-from specjax.verify import DRAWN
+from specjax.verify import DISTINCT, DRAWN, TOP_K, Construction
 
 
 @pytree
@@ -39,19 +40,20 @@ class ExpansionDrafter(Drafter):
     groups: tuple[Model, ...]
     sizes: tuple[int, ...] = static()
     shapes: tuple[TreeShape, ...] = static()
-    construction: str = static(default=DRAWN)  # pyright: ignore[reportIncompatibleMethodOverride]
+    children: str = static(default=DRAWN)
 
     @classmethod
     def of(
         cls,
         models: Sequence[Model],
         widths: tuple[int, ...] | tuple[tuple[int, ...], ...],
-        construction: str = DRAWN,
+        children: str = DRAWN,
         stack: bool | None = None,
     ) -> "ExpansionDrafter":
         """A pool of `models`, equal ones stacked if `stack` (default: except on CPU).
 
-        `widths` are the children per level of every model's tree, or of each model's own. On 2
+        `widths` are the children per level of every model's tree, or of each model's own;
+        `children` says how they are made (`DRAWN`, `DISTINCT` or `TOP_K` of `verify`). On 2
         CPU cores a batched dot made three stacked drafts cost as much as four to six single
         ones, so there they are unrolled.
 
@@ -78,9 +80,13 @@ class ExpansionDrafter(Drafter):
             g[0] if len(g) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *g)
             for _, g in alike
         )
-        return cls(
-            groups, tuple(len(g) for _, g in alike), tuple(s for s, _ in alike), construction
-        )
+        return cls(groups, tuple(len(g) for _, g in alike), tuple(s for s, _ in alike), children)
+
+    @property
+    def construction(self) -> Construction:
+        """How trees are made."""
+        chain = all(max(shape.widths) == 1 for shape in self.shapes)
+        return Construction(self.children, sum(self.sizes), chain)
 
     @property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -109,7 +115,7 @@ class ExpansionDrafter(Drafter):
         """Every draft's state after the prompts."""
 
         def one(model: Model) -> ModelState:
-            return _prefill(model, prompt, length, slots)
+            return prefill(model, prompt, length, slots)
 
         return self._each(one, ())
 
@@ -120,10 +126,10 @@ class ExpansionDrafter(Drafter):
         state: tuple[ModelState, ...],
         last: Int32[Array, " B"],
         sampling: Sampling,
-    ) -> TokenTree:
+    ) -> tuple[TokenTree, tuple[ModelState, ...]]:
         """The drafts' trees, merged."""
         keys = jax.vmap(lambda k, at: fold(k, at, Purpose.DRAFT))(key, position)
-        certain = is_greedy(sampling) | (self.construction != DRAWN)
+        certain = is_greedy(sampling) | (self.children == TOP_K)
         tokens, laws, first = [], [], 0
         groups = zip(self.groups, self.sizes, self.shapes, state, strict=True)
         for model, size, shape, held in groups:
@@ -134,7 +140,7 @@ class ExpansionDrafter(Drafter):
                 model: Model, held: ModelState, number: Array, shape: TreeShape = shape
             ) -> tuple[Array, Array]:
                 own = jax.vmap(lambda k: fold(k, number))(keys)
-                return expand(model, held, own, shape, sampling, certain)
+                return expand(model, held, own, shape, sampling, certain, self.children == DISTINCT)
 
             if size == 1:
                 made = jax.tree.map(lambda x: x[None], one(model, held, numbers[0]))
@@ -142,7 +148,8 @@ class ExpansionDrafter(Drafter):
                 made = jax.vmap(one)(model, held, numbers)
             tokens.extend(made[0])
             laws.extend(made[1])
-        return self._merged(jnp.concatenate(tokens, 1), jnp.concatenate(laws, 1), last, certain)
+        tree = self._merged(jnp.concatenate(tokens, 1), jnp.concatenate(laws, 1), last, certain)
+        return tree, state
 
     def _merged(
         self,
@@ -175,16 +182,11 @@ class ExpansionDrafter(Drafter):
         depth = self.window - 1
         return jax.vmap(lambda d, root: merge(d, root, depth))(draws, last)
 
-    def commit(
-        self,
-        state: tuple[ModelState, ...],
-        tokens: Int32[Array, "B W"],
-        count: Int32[Array, " B"],
-    ) -> tuple[ModelState, ...]:
+    def commit(self, state: tuple[ModelState, ...], step: Step) -> tuple[ModelState, ...]:
         """Every draft caught up with the step's tokens, in one pass each."""
 
         def one(model: Model, held: ModelState) -> ModelState:
-            return catch_up(model, held, tokens, count)
+            return catch_up(model, held, step.tokens, step.count)
 
         return self._each(one, (state,))
 
@@ -207,9 +209,10 @@ def _shapes(widths: tuple[int, ...] | tuple[tuple[int, ...], ...], models: int) 
     return [TreeShape(each) for each in own]
 
 
-def _prefill(
+def prefill(
     model: Model, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
 ) -> ModelState:
+    """A draft's state after each row's first `length` tokens, with room for `slots`."""
     rows, tokens = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
     x, new = trunk(model, prompt, positions, None, None)
@@ -247,16 +250,18 @@ def expand(
     shape: TreeShape,
     sampling: Sampling,
     certain: Array,
+    distinct: bool = False,
 ) -> tuple[Int32[Array, "B M"], Float[Array, "B R V"]]:
     """The drawn tokens of one draft's tree, and the laws of its expanded nodes.
 
-    Rows that are `certain` take the most likely children; the others independent draws.
+    Rows that are `certain` take the most likely children; the others independent draws, or draws
+    without replacement if `distinct`.
     """
     rows, made, laws = held.logits.shape[0], [], []
     level_logits, block = held.logits[:, None], None
     visible = np.zeros((1, 0), bool)
     for level, width in enumerate(shape.widths):
-        tokens, law = _children(level_logits, key, level, width, sampling, certain)
+        tokens, law = _children(level_logits, key, level, width, sampling, certain, distinct)
         made.append(tokens)
         laws.append(law)
         if level + 1 == shape.depth:
@@ -287,16 +292,19 @@ def _children(
     width: int,
     sampling: Sampling,
     certain: Array,
+    distinct: bool,
 ) -> tuple[Int32[Array, "B m"], Float[Array, "B n V"]]:
     """`width` children of each node of a level, and the law they were drawn from."""
     rows, nodes, _ = logits.shape
     law = jnp.where(
         certain[:, None, None], jax.nn.softmax(logits, axis=-1), process(logits, sampling)
     )
+    keys = jax.vmap(lambda k: fold(k, level))(key)
+    if distinct and width > 1:
+        drawn = jax.vmap(partial(draw_distinct, count=width))(law, keys)
+    else:
+        uniform = jax.vmap(lambda k: jax.random.uniform(k, (nodes, width, 2), law.dtype))(keys)
+        drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(law, uniform)
     best = lax.top_k(logits, width)[1].astype(jnp.int32)
-    uniform = jax.vmap(lambda k: jax.random.uniform(fold(k, level), (nodes, width, 2), law.dtype))(
-        key
-    )
-    drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(law, uniform)
     children = jnp.where(certain[:, None, None], best, drawn)
     return children.reshape(rows, nodes * width), law

@@ -1,0 +1,114 @@
+"""Verification from the leaves up: traversal (arXiv 2505.12398), and block on a chain (2403.10444).
+
+A path is kept or cut off as a whole. `descend` and `retreat` are pure functions, which `traverse`
+consumes and tests enumerate.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from specjax.pytree import pytree
+from specjax.sampling import draw
+from specjax.tree import TokenTree
+from specjax.walk import Accepted, NodeLaw, path_to, without_earlier
+
+
+@pytree
+class Branch:
+    """Where traversal stands: at `node`, all before it in drawing order being decided.
+
+    Of the path to it, by depth: the `laws` that go on there and the `weights` with which the
+    path so far is kept. `open` are the nodes not yet visited.
+    """
+
+    node: Int32[Array, ""]
+    laws: Float[Array, "W V"]
+    weights: Float[Array, " W"]
+    open: Bool[Array, " N"]
+
+
+def start(tree: TokenTree, p: NodeLaw, window: int) -> Branch:
+    """At the root, which is kept with weight 1."""
+    root = jnp.int32(0)
+    law = p(root)
+    return Branch(
+        node=root,
+        laws=jnp.zeros((window, law.shape[0]), law.dtype).at[0].set(law),
+        weights=jnp.zeros(window, law.dtype).at[0].set(1),
+        open=tree.valid.at[0].set(False),
+    )
+
+
+def next_child(tree: TokenTree, at: Branch) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
+    """Whether the node has children left, and the first of them in drawing order."""
+    left = at.open & (tree.parents == at.node)
+    return left.any(), jnp.argmax(left).astype(jnp.int32)
+
+
+def descend(tree: TokenTree, p: NodeLaw, at: Branch, child: Int32[Array, ""]) -> Branch:
+    """At a child, kept with weight min(1, weight · law / q) (arXiv 2505.12398)."""
+    depth, token = tree.depth[child], tree.tokens[child]
+    law, q = at.laws[depth - 1, token], without_earlier(tree, _trial_of(tree, child))[token]
+    weight = jnp.where(law > 0, jnp.minimum(1, at.weights[depth - 1] * law / q), 0)
+    return Branch(
+        node=child,
+        laws=at.laws.at[depth].set(p(child)),
+        weights=at.weights.at[depth].set(weight),
+        open=at.open.at[child].set(False),
+    )
+
+
+def retreat(tree: TokenTree, at: Branch) -> Branch:
+    """At the parent of a node that was rejected with all below it.
+
+    What is left there is d = max(0, weight · law - q): the law becomes norm(d), the weight
+    Σd / (Σd + 1 - weight), or 1 for 0/0. A d that is empty leaves the law as it is.
+    """
+    above = tree.depth[at.node] - 1
+    q = without_earlier(tree, _trial_of(tree, at.node))
+    left = jnp.maximum(at.weights[above] * at.laws[above] - q, 0)
+    total = left.sum()
+    whole = total + 1 - at.weights[above]
+    law = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), at.laws[above])
+    weight = jnp.where(whole > 0, total / jnp.where(whole > 0, whole, 1), 1)
+    return Branch(
+        node=tree.parents[at.node],
+        laws=at.laws.at[above].set(law),
+        weights=at.weights.at[above].set(weight),
+        open=at.open,
+    )
+
+
+def _trial_of(tree: TokenTree, node: Int32[Array, ""]) -> Int32[Array, ""]:
+    """The first trial that names a node."""
+    return jnp.argmax(tree.trial_node == node).astype(jnp.int32)
+
+
+def traverse(
+    tree: TokenTree,
+    p: NodeLaw,
+    accept: Float[Array, " N"],
+    last: Float[Array, "2"],
+    window: int,
+) -> Accepted:
+    """The path that traversal verification takes, from the leaves to the root, for one row.
+
+    arXiv 2505.12398. The first leaf is kept, and the path to it, when `accept` of it is strictly
+    below its weight; else it is cut off, and the next leaf is tried; a node whose children are
+    gone is a leaf, and the root is always kept. On a chain this is block verification (2403.10444).
+    """
+
+    def body(state: tuple[Branch, Array]) -> tuple[Branch, Array]:
+        at, _ = state
+        inner, child = next_child(tree, at)
+        kept = ~inner & (accept[at.node] < at.weights[tree.depth[at.node]])
+        kept |= ~inner & (at.node == 0)
+        moved = lax.cond(inner, lambda: descend(tree, p, at, child), lambda: retreat(tree, at))
+        return jax.tree.map(lambda old, new: jnp.where(kept, old, new), at, moved), kept
+
+    at, _ = lax.while_loop(
+        lambda state: ~state[1], body, (start(tree, p, window), jnp.bool_(False))
+    )
+    return path_to(tree, at.node, draw(at.laws[tree.depth[at.node]], last), window)
