@@ -4,7 +4,6 @@ A path is kept or cut off as a whole. `descend` and `retreat` are pure functions
 consumes and tests enumerate.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -12,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.pytree import pytree
 from specjax.sampling import draw
 from specjax.tree import TokenTree
-from specjax.walk import Accepted, NodeLaw, path_to, without_earlier
+from specjax.walk import Accepted, NodeLaw, norm, path_to, without_earlier
 
 
 @pytree
@@ -68,11 +67,9 @@ def retreat(tree: TokenTree, at: Branch) -> Branch:
     """
     above = tree.depth[at.node] - 1
     q = without_earlier(tree, _trial_of(tree, at.node))
-    left = jnp.maximum(at.weights[above] * at.laws[above] - q, 0)
-    total = left.sum()
-    whole = total + 1 - at.weights[above]
-    law = jnp.where(total > 0, left / jnp.where(total > 0, total, 1), at.laws[above])
-    weight = jnp.where(whole > 0, total / jnp.where(whole > 0, whole, 1), 1)
+    law, mass = norm(jnp.maximum(at.weights[above] * at.laws[above] - q, 0), at.laws[above])
+    whole = mass + 1 - at.weights[above]
+    weight = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1), 1)
     return Branch(
         node=tree.parents[at.node],
         laws=at.laws.at[above].set(law),
@@ -100,15 +97,13 @@ def traverse(
     gone is a leaf, and the root is always kept. On a chain this is block verification (2403.10444).
     """
 
-    def body(state: tuple[Branch, Array]) -> tuple[Branch, Array]:
-        at, _ = state
-        inner, child = next_child(tree, at)
-        kept = ~inner & (accept[at.node] < at.weights[tree.depth[at.node]])
-        kept |= ~inner & (at.node == 0)
-        moved = lax.cond(inner, lambda: descend(tree, p, at, child), lambda: retreat(tree, at))
-        return jax.tree.map(lambda old, new: jnp.where(kept, old, new), at, moved), kept
+    def kept(at: Branch) -> Array:
+        passed = (accept[at.node] < at.weights[tree.depth[at.node]]) | (at.node == 0)
+        return ~next_child(tree, at)[0] & passed
 
-    at, _ = lax.while_loop(
-        lambda state: ~state[1], body, (start(tree, p, window), jnp.bool_(False))
-    )
+    def body(at: Branch) -> Branch:
+        inner, child = next_child(tree, at)
+        return lax.cond(inner, lambda: descend(tree, p, at, child), lambda: retreat(tree, at))
+
+    at = lax.while_loop(lambda at: ~kept(at), body, start(tree, p, window))
     return path_to(tree, at.node, draw(at.laws[tree.depth[at.node]], last), window)

@@ -49,10 +49,14 @@ def multi_step(law: Law, q: Law, token: Int32[Array, ""]) -> Trial:
     empty by rounding.
     """
     accept = jnp.minimum(1, law[token] / q[token])
-    left = jnp.maximum(law - q, 0)
-    total = left.sum()
-    usable = (total > 0) & jnp.isfinite(total)
-    return Trial(accept, jnp.where(usable, left / jnp.where(usable, total, 1), law))
+    return Trial(accept, norm(jnp.maximum(law - q, 0), law)[0])
+
+
+def norm(left: Law, otherwise: Law) -> tuple[Law, Float[Array, ""]]:
+    """What is left as a law, and its mass; `otherwise` where that is 0 or not finite."""
+    mass = left.sum()
+    usable = (mass > 0) & jnp.isfinite(mass)
+    return jnp.where(usable, left / jnp.where(usable, mass, 1), otherwise), mass
 
 
 def without_earlier(tree: TokenTree, trial: Int32[Array, ""]) -> Law:
@@ -65,10 +69,9 @@ def without_earlier(tree: TokenTree, trial: Int32[Array, ""]) -> Law:
     law = tree.trial_law[trial]
     earlier = (tree.trial_law == law) & (jnp.arange(tree.trial_law.shape[0]) < trial)
     tokens = jnp.where(earlier, tree.tokens[tree.trial_node], tree.q.shape[-1])
-    left = tree.q[law].at[tokens].set(0, mode="drop")
-    total = left.sum()
-    usable = (total > 0) & jnp.isfinite(total) & ~tree.certain
-    return jnp.where(usable, left / jnp.where(usable, total, 1), own_token(tree, trial))
+    own = own_token(tree, trial)
+    left, _ = norm(tree.q[law].at[tokens].set(0, mode="drop"), own)
+    return jnp.where(tree.certain, own, left)
 
 
 def own_token(tree: TokenTree, trial: Int32[Array, ""]) -> Law:

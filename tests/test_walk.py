@@ -60,6 +60,20 @@ def plain_walk(tree, p, accept, last):
     return path, inverse(law, last[1])
 
 
+def same_paths(compiled, plain, trees, p, accept, last):
+    """Checks that every row's path and token are those of a plain twin, and of every length."""
+    got = jax.device_get(compiled(trees, jnp.asarray(p), jnp.asarray(accept), jnp.asarray(last)))
+    trees = jax.device_get(trees)
+    lengths = set()
+    for row in range(ROWS):
+        tree = jax.tree.map(lambda leaf, row=row: leaf[row], trees)
+        path, token = plain(tree, p[row], accept[row], last[row])
+        assert got.path[row].tolist() == path + [0] * (WINDOW - len(path))
+        assert (got.count[row], got.token[row]) == (len(path), token)
+        lengths.add(len(path))
+    assert lengths == {1, 2, 3}
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_walk_equals_a_plain_walk(seed):
     trees, p = random_trees(seed)
@@ -74,16 +88,7 @@ def test_walk_equals_a_plain_walk(seed):
     def walk(tree, p, accept, last):
         return verify.walk(tree, p.__getitem__, accept, last, WINDOW)
 
-    got = jax.device_get(walk(trees, jnp.asarray(p), jnp.asarray(accept), jnp.asarray(last)))
-    trees = jax.device_get(trees)
-    lengths = set()
-    for row in range(ROWS):
-        tree = jax.tree.map(lambda leaf, row=row: leaf[row], trees)
-        path, token = plain_walk(tree, p[row], accept[row], last[row])
-        assert got.path[row].tolist() == path + [0] * (WINDOW - len(path))
-        assert (got.count[row], got.token[row]) == (len(path), token)
-        lengths.add(len(path))
-    assert lengths == {1, 2, 3}
+    same_paths(walk, plain_walk, trees, p, accept, last)
 
 
 def distinct_trees(seed: int) -> tuple[TokenTree, np.ndarray]:
@@ -140,16 +145,7 @@ def test_traversal_equals_a_plain_recursion(seed):
     def traverse(tree, p, accept, last):
         return verify.traverse(tree, p.__getitem__, accept, last, WINDOW)
 
-    got = jax.device_get(traverse(trees, jnp.asarray(p), jnp.asarray(accept), jnp.asarray(last)))
-    trees = jax.device_get(trees)
-    lengths = set()
-    for row in range(ROWS):
-        tree = jax.tree.map(lambda leaf, row=row: leaf[row], trees)
-        path, token = plain_traversal(tree, p[row], accept[row], last[row])
-        assert got.path[row].tolist() == path + [0] * (WINDOW - len(path))
-        assert (got.count[row], got.token[row]) == (len(path), token)
-        lengths.add(len(path))
-    assert lengths == {1, 2, 3}
+    same_paths(traverse, plain_traversal, trees, p, accept, last)
 
 
 @pytest.mark.parametrize("rule", [verify.MULTI_STEP, verify.RECURSIVE, verify.ONE_HOT])

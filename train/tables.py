@@ -165,7 +165,7 @@ def known_shapes(rows: Sequence[Row], sizes: Mapping[str, int]) -> dict[Cell, Sh
     for row in rows:
         pool, shape = row["pool"], row["shape"]
         if pool in sizes:
-            named = {shown(known): known for known in _shapes(pool, sizes[pool])}
+            named = {shown(known): known for known in _shapes(SHAPES, pool, sizes[pool])}
             if shape not in named:
                 raise ValueError(
                     f"pool {pool!r} has {sizes[pool]} drafts, for which no tree {shape!r} is tried."
@@ -194,7 +194,7 @@ def equal_nodes(
         (
             Trial(pool, temperature, shape)
             for pool in fresh
-            for shape in _shapes(pool, len(pair.pools[pool]))
+            for shape in _shapes(SHAPES, pool, len(pair.pools[pool]))
             for temperature in TEMPERATURES
         ),
         development,
@@ -210,9 +210,9 @@ def equal_nodes(
     ]
 
 
-def _shapes(pool: str, drafts: int) -> list[Shape]:
-    """What is tried for a pool of so many drafts."""
-    shapes = SHAPES[_ONE if pool == SINGLE else _POOL]
+def _shapes(tried: Mapping[str, Sequence[Shape]], pool: str, drafts: int) -> list[Shape]:
+    """What is tried (`SHAPES` or `TIMED`) for a pool of so many drafts."""
+    shapes = tried[_ONE if pool == SINGLE else _POOL]
     return list(dict.fromkeys(fitted(shape, drafts) for shape in shapes))
 
 
@@ -251,7 +251,7 @@ def equal_time(pair: Pair, development: Task, task: Task) -> list[Row]:
     tried = {
         name: {
             shown(shape): ExpansionDrafter.of(drafts, shape)
-            for shape in (fitted(s, len(drafts)) for s in TIMED[_ONE if name == SINGLE else _POOL])
+            for shape in _shapes(TIMED, name, len(drafts))
         }
         for name, drafts in pair.pools.items()
     }

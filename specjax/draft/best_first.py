@@ -188,8 +188,10 @@ def grow(
         nodes, joined = _join(nodes, children)
         return nodes, block, round_number + 1, joined
 
-    first = _children(held.logits[:, None], None, None, sharpness, growth)
-    nodes, joined = _join(_no_nodes(held.logits.shape[0], growth.budget), first)
+    rows = held.logits.shape[0]
+    root = jnp.full((rows, 1), NO_PARENT, jnp.int32)
+    first = _children(held.logits[:, None], root, jnp.zeros((rows, 1)), sharpness, growth)
+    nodes, joined = _join(_no_nodes(rows, growth.budget), first)
     nodes, block, _, _ = lax.while_loop(more, round_of, (nodes, block, jnp.int32(1), joined))
     return nodes, block
 
@@ -235,19 +237,17 @@ def _store(block: NewKV, new: NewKV, slots: Int32[Array, "B n"]) -> NewKV:
 
 def _children(
     logits: Float[Array, "B n V"],
-    slots: Int32[Array, "B n"] | None,
-    score: Float[Array, "B n"] | None,
+    slots: Int32[Array, "B n"],
+    score: Float[Array, "B n"],
     sharpness: Float[Array, " B"],
     growth: Growth,
 ) -> Children:
-    """The likeliest children of nodes in `slots` with a score; of the root without slots."""
+    """The likeliest children of the nodes in `slots`, whose scores are given."""
     rows, count, vocabulary = logits.shape
     width = min(growth.width, growth.budget, vocabulary)
     log_q = jax.nn.log_softmax(logits / sharpness[:, None, None], axis=-1)
     best, tokens = lax.top_k(log_q, width)
-    above = jnp.zeros((rows, count)) if score is None else score
-    parents = jnp.full((rows, count), NO_PARENT) if slots is None else slots
-    total = above[:, :, None] + jnp.log(growth.decay) + best
+    total = score[:, :, None] + jnp.log(growth.decay) + best
     total = jnp.where(jnp.isnan(total), -jnp.inf, total)
 
     def flat(x: Array) -> Array:
@@ -255,7 +255,7 @@ def _children(
 
     return Children(
         tokens=flat(tokens.astype(jnp.int32)),
-        parents=flat(jnp.broadcast_to(parents[:, :, None], tokens.shape).astype(jnp.int32)),
+        parents=flat(jnp.broadcast_to(slots[:, :, None], tokens.shape)),
         score=flat(total),
         chance=flat(jnp.exp(best)),
     )
