@@ -15,12 +15,16 @@ from specjax import layers
 from specjax.arrays import Key
 from specjax.cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.draft.drafter import Drafter, DraftState, Step
-from specjax.model import Model, forward, trunk
+from specjax.model import Model, forward, trunk, unembed
 from specjax.pytree import pytree, replace
 from specjax.request import Limits, prepare, window_of
 from specjax.sampling import Sampling, process
 from specjax.tree import TokenTree, ancestors, root_only
 from specjax.verify import Accepted, Rule, decide
+
+
+_SEEN_BLOCK = 128
+"""Columns of a prompt that are unembedded at a time."""
 
 
 @pytree
@@ -70,14 +74,32 @@ def prefill(
     """
     rows, tokens = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
-    _, new = trunk(target, prompt, positions, None, None)
+    x, new = trunk(target, prompt, positions, None, None)
     cache = empty_cache(target.config, rows, slots, cache_dtype(target.embedding.dtype))
+    seen = seen_in(target, x, prompt.shape, num_seen_by(drafter))
     return DecodeState(
         cache=cache.keep(new, None, length - 1),
-        draft=() if drafter is None else drafter.init(prompt, length, slots),
+        draft=() if drafter is None else drafter.init(prompt, length, slots, seen),
         last=jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0],
         key=key,
     )
+
+
+def num_seen_by(drafter: Drafter | None) -> int:
+    """How many of the target's likeliest tokens the drafter wants to see."""
+    return 0 if drafter is None else drafter.num_seen
+
+
+def seen_in(
+    target: Model, x: Float[Array, "E C"], shape: tuple[int, ...], count: int
+) -> Int32[Array, "B T k"]:
+    """The target's `count` likeliest tokens after each column of a pass, a block at a time."""
+    if not count:
+        return jnp.zeros((*shape, 0), jnp.int32)
+    columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SEEN_BLOCK)))
+    blocks = columns.reshape(x.shape[0], -1, _SEEN_BLOCK).swapaxes(0, 1)
+    best = lax.map(lambda block: lax.top_k(unembed(target, block).T, count)[1], blocks)
+    return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count).astype(jnp.int32)
 
 
 def guess(
@@ -144,6 +166,11 @@ def emitted(tree: TokenTree, accepted: Accepted) -> Int32[Array, "B W"]:
     return jnp.where(at_end, accepted.token[:, None], along)
 
 
+def likeliest(logits: Float[Array, "B N V"], count: int) -> Int32[Array, "B N k"]:
+    """The tokens of the `count` largest logits of each node."""
+    return lax.top_k(logits, count)[1].astype(jnp.int32)
+
+
 def truncate(
     tokens: Int32[Array, "B W"],
     count: Int32[Array, " B"],
@@ -182,7 +209,8 @@ def step(
     accepted = judge(rule, sampling, state, tree, logits, window_of(drafter))
     tokens = emitted(tree, accepted)
     count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
-    gave = Step(tokens, count, tree, accepted)
+    seen = likeliest(logits, num_seen_by(drafter))
+    gave = Step(tokens, count, tree, accepted, seen)
     return commit(drafter, state, new, draft, gave), gave, done
 
 

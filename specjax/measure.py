@@ -81,7 +81,7 @@ _guess = jax.jit(decode.guess)
 _look = jax.jit(decode.look)
 
 
-@partial(jax.jit, static_argnames=("rule", "window"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("rule", "window", "num_seen"), donate_argnames="state")
 def _settle(
     rule: Rule,
     sampling: Sampling,
@@ -89,10 +89,12 @@ def _settle(
     tree: TokenTree,
     looked: tuple[Array, NewKV],
     window: int,
+    num_seen: int,
 ) -> tuple[DecodeState, Step]:
     """Decides and commits, but for the drafter's part."""
     accepted = decode.judge(rule, sampling, state, tree, looked[0], window)
-    gave = Step(decode.emitted(tree, accepted), accepted.count, tree, accepted)
+    seen = decode.likeliest(looked[0], num_seen)
+    gave = Step(decode.emitted(tree, accepted), accepted.count, tree, accepted, seen)
     return decode.commit(None, state, looked[1], state.draft, gave), gave
 
 
@@ -158,9 +160,9 @@ def _step(
     (tree, draft), guessing = clocked(lambda: _guess(target, drafter, request.sampling, state))
     state = replace(state, draft=())
     looked, looking = clocked(lambda: _look(target, tree, state))
-    window = window_of(drafter)
+    window, num_seen = window_of(drafter), decode.num_seen_by(drafter)
     (state, gave), settling = clocked(
-        lambda: _settle(request.rule, request.sampling, state, tree, looked, window)
+        lambda: _settle(request.rule, request.sampling, state, tree, looked, window, num_seen)
     )
     if drafter is None:
         return state, _StepTime(0.0, looking, guessing + settling)

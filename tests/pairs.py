@@ -38,6 +38,11 @@ def alone(model: Model, widths=(2, 1), **options) -> ExpansionDrafter:
     return ExpansionDrafter.of([model], widths, **options)
 
 
+def nothing_seen(shape) -> jax.Array:
+    """What a drafter that asks to see nothing of the target is shown."""
+    return jnp.zeros((*shape, 0), jnp.int32)
+
+
 def generate(target, drafter, prompts=PROMPTS, key=KEY, **options):
     options = {"max_new_tokens": NEW, "stop_at_eos": False} | options
     return decode.generate(key, target, drafter, prompts, **options)

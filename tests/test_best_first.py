@@ -7,25 +7,26 @@ import pytest
 
 from specjax import law
 from specjax.draft import Step
-from specjax.draft.best_first import BestFirstDrafter, Growth
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
 from specjax.model import Model
 from specjax.sampling import Sampling
 from specjax.verify import find_rule
 from specjax.walk import Accepted
-from tests.pairs import PROMPTS, generate, near, varied_model
+from tests.pairs import PROMPTS, generate, near, nothing_seen, varied_model
 
 SLOTS = 96
 SAMPLING = Sampling(temperature=np.array([0.0, 0.8, 1.3, 0.0]))
 TEMPERATURES = (0.5, 1.0)
 GROWTHS = {
-    "small": Growth(budget=6, beams=2, width=3, rounds=5),
-    "deep": Growth(budget=12, beams=1, width=2, rounds=12, decay=0.9999),
-    "wide": Growth(budget=40, beams=16, width=8, rounds=4, decay=0.5),
-    "one level": Growth(budget=5, beams=4, width=9, rounds=1),
-    "a chain": Growth(budget=4, beams=3, width=1, rounds=9),
+    "small": Growth(budget=6, beams=2, width=3, depth=5),
+    "deep": Growth(budget=12, beams=1, width=2, depth=12, decay=0.9999),
+    "wide": Growth(budget=40, beams=16, width=8, depth=4, decay=0.5),
+    "one level": Growth(budget=5, beams=4, width=9, depth=1),
+    "a chain": Growth(budget=4, beams=3, width=1, depth=9),
     "more beams than nodes": Growth(budget=3),
 }
-INIT = jax.jit(BestFirstDrafter.init, static_argnames="slots")
+INIT = jax.jit(BestFirstDrafter.init, static_argnums=3)
 PROPOSE = jax.jit(BestFirstDrafter.propose)
 COMMIT = jax.jit(BestFirstDrafter.commit)
 
@@ -54,7 +55,7 @@ def plain_tree(model: Model, text: list[int], growth: Growth, sharpness: float) 
         return dict(sorted(scores.items(), key=lambda item: -item[1])[: growth.budget])
 
     tree, expanded = trimmed(children({(): 0.0})), set()
-    for _ in range(growth.rounds - 1):
+    for _ in range(growth.depth - 1):
         waiting = sorted((path for path in tree if path not in expanded), key=lambda p: -tree[p])
         taken = waiting[: min(growth.beams, growth.budget)]
         expanded |= set(taken)
@@ -70,7 +71,7 @@ def start(drafter, texts):
     padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
-    return INIT(drafter, jnp.asarray(padded), length, slots=SLOTS)
+    return INIT(drafter, jnp.asarray(padded), length, SLOTS, nothing_seen(padded.shape))
 
 
 def propose(drafter, state, texts):
@@ -132,7 +133,8 @@ def commit(drafter, state, tree, texts, counts, rests):
         made.append(text[:count])
     length = jnp.asarray([len(text) for text in made], jnp.int32)
     accepted = Accepted(jnp.asarray(path), length, length)
-    step = Step(jnp.asarray(tokens), length, jax.tree.map(jnp.asarray, tree), accepted)
+    grown = jax.tree.map(jnp.asarray, tree)
+    step = Step(jnp.asarray(tokens), length, grown, accepted, nothing_seen(grown.tokens.shape))
     return COMMIT(drafter, state, step), [[*t, *new] for t, new in zip(texts, made, strict=True)]
 
 
@@ -164,7 +166,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
     plain = generate(target, None, sampling=sampling, verify="naive")
     rates = []
     for budget in (4, 24):
-        growth = Growth(budget=budget, beams=4, width=6, rounds=8)
+        growth = Growth(budget=budget, beams=4, width=6, depth=8)
         drafter = drafter_of(near(target, 1), growth)
         made = generate(target, drafter, sampling=sampling, verify="naive")
         np.testing.assert_array_equal(made.tokens, plain.tokens)
@@ -177,7 +179,7 @@ def test_a_broken_draft_costs_speed_alone(value):
     target = varied_model()
     broken = near(target, 1)
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, value), broken)
-    drafter = drafter_of(broken, Growth(budget=6, beams=2, width=3, rounds=4))
+    drafter = drafter_of(broken, Growth(budget=6, beams=2, width=3, depth=4))
     sampling = Sampling(temperature=0.9)
     plain = generate(target, None, sampling=sampling, verify="naive")
     made = generate(target, drafter, sampling=sampling, verify="naive")
@@ -196,7 +198,7 @@ def test_its_trees_are_chosen():
     ("wrong", "sentence"),
     [
         ({"budget": 0}, "budget is 0; it must be at least 1."),
-        ({"budget": 4, "rounds": 0}, "rounds is 0; it must be at least 1."),
+        ({"budget": 4, "depth": 0}, "depth is 0; it must be at least 1."),
         ({"budget": 4, "decay": 1.0}, "decay is 1.0; it must lie in"),
     ],
 )

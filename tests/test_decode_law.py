@@ -14,7 +14,8 @@ import pytest
 
 from specjax import decode, sampling, verify, walk
 from specjax.draft import ExpansionDrafter, expansion
-from specjax.draft.best_first import BestFirstDrafter, Growth
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
 from specjax.law import g_test
 from specjax.model import Model
 from specjax.request import Limits
@@ -49,7 +50,7 @@ def near_tree(target: Model, children: str) -> ExpansionDrafter:
 
 
 def best_first(target: Model) -> BestFirstDrafter:
-    growth = Growth(budget=4, beams=2, width=2, rounds=2)
+    growth = Growth(budget=4, beams=2, width=2, depth=2)
     return BestFirstDrafter(near(target, 1, 0.3), jnp.ones(2), growth)
 
 

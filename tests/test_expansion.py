@@ -14,7 +14,7 @@ from specjax.verify import DISTINCT, TOP_K
 from specjax.walk import Accepted
 from tests import enumeration, oracles
 from tests.conftest import tiny_model
-from tests.pairs import PROMPTS, varied_model
+from tests.pairs import PROMPTS, nothing_seen, varied_model
 
 KEY = jax.random.key(11)
 SHAPES = (TreeShape((2, 2)), TreeShape((2, 2)))
@@ -40,7 +40,10 @@ def proposed(drafts, shapes, stack, children, committed):
     padded = np.zeros((len(PROMPTS), max(map(len, PROMPTS))), np.int32)
     for row, prompt in zip(padded, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
-    state, texts = drafter.init(jnp.asarray(padded), length, SLOTS), PROMPTS
+    state, texts = (
+        drafter.init(jnp.asarray(padded), length, SLOTS, nothing_seen(padded.shape)),
+        PROMPTS,
+    )
     keys = jax.vmap(lambda i: jax.random.fold_in(KEY, i))(jnp.arange(len(texts)))
 
     def propose(state, texts):
@@ -52,7 +55,9 @@ def proposed(drafts, shapes, stack, children, committed):
     if committed:
         count = jnp.asarray(COUNTS)
         accepted = Accepted(jnp.zeros_like(jnp.asarray(NEW)), count, count)
-        state = drafter.commit(state, Step(jnp.asarray(NEW), count, tree, accepted))
+        state = drafter.commit(
+            state, Step(jnp.asarray(NEW), count, tree, accepted, nothing_seen(NEW.shape))
+        )
         texts = [[*p, *new[:n]] for p, new, n in zip(PROMPTS, NEW, COUNTS, strict=True)]
         tree, _ = propose(state, texts)
     return jax.tree.map(np.asarray, tree), texts

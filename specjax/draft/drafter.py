@@ -20,21 +20,29 @@ DraftState = Any
 class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
 
-    `count` can be below that of `accepted`, where a row ended inside the path.
+    `count` can be below that of `accepted`, where a row ended inside the path. `seen` are the
+    target's likeliest tokens after each node, as many as the drafter asked for.
     """
 
     tokens: Int32[Array, "B W"]
     count: Int32[Array, " B"]
     tree: TokenTree
     accepted: Accepted
+    seen: Int32[Array, "B N k"]
 
 
 class Drafter(abc.ABC):
     """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
 
     `window` is the depth of its trees plus 1: the most tokens a step can commit. `construction`
-    says how they are made, which decides the legal rules.
+    says how they are made, which decides the legal rules. `num_seen` is how many of the target's
+    likeliest tokens after each token and node it asks to be shown.
     """
+
+    @property
+    def num_seen(self) -> int:
+        """How many of the target's likeliest tokens it wants to see; most want none."""
+        return 0
 
     @property
     @abc.abstractmethod
@@ -58,11 +66,16 @@ class Drafter(abc.ABC):
 
     @abc.abstractmethod
     def init(
-        self, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
+        self,
+        prompt: Int32[Array, "B T"],
+        length: Int32[Array, " B"],
+        slots: int,
+        seen: Int32[Array, "B T k"],
     ) -> DraftState:
         """The state after each row's first `length` tokens, the last of which is the root.
 
-        `slots` is how many tokens a row may come to hold, head-room included.
+        `slots` is how many tokens a row may come to hold, head-room included; `seen` are the
+        target's likeliest tokens after each token of the prompt.
         """
 
     @abc.abstractmethod

@@ -110,9 +110,14 @@ class ExpansionDrafter(Drafter):
         return 1 + sum(shape.num_nodes for shape in self.trees)
 
     def init(
-        self, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
+        self,
+        prompt: Int32[Array, "B T"],
+        length: Int32[Array, " B"],
+        slots: int,
+        seen: Int32[Array, "B T k"],
     ) -> tuple[ModelState, ...]:
         """Every draft's state after the prompts."""
+        del seen
 
         def one(model: Model) -> ModelState:
             return prefill(model, prompt, length, slots)

@@ -1,0 +1,376 @@
+"""Trees of the likeliest nodes, grown best first (SpecExec, arXiv 2406.02532).
+
+Growing knows no model: a source says which tokens are likely after some nodes.
+"""
+
+import abc
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from specjax.pytree import pytree, replace
+from specjax.tree import NO_DRAFTER, NO_PARENT, TokenTree
+
+_NEARLY_ONE = 0.9999
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """How a best-first tree grows; the defaults are those of SpecExec's released code.
+
+    The tree has at most `budget` nodes below the root and `depth` levels. A round runs the `beams`
+    likeliest nodes not yet expanded through the draft, and looks at the `width` likeliest children
+    of each. A node's score is its parent's plus log(`decay`) plus the log probability of its token.
+    At most `depth` rounds; a round that raises the sum of the tree's products of probabilities by
+    no more than `least_gain` is the last one (OPT-Tree, arXiv 2406.17276). With `by_level` only
+    the nodes of the last level are expanded (EAGLE-2, arXiv 2406.16858, section 4).
+    """
+
+    budget: int
+    beams: int = 128
+    width: int = 32
+    depth: int = 32
+    decay: float = 0.95
+    least_gain: float = 0.0
+    by_level: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "beams", "width", "depth"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if not 0 < self.decay <= _NEARLY_ONE:  # a child's score must be below its parent's
+            raise ValueError(f"decay is {self.decay}; it must lie in (0, {_NEARLY_ONE}].")
+        if not self.least_gain >= 0:
+            raise ValueError(f"least_gain is {self.least_gain}; it must be at least 0.")
+
+    @property
+    def levels(self) -> int:
+        """The most levels a tree can have."""
+        return min(self.depth, self.budget)
+
+
+@pytree
+class Nodes:
+    """The nodes of growing trees, each in a slot of its own for as long as it stays.
+
+    `parents` are slots, or `NO_PARENT` below the root; `above` says which slots hold ancestors.
+    `drafter` is who proposed a node.
+    """
+
+    tokens: Int32[Array, "B K"]
+    parents: Int32[Array, "B K"]
+    depth: Int32[Array, "B K"]
+    score: Float[Array, "B K"]
+    chance: Float[Array, "B K"]
+    drafter: Int32[Array, "B K"]
+    valid: Bool[Array, "B K"]
+    expanded: Bool[Array, "B K"]
+    above: Bool[Array, "B K K"]
+
+
+@pytree
+class Likely:
+    """Likely tokens after some nodes, the likeliest first, and their log probabilities."""
+
+    tokens: Int32[Array, "B n w"]
+    log_q: Float[Array, "B n w"]
+
+
+class Scored(NamedTuple):
+    """The nodes scored in a round: some that stand in slots, or roots; then guesses.
+
+    `slots` and `score` are those of the nodes that stand (`NO_PARENT` and 0 for roots); a score of
+    minus infinity says that a node is none. Guesses are nodes scored before it is known whether
+    they join the tree: `above` is the number, among all nodes scored, of the one a guess hangs
+    below, which comes before it. No two guesses are the same token below the same node. `levels`
+    is the static number of levels of guesses.
+    """
+
+    slots: Int32[Array, "B n"]
+    score: Float[Array, "B n"]
+    guesses: Int32[Array, "B G"]
+    above: Int32[Array, "B G"]
+    levels: int
+
+
+class Source(abc.ABC):
+    """What is likely after the nodes of a growing tree.
+
+    It may hold something of every expanded node, by slot (a draft its keys and values): its carry.
+    """
+
+    @abc.abstractmethod
+    def after(self, nodes: Nodes, scored: Scored, carry: Any) -> tuple[Likely, Any]:
+        """What is likely after nodes that are not roots, and what is to be held of them."""
+
+    @abc.abstractmethod
+    def hold(self, carry: Any, made: Any, slots: Int32[Array, "B Q"]) -> Any:
+        """The carry with what `after` made of nodes that came to stand in `slots`.
+
+        Slots past the last one are of nodes that did not.
+        """
+
+    def guess(self, nodes: Nodes, scored: Scored) -> Scored:
+        """The nodes to be scored in a round, with guesses if this source makes any."""
+        del nodes
+        return scored
+
+
+def no_nodes(rows: int, budget: int) -> Nodes:
+    """Trees of nothing but their roots."""
+    none = jnp.zeros((rows, budget), jnp.int32)
+    return Nodes(
+        tokens=none,
+        parents=none + NO_PARENT,
+        depth=none,
+        score=jnp.full((rows, budget), -jnp.inf),
+        chance=jnp.zeros((rows, budget)),
+        drafter=none,
+        valid=none != 0,
+        expanded=none != 0,
+        above=jnp.zeros((rows, budget, budget), bool),
+    )
+
+
+def roots(rows: int) -> Scored:
+    """The roots alone."""
+    root = jnp.full((rows, 1), NO_PARENT, jnp.int32)
+    none = jnp.zeros((rows, 0), jnp.int32)
+    return Scored(root, jnp.zeros((rows, 1)), none, none, 0)
+
+
+def grow(
+    source: Source,
+    growth: Growth,
+    nodes: Nodes,
+    carry: Any,
+    growing: Bool[Array, " B"],
+    drafter: int = 0,
+) -> tuple[Nodes, Any]:
+    """Trees grown until no child is better than the nodes there are, and the source's carry.
+
+    A round takes the likeliest nodes not yet expanded, adds their likeliest children, and keeps
+    the best `budget` of all. New nodes are marked as `drafter`'s.
+    """
+
+    def more(at: tuple[Nodes, Any, Array, Array]) -> Array:
+        return (at[3] < growth.depth) & at[2].any()
+
+    def round_of(at: tuple[Nodes, Any, Array, Array]) -> tuple[Nodes, Any, Array, Array]:
+        nodes, carry, growing, number = at
+        scored = source.guess(nodes, frontier(nodes, growing, growth))
+        likely, made = source.after(nodes, scored, carry)
+        nodes, slots, gained = join(nodes, scored, likely, growth, drafter)
+        return nodes, source.hold(carry, made, slots), growing & gained, number + 1
+
+    start = (nodes, carry, growing, jnp.int32(1))
+    return lax.while_loop(more, round_of, start)[:2]
+
+
+def frontier(nodes: Nodes, growing: Bool[Array, " B"], growth: Growth) -> Scored:
+    """The likeliest nodes that are still to be expanded."""
+    waiting = nodes.valid & ~nodes.expanded & (nodes.depth < growth.depth) & growing[:, None]
+    if growth.by_level:
+        last = jnp.where(nodes.valid, nodes.depth, 0).max(axis=1, keepdims=True)
+        waiting &= nodes.depth == last
+    beams = min(growth.beams, growth.budget)
+    score, slots = lax.top_k(jnp.where(waiting, nodes.score, -jnp.inf), beams)
+    none = jnp.zeros((slots.shape[0], 0), jnp.int32)
+    return Scored(slots, score, none, none, 0)
+
+
+def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
+    """The likeliest tokens under a law sharpened by a temperature a row."""
+    log_q = jax.nn.log_softmax(logits / sharpness[:, None, None], axis=-1)
+    best, tokens = lax.top_k(log_q, min(width, logits.shape[-1]))
+    return Likely(tokens.astype(jnp.int32), best)
+
+
+def contexts(
+    nodes: Nodes,
+    slots: Int32[Array, "B n"],
+    before: Int32[Array, " B"],
+    last: Int32[Array, " B"],
+) -> tuple[Int32[Array, "B n"], Int32[Array, "B n"]]:
+    """The last two tokens up to each node; slot -1 is the root, after which the text ends."""
+    at = jnp.maximum(slots, 0)
+    token = jnp.where(slots < 0, last[:, None], jnp.take_along_axis(nodes.tokens, at, axis=1))
+    parent = jnp.take_along_axis(nodes.parents, at, axis=1)
+    above = jnp.take_along_axis(nodes.tokens, jnp.maximum(parent, 0), axis=1)
+    above = jnp.where(parent < 0, last[:, None], above)
+    return jnp.where(slots < 0, before[:, None], above), token
+
+
+def standing(nodes: Nodes, scored: Scored) -> Bool[Array, "B n K"]:
+    """The slots of the ancestors of the scored nodes that stand."""
+    at = jnp.maximum(scored.slots, 0)[:, :, None]
+    return jnp.take_along_axis(nodes.above, at, axis=1) & (scored.slots >= 0)[:, :, None]
+
+
+def inherited(scored: Scored, own: Array, at_standing: Array) -> Array:
+    """`at_standing` of the nodes that stand, and for guesses what is above them, `own` added.
+
+    `own` is `[B, G, ...]` and boolean; so is what is inherited.
+    """
+    all_of_them = jnp.concatenate([at_standing, own], axis=1)
+    count = at_standing.shape[1]
+    for _ in range(scored.levels):
+        above = scored.above.reshape(*scored.above.shape, *(1,) * (own.ndim - 2))
+        upper = jnp.take_along_axis(all_of_them, above, axis=1)
+        all_of_them = all_of_them.at[:, count:].set(own | upper)
+    return all_of_them
+
+
+class _Taken(NamedTuple):
+    """Which nodes stay, and which children come into which slots (the last slot plus 1: none)."""
+
+    stays: Bool[Array, "B K"]
+    slots: Int32[Array, "B K"]
+    children: Int32[Array, "B K"]
+
+
+def join(
+    nodes: Nodes, scored: Scored, likely: Likely, growth: Growth, drafter: int = 0
+) -> tuple[Nodes, Int32[Array, "B Q"], Bool[Array, " B"]]:
+    """The best nodes of trees and of the children of scored nodes, as many as there are slots.
+
+    Also the slots of the scored nodes (the last plus 1 for guesses that did not come true), and
+    which rows gained. A node that stays keeps its slot; children take the slots of those that go.
+    With a node go all below it, for none of them has a better score.
+    """
+    rows, budget = nodes.score.shape
+    width = likely.tokens.shape[2]
+    score, named = _guessed(scored, likely, growth)
+    offered = (score[:, :, None] + jnp.log(growth.decay) + likely.log_q).reshape(rows, -1)
+    offered = jnp.where(jnp.isnan(offered), -jnp.inf, offered)
+    held = jnp.where(nodes.valid, nodes.score, -jnp.inf)
+    taken = _taken(held, offered)
+    slots = _slots_of(scored, taken, named, offered.shape[1])
+    row = jnp.arange(rows)[:, None]
+
+    def put(values: Array, new: Array | bool) -> Array:
+        return values.at[row, taken.slots].set(new, mode="drop")
+
+    def of_child(values: Array) -> Array:
+        return jnp.take_along_axis(values.reshape(rows, -1), taken.children, axis=1)
+
+    above, parents = _placed(nodes, scored, slots, taken.children // width)
+    expanded = put(nodes.expanded & taken.stays, False)
+    joined = replace(
+        nodes,
+        tokens=put(nodes.tokens, of_child(likely.tokens)),
+        parents=put(nodes.parents, parents),
+        depth=put(nodes.depth, above.sum(axis=2, dtype=jnp.int32) + 1),
+        score=put(nodes.score, of_child(offered)),
+        chance=put(nodes.chance, jnp.exp(of_child(likely.log_q))),
+        drafter=put(nodes.drafter, jnp.full_like(taken.slots, drafter)),
+        valid=put(taken.stays, True),
+        expanded=expanded.at[row, jnp.where(slots < 0, budget, slots)].set(True, mode="drop"),
+        above=put(nodes.above, above),
+    )
+    now = jnp.where(joined.valid, joined.score, -jnp.inf)
+    gain = jnp.exp(now).sum(axis=1) - jnp.exp(held).sum(axis=1)
+    gained = (taken.slots < budget).any(axis=1) & (gain > growth.least_gain)
+    return joined, slots, gained
+
+
+def _guessed(
+    scored: Scored, likely: Likely, growth: Growth
+) -> tuple[Float[Array, "B Q"], Int32[Array, "B G"]]:
+    """The score of every scored node, and which child a guess is (the last plus 1: none)."""
+    rows, count, width = likely.tokens.shape
+    at = scored.above[:, :, None]
+    same = jnp.take_along_axis(likely.tokens, at, axis=1) == scored.guesses[:, :, None]
+    log_q = jnp.take_along_axis(likely.log_q, at, axis=1)
+    step = jnp.where(same, log_q, -jnp.inf).max(axis=2) + jnp.log(growth.decay)
+    score = jnp.concatenate([scored.score, jnp.full_like(step, -jnp.inf)], axis=1)
+    for _ in range(scored.levels):
+        guessed = jnp.take_along_axis(score, scored.above, axis=1) + step
+        score = score.at[:, scored.score.shape[1] :].set(guessed)
+    which = scored.above * width + jnp.argmax(same, axis=2).astype(jnp.int32)
+    return score, jnp.where(same.any(axis=2), which, count * width)
+
+
+def _taken(held: Float[Array, "B K"], offered: Float[Array, "B C"]) -> _Taken:
+    """The best of both, as many as there are slots."""
+    rows, budget = held.shape
+    best, index = lax.top_k(jnp.concatenate([held, offered], axis=1), budget)
+    row = jnp.arange(rows)[:, None]
+    stays = jnp.zeros((rows, budget), bool).at[row, index].set(jnp.isfinite(best), mode="drop")
+    joins = (index >= budget) & jnp.isfinite(best)
+    free = jnp.argsort(stays, axis=1, stable=True)
+    number = jnp.maximum(jnp.cumsum(joins, axis=1) - 1, 0)
+    slots = jnp.where(joins, jnp.take_along_axis(free, number, axis=1), budget)
+    return _Taken(stays, slots.astype(jnp.int32), jnp.where(joins, index - budget, 0))
+
+
+def _slots_of(
+    scored: Scored, taken: _Taken, named: Int32[Array, "B G"], children: int
+) -> Int32[Array, "B Q"]:
+    """Where the scored nodes stand now; the last slot plus 1 for those that do not."""
+    rows, budget = taken.slots.shape
+    row = jnp.arange(rows)[:, None]
+    stays = jnp.take_along_axis(taken.stays, jnp.maximum(scored.slots, 0), axis=1)
+    stays = jnp.where(jnp.isfinite(scored.score), stays | (scored.slots < 0), False)
+    old = jnp.where(stays, scored.slots, budget)
+    if not scored.levels:
+        return old
+    place = jnp.full((rows, children + 1), budget, jnp.int32)
+    joins = taken.slots < budget
+    place = place.at[row, jnp.where(joins, taken.children, children)].min(taken.slots)
+    return jnp.concatenate([old, jnp.take_along_axis(place, named, axis=1)], axis=1)
+
+
+def _placed(
+    nodes: Nodes, scored: Scored, slots: Int32[Array, "B Q"], parent: Int32[Array, "B K"]
+) -> tuple[Bool[Array, "B K K"], Int32[Array, "B K"]]:
+    """The ancestors and the parent's slot of children whose parents are scored nodes."""
+    budget, count = nodes.score.shape[1], scored.slots.shape[1]
+    own = slots[:, :, None] == jnp.arange(budget)
+    up = inherited(scored, own[:, count:], standing(nodes, scored) | own[:, :count])
+    above = jnp.take_along_axis(up, parent[:, :, None], axis=1)
+    return above, jnp.take_along_axis(slots, parent, axis=1)
+
+
+def tree_of(
+    nodes: Nodes, last: Int32[Array, " B"], vocabulary: int
+) -> tuple[TokenTree, Int32[Array, "B K"]]:
+    """The trees, their nodes ordered by depth, and the slots of the nodes below the root."""
+    rows, budget = nodes.tokens.shape
+    order = jnp.argsort(jnp.where(nodes.valid, nodes.depth, budget + 1), axis=1, stable=True)
+    row = jnp.arange(rows)[:, None]
+    number = (
+        jnp.zeros((rows, budget), jnp.int32)
+        .at[row, order]
+        .set(jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), (rows, budget)))
+    )
+    valid = jnp.take_along_axis(nodes.valid, order, axis=1)
+    above = jnp.take_along_axis(nodes.parents, order, axis=1)
+    parents = jnp.where(above < 0, 0, jnp.take_along_axis(number, jnp.maximum(above, 0), axis=1))
+
+    def rooted(root: Array | int, values: Array) -> Array:
+        first = jnp.broadcast_to(jnp.asarray(root, values.dtype), (rows,))[:, None]
+        return jnp.concatenate([first, jnp.where(valid, values, 0)], axis=1)
+
+    def ordered(values: Array) -> Array:
+        return jnp.take_along_axis(values, order, axis=1)
+
+    none = jnp.zeros((rows, budget), jnp.int32)
+    numbers = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), none.shape)
+    tree = TokenTree(
+        tokens=rooted(last, ordered(nodes.tokens)),
+        parents=rooted(NO_PARENT, parents),
+        depth=rooted(0, ordered(nodes.depth)),
+        valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
+        drafter=rooted(NO_DRAFTER, ordered(nodes.drafter)),
+        chance=rooted(1, ordered(nodes.chance)),
+        trial_node=jnp.where(valid, numbers, 0),
+        trial_law=none,
+        q=jnp.zeros((rows, 0, vocabulary)),
+        certain=jnp.ones(rows, bool),
+    )
+    return tree, order.astype(jnp.int32)

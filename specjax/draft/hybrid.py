@@ -1,0 +1,104 @@
+"""A draft's tree and branches of the text in one tree, under one budget of nodes."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from specjax.arrays import Key
+from specjax.draft.best_first import BestFirstDrafter, BestFirstState
+from specjax.draft.drafter import Drafter, Step
+from specjax.draft.expansion import catch_up
+from specjax.draft.growth import tree_of
+from specjax.draft.ngram import NGram
+from specjax.draft.text import Text, TextSource, append, grow_on, read
+from specjax.pytree import pytree, replace, static
+from specjax.sampling import Sampling
+from specjax.tree import TokenTree
+from specjax.verify import Construction
+
+
+@pytree
+class HybridState:
+    """The draft's state and the text; which of the tree's nodes have keys and values."""
+
+    draft: BestFirstState
+    text: Text
+    keyed: Bool[Array, "B K"]
+
+
+@pytree
+class HybridDrafter(Drafter):
+    """The draft grows its best-first tree; then the text's branches compete for the same slots.
+
+    A node of the text joins where the product of probabilities above it and its own `trust` beat
+    the draft's worst nodes, below any node of the tree. The draft never runs over such nodes.
+    """
+
+    draft: BestFirstDrafter
+    trust: Float[Array, " M"]
+    table: NGram | None
+    depth: int = static()
+    least: int = static(default=2)
+    width: int = static(default=2)
+
+    @property
+    def window(self) -> int:
+        """Depth of the deepest tree plus 1."""
+        return min(self.depth, self.draft.growth.budget) + 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the draft's vocabulary."""
+        return self.draft.vocab_size
+
+    @property
+    def num_slots(self) -> int:
+        """Node slots, the root's included."""
+        return self.draft.num_slots
+
+    @property
+    def construction(self) -> Construction:
+        """Chosen nodes."""
+        return replace(self.draft.construction, chain=False)
+
+    def init(
+        self,
+        prompt: Int32[Array, "B T"],
+        length: Int32[Array, " B"],
+        slots: int,
+        seen: Int32[Array, "B T k"],
+    ) -> HybridState:
+        """Both states after the prompts."""
+        draft = self.draft.init(prompt, length, slots + self.window, seen)  # see `commit`
+        return HybridState(draft, read(prompt, length, slots), draft.slots > 0)
+
+    def propose(
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: HybridState,
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[TokenTree, HybridState]:
+        """The tree of the likeliest nodes of both; nothing of it is random."""
+        del key, position
+        nodes, block = self.draft.grown(state.draft, sampling, last)
+        keyed, budget = nodes.expanded, nodes.tokens.shape[1]
+        growth = replace(self.draft.growth, depth=self.depth, least_gain=0.0, by_level=False)
+        source = TextSource(state.text, self.trust, self.table, self.least, self.width)
+        every = jnp.arange(-1, budget, dtype=jnp.int32)
+        every = jnp.broadcast_to(every, (last.shape[0], budget + 1))
+        nodes = grow_on(source, growth, nodes, every, drafter=1)
+        tree, slots = tree_of(nodes, last, self.vocab_size)
+        keyed = jnp.take_along_axis(keyed & (nodes.drafter == 0), slots, axis=1)
+        draft = BestFirstState(state.draft.held, block, slots)
+        return tree, HybridState(draft, state.text, keyed)
+
+    def commit(self, state: HybridState, step: Step) -> HybridState:
+        """Both states after the step's tokens; nodes of the path without keys are run anew."""
+        path = jnp.maximum(step.accepted.path[:, 1:] - 1, 0)
+        has = jnp.take_along_axis(state.keyed, path, axis=1)
+        place = jnp.arange(has.shape[1])
+        has &= place < step.count[:, None] - 1
+        kept = jnp.cumprod(has, axis=1).sum(axis=1, dtype=jnp.int32)
+        draft = self.draft.caught_up(state.draft, step, kept, self.window)
+        return HybridState(draft, append(state.text, step), state.keyed)
