@@ -28,6 +28,7 @@ RANKS = {
     "sampling": 1,
     "tree": 1,
     "quant": 1,
+    "shape": 2,
     "layers": 2,
     "walk": 2,
     "traversal": 3,
