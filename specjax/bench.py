@@ -33,6 +33,7 @@ from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
+from specjax.widths import Widths, read
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 MIXED = "mixed"
@@ -44,7 +45,7 @@ class Candidate(NamedTuple):
     """A method with its widths, at one dtype of the target."""
 
     method: str
-    widths: tuple[int, ...] | None
+    widths: Widths | None
     dtype: str
 
 
@@ -56,7 +57,7 @@ class Plan:
     batches: tuple[int, ...]
     temperatures: tuple[float, ...]
     dtypes: tuple[str, ...]
-    shapes: tuple[tuple[str, tuple[int, ...] | None], ...]
+    shapes: tuple[tuple[str, Widths | None], ...]
 
     def candidates(self, batch: int) -> list[Candidate]:
         """Plain decoding in both dtypes, then the methods in the dtypes asked for."""
@@ -95,14 +96,14 @@ def plan_of(options: Bench) -> Plan:
     return Plan(options, batches, temperatures, dtypes, tuple(_shapes(options)))
 
 
-def _shapes(options: Bench) -> Iterator[tuple[str, tuple[int, ...] | None]]:
+def _shapes(options: Bench) -> Iterator[tuple[str, Widths | None]]:
     """Methods but the plain one, with the widths that --trees gives them."""
     named = options.methods.split(",") if options.trees is None else options.trees.split(";")
     for name in named:
         method, _, widths = name.strip().partition(":")
         methods.check_method(method)
         if method != "none":
-            yield method, items(widths, int, "--trees") if widths else None
+            yield method, read(widths, "--trees") if widths else None
 
 
 class Bucket(NamedTuple):
@@ -149,7 +150,7 @@ class Bencher:
             for dtype in sorted(dtypes)
         }
         self.bandwidth = measure.read_bandwidth()
-        self._drafters: dict[tuple[str, tuple[int, ...] | None], Drafter | None] = {}
+        self._drafters: dict[tuple[str, Widths | None], Drafter | None] = {}
 
     def drafter(self, candidate: Candidate) -> Drafter | None:
         """The drafter of a candidate."""

@@ -18,6 +18,7 @@ from specjax.options import Verify, at_least, check_seed, widths_of
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
 from specjax.verify import GREEDY, RULES
+from specjax.widths import widest
 
 TOLERANCE = 1e-4
 """A gap, between two logits or a threshold and its uniform, that rounding may close: passes of
@@ -243,7 +244,7 @@ def _methods(options: Verify) -> list[str]:
     """The methods named; a chain is left out where `--tree` is wider and others are there."""
     names = [name.strip() for name in options.methods.split(",")]
     others = [name for name in names if name != "chain"]
-    wide = max(widths_of(options.tree) or (1,)) > 1
+    wide = widest(widths_of(options.tree) or (1,)) > 1
     return others if wide and others else names
 
 

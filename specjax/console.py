@@ -21,6 +21,7 @@ from specjax.options import Generate, Info, at_least, check_seed, dtype_of, widt
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
 from specjax.tree import draw_tree, take_row
+from specjax.widths import spelled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -77,7 +78,7 @@ def say(sentence: str) -> None:
 
 def describe(choice: Choice) -> str:
     """The method and its widths, such as `chain 1,1,1`."""
-    return " ".join([choice.method, ",".join(map(str, choice.widths or ()))]).strip()
+    return " ".join([choice.method, spelled(choice.widths)]).strip()
 
 
 def rule_name(verify: str, sampled: bool) -> str:

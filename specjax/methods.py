@@ -10,6 +10,7 @@ from specjax import checkpoint, records
 from specjax.draft import Drafter, ExpansionDrafter
 from specjax.model import Model
 from specjax.verify import DISTINCT, DRAWN, NAIVE, ONE_HOT, RECURSIVE, RULES, TOP_K, TRAVERSAL
+from specjax.widths import Widths, of_json, spelled, widest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +41,7 @@ class Choice(NamedTuple):
     """A method with its widths (None for plain decoding), and why it was taken."""
 
     method: str
-    widths: tuple[int, ...] | None
+    widths: Widths | None
     reason: str
 
 
@@ -72,13 +73,13 @@ def check_rule(name: str) -> None:
         raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
 
 
-def default_widths(method: str, batch: int = 1) -> tuple[int, ...] | None:
+def default_widths(method: str, batch: int = 1) -> Widths | None:
     """The widths that `method` takes for `batch` rows when none are named."""
     return (_WIDTHS if batch == 1 else _WIDTHS_OF_MANY).get(method)
 
 
 def build(
-    method: str, drafts: Sequence[Model], widths: tuple[int, ...] | None, verify: str = AUTO
+    method: str, drafts: Sequence[Model], widths: Widths | None, verify: str = AUTO
 ) -> Drafter | None:
     """The drafter that a method names; None for plain decoding.
 
@@ -97,23 +98,21 @@ def build(
     if not drafts:
         raise ValueError(f"the method {method} needs a draft model; name one with --draft.")
     widths = widths or _WIDTHS[method]
-    if method == "chain" and max(widths) > 1:
-        raise ValueError(
-            f"a chain has widths of 1, not {','.join(map(str, widths))}; use the method tree."
-        )
+    if method == "chain" and widest(widths) > 1:
+        raise ValueError(f"a chain has widths of 1, not {spelled(widths)}; use the method tree.")
     children = _CHILDREN.get(verify, DRAWN)
     return ExpansionDrafter.of(drafts if method == "pool" else drafts[:1], widths, children)
 
 
 def load_drafter(
     names: str | Path | Sequence[str | Path] = "bundled",
-    widths: tuple[int, ...] | None = None,
+    widths: Widths | None = None,
     verify: str = AUTO,
     dtype: str | None = None,
 ) -> Drafter:
     """A pool of the drafts in a folder or several, or of all bundled ones.
 
-    `widths` are the children per level of each draft's tree. Drafts stay float32 on a CPU, where
+    `widths` are those of each draft's tree (see `TreeShape`). Drafts stay float32 on a CPU, where
     small bfloat16 products are slow.
 
     Raises:
@@ -159,7 +158,7 @@ def check_vocabularies(target: Model, drafts: Sequence[Model]) -> None:
 
 def choose(
     method: str,
-    widths: tuple[int, ...] | None,
+    widths: Widths | None,
     target: Model,
     drafts: Sequence[Model],
     temperature: float,
@@ -179,7 +178,7 @@ def choose(
     if not drafts:
         return Choice("none", None, "there is no draft model")
     if widths is not None:
-        named = "pool" if len(drafts) > 1 else "chain" if max(widths) == 1 else "tree"
+        named = "pool" if len(drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
         return Choice(named, widths, "a tree was asked for")
     return _measured(target, drafts, temperature, batch) or _shipped(temperature > 0, batch)
 
@@ -197,7 +196,7 @@ def _measured(
     if not plain:
         return None
     best = max(entries, key=lambda entry: entry["tokens_per_second"])
-    widths = tuple(best["widths"]) if best["widths"] else None
+    widths = of_json(best["widths"]) if best["widths"] else None
     rate = f"{best['tokens_per_second']:.1f} tokens/s with it at temperature {nearest:g}"
     reason = f"bench measured {rate} on this machine"
     if best["method"] == "none":

@@ -12,6 +12,8 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 
 import tyro
 
+from specjax.widths import Widths, read
+
 _T = TypeVar("_T")
 _FRAME = "│ "
 _RULE = "╰─╯-"
@@ -32,7 +34,8 @@ class Generate:
     method: str = "auto"
     """auto, none, chain, tree or pool; auto takes what bench measured as fastest here."""
     tree: str | None = None
-    """Children per level, such as 2,2,1,1; for pool, of every draft."""
+    """Children per level, such as 2,2,1,1, or per node with slashes between levels, such as
+    3/2,1,0/1; for pool, of every draft."""
     verify: str = "auto"
     """auto, greedy, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of
     one draft)."""
@@ -67,7 +70,7 @@ class Bench:
     methods: str = "none,chain,tree,pool"
     """Methods, separated by commas; plain decoding is always measured."""
     trees: str | None = None
-    """Shapes to compare instead of the default ones: chain:1,1,1,1;tree:2,2,1,1."""
+    """Shapes to compare instead of the default ones: chain:1,1,1,1;tree:2/2,1."""
     temperatures: str = "0,0.8"
     """Temperatures, separated by commas."""
     batch: str = "1,8"
@@ -182,18 +185,13 @@ def items(text: str, convert: Callable[[str], _T], what: str) -> tuple[_T, ...]:
         raise ValueError(f"{what} is {text!r}; it must be numbers separated by commas.") from error
 
 
-def widths_of(text: str | None) -> tuple[int, ...] | None:
+def widths_of(text: str | None) -> Widths | None:
     """The widths that `--tree` names, or None.
 
     Raises:
-      ValueError: they are not whole numbers of at least 1.
+      ValueError: they are no tree's.
     """
-    if text is None:
-        return None
-    widths = items(text, int, "--tree")
-    if min(widths) < 1:
-        raise ValueError(f"--tree is {text!r}; every width must be at least 1.")
-    return widths
+    return None if text is None else read(text, "--tree")
 
 
 def dtypes_of(text: str | None) -> tuple[str, ...]:

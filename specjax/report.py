@@ -6,6 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from specjax.widths import spelled
+
 _COLUMNS = (
     *("method", "T", "batch", "dtype", "nodes", "tokens/step", "tokens/s", "speed-up"),
     *("draft", "target", "other", "prefill", "8-grams again", "over floor"),
@@ -30,11 +32,10 @@ def table(report: dict[str, Any]) -> None:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    shape = ",".join(map(str, row["widths"] or ()))
     phases = ("draft_seconds", "target_seconds", "other_seconds", "prefill_seconds")
     floor = row.get("step_over_bandwidth_floor")
     return [
-        f"{row['method']} {shape}".strip(),
+        f"{row['method']} {spelled(row['widths'])}".strip(),
         str(row["temperature"]),
         str(row["batch"]),
         row["dtype"],

@@ -1,7 +1,6 @@
 """Token trees: a static number of slots, their topology as data."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 import jax
@@ -11,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.pytree import pytree
+from specjax.widths import Widths, canonical, counts, widest
 
 NO_PARENT = -1
 NO_DRAFTER = -1
@@ -18,17 +18,19 @@ NO_DRAFTER = -1
 
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
-    """Static expansion ⟨k1..km⟩: every node of level i has `widths[i]` children.
+    """Static expansion: how many children every node has, level by level.
 
-    SpecInfer (arXiv 2305.09781), section 3. All ones is a chain. Nodes are numbered level by
-    level, the children of a node side by side; the root is not counted.
+    An entry of `widths` is a number for every node of the level above, as in SpecInfer's ⟨k1..km⟩
+    (arXiv 2305.09781, section 3), or a tuple of numbers, one a node (0: none), as in Sequoia's
+    trees (2402.12374). A tuple of equal numbers is kept as one, so that equal trees are equal. All
+    ones is a chain. Nodes are numbered level by level, the children of a node side by side; the
+    root is not counted. A node is expanded if it has children.
     """
 
-    widths: tuple[int, ...]
+    widths: Widths
 
     def __post_init__(self) -> None:
-        if not self.widths or min(self.widths) < 1:
-            raise ValueError(f"a tree needs widths of at least 1, not {self.widths}.")
+        object.__setattr__(self, "widths", canonical(self.widths))
 
     @property
     def depth(self) -> int:
@@ -37,23 +39,33 @@ class TreeShape:
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Nodes of each level, the root's included: `(1, k1, k1·k2, ...)`."""
-        return tuple(math.prod(self.widths[:level]) for level in range(self.depth + 1))
+        """Nodes of each level, the root's included: `(1, k1, k1·k2, ...)` of ⟨k1..km⟩."""
+        return (1, *(sum(own) for own in counts(self.widths)))
 
     @property
     def num_nodes(self) -> int:
         """Nodes below the root."""
         return sum(self.levels[1:])
 
+    @property
+    def widest(self) -> int:
+        """The most children of a node."""
+        return widest(self.widths)
+
+    def expanded(self, level: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which nodes of a level (0: the root's) have children, by place, and how many; int [E]."""
+        own = np.asarray(counts(self.widths)[level])
+        places = np.flatnonzero(own)
+        return places, own[places]
+
     def parents(self) -> np.ndarray:
         """For each node its parent's number, `NO_PARENT` for children of the root; int32 [M]."""
-        starts = np.cumsum((0, *self.levels[1:]))
-        found = [np.full(self.levels[1], NO_PARENT)]
-        for level in range(1, self.depth):
-            found.append(
-                starts[level - 1] + np.arange(self.levels[level + 1]) // self.widths[level]
-            )
-        return np.concatenate(found).astype(np.int32)
+        own = self._children()
+        return np.repeat(np.arange(own.size) + NO_PARENT, own).astype(np.int32)
+
+    def ranks(self) -> np.ndarray:
+        """For each node its place among its siblings, 0 for the first; int32 [M]."""
+        return np.concatenate([np.arange(own) for own in self._children()]).astype(np.int32)
 
     def depths(self) -> np.ndarray:
         """For each node its depth, 1 for children of the root; int32 [M]."""
@@ -61,12 +73,17 @@ class TreeShape:
 
     def laws(self) -> np.ndarray:
         """For each node which expanded node's law it was drawn from (0: the root's); int32 [M]."""
-        return (self.parents() + 1).astype(np.int32)
+        own = self._children()
+        return np.repeat(np.arange(self.num_laws), own[own > 0]).astype(np.int32)
 
     @property
     def num_laws(self) -> int:
-        """Number of expanded nodes: the root and all levels but the last."""
-        return sum(self.levels[:-1])
+        """Number of expanded nodes, the root included."""
+        return int(np.count_nonzero(self._children()))
+
+    def _children(self) -> np.ndarray:
+        """How many children the root and every node but those of the last level have."""
+        return np.concatenate(counts(self.widths))
 
 
 @pytree

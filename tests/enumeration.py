@@ -86,7 +86,8 @@ class Case:
         rows, ended = len(tokens), self.contexts(tokens)
         laws = []
         for d, q in enumerate(self.drafters):
-            mine = ended[:, self.proposer() == d][:, : self.trees[d].num_laws - 1]
+            parents = self.trees[d].parents()
+            mine = ended[:, self.proposer() == d][:, np.unique(parents[parents >= 0])]
             laws.append(np.concatenate([np.broadcast_to(q[0], (rows, 1, q.shape[1])), q[mine]], 1))
         first = np.cumsum([0, *(tree.num_laws for tree in self.trees[:-1])])
         row = np.concatenate([tree.laws() + at for tree, at in zip(self.trees, first, strict=True)])

@@ -158,8 +158,8 @@ def test_a_plan_holds_every_setting_and_both_plain_loops():
 
 
 def test_shapes_to_compare_replace_the_default_ones():
-    plan = bench.plan_of(options.Bench(trees="chain:1,1;tree:2,2;tree"))
-    assert plan.shapes == (("chain", (1, 1)), ("tree", (2, 2)), ("tree", None))
+    plan = bench.plan_of(options.Bench(trees="chain:1,1;tree:2/2,1;tree"))
+    assert plan.shapes == (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,8 @@ def test_info_shows_the_pair(capsys):
         (["generate", "x", "--dtype", "int8"], "no dtype 'int8'"),
         (["generate", "x", "--tree", "2,x"], "--tree is '2,x'"),
         (["generate", "x", "--tree", "0"], "at least 1"),
+        (["generate", "x", "--tree", "3/2,1"], "--tree is '3/2,1': level 2 has widths 2,1, which"),
+        (["verify", "--tree", "2/0,0"], "--tree is '2/0,0': level 2 has widths 0,0, and so not"),
         (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0"),
         (["generate", "x", "--json", "--show-tree"], "--show-tree"),
         (["generate", "x", "--seed", "-1"], "--seed is -1; it must lie between 0 and 4294967295"),
@@ -126,6 +128,7 @@ def test_a_wrong_value_gets_one_sentence_and_code_2(arguments, sentence, capsys)
         (["--temperature", "-1"], "sampling.temperature is -1.0"),
         (["--max-new-tokens", "999"], "exceed the model's 256"),
         (["--method", "chain", "--tree", "2,1"], "a chain has widths of 1, not 2,1"),
+        (["--method", "chain", "--tree", "1/2/0,1"], "a chain has widths of 1, not 1/2/0,1"),
     ],
 )
 def test_what_the_pair_cannot_do_is_refused(flags, sentence, capsys):

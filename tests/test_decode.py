@@ -78,7 +78,7 @@ def test_naive_equals_plain_sampling_token_for_token(name, plain, target):
         assert got.steps[1:].mean() < NEW
 
 
-@pytest.mark.parametrize("widths", [(2, 1), (1, 1, 1)])
+@pytest.mark.parametrize("widths", [(2, 1), (1, 1, 1), (2, (2, 0), (1, 0))])
 def test_the_target_as_its_own_drafter_is_accepted_whole(widths, target):
     drafter = alone(target, widths)
     for count in (4, 20, NEW):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from specjax import law
-from specjax.draft import ExpansionDrafter, Step
-from specjax.model import Model
+from specjax.draft import ExpansionDrafter, Step, expansion
+from specjax.model import Model, trunk
 from specjax.sampling import Purpose, Sampling, draw, fold, process
 from specjax.tree import TokenTree, TreeShape, merge
-from specjax.verify import DISTINCT, TOP_K
+from specjax.verify import DISTINCT, DRAWN, TOP_K
 from specjax.walk import Accepted
 from tests import enumeration, oracles
 from tests.conftest import tiny_model
@@ -19,6 +19,7 @@ from tests.pairs import PROMPTS, nothing_seen, varied_model
 KEY = jax.random.key(11)
 SHAPES = (TreeShape((2, 2)), TreeShape((2, 2)))
 UNEQUAL = (TreeShape((2, 2)), TreeShape((3,)))
+GENERAL = (TreeShape((3, (2, 0, 1), (0, 1, 2))), TreeShape((2, (0, 2), (1, 0))))
 SAMPLING = Sampling(temperature=np.array([0.0, 0.8, 1.3, 0.0]), top_k=np.array([0, 0, 9, 5]))
 SLOTS, WINDOW = 64, 3
 NEW = [[8, 1, 30], [4, 4, 61], [2, 17, 9], [50, 3, 3]]
@@ -72,12 +73,21 @@ def path_to(tree: TokenTree, row: int, node: int) -> list[int]:
     return path[::-1]
 
 
+def expanded(shape):
+    """For each level the numbers of children of those nodes of the level above that have any."""
+    nodes = 1
+    for width in shape.widths:
+        counts = width if isinstance(width, tuple) else (width,) * nodes
+        nodes = sum(counts)
+        yield [count for count in counts if count]
+
+
 def trial_places(shapes):
-    """Per trial: which draft made it, its level, its place among the level's nodes, its rank."""
+    """Per trial: which draft made it, its level, its parent among the expanded, its rank."""
     for draft, shape in enumerate(shapes):
-        for level, width in enumerate(shape.widths):
-            for place in range(shape.levels[level]):
-                for rank in range(width):
+        for level, counts in enumerate(expanded(shape)):
+            for place, count in enumerate(counts):
+                for rank in range(count):
                     yield draft, level, place, rank
 
 
@@ -100,6 +110,44 @@ def test_every_trial_is_what_a_plain_pass_of_its_draft_says(kind, committed):
 @pytest.mark.parametrize("stack", [False, True])
 def test_every_draft_may_have_a_tree_of_its_own(stack):
     check_trials(DRAFTS["stacked"][0], stack, "drawn", committed=True, shapes=UNEQUAL)
+
+
+@pytest.mark.parametrize("children", [DRAWN, DISTINCT, TOP_K])
+def test_a_node_may_have_children_of_its_own_number(children):
+    check_trials(DRAFTS["unrolled"][0], False, children, committed=True, shapes=GENERAL)
+
+
+def test_stacked_drafts_may_have_a_tree_whose_nodes_differ():
+    check_trials(*DRAFTS["stacked"], DRAWN, committed=False, shapes=GENERAL[:1] * 2)
+
+
+def test_a_pass_runs_only_the_nodes_that_have_children(monkeypatch):
+    passes = []
+
+    def counted(model, tokens, *rest):
+        passes.append(tokens.shape[1])
+        return trunk(model, tokens, *rest)
+
+    monkeypatch.setattr(expansion, "trunk", counted)
+    drafter = ExpansionDrafter.of([tiny_model(1)], (3, (2, 0, 1), (0, 1, 2), (1, 0, 0)))
+    one, own = jnp.ones(1, jnp.int32), Sampling().rows(1)
+
+    def made():
+        state = drafter.init(one[:, None], one, SLOTS)
+        return drafter.propose(KEY[None], one, state, one, own)[0]
+
+    tree = jax.eval_shape(made)
+    assert passes == [1, 2, 2, 1]
+    assert tree.q.shape[1] == 6
+
+
+def test_a_first_width_makes_one_tree_for_every_draft():
+    models = [tiny_model(1), tiny_model(2)]
+    drafter = ExpansionDrafter.of(models, (2, (1, 0)))
+    assert drafter.trees == (TreeShape((2, (1, 0))),) * 2
+    assert not drafter.construction.chain
+    assert ExpansionDrafter.of(models, (1, (1,))).construction.chain
+    assert ExpansionDrafter.of(models, ((2, (0, 1)), (1,))).trees[0] == TreeShape((2, (0, 1)))
 
 
 @pytest.mark.parametrize("widths", [((1,),), ((1,), (1,), (1,)), ((1,), 1)])
@@ -144,7 +192,8 @@ def check_trials(make, stack, children, committed, shapes=SHAPES):
                 assert token == np.argsort(-logits[number], kind="stable")[rank]
                 continue
             key = fold(jax.random.fold_in(KEY, row), len(texts[row]) - 1, Purpose.DRAFT)
-            nodes, width = shapes[draft].levels[level], shapes[draft].widths[level]
+            counts = list(expanded(shapes[draft]))[level]
+            nodes, width = len(counts), max(counts)
             if children == DISTINCT and width > 1:
                 own = fold(key, draft, level)
                 race = (
@@ -157,7 +206,14 @@ def check_trials(make, stack, children, committed, shapes=SHAPES):
             assert token == draw(jnp.asarray(got), noise[place, rank])
 
 
-@pytest.mark.parametrize("shapes", [(TreeShape((2, 1)),) * 2, (TreeShape((1, 1)), TreeShape((3,)))])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        (TreeShape((2, 1)),) * 2,
+        (TreeShape((1, 1)), TreeShape((3,))),
+        (TreeShape((2, (0, 2))), TreeShape((2, (1, 0)))),
+    ],
+)
 def test_the_pool_merges_the_draws_that_the_enumeration_walks(shapes):
     """Parents, laws and drafters of several drafts' draws, as `enumeration.Case` numbers them."""
     p, *qs = (enumeration.table(x) for x in oracles.random_laws(0, 3, 3, 3))

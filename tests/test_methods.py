@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from specjax import checkpoint, methods, records
 from specjax.verify import DRAWN, TOP_K
+from specjax.widths import Widths
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
 
@@ -13,7 +14,7 @@ __all__ = ["own_cache"]
 TARGET, DRAFTS = tiny_model(), [tiny_model(1, num_layers=1), tiny_model(2, num_layers=1)]
 
 
-def measured(method: str, rate: float, widths: tuple[int, ...] | None = None) -> dict:
+def measured(method: str, rate: float, widths: Widths | None = None) -> dict:
     return {"method": method, "widths": widths, "tokens_per_second": rate, "temperature": 0.0}
 
 
@@ -27,7 +28,10 @@ def auto(temperature: float = 0.0, batch: int = 1) -> methods.Choice:
 
 @pytest.mark.parametrize(
     ("method", "widths", "slots", "drafts"),
-    [("chain", (1, 1), 3, 1), ("tree", (2, 1), 5, 1), ("pool", (2, 1), 9, 2)],
+    [
+        *(("chain", (1, 1), 3, 1), ("tree", (2, 1), 5, 1), ("pool", (2, 1), 9, 2)),
+        *(("tree", (3, (2, 0, 1)), 7, 1), ("pool", (2, (0, 1)), 7, 2)),
+    ],
 )
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
     drafter = methods.build(method, DRAFTS, widths)
@@ -47,6 +51,8 @@ def test_what_a_method_lacks_is_said():
         methods.build("tree", [], (2,))
     with pytest.raises(ValueError, match="not 2,1; use the method tree"):
         methods.build("chain", DRAFTS, (2, 1))
+    with pytest.raises(ValueError, match="not 1/2/1,0; use the method tree"):
+        methods.build("chain", DRAFTS, (1, 2, (1, 0)))
     with pytest.raises(ValueError, match="there are none, chain, tree, pool"):
         methods.build("bush", DRAFTS, None)
 
@@ -111,6 +117,13 @@ def test_the_nearest_temperature_counts():
     assert auto(0.7).method == "chain"
     assert auto(1.0).method == "none"
     assert "at temperature 1.2" in auto(1.0).reason
+
+
+def test_a_tree_whose_nodes_differ_is_remembered_as_it_was():
+    widths = (3, (2, 0, 1), (0, 1, 2))
+    remember(measured("none", 10), measured("tree", 30, widths))
+    assert auto()[:2] == ("tree", widths)
+    assert methods.choose("auto", (1, (1,)), TARGET, DRAFTS[:1], 0.0).method == "chain"
 
 
 @settings(

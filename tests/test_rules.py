@@ -33,13 +33,13 @@ def random_case(seed, size, widths, drafters=1, distinct=False, zeros=False, dep
 
 TREES = {
     Construction(DRAWN, chain=True): [((1, 1, 1), 1)],
-    Construction(DRAWN): [((2, 1), 1), ((3,), 1)],
-    Construction(DRAWN, 2): [((2, 1), 2)],
+    Construction(DRAWN): [((2, 1), 1), ((3,), 1), ((2, (2, 0)), 1)],
+    Construction(DRAWN, 2): [((2, 1), 2), ((2, (0, 1)), 2)],
     Construction(DRAWN, 3, chain=True): [((1, 1), 3)],
-    Construction(DISTINCT): [((2, 2), 1), ((3,), 1)],
+    Construction(DISTINCT): [((2, 2), 1), ((3,), 1), ((2, (0, 2), (1, 0)), 1)],
     Construction(DISTINCT, 2): [((2, 1), 2), ((2,), 2)],
     Construction(TOP_K, chain=True): [((1, 1), 1)],
-    Construction(TOP_K): [((2, 1), 1)],
+    Construction(TOP_K): [((2, 1), 1), ((2, (0, 2)), 1)],
 }
 """Widths and number of drafts, by construction."""
 JUDGED = [rule for rule in verify.RULES.values() if rule not in (verify.GREEDY, verify.NAIVE)]
@@ -52,10 +52,7 @@ def draws_of(case: Case, children) -> tuple[np.ndarray, np.ndarray]:
         return tokens, case.weight(tokens)
     best = np.argsort(-case.drafters[0], axis=1, kind="stable")
     tokens = np.zeros((1, case.num_draws), int)
-    shape = case.trees[0]
-    order = np.concatenate([np.tile(np.arange(w), n)
-                            for w, n in zip(shape.widths, shape.levels, strict=False)])  # fmt: skip
-    for m, (parent, nth) in enumerate(zip(case.parents(), order, strict=True)):
+    for m, (parent, nth) in enumerate(zip(case.parents(), case.trees[0].ranks(), strict=True)):
         context = 0 if parent < 0 else case.contexts(tokens)[0, parent]
         tokens[0, m] = best[context, nth]
     return tokens, np.ones(1)

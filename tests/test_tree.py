@@ -238,31 +238,74 @@ def test_roots_alone_are_trees_without_trials():
 
 
 def expansion(widths):
-    """Nodes of a static expansion by brute force: parent, depth, number of its law."""
+    """Nodes of a static expansion by brute force: parent, depth, number of its law, rank."""
     frontier, nodes, expanded = [NO_PARENT], [], 0
     for level, width in enumerate(widths, 1):
         below = []
-        for parent in frontier:
-            nodes += [(parent, level, expanded)] * width
-            below += range(len(nodes) - width, len(nodes))
-            expanded += 1
+        for place, parent in enumerate(frontier):
+            own = width[place] if isinstance(width, tuple) else width
+            nodes += [(parent, level, expanded, rank) for rank in range(own)]
+            below += range(len(nodes) - own, len(nodes))
+            expanded += own > 0
         frontier = below
     return nodes, expanded
 
 
-@pytest.mark.parametrize("widths", [(1,), (1, 1, 1), (3,), (2, 2), (2, 1, 3), (1, 1, 3, 1, 1)])
+UNIFORM = [(1,), (1, 1, 1), (3,), (2, 2), (2, 1, 3), (1, 1, 3, 1, 1)]
+GENERAL = [
+    *((3, (2, 1, 0), (1, 0, 1)), (2, (0, 1), 2), (1, 2, (2, 0), (0, 3))),
+    *((2, (1, 1)), (4, (0, 0, 0, 1)), (3, 2, (0, 1, 1, 0, 2, 0), 1)),
+]
+
+
+@pytest.mark.parametrize("widths", UNIFORM + GENERAL)
 def test_a_shape_numbers_its_nodes_level_by_level(widths):
     shape, (nodes, expanded) = TreeShape(widths), expansion(widths)
-    parents, depths, laws = zip(*nodes, strict=True)
+    parents, depths, laws, ranks = zip(*nodes, strict=True)
     assert shape.parents().tolist() == list(parents)
     assert shape.depths().tolist() == list(depths)
     assert shape.laws().tolist() == list(laws)
+    assert shape.ranks().tolist() == list(ranks)
     assert (shape.num_nodes, shape.num_laws) == (len(nodes), expanded)
     assert shape.depth == len(widths)
     assert shape.levels == (1, *(depths.count(level) for level in range(1, shape.depth + 1)))
+    assert shape.widest == max(ranks) + 1
+
+
+@pytest.mark.parametrize("widths", UNIFORM + GENERAL)
+def test_a_shape_says_which_nodes_of_a_level_have_children(widths):
+    shape = TreeShape(widths)
+    parents, starts = shape.parents().tolist(), np.cumsum((0, *shape.levels[1:]))
+    for level in range(shape.depth):
+        nodes = [NO_PARENT] if level == 0 else range(starts[level - 1], starts[level])
+        own = [parents.count(node) for node in nodes]
+        places, counts = shape.expanded(level)
+        assert places.tolist() == [place for place, count in enumerate(own) if count]
+        assert counts.tolist() == [count for count in own if count]
+
+
+def test_equal_trees_are_equal_shapes():
+    assert TreeShape((2, (2, 2), (1, 1, 1, 1))) == TreeShape((2, 2, 1))
+    assert len({TreeShape((2, (1, 1))), TreeShape((2, 1)), TreeShape((2, (1, 0)))}) == 2
+    assert TreeShape((2, (1, 0), 1)) == TreeShape((2, (1, 0), (1,)))
 
 
 @pytest.mark.parametrize("widths", [(), (0,), (2, 0, 1), (1, -1)])
 def test_widths_below_1_are_refused(widths):
     with pytest.raises(ValueError, match="a tree needs widths of at least 1, not \\("):
+        TreeShape(widths)
+
+
+@pytest.mark.parametrize(
+    ("widths", "sentence"),
+    [
+        ((3, (2, 1)), "level 2 has widths 2,1, which are 2; it needs 3, one a node above it"),
+        (((2, 1), 1), "level 1 has widths 2,1, which are 2; it needs 1,"),
+        ((2, (1, 0), (1, 1)), "level 3 has widths 1,1, which are 2; it needs 1,"),
+        ((2, (0, 0)), "level 2 has widths 0,0, and so not one node"),
+        ((2, (2, -1)), "level 2 has widths 2,-1; none may be below 0"),
+    ],
+)
+def test_widths_that_are_not_one_a_node_are_refused(widths, sentence):
+    with pytest.raises(ValueError, match=sentence):
         TreeShape(widths)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from specjax.pytree import pytree, static
 from specjax.sampling import Purpose, Sampling, draw, draw_distinct, fold, is_greedy, process
 from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
 from specjax.verify import DISTINCT, DRAWN, TOP_K, Construction
+from specjax.widths import Widths
 
 
 @pytree
@@ -46,14 +47,15 @@ class ExpansionDrafter(Drafter):
     def of(
         cls,
         models: Sequence[Model],
-        widths: tuple[int, ...] | tuple[tuple[int, ...], ...],
+        widths: Widths | tuple[Widths, ...],
         children: str = DRAWN,
         stack: bool | None = None,
     ) -> "ExpansionDrafter":
         """A pool of `models`, equal ones stacked if `stack` (default: except on CPU).
 
-        `widths` are the children per level of every model's tree, or of each model's own;
-        `children` says how they are made (`DRAWN`, `DISTINCT` or `TOP_K` of `verify`). On 2
+        `widths` are those of every model's tree (see `TreeShape`; the first is a number), or a
+        tuple of each model's own; `children` says how children are made (`DRAWN`, `DISTINCT` or
+        `TOP_K` of `verify`). On 2
         CPU cores a batched dot made three stacked drafts cost as much as four to six single
         ones, so there they are unrolled.
 
@@ -85,7 +87,7 @@ class ExpansionDrafter(Drafter):
     @property
     def construction(self) -> Construction:
         """How trees are made."""
-        chain = all(max(shape.widths) == 1 for shape in self.shapes)
+        chain = all(shape.widest == 1 for shape in self.shapes)
         return Construction(self.children, sum(self.sizes), chain)
 
     @property
@@ -204,11 +206,11 @@ class ExpansionDrafter(Drafter):
         )
 
 
-def _shapes(widths: tuple[int, ...] | tuple[tuple[int, ...], ...], models: int) -> list[TreeShape]:
-    """One tree a model."""
+def _shapes(widths: Widths | tuple[Widths, ...], models: int) -> list[TreeShape]:
+    """One tree a model; a tree's own first level is a number, as there is one root."""
+    if widths and isinstance(widths[0], int):
+        return [TreeShape(cast(Widths, widths))] * models
     own = [each for each in widths if isinstance(each, tuple)]
-    if not own:
-        return [TreeShape(tuple(w for w in widths if isinstance(w, int)))] * models
     if len(own) != models or len(own) != len(widths):
         raise ValueError(f"{len(widths)} trees are named for {models} drafts; each needs its own.")
     return [TreeShape(each) for each in own]
@@ -260,30 +262,37 @@ def expand(
     """The drawn tokens of one draft's tree, and the laws of its expanded nodes.
 
     Rows that are `certain` take the most likely children; the others independent draws, or draws
-    without replacement if `distinct`.
+    without replacement if `distinct`. A pass of a level runs the nodes that have children only.
     """
     rows, made, laws = held.logits.shape[0], [], []
     level_logits, block = held.logits[:, None], None
     visible = np.zeros((1, 0), bool)
-    for level, width in enumerate(shape.widths):
-        tokens, law = _children(level_logits, key, level, width, sampling, certain, distinct)
+    for level in range(shape.depth):
+        _, counts = shape.expanded(level)
+        tokens, law = _children(level_logits, key, level, counts, sampling, certain, distinct)
         made.append(tokens)
         laws.append(law)
         if level + 1 == shape.depth:
             break
-        nodes = shape.levels[level + 1]
-        visible = np.concatenate([np.repeat(visible, width, axis=0), np.eye(nodes, dtype=bool)], 1)
+        inner, _ = shape.expanded(level + 1)
+        above = np.repeat(visible, counts, axis=0)[inner]
+        visible = np.concatenate([above, np.eye(inner.size, dtype=bool)], 1)
         x, new = trunk(
             model,
-            tokens,
-            jnp.broadcast_to(held.cache.length[:, None] + level, (rows, nodes)),
+            _at(tokens, inner),
+            jnp.broadcast_to(held.cache.length[:, None] + level, (rows, inner.size)),
             held.cache,
             jnp.asarray(np.broadcast_to(visible, (rows, *visible.shape))),
             block,
         )
-        level_logits = unembed(model, x).T.reshape(rows, nodes, -1)
+        level_logits = unembed(model, x).T.reshape(rows, inner.size, -1)
         block = new if block is None else jax.tree.map(_append, block, new)
     return jnp.concatenate(made, axis=1), jnp.concatenate(laws, axis=1)
+
+
+def _at(tokens: Int32[Array, "B m"], kept: np.ndarray) -> Int32[Array, "B n"]:
+    """The columns `kept`, which are in order."""
+    return tokens if kept.size == tokens.shape[1] else tokens[:, kept]
 
 
 def _append(earlier: Array, new: Array) -> Array:
@@ -294,13 +303,17 @@ def _children(
     logits: Float[Array, "B n V"],
     key: Key[Array, " B"],
     level: int,
-    width: int,
+    counts: np.ndarray,
     sampling: Sampling,
     certain: Array,
     distinct: bool,
 ) -> tuple[Int32[Array, "B m"], Float[Array, "B n V"]]:
-    """`width` children of each node of a level, and the law they were drawn from."""
+    """`counts` children of the expanded nodes of a level, and the laws they were drawn from.
+
+    Every node draws as many as the one that has the most, and keeps the first of them.
+    """
     rows, nodes, _ = logits.shape
+    width = int(counts.max())
     law = jnp.where(
         certain[:, None, None], jax.nn.softmax(logits, axis=-1), process(logits, sampling)
     )
@@ -312,4 +325,5 @@ def _children(
         drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(law, uniform)
     best = lax.top_k(logits, width)[1].astype(jnp.int32)
     children = jnp.where(certain[:, None, None], best, drawn)
-    return children.reshape(rows, nodes * width), law
+    kept = np.flatnonzero(np.arange(width) < counts[:, None])
+    return _at(children.reshape(rows, nodes * width), kept), law
