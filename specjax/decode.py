@@ -22,7 +22,6 @@ from specjax.sampling import Sampling, process
 from specjax.tree import TokenTree, ancestors, root_only
 from specjax.verify import Accepted, Rule, decide
 
-
 _SEEN_BLOCK = 128
 """Columns of a prompt that are unembedded at a time."""
 

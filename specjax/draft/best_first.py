@@ -1,15 +1,12 @@
 """Best-first trees of one draft (SpecExec, arXiv 2406.02532)."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.arrays import Key
 from specjax.cache import NewKV
-from specjax.draft.drafter import Drafter, Step
+from specjax.draft.drafter import Drafter, DraftState, Step
 from specjax.draft.expansion import ModelState, catch_up, prefill
 from specjax.draft.growth import (
     Growth,
@@ -17,30 +14,20 @@ from specjax.draft.growth import (
     Nodes,
     Scored,
     Source,
-    contexts,
     grow,
-    inherited,
     join,
     likely_of,
     no_nodes,
     roots,
-    standing,
     tree_of,
+    visible_to,
 )
-from specjax.draft.ngram import NGram, successors
+from specjax.draft.staged import TableStage, below_roots
 from specjax.model import Model, trunk, unembed
 from specjax.pytree import pytree, replace, static
 from specjax.sampling import Sampling, is_greedy
-from specjax.tree import TokenTree, TreeShape
+from specjax.tree import TokenTree
 from specjax.verify import TOP_K, Construction
-
-
-@dataclasses.dataclass(frozen=True)
-class Guess:
-    """Which guesses a table makes in every round: a tree of this shape below the best nodes."""
-
-    shape: TreeShape
-    fan: int = 1
 
 
 @pytree
@@ -51,53 +38,35 @@ class ModelSource(Source):
     held: ModelState
     sharpness: Float[Array, " B"]
     last: Int32[Array, " B"]
-    table: NGram | None
+    table: TableStage | None
     width: int = static()
-    guesses: Guess | None = static()
 
     def after(self, nodes: Nodes, scored: Scored, carry: NewKV) -> tuple[Likely, NewKV]:
         """One pass over the scored nodes and guesses."""
         at = jnp.maximum(scored.slots, 0)
         tokens = jnp.take_along_axis(nodes.tokens, at, axis=1)
         tokens = jnp.concatenate([tokens, scored.guesses], axis=1)
-        rows, count = tokens.shape
-        own = jnp.broadcast_to(jnp.eye(count, dtype=bool), (rows, count, count))
-        own = jnp.concatenate([jnp.zeros((rows, count, carry[0][0].shape[2]), bool), own], axis=2)
-        own = own.at[:, : at.shape[1], :-count].set(standing(nodes, scored))
-        visible = inherited(scored, own[:, at.shape[1] :], own[:, : at.shape[1]])
+        return self._run(tokens, visible_to(nodes, scored), carry)
+
+    def after_guesses(self, nodes: Nodes, scored: Scored, carry: NewKV) -> tuple[Likely, NewKV]:
+        """One pass over guesses below the roots, which are all that stands."""
+        visible, budget = visible_to(nodes, scored), nodes.tokens.shape[1]
+        visible = jnp.concatenate([visible[:, 1:, :budget], visible[:, 1:, budget + 1 :]], axis=2)
+        return self._run(jnp.maximum(scored.guesses, 0), visible, carry)
+
+    def _run(
+        self, tokens: Int32[Array, "B n"], visible: Bool[Array, "B n M"], carry: NewKV
+    ) -> tuple[Likely, NewKV]:
+        """A pass over nodes, each of which sees its ancestors and itself."""
         depth = visible.sum(axis=2, dtype=jnp.int32)
         positions = self.held.cache.length[:, None] + depth - 1
         x, made = trunk(self.model, tokens, positions, self.held.cache, visible, carry)
-        logits = unembed(self.model, x).T.reshape(rows, count, -1)
+        logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
         return likely_of(logits, self.sharpness, self.width), made
 
     def guess(self, nodes: Nodes, scored: Scored) -> Scored:
-        """What the table expects below the likeliest of the nodes, to be scored beside them.
-
-        Staged speculative decoding (arXiv 2308.04623): the draft's own tree is drafted for.
-        """
-        if self.table is None or self.guesses is None:
-            return scored
-        rows, fan = scored.slots.shape[0], min(self.guesses.fan, scored.slots.shape[1])
-        at = contexts(nodes, scored.slots[:, :fan], self.last, self.last)
-        before, last = at[0][..., None], at[1][..., None]
-        above = jnp.arange(fan)[:, None]
-        made, hung, count = [], [], scored.slots.shape[1]
-        shape = self.guesses.shape
-        for level in range(shape.depth):
-            places, counts = shape.expanded(level)
-            parents, ranks = np.repeat(places, counts), np.concatenate([*map(np.arange, counts)])
-            tokens = successors(self.table, before, last)[1][:, :, parents, ranks]
-            hung.append(jnp.broadcast_to(above[:, parents], tokens.shape).reshape(rows, -1))
-            made.append(tokens.reshape(rows, -1))
-            above = count + jnp.arange(tokens[0].size).reshape(tokens.shape[1:])
-            count += tokens[0].size
-            before, last = last[:, :, parents], tokens
-        return scored._replace(
-            guesses=jnp.concatenate(made, axis=1),
-            above=jnp.concatenate(hung, axis=1).astype(jnp.int32),
-            levels=shape.depth,
-        )
+        """The nodes of a round, with what the table expects below them."""
+        return scored if self.table is None else self.table.guess(nodes, scored, self.last)
 
     def hold(self, carry: NewKV, made: NewKV, slots: Int32[Array, "B Q"]) -> NewKV:
         """Keys and values by slot."""
@@ -114,12 +83,13 @@ class ModelSource(Source):
 class BestFirstState:
     """A draft caught up with the text, and the keys and values of its last tree by slot.
 
-    `slots` are the slots of the tree's nodes, the root left out.
+    `slots` are the slots of the tree's nodes, the root left out; `second` is the second stage's.
     """
 
     held: ModelState
     block: NewKV
     slots: Int32[Array, "B K"]
+    second: DraftState
 
 
 @pytree
@@ -128,13 +98,17 @@ class BestFirstDrafter(Drafter):
 
     The law that scores nodes is sharpened by `temperatures`, for greedy rows and for sampled ones
     (1: as published); what is verified is the target's law, whatever they are.
+
+    Staged speculative decoding (arXiv 2308.04623) drafts for the draft: `table` guesses in every
+    round what the draft will find likely, `second` proposes a tree for its first pass. Neither
+    changes the tree, only the number of passes that it takes.
     """
 
     model: Model
     temperatures: Float[Array, "2"]
     growth: Growth = static()
-    table: NGram | None = None
-    guesses: Guess | None = static(default=None)
+    table: TableStage | None = None
+    second: Drafter | None = None
 
     @property
     def window(self) -> int:
@@ -164,13 +138,13 @@ class BestFirstDrafter(Drafter):
         seen: Int32[Array, "B T k"],
     ) -> BestFirstState:
         """The draft's state after the prompts, and room for a tree."""
-        del seen
         rows, budget, config = prompt.shape[0], self.growth.budget, self.model.config
         held = prefill(self.model, prompt, length, slots)
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
         block = tuple((empty, empty) for _ in self.model.layers)
-        return BestFirstState(held, block, jnp.zeros((rows, budget), jnp.int32))
+        second = () if self.second is None else self.second.init(prompt, length, slots, seen)
+        return BestFirstState(held, block, jnp.zeros((rows, budget), jnp.int32), second)
 
     def propose(
         self,
@@ -181,24 +155,37 @@ class BestFirstDrafter(Drafter):
         sampling: Sampling,
     ) -> tuple[TokenTree, BestFirstState]:
         """The tree of the likeliest nodes; nothing of it is random."""
-        del key, position
-        nodes, block = self.grown(state, sampling, last)
+        nodes, state = self.grown(key, position, state, last, sampling)
         tree, slots = tree_of(nodes, last, self.vocab_size)
-        return tree, BestFirstState(state.held, block, slots)
+        return tree, replace(state, slots=slots)
 
     def grown(
-        self, state: BestFirstState, sampling: Sampling, last: Int32[Array, " B"]
-    ) -> tuple[Nodes, NewKV]:
-        """The nodes of the tree below the root tokens `last`, and the keys of expanded ones."""
-        growth, rows = self.growth, last.shape[0]
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: BestFirstState,
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[Nodes, BestFirstState]:
+        """The nodes of the tree, and the state with the keys of those that were expanded."""
+        growth = self.growth
         sharpness = jnp.where(is_greedy(sampling), self.temperatures[0], self.temperatures[1])
         width = min(growth.width, growth.budget)
-        source = ModelSource(
-            self.model, state.held, sharpness, last, self.table, width, self.guesses
-        )
+        source = ModelSource(self.model, state.held, sharpness, last, self.table, width)
         first = likely_of(state.held.logits[:, None], sharpness, width)
-        nodes, _, growing = join(no_nodes(rows, growth.budget), roots(rows), first, growth)
-        return grow(source, growth, nodes, state.block, growing)
+        nodes, scored = no_nodes(last.shape[0], growth.budget), roots(last.shape[0])
+        if self.second is None:
+            nodes, _, growing = join(nodes, scored, first, growth)
+        else:
+            tree, second = self.second.propose(key, position, state.second, last, sampling)
+            scored = below_roots(tree, self.second.window - 1)
+            likely, made = source.after_guesses(nodes, scored, state.block)
+            likely = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), first, likely)
+            nodes, slots, growing = join(nodes, scored, likely, growth)
+            block = source.hold(state.block, made, slots[:, 1:])
+            state = replace(state, block=block, second=second)
+        nodes, block = grow(source, growth, nodes, state.block, growing)
+        return nodes, replace(state, block=block)
 
     def commit(self, state: BestFirstState, step: Step) -> BestFirstState:
         """The draft caught up: keys of expanded nodes are kept, the last two tokens run anew.
@@ -221,4 +208,6 @@ class BestFirstDrafter(Drafter):
         held = replace(held, cache=held.cache.keep(state.block, slots, kept))
         ahead = jnp.minimum(kept[:, None] + jnp.arange(anew), step.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(step.tokens, ahead, axis=1)
-        return replace(state, held=catch_up(self.model, held, tokens, step.count - kept))
+        held = catch_up(self.model, held, tokens, step.count - kept)
+        second = () if self.second is None else self.second.commit(state.second, step)
+        return replace(state, held=held, second=second)

@@ -225,6 +225,18 @@ def inherited(scored: Scored, own: Array, at_standing: Array) -> Array:
     return all_of_them
 
 
+def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:
+    """Which slots, then which scored nodes, each scored node sees: its ancestors and itself."""
+    count, budget = scored.slots.shape[1], nodes.tokens.shape[1]
+    every = count + scored.guesses.shape[1]
+    own = jnp.broadcast_to(
+        jnp.eye(every, budget + every, budget, bool),
+        (*scored.slots.shape[:1], every, budget + every),
+    )
+    above = own[:, :count].at[:, :, :budget].set(standing(nodes, scored))
+    return inherited(scored, own[:, count:], above)
+
+
 class _Taken(NamedTuple):
     """Which nodes stay, and which children come into which slots (the last slot plus 1: none)."""
 
@@ -245,6 +257,8 @@ def join(
     rows, budget = nodes.score.shape
     width = likely.tokens.shape[2]
     score, named = _guessed(scored, likely, growth)
+    depth = _depths(nodes, scored)
+    score = jnp.where(depth < growth.depth, score, -jnp.inf)
     offered = (score[:, :, None] + jnp.log(growth.decay) + likely.log_q).reshape(rows, -1)
     offered = jnp.where(jnp.isnan(offered), -jnp.inf, offered)
     held = jnp.where(nodes.valid, nodes.score, -jnp.inf)
@@ -264,7 +278,7 @@ def join(
         nodes,
         tokens=put(nodes.tokens, of_child(likely.tokens)),
         parents=put(nodes.parents, parents),
-        depth=put(nodes.depth, above.sum(axis=2, dtype=jnp.int32) + 1),
+        depth=put(nodes.depth, jnp.take_along_axis(depth, taken.children // width, axis=1) + 1),
         score=put(nodes.score, of_child(offered)),
         chance=put(nodes.chance, jnp.exp(of_child(likely.log_q))),
         drafter=put(nodes.drafter, jnp.full_like(taken.slots, drafter)),
@@ -278,11 +292,22 @@ def join(
     return joined, slots, gained
 
 
+def _depths(nodes: Nodes, scored: Scored) -> Int32[Array, "B Q"]:
+    """The depth of every scored node."""
+    own = jnp.take_along_axis(nodes.depth, jnp.maximum(scored.slots, 0), axis=1)
+    depth = jnp.where(scored.slots < 0, 0, own)
+    guessed = jnp.zeros_like(scored.guesses)
+    for _ in range(scored.levels):
+        every = jnp.concatenate([depth, guessed], axis=1)
+        guessed = jnp.take_along_axis(every, scored.above, axis=1) + 1
+    return jnp.concatenate([depth, guessed], axis=1)
+
+
 def _guessed(
     scored: Scored, likely: Likely, growth: Growth
 ) -> tuple[Float[Array, "B Q"], Int32[Array, "B G"]]:
     """The score of every scored node, and which child a guess is (the last plus 1: none)."""
-    rows, count, width = likely.tokens.shape
+    _, count, width = likely.tokens.shape
     at = scored.above[:, :, None]
     same = jnp.take_along_axis(likely.tokens, at, axis=1) == scored.guesses[:, :, None]
     log_q = jnp.take_along_axis(likely.log_q, at, axis=1)

@@ -6,7 +6,6 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.arrays import Key
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
 from specjax.draft.drafter import Drafter, Step
-from specjax.draft.expansion import catch_up
 from specjax.draft.growth import tree_of
 from specjax.draft.ngram import NGram
 from specjax.draft.text import Text, TextSource, append, grow_on, read
@@ -36,14 +35,13 @@ class HybridDrafter(Drafter):
     draft: BestFirstDrafter
     trust: Float[Array, " M"]
     table: NGram | None
-    depth: int = static()
     least: int = static(default=2)
     width: int = static(default=2)
 
     @property
     def window(self) -> int:
         """Depth of the deepest tree plus 1."""
-        return min(self.depth, self.draft.growth.budget) + 1
+        return self.draft.window
 
     @property
     def vocab_size(self) -> int:
@@ -80,18 +78,16 @@ class HybridDrafter(Drafter):
         sampling: Sampling,
     ) -> tuple[TokenTree, HybridState]:
         """The tree of the likeliest nodes of both; nothing of it is random."""
-        del key, position
-        nodes, block = self.draft.grown(state.draft, sampling, last)
+        nodes, draft = self.draft.grown(key, position, state.draft, last, sampling)
         keyed, budget = nodes.expanded, nodes.tokens.shape[1]
-        growth = replace(self.draft.growth, depth=self.depth, least_gain=0.0, by_level=False)
+        growth = replace(self.draft.growth, least_gain=0.0, by_level=False)
         source = TextSource(state.text, self.trust, self.table, self.least, self.width)
         every = jnp.arange(-1, budget, dtype=jnp.int32)
         every = jnp.broadcast_to(every, (last.shape[0], budget + 1))
         nodes = grow_on(source, growth, nodes, every, drafter=1)
         tree, slots = tree_of(nodes, last, self.vocab_size)
         keyed = jnp.take_along_axis(keyed & (nodes.drafter == 0), slots, axis=1)
-        draft = BestFirstState(state.draft.held, block, slots)
-        return tree, HybridState(draft, state.text, keyed)
+        return tree, HybridState(replace(draft, slots=slots), state.text, keyed)
 
     def commit(self, state: HybridState, step: Step) -> HybridState:
         """Both states after the step's tokens; nodes of the path without keys are run anew."""

@@ -208,8 +208,7 @@ def grow_on(
     """
     carry = source.begin(nodes, growth.levels if slots.shape[1] > 1 else 0)
     at = jnp.maximum(slots, 0)
-    score, depth = (jnp.take_along_axis(x, at, axis=1) for x in (nodes.score, nodes.depth))
-    there = jnp.take_along_axis(nodes.valid, at, axis=1) & (depth < growth.depth)
+    score, there = (jnp.take_along_axis(x, at, axis=1) for x in (nodes.score, nodes.valid))
     score = jnp.where(slots < 0, 0, jnp.where(there, score, -jnp.inf))
     none = jnp.zeros((slots.shape[0], 0), jnp.int32)
     match = jnp.take_along_axis(carry, slots[:, :, None] + 1, axis=1)
