@@ -1,4 +1,4 @@
-"""The command line: `specjax generate`, `bench`, `verify` and `info`."""
+"""The command line: `specjax generate`, `bench`, `tune`, `verify` and `info`."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from specjax.options import VERBS, Bench, Generate, Options, Verify, parsed
+from specjax.options import VERBS, Bench, Generate, Options, Tune, Verify, parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +47,10 @@ def _command(options: Options) -> Callable[[], int]:
         from specjax import bench
 
         return lambda: bench.bench(options)
+    if isinstance(options, Tune):
+        from specjax import tune
+
+        return lambda: tune.tune(options)
     if isinstance(options, Verify):
         from specjax import certify
 

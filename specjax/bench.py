@@ -3,10 +3,9 @@
 import dataclasses
 import itertools
 import json
-import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,95 +14,20 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
-from specjax import measure, methods, prompts, records
+from specjax import curves, measure, methods, prompts, records
 from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
-from specjax.model import Model
-from specjax.options import (
-    Bench,
-    at_least,
-    check_seed,
-    check_target_file,
-    count_of,
-    dtypes_of,
-    items,
-)
+from specjax.options import Bench, count_of
+from specjax.pair import Pair, load_pair
+from specjax.plan import MIXED, PLAIN_DTYPES, Candidate, Plan, Temperature, plan_of
 from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
-from specjax.widths import Widths, read
+from specjax.setting import Setting, to_json
 
-PLAIN_DTYPES = ("float32", "bfloat16")
-MIXED = "mixed"
 _PHASE_REQUESTS = 8
-Temperature = float | str
-
-
-class Candidate(NamedTuple):
-    """A method with its widths, at one dtype of the target."""
-
-    method: str
-    widths: Widths | None
-    dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is to be measured, checked."""
-
-    options: Bench
-    batches: tuple[int, ...]
-    temperatures: tuple[float, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[str, Widths | None], ...]
-
-    def candidates(self, batch: int) -> list[Candidate]:
-        """Plain decoding in both dtypes, then the methods in the dtypes asked for."""
-        shapes = [(m, w or methods.default_widths(m, batch)) for m, w in self.shapes]
-        plain = [Candidate("none", None, dtype) for dtype in PLAIN_DTYPES]
-        return plain + [Candidate(m, w, dtype) for dtype in self.dtypes for m, w in shapes]
-
-    def settings(self, batch: int) -> tuple[Temperature, ...]:
-        """The temperatures; for a batch above 1 also half greedy and half sampled."""
-        mixed = batch > 1 and max(self.temperatures) > 0
-        return (*self.temperatures, MIXED) if mixed else self.temperatures
-
-
-def plan_of(options: Bench) -> Plan:
-    """The plan that the options name.
-
-    Raises:
-      ValueError: an option is wrong.
-    """
-    at_least("--max-new-tokens", options.max_new_tokens, 1)
-    at_least("--limit", options.limit, 1)
-    check_seed(options.seed)
-    check_target_file("--json", options.json)
-    methods.check_rule(options.verify)
-    batches = items(options.batch, int, "--batch")
-    temperatures = items(options.temperatures, float, "--temperatures")
-    if not all(0 <= temperature < math.inf for temperature in temperatures):
-        raise ValueError(f"--temperatures is {options.temperatures!r}; none may be below 0.")
-    for batch in batches:
-        at_least("--batch", batch, 1)
-    if options.verify == "greedy" and max(temperatures) > 0:
-        raise ValueError(f"the greedy rule needs --temperatures 0, not {options.temperatures}.")
-    dtypes = dtypes_of(options.dtype) or (
-        ("float32",) if jax.default_backend() == "cpu" else ("bfloat16",)
-    )
-    return Plan(options, batches, temperatures, dtypes, tuple(_shapes(options)))
-
-
-def _shapes(options: Bench) -> Iterator[tuple[str, Widths | None]]:
-    """Methods but the plain one, with the widths that --trees gives them."""
-    named = options.methods.split(",") if options.trees is None else options.trees.split(";")
-    for name in named:
-        method, _, widths = name.strip().partition(":")
-        methods.check_method(method)
-        if method != "none":
-            yield method, read(widths, "--trees") if widths else None
 
 
 class Bucket(NamedTuple):
@@ -142,24 +66,22 @@ class Tally:
 class Bencher:
     """Models of one pair in the dtypes needed, and their drafters."""
 
-    def __init__(self, plan: Plan, target: Model, drafts: list[Model], progress: Progress) -> None:
-        self.plan, self.drafts, self.progress = plan, drafts, progress
+    def __init__(self, plan: Plan, pair: Pair, progress: Progress) -> None:
+        self.plan, self.pair, self.progress = plan, pair, progress
         dtypes = {*PLAIN_DTYPES, *plan.dtypes}
         self.targets = {
-            dtype: jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), target)
+            dtype: jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), pair.target)
             for dtype in sorted(dtypes)
         }
         self.bandwidth = measure.read_bandwidth()
-        self._drafters: dict[tuple[str, Widths | None], Drafter | None] = {}
+        self._drafters: dict[Setting, Drafter | None] = {}
 
     def drafter(self, candidate: Candidate) -> Drafter | None:
         """The drafter of a candidate."""
-        named = candidate.method, candidate.widths
+        named = candidate.setting
         if named not in self._drafters:
-            method, widths = named
-            self._drafters[named] = methods.build(
-                method, self.drafts, widths, self.plan.options.verify
-            )
+            verify = self.plan.options.verify
+            self._drafters[named] = methods.build(named, self.pair, verify)
         return self._drafters[named]
 
     def request(
@@ -176,7 +98,7 @@ class Bencher:
             [prompt.tokens for _, prompt in rows],
             options.max_new_tokens,
             Sampling(temperatures_of(temperature, len(rows), self.plan.temperatures)),
-            options.verify if candidate.method != "none" else "auto",
+            options.verify if candidate.setting.method != "none" else "auto",
             False,
         )
 
@@ -187,7 +109,7 @@ class Bencher:
         at once, each mapped in thousands of pieces, are more than Linux lets a process map.
         """
         batches = batches_of(chosen, batch)
-        candidates, temperatures = self.plan.candidates(batch), self.plan.settings(batch)
+        candidates, temperatures = self.plan.candidates(batch), self.plan.temperatures_of(batch)
         requests = {
             (temperature, candidate): [
                 self.request(candidate, rows, temperature) for rows in batches
@@ -228,7 +150,8 @@ class Bencher:
         """
         target, drafter = self.targets[candidate.dtype], self.drafter(candidate)
         tally.add(measure.timed(target, drafter, request))
-        if common and len(tally.phases) < _PHASE_REQUESTS:
+        wanted = common and not self.plan.options.skip_phases
+        if wanted and len(tally.phases) < _PHASE_REQUESTS:
             tally.phases.append(measure.phases(target, drafter, request))
 
     def _row(
@@ -239,20 +162,13 @@ class Bencher:
         batch: int,
         temperature: Temperature,
     ) -> dict[str, Any]:
-        """The report of one candidate.
-
-        The phases, compiled apart and run in the same minutes, give the shares of a step; the
-        seconds are these shares of the loop's wall time, which the prefill is no part of. What
-        is left when phases are subtracted from the wall instead was between -11 and 14 % on a
-        noisy machine; `phases_over_loop` says how far apart the two are.
-        """
-        phases, passes = measure.typical(tally.phases), tally.passes
-        prefill = min(phases.prefill * len(requests), tally.seconds)
-        loop = tally.seconds - prefill
-        share = loop / phases.step
+        """The report of one candidate."""
+        setting, drafter = candidate.setting, self.drafter(candidate)
         row = {
-            "method": candidate.method,
-            "widths": candidate.widths,
+            "method": setting.method,
+            "label": setting.label,
+            "setting": to_json(setting),
+            "nodes": 0 if drafter is None else drafter.num_slots - 1,
             "temperature": temperature,
             "batch": batch,
             "dtype": candidate.dtype,
@@ -263,18 +179,40 @@ class Bencher:
             "mean_nodes": tally.nodes / tally.steps,
             "seconds": tally.seconds,
             "tokens_per_second": tally.new_tokens / tally.seconds,
-            "passes": passes,
-            "draft_seconds": phases.draft * share,
-            "target_seconds": phases.target * share,
-            "other_seconds": phases.rest * share,
-            "prefill_seconds": prefill,
-            "phases_over_loop": phases.step * passes / loop if loop else None,
+            "passes": tally.passes,
             "repeated_8grams": measure.repeated(tally.outputs),
         }
-        if candidate.method == "none":
-            floor = measure.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)
-            row["step_over_bandwidth_floor"] = loop / passes / floor
-        return row
+        if not tally.phases:
+            return row
+        floor = measure.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)
+        return row | _shares(tally, len(requests), floor if drafter is None else None)
+
+
+def _shares(tally: Tally, requests: int, floor: float | None) -> dict[str, Any]:
+    """How the seconds of a candidate were spent.
+
+    The phases, compiled apart and run in the same minutes, give the shares of a step; the
+    seconds are these shares of the loop's wall time, which the prefill is no part of. What
+    is left when phases are subtracted from the wall instead was between -11 and 14 % on a
+    noisy machine; `phases_over_loop` says how far apart the two are. `floor` is what reading the
+    weights once takes, for plain decoding.
+    """
+    phases = measure.typical(tally.phases)
+    prefill = min(phases.prefill * requests, tally.seconds)
+    loop = tally.seconds - prefill
+    share = loop / phases.step
+    found = {
+        "draft_seconds": phases.draft * share,
+        "target_seconds": phases.target * share,
+        "other_seconds": phases.rest * share,
+        "prefill_seconds": prefill,
+        "phases_over_loop": phases.step * tally.passes / loop if loop else None,
+    }
+    return (
+        found
+        if floor is None
+        else found | {"step_over_bandwidth_floor": loop / tally.passes / floor}
+    )
 
 
 def bucket_of(request: Request) -> Bucket:
@@ -316,23 +254,25 @@ def bench(options: Bench) -> int:
     Raises:
       ValueError: an option or a prompt file is wrong, or no prompt fits.
     """
-    plan = plan_of(options)
+    plan_of(options)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    pair = methods.load_pair(options.model, options.draft, "float32")
-    if any(method != "none" for method, _ in plan.shapes) and not pair.drafts:
-        raise ValueError("the methods need a draft model; name one with --draft.")
-    target = inflate(pair.target, parameters) if parameters else pair.target
+    pair = load_pair(options.model, options.draft, "float32", options.stage)
+    plan = plan_of(options, pair)
+    if parameters:
+        pair = pair._replace(target=inflate(pair.target, parameters))
     chosen, left_out = prompts.fitting(
-        listed, pair.tokenizer, target.config.max_positions, options.max_new_tokens
+        listed, pair.tokenizer, pair.target.config.max_positions, options.max_new_tokens
     )
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-        bencher = Bencher(plan, target, pair.drafts, progress)
+        bencher = Bencher(plan, pair, progress)
         rows = [row for batch in plan.batches for row in bencher.rows(chosen, batch)]
     report = {"env": environment(bencher, left_out), "rows": rows}
     table(report)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    if options.png:
+        curves.draw(report, options.png)
     _remember(bencher, rows)
     return 0
 
@@ -344,7 +284,7 @@ def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
         "config": dataclasses.asdict(bencher.plan.options),
         "model": dataclasses.asdict(target.config),
         "parameters": target.config.num_parameters,
-        "drafts": [dataclasses.asdict(draft.config) for draft in bencher.drafts],
+        "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
         "read_gb_per_second": bencher.bandwidth,
         "weight_bytes": {d: measure.weight_bytes(m) for d, m in bencher.targets.items()},
         "prompts_left_out": left_out,
@@ -354,11 +294,13 @@ def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
 def _remember(bencher: Bencher, rows: list[dict[str, Any]]) -> None:
     """Keeps what `--method auto` chooses by; the rule must be its own, and no row is mixed."""
     known: dict[str, list[dict[str, Any]]] = {}
-    kept = ("method", "widths", "temperature", "tokens_per_second", "prompts")
+    kept = ("setting", "temperature", "tokens_per_second", "prompts")
     for row in rows:
         if row["temperature"] != MIXED and bencher.plan.options.verify == methods.AUTO:
             target = bencher.targets[row["dtype"]]
-            name = records.setting(target, bencher.drafts, row["batch"], row["temperature"] > 0)
+            name = records.setting(
+                target, bencher.pair.drafts, row["batch"], row["temperature"] > 0
+            )
             known.setdefault(name, []).append({field: row[field] for field in kept})
     for name, measured in known.items():
         if len(measured) > 1:  # plain decoding alone says nothing about the methods

@@ -12,11 +12,13 @@ import numpy as np
 
 from specjax import decode, law, methods, prompts
 from specjax.draft import Drafter
-from specjax.methods import Pair
 from specjax.model import Model
 from specjax.options import Verify, at_least, check_seed, widths_of
+from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
+from specjax.setting import Setting
+from specjax.tuned import read
 from specjax.verify import GREEDY, RULES
 from specjax.widths import widest
 
@@ -66,7 +68,7 @@ class Comparison:
 
 def compare(
     pair: Pair,
-    method: str,
+    setting: Setting,
     chosen: Sequence[Prompt],
     options: Verify,
     temperature: float,
@@ -77,7 +79,7 @@ def compare(
     At temperature 0 under the method's own rule; else under the naive one, which emits the very
     tokens of plain sampling.
     """
-    drafter = _drafter(pair, method, options, "naive" if temperature else "auto")
+    drafter = methods.build(setting, pair, "naive" if temperature else "auto")
     made = tokens_of(pair.target, drafter, chosen, options, temperature)
     pairs = zip(chosen, plain, made.tokens, range(len(chosen)), strict=True)
     divergences, equal = [], 0
@@ -90,12 +92,7 @@ def compare(
                        _row_key(options, row), (int(expected[at]), int(got[at])))  # fmt: skip
             divergences.append(Divergence(prompt.name, at, gap))
     per_step = float(made.lengths.sum() / made.steps.sum())
-    return Comparison(method, len(chosen), equal, per_step, tuple(divergences))
-
-
-def _drafter(pair: Pair, method: str, options: Verify, verify: str) -> Drafter | None:
-    widths = widths_of(options.tree) or methods.default_widths(method)
-    return methods.build(method, pair.drafts, None if method == "none" else widths, verify)
+    return Comparison(setting.method, len(chosen), equal, per_step, tuple(divergences))
 
 
 def _row_key(options: Verify, row: int) -> jax.Array:
@@ -140,14 +137,16 @@ def _gap(
 def greedy_part(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
     """At temperature 0 every method gives the tokens of plain decoding."""
     plain = tokens_of(pair.target, None, chosen, options, 0.0).tokens
-    found = [compare(pair, m, chosen, options, 0.0, plain) for m in _methods(options)]
+    found = [compare(pair, s, chosen, options, 0.0, plain) for s in settings_of(options, pair)]
     return section(found, plain)
 
 
 def naive_part(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
     """With one seed the naive rule gives the tokens of plain sampling."""
     plain = tokens_of(pair.target, None, chosen, options, TEMPERATURE).tokens
-    found = [compare(pair, m, chosen, options, TEMPERATURE, plain) for m in _methods(options)]
+    found = [
+        compare(pair, s, chosen, options, TEMPERATURE, plain) for s in settings_of(options, pair)
+    ]
     return section(found, plain) | {"temperature": TEMPERATURE}
 
 
@@ -167,8 +166,8 @@ def law_part(pair: Pair, options: Verify) -> dict[str, Any]:
     prompt = pair.tokenizer(_LAW_PROMPT).input_ids
     tests = [
         test
-        for method, rule in _judged(pair, options)
-        for test in _law_tests(pair, method, rule, prompt, options)
+        for setting, rule in _judged(pair, options)
+        for test in _law_tests(pair, setting, rule, prompt, options)
     ]
     level = FAMILY_ERROR / len(tests)
     return {
@@ -182,10 +181,10 @@ def law_part(pair: Pair, options: Verify) -> dict[str, Any]:
 
 
 def _law_tests(
-    pair: Pair, method: str, rule: str, prompt: list[int], options: Verify
+    pair: Pair, setting: Setting, rule: str, prompt: list[int], options: Verify
 ) -> list[dict[str, Any]]:
     """G-tests of the first token, and of the second after the most frequent first ones."""
-    drafter = _drafter(pair, method, options, rule)
+    drafter = methods.build(setting, pair, rule)
     drawn = law.first_tokens(
         jax.random.key(options.seed), pair.target, drafter, prompt, Sampling(TEMPERATURE), rule,
         options.samples,
@@ -198,7 +197,7 @@ def _law_tests(
     laws = np.asarray(process(jnp.asarray(logits)[:, None], rows)[:, 0], np.float64)
     names = ["first", *(f"second after {token}" for token in common)]
     return [
-        {"method": method, "rule": rule, "token": name} | law.g_test(group, p)._asdict()
+        {"method": setting.method, "rule": rule, "token": name} | law.g_test(group, p)._asdict()
         for name, group, p in zip(names, groups, laws, strict=True)
         if group.size
     ]
@@ -222,17 +221,17 @@ def _rules(options: Verify) -> list[str]:
     return names
 
 
-def _judged(pair: Pair, options: Verify) -> list[tuple[str, str]]:
-    """Methods with the rules that are lossless for the trees each makes for them.
+def _judged(pair: Pair, options: Verify) -> list[tuple[Setting, str]]:
+    """Settings with the rules that are lossless for the trees each makes for them.
 
     Raises:
       ValueError: there is none.
     """
     found = []
-    for method, rule in itertools.product(_methods(options), _rules(options)):
-        drafter = _drafter(pair, method, options, rule)
+    for setting, rule in itertools.product(settings_of(options, pair), _rules(options)):
+        drafter = methods.build(setting, pair, rule)
         if drafter is None or RULES[rule].refusal(drafter.construction) is None:
-            found.append((method, rule))
+            found.append((setting, rule))
     if not found:
         raise ValueError(
             f"--verify is {options.verify}, which is lossless for no trees of {options.methods}."
@@ -240,12 +239,28 @@ def _judged(pair: Pair, options: Verify) -> list[tuple[str, str]]:
     return found
 
 
-def _methods(options: Verify) -> list[str]:
-    """The methods named; a chain is left out where `--tree` is wider and others are there."""
-    names = [name.strip() for name in options.methods.split(",")]
+def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
+    """The settings that are checked: of methods, or of a file that tune wrote.
+
+    A chain is left out where `--tree` is wider and others are there. "all" are the methods that
+    the pair has everything for.
+
+    Raises:
+      ValueError: a method is unknown or does not take what is named, or the file is none.
+    """
+    if options.config is not None:
+        return list(dict.fromkeys(entry.setting for entry in read(options.config)))
+    names = methods.names_of(options.methods, pair)
     others = [name for name in names if name != "chain"]
     wide = widest(widths_of(options.tree) or (1,)) > 1
-    return others if wide and others else names
+    return [_setting(name, options) for name in (others if wide and others else names)]
+
+
+def _setting(method: str, options: Verify) -> Setting:
+    """A method with `--tree` if its tree is static, else with `--budget`."""
+    widths = widths_of(options.tree) if method in methods.STATIC else None
+    budget = options.budget if method != "none" and widths is None else None
+    return methods.setting_of(method, widths, budget)
 
 
 def certificate(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
@@ -263,14 +278,13 @@ def verify(options: Verify) -> int:
     Raises:
       ValueError: an option is wrong or the pair does not fit.
     """
-    for method in _methods(options):
-        methods.check_method(method)
+    settings_of(options, None)
     for name in ("prompts", "max_new_tokens", "samples"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     widths_of(options.tree)
     _rules(options)
     check_seed(options.seed)
-    pair = methods.load_pair(options.model, options.draft, "float32")
+    pair = load_pair(options.model, options.draft, "float32", options.stage)
     _judged(pair, options)
     chosen, _ = prompts.fitting(
         prompts.read(None)[: options.prompts],

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BUNDLED = Path(__file__).parent / "bundled"
+BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
 """The pair that comes with the package."""
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
@@ -138,6 +139,15 @@ def save_model(
         _save_tokenizer(tokenizer, folder, model.config)
 
 
+def is_ngram(folder: str | Path) -> bool:
+    """Whether a folder holds an n-gram model.
+
+    Raises:
+      CheckpointError: it holds no configuration.
+    """
+    return _config_of(Path(folder)).get("kind") == _NGRAM
+
+
 def load_ngram(name: str | Path = "bundled", vocab_size: int | None = None) -> ngram.NGram:
     """The n-gram model of a folder, or the bundled one.
 
@@ -158,7 +168,8 @@ def load_ngram(name: str | Path = "bundled", vocab_size: int | None = None) -> n
     if largest >= size:
         raise CheckpointError(f"{folder} names token {largest}; {_CONFIG} says {size} tokens.")
     contexts_and_tokens = (found[each].astype(np.int32) for each in ("contexts", "tokens"))
-    return ngram.pack(*contexts_and_tokens, found["costs"].astype(np.float32) / -_PER_NAT)
+    contexts, tokens = contexts_and_tokens
+    return ngram.pack(contexts, tokens, found["costs"].astype(np.float32) / -_PER_NAT)
 
 
 def save_ngram(table: ngram.NGram, folder: str | Path, **extras: Any) -> None:

@@ -14,14 +14,16 @@ from rich.text import Text
 
 from specjax import decode, measure, methods, records
 from specjax.cache import cache_dtype, empty_cache
+from specjax.choice import Asked, Choice, choose
 from specjax.draft import Drafter, Step
-from specjax.methods import Choice, Pair
 from specjax.model import Model
 from specjax.options import Generate, Info, at_least, check_seed, dtype_of, widths_of
+from specjax.pair import Pair, load_pair
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
+from specjax.setting import to_json
 from specjax.tree import draw_tree, take_row
-from specjax.widths import spelled
+from specjax.tuned import read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -38,16 +40,16 @@ def generate(options: Generate) -> int:
     """
     _check(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    pair = methods.load_pair(options.model, options.draft, dtype_of(options.dtype))
-    widths = widths_of(options.tree)
-    choice = methods.choose(options.method, widths, pair.target, pair.drafts, options.temperature)
-    drafter = methods.build(choice.method, pair.drafts, choice.widths, options.verify)
+    pair = load_pair(options.model, options.draft, dtype_of(options.dtype), options.stage)
+    asked = Asked(options.method, widths_of(options.tree), options.budget, options.config)
+    choice = choose(asked, pair, options.temperature)
+    drafter = methods.build(choice.setting, pair, options.verify)
     ids = pair.tokenizer(prompt).input_ids
     request = prepare(
         jax.random.key(options.seed), pair.target, drafter, [ids], options.max_new_tokens,
         _sampling(options), options.verify, True,
     )  # fmt: skip
-    say(f"method {describe(choice)}: {choice.reason}.")
+    say(f"method {choice.setting.label}: {choice.reason}.")
     if options.json:
         print(json.dumps(_answer(options, pair, choice, drafter, ids, request)))
     else:
@@ -62,9 +64,11 @@ def _check(options: Generate) -> None:
     check_seed(options.seed)
     if options.json and options.show_tree:
         raise ValueError("--show-tree draws beside the text; it does not go with --json.")
-    if options.method == "none" and options.tree is not None:
-        raise ValueError("the method none drafts nothing; it takes no --tree.")
-    widths_of(options.tree)
+    widths = widths_of(options.tree)
+    if options.method != methods.AUTO:
+        methods.setting_of(options.method, widths, options.budget)
+    if options.config is not None:
+        read(options.config)
 
 
 def _sampling(options: Generate) -> Sampling:
@@ -74,11 +78,6 @@ def _sampling(options: Generate) -> Sampling:
 def say(sentence: str) -> None:
     """Prints a remark beside the result."""
     print(f"specjax: {sentence}", file=sys.stderr, flush=True)
-
-
-def describe(choice: Choice) -> str:
-    """The method and its widths, such as `chain 1,1,1`."""
-    return " ".join([choice.method, spelled(choice.widths)]).strip()
 
 
 def rule_name(verify: str, sampled: bool) -> str:
@@ -107,8 +106,8 @@ def _answer(
         "tokens_per_step": count / steps,
         "seconds": made.seconds,
         "tokens_per_second": count / made.seconds,
-        "method": choice.method,
-        "widths": choice.widths,
+        "method": choice.setting.method,
+        "setting": to_json(choice.setting),
         "verify": rule_name(options.verify, options.temperature > 0),
         "dtype": str(pair.target.embedding.dtype),
     }
@@ -230,7 +229,7 @@ def info(options: Info) -> int:
     Raises:
       ValueError: an option is wrong or the pair does not fit.
     """
-    pair = methods.load_pair(options.model, options.draft, dtype_of(options.dtype))
+    pair = load_pair(options.model, options.draft, dtype_of(options.dtype))
     facts = _facts(pair)
     if options.json:
         print(json.dumps(facts))
@@ -244,8 +243,8 @@ def _facts(pair: Pair) -> dict[str, Any]:
     models = (pair.target, *pair.drafts)
 
     def chosen(temperature: float) -> str:
-        choice = methods.choose(methods.AUTO, None, pair.target, pair.drafts, temperature)
-        return f"{describe(choice)} ({choice.reason})"
+        choice = choose(Asked(), pair, temperature)
+        return f"{choice.setting.label} ({choice.reason})"
 
     return {
         "config": dataclasses.asdict(pair.target.config),

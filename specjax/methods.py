@@ -1,22 +1,31 @@
-"""Named ways to draft, and the choice among them."""
+"""Named ways to draft, what each takes when nothing is said, and how it is built."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
 
-import jax
+import jax.numpy as jnp
 
-from specjax import checkpoint, records
+from specjax import checkpoint
 from specjax.draft import Drafter, ExpansionDrafter
-from specjax.model import Model
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.recycle import RecycleDrafter
+from specjax.draft.staged import TableStage
+from specjax.draft.text import TextDrafter
+from specjax.pair import Pair
+from specjax.setting import DRAFT, TABLE, Setting
+from specjax.shape import most_tokens
+from specjax.tree import TreeShape
 from specjax.verify import DISTINCT, DRAWN, NAIVE, ONE_HOT, RECURSIVE, RULES, TOP_K, TRAVERSAL
-from specjax.widths import Widths, of_json, spelled, widest
+from specjax.widths import Widths, spelled, widest
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-METHODS = ("none", "chain", "tree", "pool")
-AUTO = "auto"
+STATIC = ("chain", "tree", "pool", "recycle")
+GROWN = ("specexec", "staged", "lookup", "ngram", "hybrid")
+METHODS = ("none", "chain", "tree", "pool", "specexec", "staged", "lookup", "ngram", "recycle",
+           "hybrid")  # fmt: skip
+MODEL_FREE = ("lookup", "ngram", "recycle")
+AUTO, ALL = "auto", "all"
 
 # Widths where none are named: for one row, and for several. Chosen with `specjax bench` on its own
 # prompts, bundled pair, 2 CPU cores (Zen 5), jax 0.10.2, 2026-11-21. A pass of 8 columns is where
@@ -26,8 +35,17 @@ AUTO = "auto"
 # chains of 1 / 2 / 3 / 5 gave 1.55 / 1.35 / 1.63 / 1.31. No tree or pool was faster than a chain.
 _WIDTHS = {"chain": (1,) * 7, "tree": (2, 1, 1, 1, 1, 1, 1), "pool": (1,) * 5}
 _WIDTHS_OF_MANY = {"chain": (1,) * 3, "tree": (2, 1), "pool": (1,)}
-_SHIPPED = {("cpu", "greedy"): "chain", ("cpu", "sampling"): "chain"}
-_SHIPPED_ELSEWHERE = "chain"
+_BUDGET, _BUDGET_OF_MANY = 15, 7
+
+_TEMPERATURES = (0.4, 0.9)
+_DECAY = 0.999
+_GUESS, _FAN = (1, 1), 2
+_DRAFT_GUESS = (1,) * 6
+_TRUST = (0.0, 0.25, 0.5, 0.7, 0.8, 0.88, 0.92, 0.94, 0.96)
+_LEAST = {"lookup": 1, "ngram": 2, "hybrid": 2}
+_FOLLOWERS = {"lookup": 3, "ngram": 3, "hybrid": 2}
+_ACCEPTANCE = (0.75, 0.1, 0.04, 0.02)
+_RECYCLED = (0.45, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01, 0.01)
 
 _CHILDREN = {
     NAIVE.name: TOP_K,
@@ -35,22 +53,6 @@ _CHILDREN = {
     RECURSIVE.name: DISTINCT,
     TRAVERSAL.name: DISTINCT,
 }
-
-
-class Choice(NamedTuple):
-    """A method with its widths (None for plain decoding), and why it was taken."""
-
-    method: str
-    widths: Widths | None
-    reason: str
-
-
-class Pair(NamedTuple):
-    """A target with its tokenizer, and the drafts that go with it."""
-
-    target: Model
-    tokenizer: "PreTrainedTokenizerFast"
-    drafts: list[Model]
 
 
 def check_method(name: str, *others: str) -> None:
@@ -73,35 +75,167 @@ def check_rule(name: str) -> None:
         raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
 
 
-def default_widths(method: str, batch: int = 1) -> Widths | None:
-    """The widths that `method` takes for `batch` rows when none are named."""
-    return (_WIDTHS if batch == 1 else _WIDTHS_OF_MANY).get(method)
+def lacking(method: str, pair: Pair) -> str | None:
+    """What a method needs and the pair has not, or None."""
+    if method != "none" and method not in MODEL_FREE and not pair.drafts:
+        return "a draft model; name one with --draft"
+    if method == "staged" and pair.table is None and pair.smaller is None:
+        return "a second stage; name an n-gram or model folder with --stage"
+    return None
 
 
-def build(
-    method: str, drafts: Sequence[Model], widths: Widths | None, verify: str = AUTO
-) -> Drafter | None:
-    """The drafter that a method names; None for plain decoding.
-
-    `chain` and `tree` take the first draft, `pool` all of them, each with these widths. Every rule
-    gets the children of which it accepts most: naive and one-hot the most likely ones, recursive
-    and traversal draws without replacement, the others independent draws.
+def names_of(text: str, pair: Pair | None) -> list[str]:
+    """The methods that a text names, separated by commas; all that `pair` can do for "all".
 
     Raises:
-      ValueError: the method is unknown or has no draft, or the widths are not a chain's.
+      ValueError: one is unknown.
+    """
+    if text.strip() == ALL:
+        return [name for name in METHODS[1:] if pair is None or lacking(name, pair) is None]
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        check_method(name, ALL)
+    return names
+
+
+def setting_of(
+    method: str,
+    widths: Widths | None = None,
+    budget: int | None = None,
+    batch: int = 1,
+) -> Setting:
+    """The setting of a method for `batch` rows, with a tree or a budget of nodes if one is named.
+
+    Raises:
+      ValueError: there is no such method, or it does not take what is named.
     """
     check_method(method)
+    if method == "none" and (widths is not None or budget is not None):
+        raise ValueError("the method none drafts nothing; it takes no tree and no budget.")
+    if widths is not None and budget is not None:
+        raise ValueError(
+            f"a tree ({spelled(widths)}) and a budget ({budget}) are named; name one of them."
+        )
+    if budget is not None and budget < 1:
+        raise ValueError(f"the budget is {budget}; it must be at least 1 node.")
+    if method in GROWN:
+        return _grown(method, widths, budget or (_BUDGET if batch == 1 else _BUDGET_OF_MANY))
     if method == "none":
-        if widths is not None:
-            raise ValueError("the method none drafts nothing; it takes no tree.")
-        return None
-    if not drafts:
-        raise ValueError(f"the method {method} needs a draft model; name one with --draft.")
-    widths = widths or _WIDTHS[method]
-    if method == "chain" and widest(widths) > 1:
+        return Setting()
+    if method == "chain" and widths is not None and widest(widths) > 1:
         raise ValueError(f"a chain has widths of 1, not {spelled(widths)}; use the method tree.")
+    return Setting(method, widths or _static(method, budget, batch))
+
+
+def _static(method: str, budget: int | None, batch: int) -> Widths:
+    """The widths of a method with a static tree."""
+    if method == "recycle":
+        nodes = budget or (_BUDGET if batch == 1 else _BUDGET_OF_MANY)
+        return most_tokens(_RECYCLED, nodes, min(nodes, 12)).shape.widths
+    if budget is None:
+        return (_WIDTHS if batch == 1 else _WIDTHS_OF_MANY)[method]
+    if method == "tree":
+        return most_tokens(_ACCEPTANCE, budget, min(budget, 16)).shape.widths
+    return (1,) * budget
+
+
+def _grown(method: str, widths: Widths | None, budget: int) -> Setting:
+    """The setting of a method whose trees grow."""
+    if widths is not None:
+        raise ValueError(
+            f"the method {method} grows trees of its own, not {spelled(widths)}; bound their nodes "
+            "with a budget."
+        )
+    growth = growth_of(budget)
+    if method in MODEL_FREE:
+        return Setting(method, growth=growth)
+    found = Setting(method, growth=growth, temperatures=_TEMPERATURES)
+    if method != "staged":
+        return found
+    return Setting(method, None, growth, _TEMPERATURES, TABLE, _GUESS, _FAN)
+
+
+def growth_of(budget: int) -> Growth:
+    """How trees of so many nodes grow."""
+    beams = max(4, min(128, budget // 4))
+    width = next((w for w, most in ((4, 32), (8, 128), (16, 512)) if budget <= most), 32)
+    depth = next((d for d, most in ((16, 32), (24, 256)) if budget <= most), 32)
+    return Growth(budget, beams, width, depth, _DECAY)
+
+
+def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter | None:
+    """The drafter that a setting names; None for plain decoding.
+
+    Every rule gets the children of which it accepts most: naive and one-hot the most likely ones,
+    recursive and traversal draws without replacement, the others independent draws.
+
+    Raises:
+      ValueError: the pair lacks what the method needs.
+    """
+    check_method(setting.method)
+    if missing := lacking(setting.method, pair):
+        raise ValueError(f"the method {setting.method} needs {missing}.")
+    if setting.method == "none":
+        return None
+    if setting.method == "recycle":
+        return _recycling(setting, pair)
+    if setting.method in MODEL_FREE:
+        return _of_text(setting, pair)
+    if setting.growth is not None:
+        return _best_first(setting, pair)
+    drafts = pair.drafts if setting.method == "pool" else pair.drafts[:1]
     children = _CHILDREN.get(verify, DRAWN)
-    return ExpansionDrafter.of(drafts if method == "pool" else drafts[:1], widths, children)
+    return ExpansionDrafter.of(drafts, _needed(setting, "widths"), children)
+
+
+def _needed(setting: Setting, name: str) -> Widths:
+    value = getattr(setting, name)
+    if value is None:
+        raise ValueError(f"the method {setting.method} needs {name}; the setting names none.")
+    return value
+
+
+def _recycling(setting: Setting, pair: Pair) -> RecycleDrafter:
+    shape = TreeShape(_needed(setting, "widths"))
+    chance = jnp.resize(jnp.asarray(_RECYCLED, jnp.float32), (shape.widest,))
+    return RecycleDrafter(chance, shape, pair.target.config.vocab_size)
+
+
+def _of_text(setting: Setting, pair: Pair) -> TextDrafter:
+    if setting.growth is None:
+        raise ValueError(f"the method {setting.method} needs growth; the setting names none.")
+    return TextDrafter(
+        trust=jnp.asarray(_TRUST, jnp.float32),
+        table=pair.table if setting.method == "ngram" else None,
+        growth=setting.growth,
+        vocabulary=pair.target.config.vocab_size,
+        least=_LEAST[setting.method],
+        followers=_FOLLOWERS[setting.method],
+    )
+
+
+def _best_first(setting: Setting, pair: Pair) -> Drafter:
+    assert setting.growth is not None
+    temperatures = jnp.asarray(setting.temperatures or _TEMPERATURES, jnp.float32)
+    table, second = None, None
+    if setting.method == "staged":
+        table, second = _stages(setting, pair)
+    drafter = BestFirstDrafter(pair.drafts[0], temperatures, setting.growth, table, second)
+    if setting.method != "hybrid":
+        return drafter
+    trust = jnp.asarray(_TRUST, jnp.float32)
+    return HybridDrafter(drafter, trust, None, _LEAST["hybrid"], _FOLLOWERS["hybrid"])
+
+
+def _stages(setting: Setting, pair: Pair) -> tuple[TableStage | None, Drafter | None]:
+    """The second stage: a table, or a smaller draft where that is asked for or all there is."""
+    if pair.smaller is not None and (setting.stage == DRAFT or pair.table is None):
+        guess = setting.guess if setting.stage == DRAFT else _DRAFT_GUESS
+        return None, ExpansionDrafter.of([pair.smaller], guess or _DRAFT_GUESS, TOP_K)
+    if pair.table is None:
+        raise ValueError("the setting asks for a smaller draft; name its folder with --stage.")
+    shape = TreeShape(setting.guess or _GUESS)
+    return TableStage(pair.table, shape, setting.fan or _FAN), None
 
 
 def load_drafter(
@@ -119,93 +253,6 @@ def load_drafter(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: the drafts have different vocabularies.
     """
-    drafter = build("pool", checkpoint.load_drafts(names, dtype), widths, verify)
-    assert drafter is not None
-    return drafter
-
-
-def load_pair(model: str, draft: str | None, dtype: str | None) -> Pair:
-    """The target and drafts that `--model` and `--draft` name (folders separated by commas).
-
-    Without `draft`, the bundled target comes with the bundled drafts and any other with none.
-
-    Raises:
-      CheckpointError: a folder, a file or a tensor is missing or not supported.
-      ValueError: a draft has another vocabulary than the target.
-    """
-    target, tokenizer = checkpoint.load(model, dtype)
-    if draft is None and model != "bundled":
-        return Pair(target, tokenizer, [])
-    names = "bundled" if draft in (None, "bundled") else [name.strip() for name in draft.split(",")]
-    drafts = checkpoint.load_drafts(names, None)
-    check_vocabularies(target, drafts)
-    return Pair(target, tokenizer, drafts)
-
-
-def check_vocabularies(target: Model, drafts: Sequence[Model]) -> None:
-    """Checks that all drafts have the target's vocabulary.
-
-    Raises:
-      ValueError: one has not.
-    """
-    for number, one in enumerate(drafts):
-        if one.config.vocab_size != target.config.vocab_size:
-            raise ValueError(
-                f"draft {number} has a vocabulary of {one.config.vocab_size} tokens and the model "
-                f"one of {target.config.vocab_size}; they must be the same."
-            )
-
-
-def choose(
-    method: str,
-    widths: Widths | None,
-    target: Model,
-    drafts: Sequence[Model],
-    temperature: float,
-    batch: int = 1,
-) -> Choice:
-    """The method to use: the one named, or for `auto` the fastest measured here, or the shipped.
-
-    A method that was measured as slower than plain decoding is never taken by `auto`. Where
-    several temperatures above 0 were measured, the nearest one counts.
-
-    Raises:
-      ValueError: there is no such method.
-    """
-    check_method(method, AUTO)
-    if method != AUTO:
-        return Choice(method, widths or default_widths(method, batch), "it was asked for")
-    if not drafts:
-        return Choice("none", None, "there is no draft model")
-    if widths is not None:
-        named = "pool" if len(drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
-        return Choice(named, widths, "a tree was asked for")
-    return _measured(target, drafts, temperature, batch) or _shipped(temperature > 0, batch)
-
-
-def _measured(
-    target: Model, drafts: Sequence[Model], temperature: float, batch: int
-) -> Choice | None:
-    """The fastest method of a measurement that included plain decoding, if there is one."""
-    found = records.recall(records.setting(target, drafts, batch, temperature > 0))
-    known = [entry for entry in found if entry["method"] in METHODS]
-    nearest = min((entry["temperature"] for entry in known), default=temperature,
-                  key=lambda measured: abs(measured - temperature))  # fmt: skip
-    entries = [entry for entry in known if entry["temperature"] == nearest]
-    plain = [entry["tokens_per_second"] for entry in entries if entry["method"] == "none"]
-    if not plain:
-        return None
-    best = max(entries, key=lambda entry: entry["tokens_per_second"])
-    widths = of_json(best["widths"]) if best["widths"] else None
-    rate = f"{best['tokens_per_second']:.1f} tokens/s with it at temperature {nearest:g}"
-    reason = f"bench measured {rate} on this machine"
-    if best["method"] == "none":
-        return Choice("none", None, f"{reason}, and no other method was faster")
-    return Choice(best["method"], widths, f"{reason}, and {max(plain):.1f} with plain decoding")
-
-
-def _shipped(sampled: bool, batch: int) -> Choice:
-    platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"
-    method = _SHIPPED.get((platform, kind), _SHIPPED_ELSEWHERE)
-    reason = f"the shipped default for {platform}, {kind}; run specjax bench to measure here"
-    return Choice(method, default_widths(method, batch), reason)
+    drafts = checkpoint.load_drafts(names, dtype)
+    children = _CHILDREN.get(verify, DRAWN)
+    return ExpansionDrafter.of(drafts, widths or _WIDTHS["pool"], children)

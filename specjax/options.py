@@ -31,11 +31,19 @@ class Generate:
     draft: str | None = None
     """Draft model folders, separated by commas. By default the bundled ones, for the bundled
     model."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
     method: str = "auto"
-    """auto, none, chain, tree or pool; auto takes what bench measured as fastest here."""
+    """auto, none, chain, tree, pool, specexec, staged, lookup, ngram, recycle or hybrid; auto takes
+    what bench measured as fastest here."""
     tree: str | None = None
-    """Children per level, such as 2,2,1,1, or per node with slashes between levels, such as
-    3/2,1,0/1; for pool, of every draft."""
+    """Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for chain, tree,
+    recycle, and for pool of every draft."""
+    budget: int | None = None
+    """Most nodes of a tree below its root; for pool, of every draft's."""
+    config: str | None = None
+    """A file that tune wrote; it names the method for such a temperature."""
     verify: str = "auto"
     """auto, greedy, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of
     one draft)."""
@@ -67,10 +75,16 @@ class Bench:
     """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
     limit: int | None = None
     """Take this many prompts only."""
-    methods: str = "none,chain,tree,pool"
-    """Methods, separated by commas; plain decoding is always measured."""
+    methods: str = "chain,tree,pool,specexec,lookup,hybrid"
+    """Methods, separated by commas, or all; plain decoding is always measured."""
     trees: str | None = None
     """Shapes to compare instead of the default ones: chain:1,1,1,1;tree:2/2,1."""
+    budgets: str | None = None
+    """Budgets of nodes to compare, such as 16,64,256; every method takes each."""
+    config: str | None = None
+    """Measure what this file, written by tune, names, beside the methods."""
+    skip_phases: bool = False
+    """Leave out the phases of a step, whose compilation takes longer than the rest."""
     temperatures: str = "0,0.8"
     """Temperatures, separated by commas."""
     batch: str = "1,8"
@@ -88,10 +102,50 @@ class Bench:
     """"bundled", or a Hugging Face folder."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
     json: str | None = None
     """Write the measurements to this file."""
+    png: str | None = None
+    """Draw tokens per step and speed-up against the nodes of a tree to this file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tune:
+    """Find the fastest method, shape and budget for this machine and these prompts."""
+
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """Where to write the configuration; generate, bench and verify read it with --config."""
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    limit: int = 8
+    """Take this many prompts only."""
+    methods: str = "all"
+    """Methods to choose among, separated by commas; plain decoding is always one."""
+    budgets: str = "7,15,31,63"
+    """Budgets of nodes to choose among."""
+    temperatures: str = "0,0.8"
+    """Temperatures to choose for, separated by commas."""
+    batch: int = 1
+    """Rows to choose for."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation; end tokens are run past."""
+    inflate: str | None = None
+    """Grow the model to this many parameters, such as 100M, without changing its function."""
+    model: str = "bundled"
+    """"bundled", or a Hugging Face folder."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
+    seed: int = 0
+    """Prompt i samples with fold_in(jax.random.key(seed), i)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +156,18 @@ class Verify:
     """"bundled", or a Hugging Face folder."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    methods: str = "chain,tree,pool"
-    """Methods, separated by commas."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
+    methods: str = "chain,tree,pool,specexec,hybrid"
+    """Methods, separated by commas, or all."""
     tree: str | None = None
-    """Children per level of every tree; by default each method's own."""
+    """Children per level of every static tree, such as 2,2,1 or 3/2,1,0; by default each method's
+    own."""
+    budget: int | None = None
+    """Most nodes of the other trees, and of static ones where no tree is named."""
+    config: str | None = None
+    """Check what this file, written by tune, names, instead of methods."""
     verify: str = "naive,multi-step"
     """Rules whose law is tested, separated by commas, or all; each where it is lossless."""
     prompts: int = 8
@@ -134,10 +196,11 @@ class Info:
     """Print one JSON object and nothing else on standard output."""
 
 
-Options: TypeAlias = Generate | Bench | Verify | Info
+Options: TypeAlias = Generate | Bench | Tune | Verify | Info
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]
 )

@@ -53,12 +53,12 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
 def recall(name: str) -> list[dict[str, Any]]:
     """What was measured under `name`; may be empty.
 
-    Each entry holds at least method, widths, temperature and tokens_per_second.
+    Each entry holds at least a setting, temperature and tokens_per_second.
 
     A file that cannot be read counts as empty: it is only a cache.
     """
     found = _read().get(name, [])
-    known = {"method", "widths", "temperature", "tokens_per_second"}
+    known = {"setting", "temperature", "tokens_per_second"}
     return [entry for entry in found if isinstance(entry, dict) and known <= entry.keys()]
 
 

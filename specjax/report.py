@@ -6,8 +6,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specjax.widths import spelled
-
 _COLUMNS = (
     *("method", "T", "batch", "dtype", "nodes", "tokens/step", "tokens/s", "speed-up"),
     *("draft", "target", "other", "prefill", "8-grams again", "over floor"),
@@ -35,7 +33,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     phases = ("draft_seconds", "target_seconds", "other_seconds", "prefill_seconds")
     floor = row.get("step_over_bandwidth_floor")
     return [
-        f"{row['method']} {spelled(row['widths'])}".strip(),
+        row["label"],
         str(row["temperature"]),
         str(row["batch"]),
         row["dtype"],
@@ -43,7 +41,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['tokens_per_step']:.2f}",
         f"{row['tokens_per_second']:.1f}",
         f"{row['speedup']:.2f}",
-        *(f"{row[phase] / row['seconds']:.0%}" for phase in phases),
+        *(f"{row[phase] / row['seconds']:.0%}" if phase in row else "" for phase in phases),
         f"{row['repeated_8grams']:.1%}",
         "" if floor is None else f"{floor:.2f}",
     ]

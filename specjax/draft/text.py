@@ -235,6 +235,7 @@ class TextDrafter(Drafter):
     growth: Growth = static()
     vocabulary: int = static()
     least: int = static(default=1)
+    followers: int = static(default=3)
 
     @property
     def window(self) -> int:
@@ -269,7 +270,7 @@ class TextDrafter(Drafter):
 
     def source(self, text: Text) -> TextSource:
         """What is likely to follow."""
-        return TextSource(text, self.trust, self.table, self.least, self.growth.width)
+        return TextSource(text, self.trust, self.table, self.least, self.followers)
 
     def propose(
         self,

@@ -1,0 +1,100 @@
+"""What `specjax bench` is to measure: settings, temperatures, batches and dtypes."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+
+from specjax import methods, tuned
+from specjax.options import Bench, at_least, check_seed, check_target_file, dtypes_of, items
+from specjax.pair import Pair
+from specjax.setting import Setting
+from specjax.widths import read
+
+PLAIN_DTYPES = ("float32", "bfloat16")
+MIXED = "mixed"
+Temperature = float | str
+
+
+class Candidate(NamedTuple):
+    """A setting at one dtype of the target."""
+
+    setting: Setting
+    dtype: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is to be measured, checked: the methods `names` as the options say, and `settings`."""
+
+    options: Bench
+    batches: tuple[int, ...]
+    temperatures: tuple[float, ...]
+    dtypes: tuple[str, ...]
+    names: tuple[str, ...]
+    settings: tuple[Setting, ...] = ()
+
+    def candidates(self, batch: int) -> list[Candidate]:
+        """Plain decoding in both dtypes, then the settings in the dtypes asked for."""
+        plain = [Candidate(Setting(), dtype) for dtype in PLAIN_DTYPES]
+        named = settings_of(self.options, self.names, batch)
+        settings = dict.fromkeys((*self.settings, *named))
+        return plain + [Candidate(one, dtype) for dtype in self.dtypes for one in settings]
+
+    def temperatures_of(self, batch: int) -> tuple[Temperature, ...]:
+        """The temperatures; for a batch above 1 also half greedy and half sampled."""
+        mixed = batch > 1 and max(self.temperatures) > 0
+        return (*self.temperatures, MIXED) if mixed else self.temperatures
+
+
+def plan_of(options: Bench, pair: Pair | None = None) -> Plan:
+    """The plan that the options name; "all" are all methods, or those that `pair` can do.
+
+    Raises:
+      ValueError: an option is wrong.
+    """
+    at_least("--max-new-tokens", options.max_new_tokens, 1)
+    at_least("--limit", options.limit, 1)
+    check_seed(options.seed)
+    for name in ("json", "png"):
+        check_target_file(f"--{name}", getattr(options, name))
+    methods.check_rule(options.verify)
+    batches = items(options.batch, int, "--batch")
+    temperatures = items(options.temperatures, float, "--temperatures")
+    if not all(0 <= temperature < math.inf for temperature in temperatures):
+        raise ValueError(f"--temperatures is {options.temperatures!r}; none may be below 0.")
+    for batch in batches:
+        at_least("--batch", batch, 1)
+    if options.verify == "greedy" and max(temperatures) > 0:
+        raise ValueError(f"the greedy rule needs --temperatures 0, not {options.temperatures}.")
+    dtypes = dtypes_of(options.dtype) or (
+        ("float32",) if jax.default_backend() == "cpu" else ("bfloat16",)
+    )
+    names = tuple(name for name in methods.names_of(options.methods, pair) if name != "none")
+    settings_of(options, names, batches[0])
+    written = [] if options.config is None else tuned.read(options.config)
+    settings = tuple(each.setting for each in written if each.setting.method != "none")
+    return Plan(options, batches, temperatures, dtypes, names, settings)
+
+
+def settings_of(options: Bench, names: tuple[str, ...], batch: int) -> list[Setting]:
+    """The settings to compare with plain decoding: shapes, or methods with every budget.
+
+    Raises:
+      ValueError: a method does not take what is named for it.
+    """
+    found = []
+    if options.trees is not None:
+        if options.budgets is not None:
+            raise ValueError("--trees and --budgets both bound the nodes; name one of them.")
+        for named in options.trees.split(";"):
+            method, _, widths = named.strip().partition(":")
+            if method != "none":
+                shape = read(widths, "--trees") if widths else None
+                found.append(methods.setting_of(method, shape, None, batch))
+        return found
+    budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
+    return found + [
+        methods.setting_of(name, None, budget, batch) for name in names for budget in budgets
+    ]

@@ -1,0 +1,300 @@
+"""`specjax tune`: the fastest method, shape and budget for a machine and a set of prompts.
+
+Three steps for every temperature. Acceptance is estimated with the model as it is, on the prompts
+themselves: for static trees from positional acceptance, for others from a run. What a step takes
+is measured on the model as it will run, phase by phase. The few settings that promise most are
+then run against plain decoding, and the fastest of them is written down.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specjax import measure, methods, prompts, tuned
+from specjax.acceptance import positional
+from specjax.bench import Bencher
+from specjax.decode import run
+from specjax.draft import Drafter
+from specjax.inflate import inflate
+from specjax.model import Model
+from specjax.options import (
+    Bench,
+    Tune,
+    at_least,
+    check_seed,
+    check_target_file,
+    count_of,
+    dtype_of,
+    items,
+)
+from specjax.pair import Pair, load_pair
+from specjax.plan import plan_of
+from specjax.prompts import Prompt
+from specjax.request import Request, prepare
+from specjax.sampling import Sampling
+from specjax.setting import Setting, from_json, to_json
+from specjax.shape import best_shape, expected_tokens
+from specjax.tree import TreeShape
+from specjax.tuned import Entry
+
+_FINALISTS = 4
+_DEEPEST = 16
+_LONGEST_CHAIN = 24
+_COST_NODES = (1, 3, 7, 15, 31, 63)
+
+
+class Promise(NamedTuple):
+    """A setting with the tokens per step and seconds per step that are expected of it."""
+
+    setting: Setting
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+
+@dataclasses.dataclass
+class Tuner:
+    """A pair as it is, for acceptance, and as it will run, for costs; and the prompts."""
+
+    options: Tune
+    native: Pair
+    grown: Pair
+    chosen: list[Prompt]
+    progress: Progress
+    costs: dict[Setting, measure.Phases] = dataclasses.field(default_factory=dict)
+
+    def promises(self, temperature: float) -> list[Promise]:
+        """What every setting promises, the best first."""
+        names = [n for n in methods.names_of(self.options.methods, self.grown) if n != "none"]
+        settings = [
+            methods.setting_of(name, None, budget)
+            for name in names
+            if name in methods.GROWN or name in ("pool", "recycle")
+            for budget in self.budgets
+        ]
+        static = [name for name in ("chain", "tree") if name in names]
+        task = self.progress.add_task(f"T = {temperature:g}", total=len(settings) + len(static))
+        found = []
+        if static:
+            found += self._static(static, temperature)
+            self.progress.advance(task, len(static))
+        for setting in settings:
+            tokens = self.tokens_per_step(setting, temperature)
+            found.append(Promise(setting, tokens, self.cost(setting).step))
+            self.progress.advance(task)
+            jax.clear_caches()  # dozens of programs are more than Linux lets a process map
+        return sorted(found, key=lambda promise: -promise.rate)
+
+    def _static(self, names: Sequence[str], temperature: float) -> list[Promise]:
+        """The best chain and the best tree by positional acceptance and measured costs."""
+        tokens, lengths, *_ = self._generation(Setting(), temperature)
+        starts = [len(prompt.tokens) for prompt in self.chosen]
+        texts = [
+            [*prompt.tokens, *row[:count].tolist()]
+            for prompt, row, count in zip(self.chosen, tokens, lengths, strict=True)
+        ]
+        native = self.native
+        accepted = positional(native.target, native.drafts[0], texts, starts, temperature)
+        costs = [self.cost(methods.setting_of("chain", (1,) * n)) for n in _COST_NODES]
+        level = costs[-1].draft / _COST_NODES[-1]
+        target = [cost.target + cost.rest for cost in costs]
+
+        def looking(nodes: int) -> float:
+            return float(np.interp(nodes, _COST_NODES, target))
+
+        def promise(name: str, shape: TreeShape) -> Promise:
+            setting = methods.setting_of(name, shape.widths)
+            seconds = looking(shape.num_nodes) + level * shape.depth
+            return Promise(setting, expected_tokens(shape, accepted), seconds)
+
+        shapes = {
+            "chain": [TreeShape((1,) * n) for n in range(1, _LONGEST_CHAIN)],
+            "tree": [best_shape(accepted, looking, level, self.budgets, range(2, _DEEPEST)).shape],
+        }
+        rated = {name: [promise(name, shape) for shape in shapes[name]] for name in names}
+        return [max(each, key=lambda one: one.rate) for each in rated.values()]
+
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The budgets to choose among."""
+        return items(self.options.budgets, int, "--budgets")
+
+    def _request(
+        self, pair: Pair, drafter: Drafter | None, rows: list[Prompt], temperature: float
+    ) -> Request:
+        return prepare(
+            jax.random.key(self.options.seed), pair.target, drafter, [p.tokens for p in rows],
+            self.options.max_new_tokens, Sampling(temperature), "auto", False,
+        )  # fmt: skip
+
+    def _generation(self, setting: Setting, temperature: float) -> list[np.ndarray]:
+        """Tokens, lengths, steps and nodes of all prompts as one batch, the model as it is."""
+        drafter = methods.build(setting, self.native)
+        request = self._request(self.native, drafter, self.chosen, temperature)
+        return [np.asarray(x) for x in run(self.native.target, drafter, **request._asdict())]
+
+    def tokens_per_step(self, setting: Setting, temperature: float) -> float:
+        """Emitted tokens over target passes on all prompts."""
+        _, lengths, steps, _ = self._generation(setting, temperature)
+        return float(lengths.sum() / steps.sum())
+
+    def cost(self, setting: Setting) -> measure.Phases:
+        """The phases of a step with the model as it will run."""
+        if setting not in self.costs:
+            drafter = methods.build(setting, self.grown)
+            rows = [self.chosen[len(self.chosen) // 2]] * self.options.batch
+            request = self._request(self.grown, drafter, rows, 0.0)
+            self.costs[setting] = measure.phases(self.grown.target, drafter, request)
+        return self.costs[setting]
+
+
+def tune(options: Tune) -> int:
+    """Runs `specjax tune`; gives the exit code.
+
+    Raises:
+      ValueError: an option or a prompt file is wrong, or no prompt fits.
+    """
+    temperatures = _check(options)
+    listed = prompts.read(options.prompts)[: options.limit]
+    native = load_pair(options.model, options.draft, "float32", options.stage)
+    dtype = dtype_of(options.dtype) or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    grown = native.target
+    if options.inflate:
+        grown = inflate(grown, count_of(options.inflate))
+    chosen, _ = prompts.fitting(
+        listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
+    )
+    as_it_runs = jax.tree.map(lambda leaf: leaf.astype(dtype), grown)
+    pairs = native, native._replace(target=as_it_runs)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        tuner = Tuner(options, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
+        promises = [tuner.promises(temperature) for temperature in temperatures]
+        final = native._replace(target=grown)
+        checked = [
+            _check_run(options, final, dtype, chosen, temperature, best, progress)
+            for temperature, best in zip(temperatures, promises, strict=True)
+        ]
+    entries = [entry for entry, _ in checked]
+    tuned.write(options.out, entries, _environment(options, grown, promises))
+    for (entry, rows), best in zip(checked, promises, strict=True):
+        _say(entry, best, rows)
+    return 0
+
+
+def _check(options: Tune) -> tuple[float, ...]:
+    """The temperatures, once all options are checked."""
+    for name in ("limit", "max_new_tokens", "batch"):
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    check_seed(options.seed)
+    check_target_file("FILE", options.out)
+    methods.names_of(options.methods, None)
+    for budget in items(options.budgets, int, "--budgets"):
+        at_least("--budgets", budget, 1)
+    dtype_of(options.dtype)
+    temperatures = items(options.temperatures, float, "--temperatures")
+    if not all(0 <= temperature < math.inf for temperature in temperatures):
+        raise ValueError(f"--temperatures is {options.temperatures!r}; none may be below 0.")
+    return temperatures
+
+
+def _check_run(
+    options: Tune,
+    pair: Pair,
+    dtype: str,
+    chosen: list[Prompt],
+    temperature: float,
+    promises: list[Promise],
+    progress: Progress,
+) -> tuple[Entry, list[dict[str, Any]]]:
+    """The fastest of the settings that promise most and plain decoding, run side by side."""
+    finalists = promises[:_FINALISTS]
+    plan = plan_of(
+        Bench(methods="none", temperatures=str(temperature), batch=str(options.batch), dtype=dtype,
+              max_new_tokens=options.max_new_tokens, skip_phases=True, seed=options.seed),
+        pair,
+    )  # fmt: skip
+    plan = dataclasses.replace(plan, settings=tuple(promise.setting for promise in finalists))
+    rows = Bencher(plan, pair, progress).rows(chosen, options.batch)
+    best = max(rows, key=lambda row: row["tokens_per_second"])
+    plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")
+    setting = from_json(best["setting"], "a row")
+    promised = {promise.setting: promise for promise in finalists}.get(setting)
+    return Entry(
+        temperature,
+        options.batch,
+        setting,
+        {} if promised is None else _figures(promised, options.batch, plain),
+        {name: best[name] for name in ("tokens_per_step", "tokens_per_second", "speedup")},
+    ), rows
+
+
+def _figures(promise: Promise, batch: int, plain: float) -> dict[str, float]:
+    """What is expected, in the names of a bench row; `plain` are tokens per second."""
+    rate = promise.rate * batch
+    return {
+        "tokens_per_step": promise.tokens,
+        "tokens_per_second": rate,
+        "speedup": rate / plain,
+    }
+
+
+def _environment(
+    options: Tune, target: Model, promises: Sequence[Sequence[Promise]]
+) -> dict[str, Any]:
+    """Where settings were measured, and what each of them promised."""
+    return measure.environment() | {
+        "config": dataclasses.asdict(options),
+        "parameters": target.config.num_parameters,
+        "promises": [
+            [{"setting": to_json(p.setting), "tokens_per_step": p.tokens, "seconds": p.seconds}
+             for p in each]
+            for each in promises
+        ],
+    }  # fmt: skip
+
+
+def _say(entry: Entry, promises: Sequence[Promise], rows: Sequence[dict[str, Any]]) -> None:
+    """What was promised, what came of it, and what was written."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    lines = Table("setting", "tokens/step", "ms/step", "tokens/s expected", "measured", "speed-up")
+    measured = {row["label"]: row for row in rows if row["method"] != "none"}
+    for promise in promises:
+        row = measured.get(promise.setting.label)
+        expected = promise.rate * entry.batch
+        lines.add_row(
+            promise.setting.label,
+            f"{promise.tokens:.2f}",
+            f"{promise.seconds * 1e3:.2f}",
+            f"{expected:.1f}",
+            "" if row is None else f"{row['tokens_per_second']:.1f}",
+            "" if row is None else f"{row['speedup']:.2f}",
+        )
+    console.print(f"temperature {entry.temperature:g}, batch {entry.batch}")
+    console.print(lines)
+    console.print(_verdict(entry))
+
+
+def _verdict(entry: Entry) -> str:
+    """The setting taken, and how far off the expectation was."""
+    rate = entry.measured["tokens_per_second"]
+    if not entry.expected:
+        return f"taken: plain decoding, {rate:.1f} tokens/s; nothing was faster."
+    off = rate / entry.expected["tokens_per_second"] - 1
+    steps = entry.measured["tokens_per_step"]
+    return (
+        f"taken: {entry.setting.label}, {rate:.1f} tokens/s, {entry.measured['speedup']:.2f} times "
+        f"plain decoding ({off:+.0%} against the expected rate; {steps:.2f} tokens per step, "
+        f"expected {entry.expected['tokens_per_step']:.2f})."
+    )
