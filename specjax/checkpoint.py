@@ -1,4 +1,7 @@
-"""Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files."""
+"""Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files.
+
+N-gram models lie in folders of the same look.
+"""
 
 import json
 import os
@@ -16,6 +19,7 @@ from tokenizers import Tokenizer
 
 from specjax import families
 from specjax.config import ModelConfig
+from specjax.draft import ngram
 from specjax.model import LayerWeights, Model
 
 if TYPE_CHECKING:
@@ -27,6 +31,7 @@ BUNDLED = Path(__file__).parent / "bundled"
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_NGRAM, _PER_NAT, _DEAREST = "ngram", 16, 255
 
 
 class CheckpointError(ValueError):
@@ -92,7 +97,7 @@ def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
     kind = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     missing = families.tensor_shapes(config, family)
     found: dict[str, np.ndarray] = {}
-    for name, file, tensor in _tensors(folder, family):
+    for name, file, tensor in _tensors(folder, family.ignored):
         expected = missing.pop(name, None)
         if expected is None:
             if name in found or not (config.tie_embeddings and name == family.unembedding):
@@ -133,6 +138,55 @@ def save_model(
         _save_tokenizer(tokenizer, folder, model.config)
 
 
+def load_ngram(name: str | Path = "bundled", vocab_size: int | None = None) -> ngram.NGram:
+    """The n-gram model of a folder, or the bundled one.
+
+    Raises:
+      CheckpointError: a file or a tensor is missing, damaged, or not what the configuration says,
+        or the model is not one of `vocab_size` tokens.
+    """
+    folder = BUNDLED / _NGRAM if name == "bundled" else Path(name)
+    config = _config_of(folder)
+    size, width, contexts = _ngram_sizes(config, folder / _CONFIG)
+    if vocab_size not in (None, size):
+        raise CheckpointError(
+            f"the n-gram model in {folder} is one of {size} tokens; {vocab_size} are asked for."
+        )
+    rows = size + contexts, width
+    found = _ngram_tensors(folder, {"contexts": (contexts, 2), "tokens": rows, "costs": rows})
+    largest = max(int(found[each].max(initial=0)) for each in ("contexts", "tokens"))
+    if largest >= size:
+        raise CheckpointError(f"{folder} names token {largest}; {_CONFIG} says {size} tokens.")
+    contexts_and_tokens = (found[each].astype(np.int32) for each in ("contexts", "tokens"))
+    return ngram.pack(*contexts_and_tokens, found["costs"].astype(np.float32) / -_PER_NAT)
+
+
+def save_ngram(table: ngram.NGram, folder: str | Path, **extras: Any) -> None:
+    """Writes `table` as a folder that `load_ngram` reads; `extras` are added to `config.json`.
+
+    Log probabilities are kept as `costs`, in sixteenths of a nat in a byte (at most 15.9 nats);
+    the hash table is made anew when the folder is read.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "kind": _NGRAM,
+        "order": ngram.ORDER,
+        "vocab_size": table.vocab_size,
+        "width": table.width,
+        "contexts": table.num_contexts,
+    }
+    (folder / _CONFIG).write_text(json.dumps(config | extras, indent=2) + "\n", encoding="utf-8")
+    small = np.min_scalar_type(table.vocab_size - 1)
+    costs = np.round(-_PER_NAT * np.asarray(table.log_q))
+    tensors = {
+        "contexts": ngram.contexts_of(table).astype(small),
+        "tokens": np.asarray(table.tokens).astype(small),
+        "costs": np.minimum(costs, _DEAREST).astype(np.uint8),
+    }
+    (folder / _WEIGHTS).write_bytes(save(tensors))
+
+
 def tokenizer_of(folder: str | Path) -> "PreTrainedTokenizerFast":
     """The transformers tokenizer stored in `folder`.
 
@@ -152,13 +206,7 @@ def tokenizer_of(folder: str | Path) -> "PreTrainedTokenizerFast":
 
 
 def _read_config(folder: Path) -> tuple[ModelConfig, families.Family]:
-    if not folder.is_dir():
-        if BUNDLED in folder.parents:
-            raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
-        raise CheckpointError(f"no model folder at {folder}; it must exist, or be 'bundled'.")
-    if not (folder / _CONFIG).is_file():
-        raise CheckpointError(f"{folder} has no {_CONFIG}, so it is not a model folder.")
-    parsed = _json(folder / _CONFIG)
+    parsed = _config_of(folder)
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := _json(generation).get("eos_token_id")) is not None:
         parsed = parsed | {"eos_token_id": eos}
@@ -166,6 +214,48 @@ def _read_config(folder: Path) -> tuple[ModelConfig, families.Family]:
         return families.read_config(parsed), families.family_of(parsed)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / _CONFIG}: {error}") from error
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        if BUNDLED in folder.parents:
+            raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
+        raise CheckpointError(f"no model folder at {folder}; it must exist, or be 'bundled'.")
+    if not (folder / _CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no {_CONFIG}, so it is not a model folder.")
+    return _json(folder / _CONFIG)
+
+
+def _ngram_sizes(config: dict[str, Any], file: Path) -> tuple[int, int, int]:
+    """Vocabulary, width and contexts of an n-gram model."""
+    for name, expected in (("kind", _NGRAM), ("order", ngram.ORDER)):
+        if config.get(name) != expected:
+            raise CheckpointError(
+                f"{file} says {name} {config.get(name)!r}; an n-gram model has {expected!r}."
+            )
+    for name, least in (("vocab_size", 1), ("width", 1), ("contexts", 0)):
+        if type(config.get(name)) is not int or config[name] < least:
+            raise CheckpointError(
+                f"{file} says {name} {config.get(name)!r}; it must be at least {least}."
+            )
+    return config["vocab_size"], config["width"], config["contexts"]
+
+
+def _ngram_tensors(folder: Path, missing: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
+    """The tensors of an n-gram model, of the shapes given."""
+    found = {}
+    for name, file, tensor in _tensors(folder):
+        expected = missing.pop(name, None)
+        if expected is None:
+            raise CheckpointError(f"{file} holds {name}, which an n-gram model has no place for.")
+        if tensor.shape != expected:
+            raise CheckpointError(
+                f"{name} in {file} has shape {tensor.shape}; {_CONFIG} asks for {expected}."
+            )
+        found[name] = tensor
+    if missing:
+        raise CheckpointError(f"{folder} has no tensor {', '.join(sorted(missing))}.")
+    return found
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -178,13 +268,15 @@ def _json(path: Path) -> dict[str, Any]:
     return parsed
 
 
-def _tensors(folder: Path, family: families.Family) -> Iterator[tuple[str, Path, np.ndarray]]:
+def _tensors(
+    folder: Path, ignored: str | tuple[str, ...] = ()
+) -> Iterator[tuple[str, Path, np.ndarray]]:
     """Every tensor of the folder's safetensors files, with its name and file."""
     for file in _weight_files(folder):
         try:
             with safe_open(file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118
-                    if not name.endswith(family.ignored):
+                    if not name.endswith(ignored):
                         yield name, file, opened.get_tensor(name)
         except FileNotFoundError as error:
             raise CheckpointError(f"{file} is missing, though {_INDEX} names it.") from error

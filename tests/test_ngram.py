@@ -1,12 +1,16 @@
 """The trigram model against dictionaries, its hash table, its folder, and the bundled one."""
 
+import json
+import shutil
 from collections import Counter, defaultdict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from specjax.checkpoint import CheckpointError, load_ngram, save_ngram
 from specjax.draft.ngram import NO_TOKEN, contexts_of, pack, successors
 from train.ngram import Counts, Katz, Successors, back_off, joined, materialize, said_after, said_in
 
@@ -178,3 +182,75 @@ def test_counts_are_kept_whole_where_nothing_is_left_for_others():
     lower, seen = np.array([0.5, 0.5, 0, 0]), Successors(np.array([0, 1]), np.array([3, 1]))
     np.testing.assert_allclose(back_off(lower, seen, 0.5), [0.75, 0.25, 0, 0])
     np.testing.assert_allclose(back_off(lower, Successors(*2 * [np.zeros(0, int)]), 0.5), lower)
+
+
+@pytest.fixture(scope="module")
+def written(table, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    save_ngram(table, folder, trained_on="random texts")
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def test_a_folder_gives_back_the_tables(table, written):
+    found = load_ngram(written, vocab_size=V)
+    np.testing.assert_array_equal(found.slots, table.slots)
+    np.testing.assert_array_equal(found.tokens, table.tokens)
+    np.testing.assert_allclose(found.log_q, table.log_q, atol=1 / 32 + 1e-6)
+    assert (found.vocab_size, found.homes, found.probes) == (V, table.homes, table.probes)
+    assert (np.diff(found.log_q, axis=1) <= 0).all()
+    assert json.loads((written / "config.json").read_text())["trained_on"] == "random texts"
+    kinds = {name: each.dtype for name, each in load_file(written / "model.safetensors").items()}
+    assert kinds == {"contexts": np.uint8, "tokens": np.uint8, "costs": np.uint8}
+
+
+def test_impossible_tokens_are_dearest(tmp_path):
+    save_ngram(pack(np.zeros((0, 2), int), np.zeros((3, 2), int), np.full((3, 2), -60.0)), tmp_path)
+    np.testing.assert_array_equal(load_ngram(tmp_path).log_q, -255 / 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kind": "llama"}, "says kind 'llama'; an n-gram model has 'ngram'"),
+        ({"order": 2}, "says order 2; an n-gram model has 3"),
+        ({"width": 0}, "says width 0; it must be at least 1"),
+        ({"contexts": "many"}, "says contexts 'many'"),
+        ({"width": 4}, r"has shape \(\d+, 5\); config.json asks for \(\d+, 4\)"),
+        ({"vocab_size": V - 1}, "config.json asks for"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(folder, changes, said):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(CheckpointError, match=said):
+        load_ngram(folder)
+
+
+def test_tensors_that_do_not_fit_are_refused(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"weights": np.zeros(3)}, file)
+    with pytest.raises(CheckpointError, match="holds weights, which an n-gram model has no place"):
+        load_ngram(folder)
+    save_file({"costs": tensors["costs"]}, file)
+    with pytest.raises(CheckpointError, match="has no tensor contexts, tokens"):
+        load_ngram(folder)
+    save_file(tensors | {"tokens": tensors["tokens"] + np.uint8(V)}, file)
+    with pytest.raises(CheckpointError, match=f"names token {2 * V - 1}; .* says {V} tokens"):
+        load_ngram(folder)
+    file.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="truncated or damaged"):
+        load_ngram(folder)
+
+
+def test_another_vocabulary_and_a_missing_folder_are_refused(written, tmp_path):
+    with pytest.raises(CheckpointError, match=f"is one of {V} tokens; 64 are asked for"):
+        load_ngram(written, vocab_size=64)
+    with pytest.raises(CheckpointError, match="no model folder at"):
+        load_ngram(tmp_path / "nowhere")
