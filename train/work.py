@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from specjax.checkpoint import BUNDLED, load
 from specjax.config import ModelConfig
+from specjax.draft.ngram import NGram
 from specjax.model import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
@@ -27,6 +28,7 @@ from train.data import Streams, encode
 from train.documents import Document, fingerprint
 from train.loop import Log, finished
 from train.marking import BY_NOTHING
+from train.trigrams import load_trigrams
 
 COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
 """Settings that change no result."""
@@ -161,6 +163,12 @@ class Work:
             "corpus_labels", self.target_id, self.corpus_id, self.recipe.labels, share
         )
 
+    @property
+    def counted(self) -> Path:
+        """Where the trigram model of what the target says lies."""
+        labels = [self.collected_labels.name, self.corpus_labels.name]
+        return self.place("trigrams", labels, self.recipe.trigrams)
+
     def warmed(self, member: int) -> Path:
         """Where a member's start is trained on the corpus."""
         config = self.draft_config(member)
@@ -214,6 +222,10 @@ class Work:
         """What a member starts from."""
         schedule = self.warm_schedule(member)
         return _finished("warm", self.warmed(member), self.draft_config(member), schedule)
+
+    def trigrams(self) -> NGram:
+        """The trigram model of what the target says."""
+        return load_trigrams(self.counted)
 
     def draft(self, member: int) -> Model:
         """A member of the pool."""
