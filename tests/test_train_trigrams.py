@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.checkpoint import load_ngram
 from specjax.draft.ngram import NO_TOKEN, contexts_of, successors
 from tests.rows import PROMPT, STEPS, rows_of, whole
 from train.checks import check, check_for
@@ -14,7 +15,7 @@ from train.config import Labels, Trigrams, load_recipe
 from train.heldout import view
 from train.labels import label_collected, load_labels
 from train.loop import Log
-from train.trigrams import agreement, is_made, load_trigrams, make_trigrams, said_by_target
+from train.trigrams import agreement, is_made, made_in, make_trigrams, said_by_target
 
 LABELS = Labels(top_k=3, tokens=8 * (PROMPT + STEPS), dtype="float32")
 SETTINGS = Trigrams(contexts=400, width=6)
@@ -52,8 +53,8 @@ def folder(tmp_path_factory) -> Path:
 def table(folder, said, target, log):
     assert not is_made(folder)
     with pytest.raises(ValueError, match="run the stage 'trigrams' first"):
-        load_trigrams(folder)
-    return make_trigrams(folder, said, target.config.vocab_size, SETTINGS, log)
+        made_in(folder)
+    return make_trigrams(folder, said, target.config.vocab_size, SETTINGS, "tiny", log)
 
 
 def test_own_text_and_likeliest_tokens_are_counted(target, rows, said):
@@ -76,7 +77,7 @@ def test_nothing_is_counted_after_a_row_has_ended(rows, labelled):
 
 def test_the_table_left_behind_is_read_again(folder, table, log):
     assert is_made(folder)
-    again = load_trigrams(folder)
+    again = load_ngram(made_in(folder))
     np.testing.assert_array_equal(again.tokens, table.tokens)
     np.testing.assert_array_equal(again.log_q, table.log_q)
     assert table.width == 6
@@ -87,7 +88,7 @@ def test_a_broken_off_stage_begins_anew(tmp_path, said, target, table, log):
     (tmp_path / "model.part").mkdir()
     (tmp_path / "model.part" / "config.json").write_text("{")
     assert not is_made(tmp_path)
-    made = make_trigrams(tmp_path, said, target.config.vocab_size, SETTINGS, log)
+    made = make_trigrams(tmp_path, said, target.config.vocab_size, SETTINGS, "tiny", log)
     np.testing.assert_array_equal(made.slots, table.slots)
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
 
@@ -119,7 +120,7 @@ def test_a_prompt_of_one_token_has_nothing_before_it(target, table):
 
 
 def test_narrow_tables_have_fewer_figures(tmp_path, said, target, rows, log):
-    narrow = make_trigrams(tmp_path, said, 64, Trigrams(contexts=5, width=2), log)
+    narrow = make_trigrams(tmp_path, said, 64, Trigrams(contexts=5, width=2), "tiny", log)
     assert "top4" not in agreement(narrow, target, rows)
     assert len(contexts_of(narrow)) == 5
 

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint import load_model, save_model, save_ngram
+from specjax.checkpoint import load_model, save_model
 from train.chunks import write_text
 from train.collect import load_collected
 from train.data import Prompts, Stream, evenly
@@ -13,6 +13,7 @@ from train.heldout import View, estimates, hold_out, view
 from train.loop import Metrics
 from train.pretrain import bits_per_byte
 from train.report import losses, machine, marked, stage_seconds
+from train.trigrams import made_in
 from train.work import Work
 
 PAIR = "pair.json"
@@ -69,8 +70,7 @@ def export(work: Work) -> None:
     for number in range(work.recipe.boost.drafts):
         save_model(work.draft(number), part / "drafts" / str(number), work.tokenizer)
     if work.recipe.trigrams.contexts:
-        origin = f"what {work.target_id} says, of the recipe {work.recipe.name}"
-        save_ngram(work.trigrams(), part / NGRAM, trained_on=origin)
+        shutil.copytree(made_in(work.counted), part / NGRAM)
     write_text(part / PAIR, said)
     streams, length = work.streams, work.recipe.evaluation.prompt_tokens
     for name, stream in ((DEVELOPMENT, streams.dev), (HELDOUT, streams.heldout)):

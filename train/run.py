@@ -132,7 +132,7 @@ def run_trigrams(work: Work) -> None:
         labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
     )
     size = work.target_config.vocab_size
-    table = trigrams.make_trigrams(work.counted, said, size, recipe.trigrams, work.log)
+    table = trigrams.make_trigrams(work.counted, said, size, recipe.trigrams, recipe.name, work.log)
     development = load_collected("collect", work.collected("development"), recipe.evaluation)
     found = trigrams.agreement(table, work.target, development)
     work.log.write(trigrams.STAGE, where=work.counted.name, seconds=0.0, **found)

@@ -51,31 +51,34 @@ def is_made(folder: Path) -> bool:
     return (folder / _MADE).is_dir()
 
 
-def make_trigrams(folder: Path, said: Said, size: int, settings: Trigrams, log: Log) -> NGram:
-    """The model of what was `said` with `size` tokens, left in `folder`."""
+def make_trigrams(
+    folder: Path, said: Said, size: int, settings: Trigrams, recipe: str, log: Log
+) -> NGram:
+    """The model of what was `said`, with `size` tokens, by the target of `recipe`; in `folder`."""
     began = time.perf_counter()
     katz = Katz(said, size)
     table = materialize(katz, settings.width, settings.contexts)
     part = folder / f"{_MADE}.part"
     shutil.rmtree(part, ignore_errors=True)
-    save_ngram(table, part, trained_on=f"{len(said.token)} tokens said by {folder.name}")
+    origin = f"{len(said.token)} tokens said by the target of the recipe {recipe}"
+    save_ngram(table, part, trained_on=origin)
     part.rename(folder / _MADE)
     log.write(
         STAGE, where=folder.name, tokens=len(said.token), pairs=len(katz.pairs.contexts),
         kept=table.num_contexts, probes=table.probes, seconds=time.perf_counter() - began,
     )  # fmt: skip
-    return load_trigrams(folder)
+    return load_ngram(made_in(folder))
 
 
-def load_trigrams(folder: Path) -> NGram:
-    """What `make_trigrams` left in `folder`.
+def made_in(folder: Path) -> Path:
+    """The folder that `make_trigrams` left in `folder`.
 
     Raises:
       ValueError: it has not finished.
     """
     if not is_made(folder):
         raise ValueError(f"{folder / _MADE} is missing; run the stage {STAGE!r} first.")
-    return load_ngram(folder / _MADE)
+    return folder / _MADE
 
 
 def agreement(table: NGram, target: Model, rows: Collected) -> Metrics:

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from specjax.checkpoint import BUNDLED, load
 from specjax.config import ModelConfig
-from specjax.draft.ngram import NGram
 from specjax.model import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
@@ -28,7 +27,6 @@ from train.data import Streams, encode
 from train.documents import Document, fingerprint
 from train.loop import Log, finished
 from train.marking import BY_NOTHING
-from train.trigrams import load_trigrams
 
 COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
 """Settings that change no result."""
@@ -222,10 +220,6 @@ class Work:
         """What a member starts from."""
         schedule = self.warm_schedule(member)
         return _finished("warm", self.warmed(member), self.draft_config(member), schedule)
-
-    def trigrams(self) -> NGram:
-        """The trigram model of what the target says."""
-        return load_trigrams(self.counted)
 
     def draft(self, member: int) -> Model:
         """A member of the pool."""
