@@ -167,9 +167,9 @@ def load_ngram(name: str | Path = "bundled", vocab_size: int | None = None) -> n
     largest = max(int(found[each].max(initial=0)) for each in ("contexts", "tokens"))
     if largest >= size:
         raise CheckpointError(f"{folder} names token {largest}; {_CONFIG} says {size} tokens.")
-    contexts_and_tokens = (found[each].astype(np.int32) for each in ("contexts", "tokens"))
-    contexts, tokens = contexts_and_tokens
-    return ngram.pack(contexts, tokens, found["costs"].astype(np.float32) / -_PER_NAT)
+    wide = {name: tensor.astype(np.int32) for name, tensor in found.items()}
+    log_q = wide["costs"].astype(np.float32) / -_PER_NAT
+    return ngram.pack(wide["contexts"], wide["tokens"], log_q)
 
 
 def save_ngram(table: ngram.NGram, folder: str | Path, **extras: Any) -> None:

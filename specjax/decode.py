@@ -71,17 +71,28 @@ def prefill(
 
     The last prompt token is the first root, so the first token comes from a step like any other.
     """
+    state, seen = read(target, prompt, length, key, slots, num_seen_by(drafter))
+    if drafter is None:
+        return state
+    return replace(state, draft=drafter.init(prompt, length, slots, seen))
+
+
+def read(
+    target: Model,
+    prompt: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    key: Key[Array, " B"],
+    slots: int,
+    num_seen: int,
+) -> tuple[DecodeState, Int32[Array, "B T k"]]:
+    """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
     rows, tokens = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
     x, new = trunk(target, prompt, positions, None, None)
     cache = empty_cache(target.config, rows, slots, cache_dtype(target.embedding.dtype))
-    seen = seen_in(target, x, prompt.shape, num_seen_by(drafter))
-    return DecodeState(
-        cache=cache.keep(new, None, length - 1),
-        draft=() if drafter is None else drafter.init(prompt, length, slots, seen),
-        last=jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0],
-        key=key,
-    )
+    last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0]
+    state = DecodeState(cache.keep(new, None, length - 1), (), last, key)
+    return state, seen_in(target, x, prompt.shape, num_seen)
 
 
 def num_seen_by(drafter: Drafter | None) -> int:

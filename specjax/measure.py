@@ -79,6 +79,18 @@ def timed(target: Model, drafter: Drafter | None, request: Request) -> Timed:
 
 _guess = jax.jit(decode.guess)
 _look = jax.jit(decode.look)
+_read = jax.jit(decode.read, static_argnames=("slots", "num_seen"))
+
+
+@partial(jax.jit, static_argnames="slots")
+def _begin(
+    drafter: Drafter,
+    prompt: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    seen: Int32[Array, "B T k"],
+    slots: int,
+) -> DraftState:
+    return drafter.init(prompt, length, slots, seen)
 
 
 @partial(jax.jit, static_argnames=("rule", "window", "num_seen"), donate_argnames="state")
@@ -149,8 +161,16 @@ def _steps(
 
 
 def _prefill(target: Model, drafter: Drafter | None, request: Request) -> DecodeState:
-    prompt, length, key = request.prompt, request.length, request.key
-    return decode.prefill_jit(target, drafter, prompt, length, key, slots=request.slots)
+    """The target's part is one program for all drafters."""
+    state, seen = _read(
+        target, request.prompt, request.length, request.key,
+        slots=request.slots, num_seen=decode.num_seen_by(drafter),
+    )  # fmt: skip
+    if drafter is None:
+        return state
+    return replace(
+        state, draft=_begin(drafter, request.prompt, request.length, seen, request.slots)
+    )
 
 
 def _step(

@@ -7,6 +7,7 @@ then run against plain decoding, and the fastest of them is written down.
 """
 
 import dataclasses
+import itertools
 import math
 import sys
 from collections.abc import Sequence
@@ -80,9 +81,9 @@ class Tuner:
         names = [n for n in methods.names_of(self.options.methods, self.grown) if n != "none"]
         settings = [
             methods.setting_of(name, None, budget)
+            for budget in self.budgets
             for name in names
             if name in methods.GROWN or name in ("pool", "recycle")
-            for budget in self.budgets
         ]
         static = [name for name in ("chain", "tree") if name in names]
         task = self.progress.add_task(f"T = {temperature:g}", total=len(settings) + len(static))
@@ -90,10 +91,11 @@ class Tuner:
         if static:
             found += self._static(static, temperature)
             self.progress.advance(task, len(static))
-        for setting in settings:
-            tokens = self.tokens_per_step(setting, temperature)
-            found.append(Promise(setting, tokens, self.cost(setting).step))
-            self.progress.advance(task)
+        for _, alike in itertools.groupby(settings, key=lambda setting: setting.nodes):
+            for setting in alike:
+                tokens = self.tokens_per_step(setting, temperature)
+                found.append(Promise(setting, tokens, self.cost(setting).step))
+                self.progress.advance(task)
             jax.clear_caches()  # dozens of programs are more than Linux lets a process map
         return sorted(found, key=lambda promise: -promise.rate)
 

@@ -1,8 +1,11 @@
 """The pair that comes with the package: its tokens are those of plain decoding."""
 
+import jax
 import pytest
 
-from specjax import certify, methods, prompts
+from specjax import certify, checkpoint, methods, prompts
+from specjax.decode import generate
+from specjax.draft import ExpansionDrafter
 from specjax.options import Verify
 
 GREEDY = certify.greedy_part, Verify(methods="chain,pool", max_new_tokens=32)
@@ -31,3 +34,16 @@ def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys)
     for method in found["methods"]:
         assert len(method["divergences"]) <= 1
         assert method["tokens_per_step"] > 1.2
+
+
+def test_the_second_stage_drafts_for_the_first_draft(pair, chosen):
+    """The smaller draft's chains are worth a few tokens to draft 0, which stays as it is."""
+    draft, small = pair.drafts[0], checkpoint.load_model(checkpoint.BUNDLED / "stage2")
+    assert small.config.vocab_size == draft.config.vocab_size
+    assert 3 * small.config.num_parameters < 1.1 * draft.config.num_parameters
+    key, texts = jax.random.key(0), [prompt.tokens for prompt in chosen]
+    plain = generate(key, draft, None, texts, max_new_tokens=32)
+    chain = ExpansionDrafter.of([small], (1,) * 4)
+    staged = generate(key, draft, chain, texts, max_new_tokens=32)
+    assert (staged.tokens == plain.tokens).mean() > 0.9  # a near tie may turn the rest of a row
+    assert staged.tokens_per_step.mean() > 2.5

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax.checkpoint import CheckpointError, load_ngram, save_ngram
+from specjax import prompts
+from specjax.checkpoint import (
+    BUNDLED,
+    CheckpointError,
+    load_drafts,
+    load_ngram,
+    save_ngram,
+    tokenizer_of,
+)
+from specjax.decode import generate
 from specjax.draft.ngram import NO_TOKEN, contexts_of, pack, successors
 from train.ngram import Counts, Katz, Successors, back_off, joined, materialize, said_after, said_in
 
@@ -254,3 +263,24 @@ def test_another_vocabulary_and_a_missing_folder_are_refused(written, tmp_path):
         load_ngram(written, vocab_size=64)
     with pytest.raises(CheckpointError, match="no model folder at"):
         load_ngram(tmp_path / "nowhere")
+
+
+def test_the_bundled_table_foresees_what_the_bundled_draft_says():
+    draft = load_drafts("bundled/0", "float32")[0]
+    bundled, tokenizer = (
+        load_ngram(vocab_size=draft.config.vocab_size),
+        tokenizer_of(BUNDLED / "target"),
+    )
+    listed = prompts.read(str(BUNDLED / "dev.jsonl"))[:8]
+    texts = [tokenizer(text).input_ids for _, text in listed]
+    made = generate(jax.random.key(0), draft, None, texts, max_new_tokens=48, stop_at_eos=False)
+    pairs = [
+        [*text[-2:], *row.tolist()]
+        for text, row in zip(texts, np.asarray(made.tokens), strict=True)
+    ]
+    rows = np.array([row[:50] for row in pairs], np.int32)
+    _, tokens = successors(bundled, jnp.asarray(rows[:, :-2]), jnp.asarray(rows[:, 1:-1]))
+    hit = np.asarray(tokens) == rows[:, 2:, None]
+    assert hit[..., 0].mean() > 0.45
+    assert hit[..., :4].any(axis=-1).mean() > 0.7
+    assert (np.diff(np.sort(np.asarray(tokens)), axis=-1) > 0).all()

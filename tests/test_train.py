@@ -188,6 +188,7 @@ def begun(folder: Path, work: Work) -> list[tuple[str, Path]]:
         ("pretrain", there.pretrained / "20"),
         ("collect", there.collected("collected") / "00000.npz"),
         ("label", there.collected_labels / "00000.npz"),
+        ("trigrams", there.counted / "inputs.json"),
         ("warm", there.warmed(0) / "15"),
         ("draft 0", there.drafted(0) / "10"),
         ("draft 2", there.drafted(2) / "20"),
@@ -210,7 +211,7 @@ def test_a_run_killed_in_every_stage_ends_with_the_same_bits(tmp_path, folder, w
         process.kill()
         assert process.wait() == -signal.SIGKILL
     subprocess.run(command, cwd=ROOT, stderr=DEVNULL, check=True)
-    for name in ("target", "drafts/0", "drafts/1", "drafts/2"):
+    for name in ("target", "drafts/0", "drafts/1", "drafts/2", "ngram"):
         weights = f"export/{name}/model.safetensors"
         assert (there / weights).read_bytes() == (folder / weights).read_bytes(), name
     for name in ("dev.jsonl", "heldout.jsonl", "pair.json"):

@@ -29,6 +29,7 @@ _LOWEST: dict[str, dict[str, int]] = {
         "depth": 1,
         "seed": 0,
     },
+    "trigrams": {"contexts": 0, "width": 1},
 }
 _SHARES = ("corpus.test_share", "boost.keep")
 _SCALES = ("boost.strength", "boost.elsewhere")
@@ -138,6 +139,10 @@ def check_for(recipe: Recipe, target: ModelConfig) -> None:
     if recipe.labels.top_k >= target.vocab_size:
         raise ValueError(
             f"labels.top_k is {recipe.labels.top_k}; the target has {target.vocab_size} tokens."
+        )
+    if recipe.trigrams.width > target.vocab_size:
+        raise ValueError(
+            f"trigrams.width is {recipe.trigrams.width}; the target has {target.vocab_size} tokens."
         )
     lengths = {
         "collect.prompt_tokens and collect.new_tokens": recipe.collect.prompt_tokens

@@ -172,6 +172,18 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Trigrams:
+    """A trigram model of what the target says, to draft for it (arXiv 2308.04623).
+
+    It holds the `width` likeliest successors of every token and of `contexts` pairs of tokens;
+    0 contexts: none is made.
+    """
+
+    contexts: int = 0
+    width: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """Everything a run needs; equal recipes on equal machines give equal weights.
 
@@ -190,6 +202,7 @@ class Recipe:
     distil: Distil
     boost: Boost
     evaluation: Evaluation
+    trigrams: Trigrams = Trigrams()
 
     def size_of(self, member: int) -> Size:
         """The size of a member of the pool."""

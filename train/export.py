@@ -13,6 +13,7 @@ from train.heldout import View, estimates, hold_out, view
 from train.loop import Metrics
 from train.pretrain import bits_per_byte
 from train.report import losses, machine, marked, stage_seconds
+from train.trigrams import made_in
 from train.work import Work
 
 PAIR = "pair.json"
@@ -27,7 +28,10 @@ FOUND = "tables.json"
 REPORT = "report.json"
 """The figures of the run that made a pair."""
 
-OWN = {"target", "drafts", PAIR, DEVELOPMENT, HELDOUT, REPORT, FOUND, "tables.png"}
+NGRAM = "ngram"
+"""The trigram model of what the target says, where the recipe asks for one."""
+
+OWN = {"target", "drafts", NGRAM, PAIR, DEVELOPMENT, HELDOUT, REPORT, FOUND, "tables.png"}
 """What an export consists of, finished or half written; nothing else is ever replaced."""
 
 PROMPTS = 64
@@ -51,7 +55,7 @@ def check_place(out: Path) -> None:
 
 
 def export(work: Work) -> None:
-    """Writes `work.pair`: `target` (a trained one), `drafts/N`, and prompts as lines.
+    """Writes `work.pair`: `target` (a trained one), `drafts/N`, `ngram`, and prompts as lines.
 
     Weights are in bfloat16. An earlier export of something else is replaced, with its tables; one
     of the same results stays as it is.
@@ -65,6 +69,8 @@ def export(work: Work) -> None:
         save_model(work.trained_target, part / "target", work.tokenizer)
     for number in range(work.recipe.boost.drafts):
         save_model(work.draft(number), part / "drafts" / str(number), work.tokenizer)
+    if work.recipe.trigrams.contexts:
+        shutil.copytree(made_in(work.counted), part / NGRAM)
     write_text(part / PAIR, said)
     streams, length = work.streams, work.recipe.evaluation.prompt_tokens
     for name, stream in ((DEVELOPMENT, streams.dev), (HELDOUT, streams.heldout)):
@@ -85,6 +91,8 @@ def _made_from(work: Work) -> str:
         "made_from": {"target": work.target_id, "drafts": drafts, "corpus": work.corpus_id},
         "prompts": {"prompt_tokens": asked.prompt_tokens, "seed": asked.seed},
     }
+    if work.recipe.trigrams.contexts:
+        found["made_from"]["trigrams"] = work.counted.name
     if isinstance(own, str):
         found["target"] = own if own == "bundled" else str(Path(own).resolve())
     return json.dumps(found, indent=1) + "\n"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from specjax.model import Model
 from specjax.records import use_compilation_cache
-from train import evaluate, labels
+from train import evaluate, labels, trigrams
 from train.boost import gather, lesson
 from train.checks import check
 from train.collect import collect, ended, load_collected
@@ -118,6 +118,26 @@ def run_boost(work: Work) -> None:
         views.append(view(pool[-1], heldout.rows))
 
 
+def run_trigrams(work: Work) -> None:
+    """What the target said is counted, if the recipe asks for it."""
+    recipe = work.recipe
+    if not recipe.trigrams.contexts or trigrams.is_made(work.counted):
+        return
+    rows = load_collected("collect", work.collected("collected"), recipe.collect)
+    count, length = rows.tokens.shape
+    of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
+    said = trigrams.said_by_target(
+        rows,
+        labels.load_labels(work.collected_labels, count, length, recipe.labels)[0],
+        labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
+    )
+    size = work.target_config.vocab_size
+    table = trigrams.make_trigrams(work.counted, said, size, recipe.trigrams, recipe.name, work.log)
+    development = load_collected("collect", work.collected("development"), recipe.evaluation)
+    found = trigrams.agreement(table, work.target, development)
+    work.log.write(trigrams.STAGE, where=work.counted.name, seconds=0.0, **found)
+
+
 def run_evaluate(work: Work) -> None:
     """The tables of `train.evaluate` that the recipe asks for, beside the pair."""
     if not work.recipe.evaluation.tables:
@@ -140,6 +160,7 @@ STAGES = {
     "pretrain": run_pretrain,
     "collect": run_collect,
     "label": run_label,
+    trigrams.STAGE: run_trigrams,
     "warm": run_warm,
     "boost": run_boost,
     "export": export,

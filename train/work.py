@@ -161,6 +161,12 @@ class Work:
             "corpus_labels", self.target_id, self.corpus_id, self.recipe.labels, share
         )
 
+    @property
+    def counted(self) -> Path:
+        """Where the trigram model of what the target says lies."""
+        labels = [self.collected_labels.name, self.corpus_labels.name]
+        return self.place("trigrams", labels, self.recipe.trigrams)
+
     def warmed(self, member: int) -> Path:
         """Where a member's start is trained on the corpus."""
         config = self.draft_config(member)

@@ -19,6 +19,7 @@ from train.config import (
     Recipe,
     Schedule,
     Size,
+    Trigrams,
 )
 
 RECIPE = Recipe(
@@ -61,4 +62,5 @@ RECIPE = Recipe(
     boost=Boost(drafts=3, window=2),
     evaluation=Evaluation(prompts=32, prompt_tokens=16, new_tokens=32, batch=32, depth=4,
                           tables=("coverage",)),
+    trigrams=Trigrams(contexts=300, width=4),
 )  # fmt: skip
