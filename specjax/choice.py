@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from specjax import records
-from specjax.methods import AUTO, METHODS, check_method, setting_of
+from specjax.methods import AUTO, check_method, setting_of
 from specjax.pair import Pair
 from specjax.setting import Setting, from_json
 from specjax.tuned import pick, read
@@ -73,10 +73,9 @@ def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice
 def _measured(pair: Pair, temperature: float, batch: int) -> Choice | None:
     """The fastest setting of a measurement that included plain decoding, if there is one."""
     found = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
-    known = [entry for entry in found if entry["setting"].get("method") in METHODS]
-    nearest = min((entry["temperature"] for entry in known), default=temperature,
+    nearest = min((entry["temperature"] for entry in found), default=temperature,
                   key=lambda measured: abs(measured - temperature))  # fmt: skip
-    entries = [entry for entry in known if entry["temperature"] == nearest]
+    entries = [entry for entry in found if entry["temperature"] == nearest]
     settings = [from_json(entry["setting"], "a measurement") for entry in entries]
     rates = [entry["tokens_per_second"] for entry in entries]
     plain = [rate for rate, one in zip(rates, settings, strict=True) if one.method == "none"]

@@ -14,16 +14,14 @@ from specjax.draft.recycle import RecycleDrafter
 from specjax.draft.staged import TableStage
 from specjax.draft.text import TextDrafter
 from specjax.pair import Pair
-from specjax.setting import DRAFT, TABLE, Setting
+from specjax.setting import DRAFT, METHODS, TABLE, Setting
 from specjax.shape import most_tokens
 from specjax.tree import TreeShape
 from specjax.verify import DISTINCT, DRAWN, NAIVE, ONE_HOT, RECURSIVE, RULES, TOP_K, TRAVERSAL
-from specjax.widths import Widths, spelled, widest
+from specjax.widths import Widths, canonical, spelled, widest
 
 STATIC = ("chain", "tree", "pool", "recycle")
 GROWN = ("specexec", "staged", "lookup", "ngram", "hybrid")
-METHODS = ("none", "chain", "tree", "pool", "specexec", "staged", "lookup", "ngram", "recycle",
-           "hybrid")  # fmt: skip
 MODEL_FREE = ("lookup", "ngram", "recycle")
 AUTO, ALL = "auto", "all"
 
@@ -124,7 +122,7 @@ def setting_of(
         return Setting()
     if method == "chain" and widths is not None and widest(widths) > 1:
         raise ValueError(f"a chain has widths of 1, not {spelled(widths)}; use the method tree.")
-    return Setting(method, widths or _static(method, budget, batch))
+    return Setting(method, canonical(widths or _static(method, budget, batch)))
 
 
 def _static(method: str, budget: int | None, batch: int) -> Widths:

@@ -11,8 +11,10 @@ import jax
 import numpy as np
 
 from specjax.model import Model
+from specjax.setting import METHODS, from_json
 
 _FILE = "measured.json"
+_ENTRY = {"setting", "temperature", "tokens_per_second"}
 
 
 def cache_folder() -> Path:
@@ -53,13 +55,22 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
 def recall(name: str) -> list[dict[str, Any]]:
     """What was measured under `name`; may be empty.
 
-    Each entry holds at least a setting, temperature and tokens_per_second.
+    Each entry holds at least a setting (see `setting.to_json`), temperature and
+    tokens_per_second.
 
-    A file that cannot be read counts as empty: it is only a cache.
+    A file that cannot be read counts as empty, and so does an entry that another version wrote:
+    it is only a cache.
     """
-    found = _read().get(name, [])
-    known = {"setting", "temperature", "tokens_per_second"}
-    return [entry for entry in found if isinstance(entry, dict) and known <= entry.keys()]
+    return [entry for entry in _read().get(name, []) if _is_known(entry)]
+
+
+def _is_known(entry: Any) -> bool:
+    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
+        return False
+    try:
+        return from_json(entry["setting"], "a measurement").method in METHODS
+    except ValueError:
+        return False
 
 
 def remember(name: str, measured: Sequence[dict[str, Any]]) -> Path:

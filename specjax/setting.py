@@ -7,8 +7,10 @@ from typing import Any
 
 from specjax.draft.growth import Growth
 from specjax.tree import TreeShape
-from specjax.widths import Widths, of_json, spelled
+from specjax.widths import Widths, canonical, of_json, spelled
 
+METHODS = ("none", "chain", "tree", "pool", "specexec", "staged", "lookup", "ngram", "recycle",
+           "hybrid")  # fmt: skip
 TABLE, DRAFT = "ngram", "draft"
 
 
@@ -64,8 +66,7 @@ def from_json(values: Mapping[str, Any], where: str) -> Setting:
     try:
         for name in ("widths", "guess"):
             if name in changed:
-                changed[name] = of_json(changed[name])
-                TreeShape(changed[name])
+                changed[name] = canonical(of_json(changed[name]))
         if "growth" in changed:
             _check_names(changed["growth"], Growth, f"{where}, growth")
             changed["growth"] = Growth(**changed["growth"])

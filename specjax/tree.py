@@ -156,6 +156,40 @@ def root_only(last: Int32[Array, " B"], vocabulary: int) -> TokenTree:
     )
 
 
+def chosen(
+    tokens: Int32[Array, "B N"],
+    parents: Int32[Array, "B N"],
+    depth: Int32[Array, "B N"],
+    valid: Bool[Array, "B N"],
+    drafter: Int32[Array, "B N"],
+    chance: Float[Array, "B N"],
+    vocabulary: int,
+) -> TokenTree:
+    """Trees of chosen nodes, each a trial whose law is one-hot at its own token.
+
+    Slots that are not `valid` are emptied; the root's drafter and parent are set.
+    """
+    rows, slots = tokens.shape
+    number = jnp.arange(slots, dtype=jnp.int32)
+    at_root = number == 0
+
+    def clean(values: Array, root: int) -> Array:
+        return jnp.where(at_root, jnp.asarray(root, values.dtype), jnp.where(valid, values, 0))
+
+    return TokenTree(
+        tokens=jnp.where(valid, tokens, 0),
+        parents=clean(parents, NO_PARENT),
+        depth=clean(depth, 0),
+        valid=valid,
+        drafter=clean(drafter, NO_DRAFTER),
+        chance=clean(chance, 1),
+        trial_node=jnp.where(valid, number, 0)[:, 1:],
+        trial_law=jnp.zeros((rows, slots - 1), jnp.int32),
+        q=jnp.zeros((rows, 0, vocabulary)),
+        certain=jnp.ones(rows, bool),
+    )
+
+
 def merge(draws: Draws, root: Int32[Array, ""], depth: int) -> TokenTree:
     """The tree whose set of paths is exactly that of `draws`, for one row.
 

@@ -49,7 +49,7 @@ from specjax.tuned import Entry
 _FINALISTS = 4
 _DEEPEST = 16
 _LONGEST_CHAIN = 24
-_COST_NODES = (1, 3, 7, 15, 31, 63)
+_COST_NODES, _COST_LEVELS = (1, 3, 7, 15, 31, 63), 7
 
 
 class Promise(NamedTuple):
@@ -109,8 +109,10 @@ class Tuner:
         ]
         native = self.native
         accepted = positional(native.target, native.drafts[0], texts, starts, temperature)
-        costs = [self.cost(methods.setting_of("chain", (1,) * n)) for n in _COST_NODES]
-        level = costs[-1].draft / _COST_NODES[-1]
+        chain = methods.setting_of("chain", (1,) * _COST_LEVELS)
+        level = self.cost(chain).draft / _COST_LEVELS
+        # the cheapest drafter to compile: what the target and the rest take depends on nodes alone
+        costs = [self.cost(methods.setting_of("recycle", (1,) * n)) for n in _COST_NODES]
         target = [cost.target + cost.rest for cost in costs]
 
         def looking(nodes: int) -> float:

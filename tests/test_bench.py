@@ -6,10 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import bench, measure, methods, options, prompts, request
+from specjax import bench, measure, methods, options, prompts, request, tuned
 from specjax.__main__ import main
+from specjax.choice import Asked, choose
+from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling
+from specjax.setting import METHODS, Setting
+from specjax.tuned import Entry
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_flags
 
@@ -17,7 +21,7 @@ __all__ = ["own_cache"]
 ROW = {
     *("method", "temperature", "batch", "dtype", "prompts", "new_tokens", "target_steps"),
     *("tokens_per_step", "tokens_per_second", "speedup", "draft_seconds", "target_seconds"),
-    *("other_seconds", "repeated_8grams", "mean_nodes", "widths"),
+    *("other_seconds", "repeated_8grams", "mean_nodes", "setting", "label", "nodes"),
 }
 ENV = {
     *("device", "cpu", "cpu_count", "python", "jax", "jaxlib", "specjax", "date", "config"),
@@ -44,11 +48,13 @@ def prompt_file(tmp_path):
 def test_a_run_writes_what_the_contract_says(prompt_file, tmp_path, capsys):
     out = tmp_path / "bench.json"
     flags = ["--trees", "pool:1,1", "--batch", "2", "--max-new-tokens", "10", "--json", str(out)]
+    flags += ["--png", str(tmp_path / "bench.png")]
     flags += ["--inflate", "48320", "--prompts", str(prompt_file)]
     assert main(["bench", *flags, *pair_flags()]) == 0
     printed = capsys.readouterr()
     assert "prompt b/1 is left out: 300 tokens and 10 new ones" in printed.err
     assert "pool 1,1" in printed.out
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(out.read_text())
     assert report["env"].keys() >= ENV
     assert report["env"]["prompts_left_out"] == ["b/1"]
@@ -83,7 +89,7 @@ def check_rows(rows):
 
 def check_choice(rows):
     """What auto now chooses is what was fastest."""
-    target, _, drafts = bench_pair()
+    pair = bench_pair()
     for sampled in (False, True):
         alike = [
             row
@@ -91,20 +97,20 @@ def check_choice(rows):
             if row["temperature"] == (0.8 if sampled else 0.0) and row["dtype"] == "float32"
         ]
         best = max(alike, key=lambda row: row["tokens_per_second"])
-        choice = methods.choose("auto", None, target, drafts, 0.8 * sampled, 2)
-        assert choice.method == best["method"]
+        choice = choose(Asked(), pair, 0.8 * sampled, 2)
+        assert choice.setting.method == best["method"]
         assert "measured" in choice.reason
 
 
 def bench_pair():
     flags = pair_flags()
-    pair = methods.load_pair(flags[1], flags[3], "float32")
-    return methods.Pair(bench.inflate(pair.target, 48_320), pair.tokenizer, pair.drafts)
+    pair = load_pair(flags[1], flags[3], "float32")
+    return pair._replace(target=bench.inflate(pair.target, 48_320))
 
 
 def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     target = tiny_model(num_layers=1)
-    drafter = methods.build("tree", [target], (2, 1))
+    drafter = methods.build(methods.setting_of("tree", (2, 1)), Pair(target, None, [target]))
     asked = request.prepare(
         jax.random.key(0), target, drafter, [[1, 2, 3]], 10, Sampling(), "auto", False
     )
@@ -149,17 +155,36 @@ def test_batches_are_full_and_of_similar_length():
 
 def test_a_plan_holds_every_setting_and_both_plain_loops():
     plan = bench.plan_of(options.Bench(batch="1,4", temperatures="0,0.5", dtype="bfloat16"))
-    assert plan.settings(1) == (0.0, 0.5)
-    assert plan.settings(4) == (0.0, 0.5, bench.MIXED)
+    assert plan.temperatures_of(1) == (0.0, 0.5)
+    assert plan.temperatures_of(4) == (0.0, 0.5, bench.MIXED)
     named = plan.candidates(4)
     assert [c.dtype for c in named[:2]] == ["float32", "bfloat16"]
-    assert named[2] == ("chain", methods.default_widths("chain", 4), "bfloat16")
+    assert named[2] == (methods.setting_of("chain", batch=4), "bfloat16")
     assert bench.temperatures_of(bench.MIXED, 4, (0.0, 0.5)).tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
 def test_shapes_to_compare_replace_the_default_ones():
+    shapes = (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
     plan = bench.plan_of(options.Bench(trees="chain:1,1;tree:2/2,1;tree"))
-    assert plan.shapes == (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
+    assert settings(plan) == [methods.setting_of(*shape) for shape in shapes]
+
+
+def settings(plan) -> list[Setting]:
+    return [candidate.setting for candidate in plan.candidates(1)[2:]]
+
+
+def test_every_method_takes_every_budget():
+    plan = bench.plan_of(options.Bench(methods="all", budgets="4,9"))
+    named = [(name, budget) for name in METHODS[1:] for budget in (4, 9)]
+    assert settings(plan) == [methods.setting_of(name, None, budget) for name, budget in named]
+
+
+def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
+    setting = methods.setting_of("hybrid", None, 5)
+    entries = [Entry(0.0, 1, setting, {}, {}), Entry(0.8, 1, Setting(), {}, {})]
+    tuned.write(tmp_path / "tuned.json", entries, {})
+    plan = bench.plan_of(options.Bench(methods="none", config=str(tmp_path / "tuned.json")))
+    assert settings(plan) == [setting]
 
 
 @pytest.mark.parametrize(
@@ -170,6 +195,10 @@ def test_shapes_to_compare_replace_the_default_ones():
         ({"limit": 0}, "--limit is 0"),
         ({"seed": -2}, "--seed is -2"),
         ({"json": "nowhere/out.json"}, "--json is nowhere/out.json, in a folder that does not"),
+        ({"png": "nowhere/out.png"}, "--png is nowhere/out.png, in a folder that does not"),
+        ({"trees": "tree:1", "budgets": "3"}, "--trees and --budgets both bound the nodes"),
+        ({"budgets": "3,0"}, "the budget is 0"),
+        ({"config": "nowhere.json"}, "--config is nowhere.json, which cannot be read"),
         ({"trees": "tree:a"}, "--trees is 'a'"),
         ({"dtype": "float64"}, "no dtype 'float64'"),
         ({"temperatures": "-1"}, "--temperatures is '-1'"),

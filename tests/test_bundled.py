@@ -3,18 +3,19 @@
 import jax
 import pytest
 
-from specjax import certify, checkpoint, methods, prompts
+from specjax import certify, checkpoint, prompts
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.options import Verify
+from specjax.pair import Pair, load_pair
 
 GREEDY = certify.greedy_part, Verify(methods="chain,pool", max_new_tokens=32)
 NAIVE = certify.naive_part, Verify(methods="chain", max_new_tokens=32)
 
 
 @pytest.fixture(scope="module")
-def pair() -> methods.Pair:
-    return methods.load_pair("bundled", None, "float32")
+def pair() -> Pair:
+    return load_pair("bundled", None, "float32")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 from specjax import certify, law, methods, verify, walk
 from specjax.__main__ import main
 from specjax.options import Verify
+from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
 from specjax.pytree import replace
 from specjax.sampling import Purpose, draw, fold
@@ -20,9 +21,9 @@ SMALL = Verify(methods="tree", tree="2,1", prompts=2, max_new_tokens=8, samples=
 
 
 @pytest.fixture(scope="module")
-def pair() -> methods.Pair:
+def pair() -> Pair:
     flags = pair_flags()
-    found = methods.load_pair(flags[1], flags[3], "float32")
+    found = load_pair(flags[1], flags[3], "float32")
     return found._replace(drafts=found.drafts[1:])
 
 
@@ -102,7 +103,7 @@ def test_another_token_fails_the_naive_part(pair, chosen, monkeypatch, fresh_pro
     expected = certify.tokens_of(pair.target, None, chosen, SMALL, 0.8).tokens
     monkeypatch.setattr(verify, "match", another)
     jax.clear_caches()
-    found = certify.compare(pair, "tree", chosen, SMALL, 0.8, expected)
+    found = certify.compare(pair, methods.setting_of("tree", (2, 1)), chosen, SMALL, 0.8, expected)
     assert not found.passed
     assert found.divergences[0].gap > certify.TOLERANCE
 

@@ -14,7 +14,7 @@ from tests.folders import answer, own_cache, pair_flags, pair_folder
 __all__ = ["own_cache"]
 KEYS = {
     *("text", "token_ids", "new_tokens", "target_steps", "tokens_per_step", "seconds"),
-    *("tokens_per_second", "method", "verify", "dtype"),
+    *("tokens_per_second", "method", "setting", "verify", "dtype"),
 }
 PROMPT = "def add(a, b):"
 SHORT = ["--max-new-tokens", "12"]
@@ -109,7 +109,7 @@ def test_info_shows_the_pair(capsys):
         (["generate", "x", "--json", "--show-tree"], "--show-tree"),
         (["generate", "x", "--seed", "-1"], "--seed is -1; it must lie between 0 and 4294967295"),
         (["verify", "--seed", f"{2**32}"], "--seed is 4294967296"),
-        (["generate", "x", "--method", "none", "--tree", "2"], "takes no --tree"),
+        (["generate", "x", "--method", "none", "--tree", "2"], "takes no tree and no budget"),
         (["bench", "--prompts", "nowhere.jsonl"], "no prompt file at nowhere.jsonl"),
         (["bench", "--methods", "bush"], "no method 'bush'"),
         (["bench", "--batch", "1,x"], "--batch is '1,x'"),

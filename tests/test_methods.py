@@ -1,10 +1,15 @@
 """Named methods, and the choice that auto makes among them."""
 
+import json
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specjax import checkpoint, methods, records
+from specjax.choice import Asked, Choice, choose
+from specjax.pair import Pair, load_pair
+from specjax.setting import METHODS, Setting, from_json, to_json
 from specjax.verify import DRAWN, TOP_K
 from specjax.widths import Widths
 from tests.conftest import tiny_model
@@ -12,18 +17,26 @@ from tests.folders import own_cache, pair_folder
 
 __all__ = ["own_cache"]
 TARGET, DRAFTS = tiny_model(), [tiny_model(1, num_layers=1), tiny_model(2, num_layers=1)]
+PAIR = Pair(TARGET, None, DRAFTS)
+ONE = PAIR._replace(drafts=DRAFTS[:1])
 
 
 def measured(method: str, rate: float, widths: Widths | None = None) -> dict:
-    return {"method": method, "widths": widths, "tokens_per_second": rate, "temperature": 0.0}
+    setting = to_json(methods.setting_of(method, widths))
+    return {"setting": setting, "tokens_per_second": rate, "temperature": 0.0}
 
 
 def remember(*entries: dict, sampled: bool = False, batch: int = 1) -> None:
     records.remember(records.setting(TARGET, DRAFTS, batch, sampled), entries)
 
 
-def auto(temperature: float = 0.0, batch: int = 1) -> methods.Choice:
-    return methods.choose("auto", None, TARGET, DRAFTS, temperature, batch)
+def auto(temperature: float = 0.0, batch: int = 1) -> Choice:
+    return choose(Asked(), PAIR, temperature, batch)
+
+
+def taken(asked: Asked, pair: Pair = PAIR) -> tuple[str, Widths | None]:
+    setting = choose(asked, pair, 0.0).setting
+    return setting.method, setting.widths
 
 
 @pytest.mark.parametrize(
@@ -34,35 +47,62 @@ def auto(temperature: float = 0.0, batch: int = 1) -> methods.Choice:
     ],
 )
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
-    drafter = methods.build(method, DRAFTS, widths)
+    drafter = methods.build(methods.setting_of(method, widths), PAIR)
     assert (drafter.num_slots, len(drafter.trees)) == (slots, drafts)
     assert drafter.children == DRAWN
-    assert methods.build(method, DRAFTS, widths, "naive").children == TOP_K
+    naive = methods.build(methods.setting_of(method, widths), PAIR, "naive")
+    assert naive.children == TOP_K
 
 
 def test_plain_decoding_has_no_drafter():
-    assert methods.build("none", DRAFTS, None) is None
-    with pytest.raises(ValueError, match="takes no tree"):
-        methods.build("none", DRAFTS, (1,))
+    assert methods.build(methods.setting_of("none"), PAIR) is None
+    for named in ({"widths": (1,)}, {"budget": 3}):
+        with pytest.raises(ValueError, match="takes no tree and no budget"):
+            methods.setting_of("none", **named)
 
 
-def test_what_a_method_lacks_is_said():
-    with pytest.raises(ValueError, match="needs a draft model"):
-        methods.build("tree", [], (2,))
-    with pytest.raises(ValueError, match="not 2,1; use the method tree"):
-        methods.build("chain", DRAFTS, (2, 1))
-    with pytest.raises(ValueError, match="not 1/2/1,0; use the method tree"):
-        methods.build("chain", DRAFTS, (1, 2, (1, 0)))
-    with pytest.raises(ValueError, match="there are none, chain, tree, pool"):
-        methods.build("bush", DRAFTS, None)
+@pytest.mark.parametrize(
+    ("method", "named", "sentence"),
+    [
+        ("chain", {"widths": (2, 1)}, "not 2,1; use the method tree"),
+        ("chain", {"widths": (1, 2, (1, 0))}, "not 1/2/1,0; use the method tree"),
+        ("bush", {}, "there are none, chain, tree, pool, specexec"),
+        ("tree", {"widths": (2,), "budget": 3}, r"a tree \(2\) and a budget \(3\) are named"),
+        ("specexec", {"widths": (2, 1)}, "specexec grows trees of its own, not 2,1"),
+        ("hybrid", {"budget": 0}, "the budget is 0; it must be at least 1 node"),
+    ],
+)
+def test_what_a_method_does_not_take_is_said(method, named, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        methods.setting_of(method, **named)
 
 
-def test_every_method_has_default_widths():
-    for method in ("chain", "tree", "pool"):
-        for batch in (1, 2, 8):
-            widths = methods.default_widths(method, batch)
-            assert methods.build(method, DRAFTS, widths).window == len(widths) + 1
-    assert methods.default_widths("none") is None
+@pytest.mark.parametrize("method", ["tree", "specexec", "hybrid", "staged"])
+def test_what_a_method_lacks_is_said(method):
+    with pytest.raises(ValueError, match=f"the method {method} needs a draft model"):
+        methods.build(methods.setting_of(method), PAIR._replace(drafts=[]))
+    with pytest.raises(ValueError, match="needs a second stage; name an n-gram or model folder"):
+        methods.build(methods.setting_of("staged"), PAIR)
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("budget", [None, 1, 6, 40])
+def test_every_method_keeps_to_its_budget(method, budget):
+    pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1])
+    for batch in (1, 8):
+        setting = methods.setting_of(method, None, budget, batch)
+        drafter = methods.build(setting, pair)
+        assert 1 < drafter.num_slots == setting.nodes + 1
+        assert budget is None or setting.nodes <= budget
+        assert from_json(json.loads(json.dumps(to_json(setting))), "here") == setting
+        assert setting.label.startswith(method)
+
+
+def test_all_are_the_methods_that_a_pair_can_do():
+    assert methods.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "ngram", "recycle"]
+    assert "staged" not in methods.names_of("all", PAIR)
+    assert methods.names_of("all", PAIR._replace(smaller=DRAFTS[0])) == list(METHODS[1:])
+    assert methods.names_of("chain, none", PAIR) == ["chain", "none"]
 
 
 def test_a_pool_is_loaded_from_folders():
@@ -83,26 +123,28 @@ def test_one_bundled_draft_is_loaded_by_its_number():
 def test_vocabularies_must_be_the_same(tmp_path):
     checkpoint.save_model(tiny_model(), tmp_path / "small")
     with pytest.raises(ValueError, match=r"draft 0 has a vocabulary of 64 tokens .* 272"):
-        methods.load_pair(str(pair_folder() / "target"), str(tmp_path / "small"), None)
+        load_pair(str(pair_folder() / "target"), str(tmp_path / "small"), None)
 
 
 def test_a_named_method_is_taken():
-    choice = methods.choose("tree", None, TARGET, DRAFTS, 0.0)
-    assert choice[:2] == ("tree", methods.default_widths("tree"))
-    assert methods.choose("auto", (2, 1), TARGET, DRAFTS, 0.0)[:2] == ("pool", (2, 1))
-    assert methods.choose("auto", (2, 1), TARGET, DRAFTS[:1], 0.0).method == "tree"
-    assert methods.choose("auto", (1, 1), TARGET, DRAFTS[:1], 0.0).method == "chain"
+    assert taken(Asked("tree")) == ("tree", methods.setting_of("tree").widths)
+    assert taken(Asked(widths=(2, 1))) == ("pool", (2, 1))
+    assert taken(Asked(widths=(2, 1)), ONE) == ("tree", (2, 1))
+    assert taken(Asked(widths=(1, (1,))), ONE) == ("chain", (1, 1))
+    assert choose(Asked(budget=9), PAIR, 0.0).setting == methods.setting_of("specexec", None, 9)
+    alone = PAIR._replace(drafts=[])
+    assert choose(Asked(budget=9), alone, 0.0).setting == methods.setting_of("lookup", None, 9)
 
 
 def test_without_drafts_or_measurement_auto_says_so():
-    assert methods.choose("auto", None, TARGET, [], 0.0)[:2] == ("none", None)
+    assert choose(Asked(), PAIR._replace(drafts=[]), 0.0).setting == Setting()
     assert "shipped default" in auto().reason
-    assert auto(0.8).method in methods.METHODS
+    assert auto(0.8).setting.method in METHODS
 
 
 def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
     remember(measured("none", 10), measured("tree", 30, (2, 1)), measured("chain", 20, (1,)))
-    assert auto()[:2] == ("tree", (2, 1))
+    assert taken(Asked()) == ("tree", (2, 1))
     assert "30.0 tokens/s" in auto().reason
     assert "10.0 with plain decoding" in auto().reason
     assert "shipped" in auto(0.8).reason
@@ -114,16 +156,15 @@ def test_the_nearest_temperature_counts():
     fast = [measured("none", 20), measured("chain", 30, (1,))]
     remember(*({**entry, "temperature": 1.2} for entry in slow),
              *({**entry, "temperature": 0.5} for entry in fast), sampled=True)  # fmt: skip
-    assert auto(0.7).method == "chain"
-    assert auto(1.0).method == "none"
+    assert auto(0.7).setting.method == "chain"
+    assert auto(1.0).setting.method == "none"
     assert "at temperature 1.2" in auto(1.0).reason
 
 
 def test_a_tree_whose_nodes_differ_is_remembered_as_it_was():
     widths = (3, (2, 0, 1), (0, 1, 2))
     remember(measured("none", 10), measured("tree", 30, widths))
-    assert auto()[:2] == ("tree", widths)
-    assert methods.choose("auto", (1, (1,)), TARGET, DRAFTS[:1], 0.0).method == "chain"
+    assert taken(Asked()) == ("tree", widths)
 
 
 @settings(
@@ -133,20 +174,26 @@ def test_a_tree_whose_nodes_differ_is_remembered_as_it_was():
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    rates=st.lists(
-        st.tuples(st.sampled_from(methods.METHODS), st.floats(0.1, 1e3)), min_size=1, max_size=6
-    )
+    rates=st.lists(st.tuples(st.sampled_from(METHODS), st.floats(0.1, 1e3)), min_size=1, max_size=6)
 )
 def test_auto_never_takes_a_slower_method(rates):
-    remember(*(measured(m, rate, None if m == "none" else (1,)) for m, rate in rates))
+    remember(*(measured(method, rate) for method, rate in rates))
     plain = [rate for method, rate in rates if method == "none"]
     choice = auto()
     if not plain:
         assert "shipped" in choice.reason
-    elif choice.method != "none":
-        assert max(rate for m, rate in rates if m == choice.method) >= max(plain)
+    elif choice.setting.method != "none":
+        assert max(rate for m, rate in rates if m == choice.setting.method) >= max(plain)
     else:
         assert max(rate for _, rate in rates) <= max(plain)
+
+
+def test_an_entry_of_another_version_counts_as_none():
+    remember({"method": "chain", "widths": [1], "temperature": 0.0, "tokens_per_second": 9.0})
+    assert "shipped" in auto().reason
+    remember({"setting": {"method": "chain", "colour": 1}, "temperature": 0.0,
+              "tokens_per_second": 9.0}, measured("none", 5))  # fmt: skip
+    assert choose(Asked(), PAIR, 0.0).setting == Setting()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": 1}'])

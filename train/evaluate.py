@@ -19,9 +19,9 @@ from rich.table import Table
 
 from specjax import checkpoint, prompts
 from specjax.measure import environment
-from specjax.methods import check_vocabularies
 from specjax.model import Model
 from specjax.options import at_least, check_seed, check_target_file, parsed
+from specjax.pair import check_vocabularies
 from specjax.records import use_compilation_cache
 from train import tables
 from train.chunks import write_text

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.pytree import pytree, replace
-from specjax.tree import NO_DRAFTER, NO_PARENT, TokenTree
+from specjax.tree import NO_PARENT, TokenTree, chosen
 
 _NEARLY_ONE = 0.9999
 
@@ -379,23 +379,18 @@ def tree_of(
 
     def rooted(root: Array | int, values: Array) -> Array:
         first = jnp.broadcast_to(jnp.asarray(root, values.dtype), (rows,))[:, None]
-        return jnp.concatenate([first, jnp.where(valid, values, 0)], axis=1)
+        return jnp.concatenate([first, values], axis=1)
 
     def ordered(values: Array) -> Array:
-        return jnp.take_along_axis(values, order, axis=1)
+        return rooted(0, jnp.take_along_axis(values, order, axis=1))
 
-    none = jnp.zeros((rows, budget), jnp.int32)
-    numbers = jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), none.shape)
-    tree = TokenTree(
-        tokens=rooted(last, ordered(nodes.tokens)),
+    tree = chosen(
+        tokens=rooted(last, jnp.take_along_axis(nodes.tokens, order, axis=1)),
         parents=rooted(NO_PARENT, parents),
-        depth=rooted(0, ordered(nodes.depth)),
-        valid=jnp.concatenate([jnp.ones((rows, 1), bool), valid], axis=1),
-        drafter=rooted(NO_DRAFTER, ordered(nodes.drafter)),
-        chance=rooted(1, ordered(nodes.chance)),
-        trial_node=jnp.where(valid, numbers, 0),
-        trial_law=none,
-        q=jnp.zeros((rows, 0, vocabulary)),
-        certain=jnp.ones(rows, bool),
+        depth=ordered(nodes.depth),
+        valid=rooted(True, valid),
+        drafter=ordered(nodes.drafter),
+        chance=ordered(nodes.chance),
+        vocabulary=vocabulary,
     )
     return tree, order.astype(jnp.int32)

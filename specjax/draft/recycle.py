@@ -8,7 +8,7 @@ from specjax.arrays import Key
 from specjax.draft.drafter import Drafter, Step
 from specjax.pytree import pytree, static
 from specjax.sampling import Sampling
-from specjax.tree import NO_DRAFTER, NO_PARENT, TokenTree, TreeShape
+from specjax.tree import NO_PARENT, TokenTree, TreeShape, chosen
 from specjax.verify import TOP_K, Construction
 
 _UNKNOWN = -1
@@ -75,7 +75,7 @@ class RecycleDrafter(Drafter):
     ) -> tuple[TokenTree, Int32[Array, "B V k"]]:
         """The tree that the table gives; nothing of it is random."""
         del key, position, sampling
-        rows, row = last.shape[0], jnp.arange(last.shape[0])[:, None]
+        row = jnp.arange(last.shape[0])[:, None]
         parents, ranks = self.shape.parents() + 1, self.shape.ranks()
         tokens = last[:, None]
         for level in np.split(np.arange(parents.size), np.cumsum(self.shape.levels[1:-1])):
@@ -84,23 +84,19 @@ class RecycleDrafter(Drafter):
             tokens = jnp.concatenate([tokens, jnp.where(above < 0, _UNKNOWN, found)], axis=1)
         valid = tokens >= 0
 
-        def slots(values: np.ndarray, at_root: int) -> Int32[Array, "B N"]:
-            every = jnp.asarray(np.concatenate([[at_root], values]), jnp.int32)
-            return jnp.where(valid, every, 0)
+        def every(root: int, values: Array | np.ndarray) -> Array:
+            kept = jnp.asarray(values)
+            both = jnp.concatenate([jnp.full(1, root, kept.dtype), kept])
+            return jnp.broadcast_to(both, tokens.shape)
 
-        numbers = np.arange(1, self.num_slots)
-        chance = jnp.concatenate([jnp.ones(1), self.chance[ranks]])
-        tree = TokenTree(
-            tokens=jnp.where(valid, tokens, 0),
-            parents=slots(parents, NO_PARENT),
-            depth=slots(self.shape.depths(), 0),
+        tree = chosen(
+            tokens=tokens,
+            parents=every(NO_PARENT, parents),
+            depth=every(0, self.shape.depths()),
             valid=valid,
-            drafter=slots(np.zeros_like(numbers), NO_DRAFTER),
-            chance=jnp.where(valid, chance, 0),
-            trial_node=slots(numbers, 0)[:, 1:],
-            trial_law=jnp.zeros((rows, parents.size), jnp.int32),
-            q=jnp.zeros((rows, 0, self.vocabulary)),
-            certain=jnp.ones(rows, bool),
+            drafter=jnp.zeros_like(tokens),
+            chance=every(1, self.chance[ranks]),
+            vocabulary=self.vocabulary,
         )
         return tree, state
 
