@@ -78,9 +78,9 @@ def _by_trial(p: Float[Array, "T V"], q: Float[Array, "T V"], ranks: int) -> Flo
     """How likely each of independent draws is accepted where those before it were not."""
     found, reached = [], jnp.ones(p.shape[0])
     for _ in range(ranks):
-        accept = jnp.minimum(p, q).sum(axis=1)
+        accept = jnp.minimum(jnp.minimum(p, q).sum(axis=1), 1)
         found.append(reached * accept)
-        reached = reached * (1 - accept)
+        reached = reached * jnp.maximum(1 - accept, 0)  # not below 0 by rounding
         left = jnp.maximum(p - q, 0)
         mass = left.sum(axis=1, keepdims=True)
         p = jnp.where(mass > 0, left / jnp.where(mass > 0, mass, 1), p)

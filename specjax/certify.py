@@ -253,14 +253,15 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
     names = methods.names_of(options.methods, pair)
     others = [name for name in names if name != "chain"]
     wide = widest(widths_of(options.tree) or (1,)) > 1
-    return [_setting(name, options) for name in (others if wide and others else names)]
+    drafts = 1 if pair is None else len(pair.drafts)
+    return [_setting(name, options, drafts) for name in (others if wide and others else names)]
 
 
-def _setting(method: str, options: Verify) -> Setting:
+def _setting(method: str, options: Verify, drafts: int) -> Setting:
     """A method with `--tree` if its tree is static, else with `--budget`."""
     widths = widths_of(options.tree) if method in methods.STATIC else None
     budget = options.budget if method != "none" and widths is None else None
-    return methods.setting_of(method, widths, budget)
+    return methods.setting_of(method, widths, budget, 1, drafts)
 
 
 def certificate(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:

@@ -49,7 +49,9 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
     if config is not None:
         return _written(asked, pair, temperature, batch)
     if method != AUTO:
-        return Choice(setting_of(method, widths, budget, batch), "it was asked for")
+        return Choice(
+            setting_of(method, widths, budget, batch, len(pair.drafts)), "it was asked for"
+        )
     if widths is not None and pair.drafts:
         named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
         return Choice(setting_of(named, widths, budget), "a tree was asked for")

@@ -101,8 +101,11 @@ def setting_of(
     widths: Widths | None = None,
     budget: int | None = None,
     batch: int = 1,
+    drafts: int = 1,
 ) -> Setting:
     """The setting of a method for `batch` rows, with a tree or a budget of nodes if one is named.
+
+    `drafts` is how many share the budget of a pool.
 
     Raises:
       ValueError: there is no such method, or it does not take what is named.
@@ -122,10 +125,10 @@ def setting_of(
         return Setting()
     if method == "chain" and widths is not None and widest(widths) > 1:
         raise ValueError(f"a chain has widths of 1, not {spelled(widths)}; use the method tree.")
-    return Setting(method, canonical(widths or _static(method, budget, batch)))
+    return Setting(method, canonical(widths or _static(method, budget, batch, drafts)))
 
 
-def _static(method: str, budget: int | None, batch: int) -> Widths:
+def _static(method: str, budget: int | None, batch: int, drafts: int) -> Widths:
     """The widths of a method with a static tree."""
     if method == "recycle":
         nodes = budget or (_BUDGET if batch == 1 else _BUDGET_OF_MANY)
@@ -134,7 +137,7 @@ def _static(method: str, budget: int | None, batch: int) -> Widths:
         return (_WIDTHS if batch == 1 else _WIDTHS_OF_MANY)[method]
     if method == "tree":
         return most_tokens(_ACCEPTANCE, budget, min(budget, 16)).shape.widths
-    return (1,) * budget
+    return (1,) * (budget if method == "chain" else max(1, budget // max(1, drafts)))
 
 
 def _grown(method: str, widths: Widths | None, budget: int) -> Setting:
@@ -155,10 +158,9 @@ def _grown(method: str, widths: Widths | None, budget: int) -> Setting:
 
 def growth_of(budget: int) -> Growth:
     """How trees of so many nodes grow."""
-    beams = max(4, min(128, budget // 4))
-    width = next((w for w, most in ((4, 32), (8, 128), (16, 512)) if budget <= most), 32)
-    depth = next((d for d, most in ((16, 32), (24, 256)) if budget <= most), 32)
-    return Growth(budget, beams, width, depth, _DECAY)
+    sizes = ((32, 4, 4, 16), (64, 8, 8, 16), (128, 16, 8, 24), (512, 32, 16, 24))
+    found = next((size[1:] for size in sizes if budget <= size[0]), (128, 32, 32))
+    return Growth(budget, *found, _DECAY)
 
 
 def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter | None:

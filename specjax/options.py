@@ -41,7 +41,7 @@ class Generate:
     """Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for chain, tree,
     recycle, and for pool of every draft."""
     budget: int | None = None
-    """Most nodes of a tree below its root; for pool, of every draft's."""
+    """Most nodes of a tree below its root; the drafts of a pool share them."""
     config: str | None = None
     """A file that tune wrote; it names the method for such a temperature."""
     verify: str = "auto"

@@ -26,19 +26,23 @@ class Candidate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is to be measured, checked: the methods `names` as the options say, and `settings`."""
+    """What is to be measured, checked: the methods `names` as the options say, and `settings`.
+
+    `drafts` share the budget of a pool.
+    """
 
     options: Bench
     batches: tuple[int, ...]
     temperatures: tuple[float, ...]
     dtypes: tuple[str, ...]
     names: tuple[str, ...]
+    drafts: int
     settings: tuple[Setting, ...] = ()
 
     def candidates(self, batch: int) -> list[Candidate]:
         """Plain decoding in both dtypes, then the settings in the dtypes asked for."""
         plain = [Candidate(Setting(), dtype) for dtype in PLAIN_DTYPES]
-        named = settings_of(self.options, self.names, batch)
+        named = settings_of(self.options, self.names, batch, self.drafts)
         settings = dict.fromkeys((*self.settings, *named))
         return plain + [Candidate(one, dtype) for dtype in self.dtypes for one in settings]
 
@@ -72,13 +76,14 @@ def plan_of(options: Bench, pair: Pair | None = None) -> Plan:
         ("float32",) if jax.default_backend() == "cpu" else ("bfloat16",)
     )
     names = tuple(name for name in methods.names_of(options.methods, pair) if name != "none")
-    settings_of(options, names, batches[0])
+    drafts = 1 if pair is None else len(pair.drafts)
+    settings_of(options, names, batches[0], drafts)
     written = [] if options.config is None else tuned.read(options.config)
     settings = tuple(each.setting for each in written if each.setting.method != "none")
-    return Plan(options, batches, temperatures, dtypes, names, settings)
+    return Plan(options, batches, temperatures, dtypes, names, drafts, settings)
 
 
-def settings_of(options: Bench, names: tuple[str, ...], batch: int) -> list[Setting]:
+def settings_of(options: Bench, names: tuple[str, ...], batch: int, drafts: int) -> list[Setting]:
     """The settings to compare with plain decoding: shapes, or methods with every budget.
 
     Raises:
@@ -92,9 +97,11 @@ def settings_of(options: Bench, names: tuple[str, ...], batch: int) -> list[Sett
             method, _, widths = named.strip().partition(":")
             if method != "none":
                 shape = read(widths, "--trees") if widths else None
-                found.append(methods.setting_of(method, shape, None, batch))
+                found.append(methods.setting_of(method, shape, None, batch, drafts))
         return found
     budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
     return found + [
-        methods.setting_of(name, None, budget, batch) for name in names for budget in budgets
+        methods.setting_of(name, None, budget, batch, drafts)
+        for name in names
+        for budget in budgets
     ]

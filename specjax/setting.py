@@ -63,6 +63,10 @@ def from_json(values: Mapping[str, Any], where: str) -> Setting:
     """
     _check_names(values, Setting, where)
     changed = dict(values)
+    if changed.get("method", "none") not in METHODS:
+        raise ValueError(
+            f"{where}: no method {changed['method']!r}; there are {', '.join(METHODS)}."
+        )
     try:
         for name in ("widths", "guess"):
             if name in changed:

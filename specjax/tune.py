@@ -11,6 +11,7 @@ import itertools
 import math
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ class Tuner:
         """What every setting promises, the best first."""
         names = [n for n in methods.names_of(self.options.methods, self.grown) if n != "none"]
         settings = [
-            methods.setting_of(name, None, budget)
+            methods.setting_of(name, None, budget, 1, len(self.grown.drafts))
             for budget in self.budgets
             for name in names
             if name in methods.GROWN or name in ("pool", "recycle")
@@ -94,7 +95,7 @@ class Tuner:
         for _, alike in itertools.groupby(settings, key=lambda setting: setting.nodes):
             for setting in alike:
                 tokens = self.tokens_per_step(setting, temperature)
-                found.append(Promise(setting, tokens, self.cost(setting).step))
+                found.append(Promise(setting, tokens, self.seconds(setting)))
                 self.progress.advance(task)
             jax.clear_caches()  # dozens of programs are more than Linux lets a process map
         return sorted(found, key=lambda promise: -promise.rate)
@@ -111,21 +112,17 @@ class Tuner:
         accepted = positional(native.target, native.drafts[0], texts, starts, temperature)
         chain = methods.setting_of("chain", (1,) * _COST_LEVELS)
         level = self.cost(chain).draft / _COST_LEVELS
-        # the cheapest drafter to compile: what the target and the rest take depends on nodes alone
-        costs = [self.cost(methods.setting_of("recycle", (1,) * n)) for n in _COST_NODES]
-        target = [cost.target + cost.rest for cost in costs]
-
-        def looking(nodes: int) -> float:
-            return float(np.interp(nodes, _COST_NODES, target))
 
         def promise(name: str, shape: TreeShape) -> Promise:
             setting = methods.setting_of(name, shape.widths)
-            seconds = looking(shape.num_nodes) + level * shape.depth
+            seconds = self.looking(shape.num_nodes) + level * shape.depth
             return Promise(setting, expected_tokens(shape, accepted), seconds)
 
         shapes = {
             "chain": [TreeShape((1,) * n) for n in range(1, _LONGEST_CHAIN)],
-            "tree": [best_shape(accepted, looking, level, self.budgets, range(2, _DEEPEST)).shape],
+            "tree": [
+                best_shape(accepted, self.looking, level, self.budgets, range(2, _DEEPEST)).shape
+            ],
         }
         rated = {name: [promise(name, shape) for shape in shapes[name]] for name in names}
         return [max(each, key=lambda one: one.rate) for each in rated.values()]
@@ -153,6 +150,26 @@ class Tuner:
         """Emitted tokens over target passes on all prompts."""
         _, lengths, steps, _ = self._generation(setting, temperature)
         return float(lengths.sum() / steps.sum())
+
+    def seconds(self, setting: Setting) -> float:
+        """What a step with a setting takes: drafting, and the target's pass over its nodes."""
+        return self.cost(setting).draft + self.looking(setting.nodes * self._trees(setting))
+
+    def _trees(self, setting: Setting) -> int:
+        return len(self.grown.drafts) if setting.method == "pool" else 1
+
+    def looking(self, nodes: int) -> float:
+        """What a pass of the target over so many nodes, and all that follows it, takes."""
+        return float(np.interp(nodes, _COST_NODES, self.passes))
+
+    @cached_property
+    def passes(self) -> list[float]:
+        """What the target's pass and the rest take, by the numbers of nodes of `_COST_NODES`.
+
+        Measured with the drafter that is the cheapest to compile; no other part depends on it.
+        """
+        costs = [self.cost(methods.setting_of("recycle", (1,) * n)) for n in _COST_NODES]
+        return [cost.target + cost.rest for cost in costs]
 
     def cost(self, setting: Setting) -> measure.Phases:
         """The phases of a step with the model as it will run."""
@@ -231,17 +248,20 @@ def _check_run(
     )  # fmt: skip
     plan = dataclasses.replace(plan, settings=tuple(promise.setting for promise in finalists))
     rows = Bencher(plan, pair, progress).rows(chosen, options.batch)
+    return entry_of(rows, finalists, temperature, options.batch), rows
+
+
+def entry_of(
+    rows: Sequence[dict[str, Any]], finalists: Sequence[Promise], temperature: float, batch: int
+) -> Entry:
+    """The fastest of the rows, with what it promised."""
     best = max(rows, key=lambda row: row["tokens_per_second"])
     plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")
     setting = from_json(best["setting"], "a row")
     promised = {promise.setting: promise for promise in finalists}.get(setting)
-    return Entry(
-        temperature,
-        options.batch,
-        setting,
-        {} if promised is None else _figures(promised, options.batch, plain),
-        {name: best[name] for name in ("tokens_per_step", "tokens_per_second", "speedup")},
-    ), rows
+    expected = {} if promised is None else _figures(promised, batch, plain)
+    figures = ("tokens_per_step", "tokens_per_second", "speedup")
+    return Entry(temperature, batch, setting, expected, {name: best[name] for name in figures})
 
 
 def _figures(promise: Promise, batch: int, plain: float) -> dict[str, float]:

@@ -48,9 +48,11 @@ def read(path: str | Path) -> list[Entry]:
 
 
 def _entry(values: Any, where: str) -> Entry:
-    missing = [name for name in ("temperature", "batch", "setting") if name not in values]
-    if not isinstance(values, dict) or missing:
-        raise ValueError(f"{where} has no {missing[0] if missing else 'names'}.")
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is {values!r}; it must be an object.")
+    for name in ("temperature", "batch", "setting"):
+        if name not in values:
+            raise ValueError(f"{where} has no {name}.")
     return Entry(
         float(values["temperature"]),
         int(values["batch"]),

@@ -1,0 +1,155 @@
+"""What tune measures, writes and says; and what the other verbs make of its file."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import acceptance, law, measure, methods, tune, tuned, walk
+from specjax.__main__ import main
+from specjax.sampling import Sampling, process
+from specjax.setting import Setting, from_json, to_json
+from specjax.tuned import Entry
+from tests.folders import answer, own_cache, pair_flags
+from tests.pairs import PROMPTS, near, varied_model
+
+__all__ = ["own_cache"]
+FLAGS = ("--limit", "2", "--max-new-tokens", "12", "--budgets", "3", "--methods", "chain,lookup")
+
+
+@pytest.fixture(autouse=True)
+def small_read(monkeypatch):
+    monkeypatch.setattr(measure, "READ_BYTES", 2**20)
+
+
+def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
+    file = str(tmp_path / "tuned.json")
+    assert main(["tune", file, *FLAGS, "--temperatures", "0,0.8", *pair_flags()]) == 0
+    printed = capsys.readouterr().out
+    entries = tuned.read(file)
+    assert [(entry.temperature, entry.batch) for entry in entries] == [(0.0, 1), (0.8, 1)]
+    held = json.loads((tmp_path / "tuned.json").read_text())
+    assert {name["setting"]["method"] for name in held["env"]["promises"][0]} == {"chain", "lookup"}
+    for entry in entries:
+        assert entry.setting.method in ("none", "chain", "lookup")
+        assert entry.measured.keys() == {"tokens_per_step", "tokens_per_second", "speedup"}
+        assert bool(entry.expected) == (entry.setting.method != "none")
+        assert printed.count(f"temperature {entry.temperature:g}, batch 1") == 1
+    assert printed.count("taken: ") == 2
+    found = answer(capsys, "generate", "return a", "--max-new-tokens", "8", "--config", file)
+    assert from_json(found["setting"], "here") == entries[0].setting
+
+
+def test_the_fastest_that_was_run_is_taken():
+    rows = [
+        {"method": name, "label": name, "setting": to_json(methods.setting_of(name)),
+         "tokens_per_second": rate, "tokens_per_step": 2.0, "speedup": rate / 10}
+        for name, rate in (("none", 10.0), ("chain", 30.0), ("lookup", 20.0))
+    ]  # fmt: skip
+    promises = [tune.Promise(methods.setting_of(name), 3.0, 0.1) for name in ("lookup", "chain")]
+    entry = tune.entry_of(rows, promises, 0.5, 1)
+    assert entry.setting == methods.setting_of("chain")
+    assert entry.measured == {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "speedup": 3.0}
+    assert entry.expected == pytest.approx(
+        {"tokens_per_step": 3.0, "tokens_per_second": 30.0, "speedup": 3.0}
+    )
+    rows[0]["tokens_per_second"] = 50.0
+    assert tune.entry_of(rows, promises, 0.5, 1)[2:4] == (Setting(), {})
+
+
+def test_the_nearest_entry_of_the_same_kind_is_picked():
+    entries = [
+        Entry(temperature, batch, methods.setting_of("chain", None, number), {}, {})
+        for number, (temperature, batch) in enumerate(((0, 1), (0.3, 1), (1.0, 1), (1.0, 8)), 1)
+    ]
+    asked = {(0.0, 1): 1, (0.0, 9): 1, (0.01, 1): 2, (0.9, 1): 3, (0.9, 6): 4, (5.0, 2): 3}
+    for (temperature, batch), number in asked.items():
+        assert tuned.pick(entries, temperature, batch) is entries[number - 1]
+    assert tuned.pick(entries[:1], 0.7) is entries[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "holds no settings; write one with tune"),
+        ('{"settings": [{"batch": 1, "setting": {}}]}', "setting 0 has no temperature"),
+        ('{"settings": [3]}', "setting 0 is 3; it must be an object"),
+        ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"widhts": [1]}}]}',
+         "has 'widhts'; the nearest name there is is 'widths'"),
+        ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"growth": {"budged": 1}}}]}',
+         "growth has 'budged'; the nearest name there is is 'budget'"),
+        ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"growth": {"budget": 0}}}]}',
+         "budget is 0; it must be at least 1"),
+        ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"method": "bush"}}]}',
+         "no method 'bush'"),
+    ],
+)  # fmt: skip
+def test_a_file_that_tune_did_not_write_is_refused(tmp_path, text, sentence, capsys):
+    file = tmp_path / "tuned.json"
+    file.write_text(text)
+    assert main(["generate", "x", "--config", str(file), *pair_flags()]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["generate", "x", "--config", "nowhere.json"], "nowhere.json, which cannot be read"),
+        (["tune", "nowhere/x.json"], "FILE is nowhere/x.json, in a folder that does not exist"),
+        (["tune", "x.json", "--budgets", "0"], "--budgets is 0"),
+        (["tune", "x.json", "--methods", "bush"], "no method 'bush'"),
+        (["tune", "x.json", "--temperatures", "-1"], "--temperatures is '-1'"),
+        (["tune", "x.json", "--dtype", "int4"], "no dtype 'int4'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments, sentence, capsys):
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_file_and_a_method_are_too_much(tmp_path, capsys):
+    file = tmp_path / "tuned.json"
+    tuned.write(file, [Entry(0.0, 1, Setting(), {}, {})], {})
+    flags = ["--config", str(file), "--method", "chain", *pair_flags()]
+    assert main(["generate", "x", *flags]) == 2
+    assert "--config names the method, tree and budget" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_positional_acceptance_is_that_of_plain_passes(temperature):
+    target = varied_model(1)
+    draft = near(target, 2, 0.5)
+    texts = [[*prompt, 7, 3, 9, 11, 2, 40] for prompt in PROMPTS]
+    starts = [len(prompt) for prompt in PROMPTS]
+    found = acceptance.positional(target, draft, texts, starts, temperature, ranks=4)
+    prefixes = [text[:at] for text, start in zip(texts, starts, strict=True)
+                for at in range(start, len(text))]  # fmt: skip
+    of_target, of_draft = law.logits_after(target, prefixes), law.logits_after(draft, prefixes)
+    slow = by_rank if temperature == 0 else by_trial
+    expected = np.mean([slow(*pair, temperature) for pair in zip(of_target, of_draft, strict=True)],
+                       axis=0)  # fmt: skip
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert 0.05 < found.sum() <= 1 + 1e-6
+
+
+def by_rank(of_target, of_draft, _):
+    order = np.argsort(-of_draft, kind="stable")
+    return (order[:4] == np.argmax(of_target)).astype(float)
+
+
+def by_trial(of_target, of_draft, temperature):
+    """The shipped trial, its token averaged over."""
+    laws = [process(jax.numpy.asarray(x)[None, None], Sampling(temperature).rows(1))[0, 0]
+            for x in (of_target, of_draft)]  # fmt: skip
+    now, q, reached, found = laws[0], laws[1], 1.0, []
+    for _ in range(4):
+        trials = [walk.multi_step(now, q, jax.numpy.int32(x)) for x in range(q.shape[0])]
+        accept = float(sum(q[x] * trial.accept for x, trial in enumerate(trials) if q[x] > 0))
+        found.append(reached * accept)
+        reached *= 1 - accept
+        now = trials[0].residual
+    return np.asarray(found)
