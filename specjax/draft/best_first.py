@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.arrays import Key
@@ -15,12 +16,12 @@ from specjax.draft.growth import (
     Scored,
     Source,
     grow,
+    inherited,
     join,
-    likely_of,
     no_nodes,
     roots,
+    standing,
     tree_of,
-    visible_to,
 )
 from specjax.draft.staged import TableStage, below_roots
 from specjax.model import Model, trunk, unembed
@@ -28,6 +29,25 @@ from specjax.pytree import pytree, replace, static
 from specjax.sampling import Sampling, is_greedy
 from specjax.tree import TokenTree
 from specjax.verify import TOP_K, Construction
+
+
+def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
+    """The likeliest tokens under a law sharpened by a temperature a row."""
+    log_q = jax.nn.log_softmax(logits / sharpness[:, None, None], axis=-1)
+    best, tokens = lax.top_k(log_q, min(width, logits.shape[-1]))
+    return Likely(tokens.astype(jnp.int32), best)
+
+
+def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:
+    """Which slots, then which scored nodes, each scored node sees: its ancestors and itself."""
+    count, budget = scored.slots.shape[1], nodes.tokens.shape[1]
+    every = count + scored.guesses.shape[1]
+    own = jnp.broadcast_to(
+        jnp.eye(every, budget + every, budget, bool),
+        (*scored.slots.shape[:1], every, budget + every),
+    )
+    above = own[:, :count].at[:, :, :budget].set(standing(nodes, scored))
+    return inherited(scored, own[:, count:], above)
 
 
 @pytree
