@@ -157,8 +157,8 @@ def load_ngram(name: str | Path = "bundled", vocab_size: int | None = None) -> n
     largest = max(int(found[each].max(initial=0)) for each in ("contexts", "tokens"))
     if largest >= size:
         raise CheckpointError(f"{folder} names token {largest}; {_CONFIG} says {size} tokens.")
-    contexts_and_tokens = (found[each].astype(np.int32) for each in ("contexts", "tokens"))
-    return ngram.pack(*contexts_and_tokens, found["costs"].astype(np.float32) / -_PER_NAT)
+    pairs, tokens = (found[each].astype(np.int32) for each in ("contexts", "tokens"))
+    return ngram.pack(pairs, tokens, found["costs"].astype(np.float32) / -_PER_NAT)
 
 
 def save_ngram(table: ngram.NGram, folder: str | Path, **extras: Any) -> None:
