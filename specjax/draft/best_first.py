@@ -130,6 +130,15 @@ class BestFirstDrafter(Drafter):
     table: TableStage | None = None
     second: Drafter | None = None
 
+    def __post_init__(self) -> None:
+        if self.growth.by_level and not (self.table is None and self.second is None):
+            raise ValueError("a growth by level has no use for guesses: they span levels.")
+
+    @property
+    def num_seen(self) -> int:
+        """What the second stage wants to see."""
+        return 0 if self.second is None else self.second.num_seen
+
     @property
     def window(self) -> int:
         """Depth of the deepest tree plus 1."""
@@ -229,5 +238,13 @@ class BestFirstDrafter(Drafter):
         ahead = jnp.minimum(kept[:, None] + jnp.arange(anew), step.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(step.tokens, ahead, axis=1)
         held = catch_up(self.model, held, tokens, step.count - kept)
-        second = () if self.second is None else self.second.commit(state.second, step)
-        return replace(state, held=held, second=second)
+        return replace(state, held=held, second=self._second_after(state, step))
+
+    def follow(self, state: BestFirstState, step: Step) -> BestFirstState:
+        """The draft caught up: the path is not one of its own tree, so all tokens are run."""
+        held = catch_up(self.model, state.held, step.tokens, step.count)
+        return replace(state, held=held, second=self._second_after(state, step))
+
+    def _second_after(self, state: BestFirstState, step: Step) -> DraftState:
+        """The second stage's state; what it proposed is not what the target judged."""
+        return () if self.second is None else self.second.follow(state.second, step)
