@@ -96,7 +96,7 @@ def start(drafter, texts, slots: int = SLOTS):
 
 
 def propose(drafter, state, texts, sampling: Sampling = SAMPLING, through=PROPOSE):
-    """The trees on the host, and the state."""
+    """The trees on the host, and the state; `through` is the compiled `propose`."""
     keys = jax.random.split(jax.random.key(0), len(texts))
     position = jnp.asarray([len(text) - 1 for text in texts], jnp.int32)
     last = jnp.asarray([text[-1] for text in texts], jnp.int32)
