@@ -14,6 +14,7 @@ from specjax.sampling import Sampling
 from specjax.walk import Accepted
 
 SLOTS = 96
+WIDTH = 48  # of all prompts, so that texts of every length take one program
 SAMPLING = Sampling(temperature=np.array([0.0, 0.8, 1.3, 0.0]))
 TEMPERATURES = (0.5, 1.0)
 Path = tuple[int, ...]
@@ -88,7 +89,7 @@ def seen_after(tokens, count: int):
 def start(drafter, texts, slots: int = SLOTS):
     """The state after whole texts."""
     length = jnp.asarray([len(text) for text in texts], jnp.int32)
-    padded = np.zeros((len(texts), max(map(len, texts))), np.int32)
+    padded = np.zeros((len(texts), WIDTH), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
     seen = seen_after(padded, drafter.num_seen)
