@@ -99,10 +99,16 @@ def halves() -> NGram:
     return pack(np.zeros((0, 2), int), tokens, log_q)
 
 
-@pytest.mark.parametrize("name", ["few beams", "both"])
-def test_a_row_has_the_tree_that_it_has_alone(name):
+@pytest.mark.parametrize(
+    "growth",
+    [
+        GROWTHS["few beams"],
+        Growth(budget=100, width=1, beams=4, depth=9, least_gain=0.1, by_level=True),
+    ],
+    ids=["few beams", "room left"],
+)
+def test_a_row_has_the_tree_that_it_has_alone(growth):
     """Rows stop at different rounds; what the others do then is nothing to them."""
-    growth = GROWTHS[name]
     drafter = by_table(halves(), growth)
     batch, _ = propose(drafter, start(drafter, PROMPTS), PROMPTS)
     depths = batch.depth.max(axis=1)

@@ -10,6 +10,7 @@ from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.staged import TableStage
+from specjax.law import logits_after
 from specjax.tree import TreeShape
 from tests.grown import (
     SLOTS,
@@ -30,9 +31,18 @@ from tests.test_text import after_text
 
 DRAFT = varied_model(1)
 GROWTH = Growth(budget=14, beams=14, width=3, depth=6)
+
+
+def expected_again() -> list[int]:
+    """A text in which the draft finds likely what followed before: both propose the same token."""
+    texts = [[20, 21, 22, token, 20, 21, 22] for token in range(64)]
+    best = np.argsort(-logits_after(DRAFT, texts), axis=1)[:, :2]
+    return next(text for text, likely in zip(texts, best, strict=True) if text[3] in likely)
+
+
 TEXTS = [
     [1, 2, 3, 4, 1, 2, 3, 5, 9, 2, 3, 4, 8, 1, 2, 3],
-    [9, 8, 9, 8, 7, 9, 8],
+    expected_again(),
     [7] * 12,
     [63],
 ]
@@ -161,26 +171,29 @@ def test_the_draft_after_steps_is_one_that_read_the_text(wish, counts):
 
 
 def test_nothing_moves_at_the_end_of_the_cache():
-    """A row may come to hold all slots but the window; writes past the last would be shifted."""
+    """A step needs room for its window alone; writes past the last slot would be shifted."""
     drafter = hybrid(TRUSTS["shared"], random_table(), least=2)
     slots = SLOTS - 17
     states = [start(drafter, TEXTS, slots), start(drafter, TEXTS)]
-    texts = [TEXTS] * 2
-    while True:
-        room = [slots - drafter.window - len(text) for text in texts[0]]
-        counts = [max(0, min(own, drafter.window)) for own in room]
-        if not any(counts):
-            break
-        for n, state in enumerate(states):
-            tree, state = propose(drafter, state, texts[n])
-            states[n], texts[n] = commit(drafter, state, tree, texts[n], counts, RESTS)
-        assert texts[0] == texts[1]
-    assert {len(text) for text in texts[0]} == {slots - drafter.window}
-    for at in range(2):  # and once more, with nothing: as rows that are done do
-        if at:
-            tree, state = propose(drafter, states[0], texts[0])
-            states[0], _ = commit(drafter, state, tree, texts[0], [0] * 4, RESTS)
-        held_alike(states[0], states[1])
+    texts, counts = TEXTS, [1] * 4
+    while any(counts):  # the last of these steps gives nothing, as rows do that are done
+        counts = [min(slots - drafter.window - len(text), drafter.window) for text in texts]
+        texts = both_step(drafter, states, texts, counts)
+    assert {len(text) for text in texts} == {slots - drafter.window}
+    texts = both_step(drafter, states, texts, [drafter.window] * 4)
+    assert max(map(len, texts)) >= slots - 1
+    held_alike(*states)
+
+
+def both_step(drafter, states, texts, counts):
+    """The texts after one step of two states that must do the same."""
+    after = []
+    for n, state in enumerate(states):
+        tree, state = propose(drafter, state, texts)
+        states[n], made = commit(drafter, state, tree, texts, counts, RESTS, longest)
+        after.append(made)
+    assert after[0] == after[1]
+    return after[0]
 
 
 def test_a_staged_draft_grows_the_same_tree():
