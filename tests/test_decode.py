@@ -1,16 +1,25 @@
 """Speculative decoding against plain decoding, token by token, on tiny random models."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.draft import ExpansionDrafter
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.recycle import RecycleDrafter
+from specjax.draft.staged import TableStage
+from specjax.draft.text import TextDrafter
 from specjax.model import Model
 from specjax.pytree import replace
 from specjax.sampling import Sampling
+from specjax.tree import TreeShape
 from specjax.verify import TOP_K
 from tests.conftest import tiny_model
 from tests.pairs import KEY, NEW, PROMPTS, alone, broken, generate, near, varied_model
+from tests.test_growth import random_table
 
 MIXED = Sampling(
     temperature=np.array([0.0, 0.8, 1.0, 0.8]),
@@ -23,6 +32,21 @@ def pool(target: Model, stack: bool = False) -> ExpansionDrafter:
     return ExpansionDrafter.of([near(target, 1), near(target, 2)], (2, 1), stack=stack)
 
 
+TRUST = jnp.asarray([0.0, 0.4, 0.7])
+GROWTH = Growth(budget=8, beams=3, width=3, depth=5)
+
+
+def recycled() -> RecycleDrafter:
+    return RecycleDrafter(jnp.full(3, 0.3), TreeShape((3, (2, 0, 1), (1, 0, 1))), 64)
+
+
+def hybrid(target: Model) -> HybridDrafter:
+    """A hybrid whose draft has both stages."""
+    table = TableStage(random_table(), TreeShape((2, 1)), fan=2)
+    draft = BestFirstDrafter(near(target, 1), jnp.ones(2), GROWTH, table, recycled())
+    return HybridDrafter(draft, TRUST, None)
+
+
 DRAFTERS = {
     "random": lambda target: alone(varied_model(9)),
     "near": lambda target: alone(near(target, 1)),
@@ -33,6 +57,11 @@ DRAFTERS = {
     "chain": lambda target: alone(near(target, 1), (1, 1, 1)),
     "pool": pool,
     "top-k": lambda target: alone(near(target, 1), (3, 1), children=TOP_K),
+}
+CHOSEN = {
+    "hybrid": hybrid,
+    "text": lambda target: TextDrafter(TRUST, random_table(), GROWTH, 64),
+    "recycled": lambda target: recycled(),
 }
 POOLS = {
     "stacked": lambda target: pool(target, stack=True),
@@ -76,6 +105,16 @@ def test_naive_equals_plain_sampling_token_for_token(name, plain, target):
     np.testing.assert_array_equal(got.tokens, plain.tokens)
     if name == "near":
         assert got.steps[1:].mean() < NEW
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen_trees_give_the_tokens_of_plain_decoding(name, plain, target):
+    """Rows of temperature 0 and others; as many tokens as the cache has room for."""
+    got = generate(target, CHOSEN[name](target), sampling=MIXED)
+    np.testing.assert_array_equal(got.tokens, plain.tokens)
+    assert got.steps.max() <= NEW
+    assert got.steps.mean() < (0.7 if name == "hybrid" else 0.97) * NEW
+    assert got.nodes.max() > NEW
 
 
 @pytest.mark.parametrize("widths", [(2, 1), (1, 1, 1), (2, (2, 0), (1, 0))])

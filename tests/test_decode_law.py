@@ -16,11 +16,14 @@ from specjax import decode, sampling, verify, walk
 from specjax.draft import ExpansionDrafter, expansion
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.recycle import RecycleDrafter
 from specjax.law import g_test
 from specjax.model import Model
+from specjax.pytree import replace
 from specjax.request import Limits
 from specjax.sampling import Sampling, process
-from specjax.tree import root_only
+from specjax.tree import TreeShape, root_only
 from specjax.verify import (
     BLOCK,
     DISTINCT,
@@ -54,6 +57,15 @@ def best_first(target: Model) -> BestFirstDrafter:
     return BestFirstDrafter(near(target, 1, 0.3), jnp.ones(2), growth)
 
 
+def hybrid(target: Model) -> HybridDrafter:
+    draft = replace(best_first(target), second=recycled(target))
+    return HybridDrafter(draft, jnp.asarray([0.0, 0.3]), None, least=1)
+
+
+def recycled(target: Model) -> RecycleDrafter:
+    return RecycleDrafter(jnp.full(2, 0.4), TreeShape((2, (1, 0))), target.config.vocab_size)
+
+
 CASES = {
     "plain": (lambda target: None, NAIVE),
     "naive": (lambda target: alone(near(target, 1, 0.3), (1, 1)), NAIVE),
@@ -63,6 +75,8 @@ CASES = {
     "a block": (lambda target: alone(near(target, 1, 0.3), (1, 1)), BLOCK),
     "chosen": (lambda target: near_tree(target, TOP_K), ONE_HOT),
     "best first": (best_first, ONE_HOT),
+    "hybrid": (hybrid, ONE_HOT),
+    "recycled": (recycled, NAIVE),
     "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
     "pool": (pool, MULTI_STEP),
 }

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.arrays import Key
@@ -15,12 +16,12 @@ from specjax.draft.growth import (
     Scored,
     Source,
     grow,
+    inherited,
     join,
-    likely_of,
     no_nodes,
     roots,
+    standing,
     tree_of,
-    visible_to,
 )
 from specjax.draft.staged import TableStage, below_roots
 from specjax.model import Model, trunk, unembed
@@ -28,6 +29,25 @@ from specjax.pytree import pytree, replace, static
 from specjax.sampling import Sampling, is_greedy
 from specjax.tree import TokenTree
 from specjax.verify import TOP_K, Construction
+
+
+def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
+    """The likeliest tokens under a law sharpened by a temperature a row."""
+    log_q = jax.nn.log_softmax(logits / sharpness[:, None, None], axis=-1)
+    best, tokens = lax.top_k(log_q, min(width, logits.shape[-1]))
+    return Likely(tokens.astype(jnp.int32), best)
+
+
+def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:
+    """Which slots, then which scored nodes, each scored node sees: its ancestors and itself."""
+    count, budget = scored.slots.shape[1], nodes.tokens.shape[1]
+    every = count + scored.guesses.shape[1]
+    own = jnp.broadcast_to(
+        jnp.eye(every, budget + every, budget, bool),
+        (*scored.slots.shape[:1], every, budget + every),
+    )
+    above = own[:, :count].at[:, :, :budget].set(standing(nodes, scored))
+    return inherited(scored, own[:, count:], above)
 
 
 @pytree
@@ -109,6 +129,15 @@ class BestFirstDrafter(Drafter):
     growth: Growth = static()
     table: TableStage | None = None
     second: Drafter | None = None
+
+    def __post_init__(self) -> None:
+        if self.growth.by_level and not (self.table is None and self.second is None):
+            raise ValueError("a growth by level has no use for guesses: they span levels.")
+
+    @property
+    def num_seen(self) -> int:
+        """What the second stage wants to see."""
+        return 0 if self.second is None else self.second.num_seen
 
     @property
     def window(self) -> int:
@@ -209,5 +238,13 @@ class BestFirstDrafter(Drafter):
         ahead = jnp.minimum(kept[:, None] + jnp.arange(anew), step.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(step.tokens, ahead, axis=1)
         held = catch_up(self.model, held, tokens, step.count - kept)
-        second = () if self.second is None else self.second.commit(state.second, step)
-        return replace(state, held=held, second=second)
+        return replace(state, held=held, second=self._second_after(state, step))
+
+    def follow(self, state: BestFirstState, step: Step) -> BestFirstState:
+        """The draft caught up: the path is not one of its own tree, so all tokens are run."""
+        held = catch_up(self.model, state.held, step.tokens, step.count)
+        return replace(state, held=held, second=self._second_after(state, step))
+
+    def _second_after(self, state: BestFirstState, step: Step) -> DraftState:
+        """The second stage's state; what it proposed is not what the target judged."""
+        return () if self.second is None else self.second.follow(state.second, step)

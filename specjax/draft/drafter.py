@@ -95,3 +95,10 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def commit(self, state: DraftState, step: Step) -> DraftState:
         """The state after the step's tokens, of which the last is the next root."""
+
+    def follow(self, state: DraftState, step: Step) -> DraftState:
+        """The state after a step's tokens whose tree was another drafter's.
+
+        The same as `commit` unless the state holds something of a tree's nodes by their number.
+        """
+        return self.commit(state, step)

@@ -7,7 +7,6 @@ import abc
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
@@ -25,9 +24,9 @@ class Growth:
     The tree has at most `budget` nodes below the root and `depth` levels. A round runs the `beams`
     likeliest nodes not yet expanded through the draft, and looks at the `width` likeliest children
     of each. A node's score is its parent's plus log(`decay`) plus the log probability of its token.
-    At most `depth` rounds; a round that raises the sum of the tree's products of probabilities by
-    no more than `least_gain` is the last one (OPT-Tree, arXiv 2406.17276). With `by_level` only
-    the nodes of the last level are expanded (EAGLE-2, arXiv 2406.16858, section 4).
+    At most `depth` rounds; if `least_gain` is not 0, a round that raises the sum of exp(score) over
+    the tree by no more than that is the last one (OPT-Tree, arXiv 2406.17276). With `by_level`
+    only the nodes of the last level are expanded (EAGLE-2, arXiv 2406.16858, section 4).
     """
 
     budget: int
@@ -171,23 +170,22 @@ def grow(
     return lax.while_loop(more, round_of, start)[:2]
 
 
-def frontier(nodes: Nodes, growing: Bool[Array, " B"], growth: Growth) -> Scored:
-    """The likeliest nodes that are still to be expanded."""
-    waiting = nodes.valid & ~nodes.expanded & (nodes.depth < growth.depth) & growing[:, None]
+def still_waiting(nodes: Nodes, growth: Growth) -> Bool[Array, "B K"]:
+    """Which nodes may yet be expanded."""
+    waiting = nodes.valid & ~nodes.expanded & (nodes.depth < growth.depth)
     if growth.by_level:
         last = jnp.where(nodes.valid, nodes.depth, 0).max(axis=1, keepdims=True)
         waiting &= nodes.depth == last
+    return waiting
+
+
+def frontier(nodes: Nodes, growing: Bool[Array, " B"], growth: Growth) -> Scored:
+    """The likeliest nodes that are still to be expanded."""
+    waiting = still_waiting(nodes, growth) & growing[:, None]
     beams = min(growth.beams, growth.budget)
     score, slots = lax.top_k(jnp.where(waiting, nodes.score, -jnp.inf), beams)
     none = jnp.zeros((slots.shape[0], 0), jnp.int32)
     return Scored(slots, score, none, none, 0)
-
-
-def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
-    """The likeliest tokens under a law sharpened by a temperature a row."""
-    log_q = jax.nn.log_softmax(logits / sharpness[:, None, None], axis=-1)
-    best, tokens = lax.top_k(log_q, min(width, logits.shape[-1]))
-    return Likely(tokens.astype(jnp.int32), best)
 
 
 def contexts(
@@ -223,18 +221,6 @@ def inherited(scored: Scored, own: Array, at_standing: Array) -> Array:
         upper = jnp.take_along_axis(all_of_them, above, axis=1)
         all_of_them = all_of_them.at[:, count:].set(own | upper)
     return all_of_them
-
-
-def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:
-    """Which slots, then which scored nodes, each scored node sees: its ancestors and itself."""
-    count, budget = scored.slots.shape[1], nodes.tokens.shape[1]
-    every = count + scored.guesses.shape[1]
-    own = jnp.broadcast_to(
-        jnp.eye(every, budget + every, budget, bool),
-        (*scored.slots.shape[:1], every, budget + every),
-    )
-    above = own[:, :count].at[:, :, :budget].set(standing(nodes, scored))
-    return inherited(scored, own[:, count:], above)
 
 
 class _Taken(NamedTuple):
@@ -286,10 +272,18 @@ def join(
         expanded=expanded.at[row, jnp.where(slots < 0, budget, slots)].set(True, mode="drop"),
         above=put(nodes.above, above),
     )
-    now = jnp.where(joined.valid, joined.score, -jnp.inf)
-    gain = jnp.exp(now).sum(axis=1) - jnp.exp(held).sum(axis=1)
-    gained = (taken.slots < budget).any(axis=1) & (gain > growth.least_gain)
-    return joined, slots, gained
+    return joined, slots, _gained(nodes, joined, taken, growth)
+
+
+def _gained(nodes: Nodes, joined: Nodes, taken: _Taken, growth: Growth) -> Bool[Array, " B"]:
+    """Which rows have new nodes that are worth another round."""
+    gained = (taken.slots < nodes.score.shape[1]).any(axis=1)
+    gained &= still_waiting(joined, growth).any(axis=1)
+    if growth.least_gain:  # without it gains count that a sum of floats does not show
+        before, now = (jnp.where(at.valid, jnp.exp(at.score), 0).sum(axis=1)
+                       for at in (nodes, joined))  # fmt: skip
+        gained &= now - before > growth.least_gain
+    return gained
 
 
 def _depths(nodes: Nodes, scored: Scored) -> Int32[Array, "B Q"]:

@@ -39,6 +39,11 @@ class HybridDrafter(Drafter):
     width: int = static(default=2)
 
     @property
+    def num_seen(self) -> int:
+        """What the draft's second stage wants to see."""
+        return self.draft.num_seen
+
+    @property
     def window(self) -> int:
         """Depth of the deepest tree plus 1."""
         return self.draft.window
@@ -97,4 +102,9 @@ class HybridDrafter(Drafter):
         has &= place < step.count[:, None] - 1
         kept = jnp.cumprod(has, axis=1).sum(axis=1, dtype=jnp.int32)
         draft = self.draft.caught_up(state.draft, step, kept, self.window)
+        return HybridState(draft, append(state.text, step), state.keyed)
+
+    def follow(self, state: HybridState, step: Step) -> HybridState:
+        """Both states after a step along another drafter's tree."""
+        draft = self.draft.follow(state.draft, step)
         return HybridState(draft, append(state.text, step), state.keyed)

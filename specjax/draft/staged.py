@@ -23,6 +23,15 @@ class TableStage:
     shape: TreeShape = static()
     fan: int = static(default=1)
 
+    def __post_init__(self) -> None:
+        if self.shape.widest > self.table.width:
+            raise ValueError(
+                f"a node of the stage's tree has {self.shape.widest} children; "
+                f"the table lists {self.table.width} successors."
+            )
+        if self.fan < 1:
+            raise ValueError(f"fan is {self.fan}; it must be at least 1.")
+
     def guess(self, nodes: Nodes, scored: Scored, last: Int32[Array, " B"]) -> Scored:
         """The nodes of a round with guesses; `last` are the tokens of the roots."""
         rows, count = scored.slots.shape

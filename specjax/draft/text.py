@@ -153,25 +153,6 @@ class TextSource(Source):
         """The carry with the matches of nodes that came to stand in `slots`."""
         return carry.at[jnp.arange(carry.shape[0])[:, None], slots + 1].set(made, mode="drop")
 
-    def _likely(
-        self, match: Int32[Array, "B n S"], before: Int32[Array, "B n"], last: Int32[Array, "B n"]
-    ) -> Likely:
-        """Successors of the matches, then those of the table that are not among them."""
-        match = jnp.where(match >= self.least, match, 0)
-        longest = match.max(axis=2)
-        share, tokens = _followers(match, longest, self.text.tokens, self.width)
-        sure = self.trust[longest][:, :, None]
-        chance = share * sure
-        if self.table is None:
-            return Likely(tokens, jnp.log(chance))
-        log_q, listed = successors(self.table, before, last)
-        of_table = jnp.exp(log_q) * jnp.where(share.sum(axis=2) > 0, 1 - sure[..., 0], 1)[..., None]
-        same = (tokens[..., :, None] == listed[..., None, :]) & (share > 0)[..., :, None]
-        chance += (same * of_table[..., None, :]).sum(axis=3)
-        of_table = jnp.where(same.any(axis=2), 0, of_table)
-        both = jnp.concatenate([chance, of_table], axis=2)
-        return Likely(jnp.concatenate([tokens, listed], axis=2), jnp.log(both))
-
 
 def _followers(
     match: Int32[Array, "B n S"],
