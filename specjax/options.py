@@ -78,7 +78,7 @@ class Bench:
     methods: str = "chain,tree,pool,specexec,lookup,hybrid"
     """Methods, separated by commas, or all; plain decoding is always measured."""
     trees: str | None = None
-    """Shapes to compare instead of the default ones: chain:1,1,1,1;tree:2/2,1."""
+    """Shapes to compare instead of the methods' own, or beside --budgets: chain:1,1;tree:2/2."""
     budgets: str | None = None
     """Budgets of nodes to compare, such as 16,64,256; every method takes each."""
     config: str | None = None

@@ -91,14 +91,13 @@ def settings_of(options: Bench, names: tuple[str, ...], batch: int, drafts: int)
     """
     found = []
     if options.trees is not None:
-        if options.budgets is not None:
-            raise ValueError("--trees and --budgets both bound the nodes; name one of them.")
         for named in options.trees.split(";"):
             method, _, widths = named.strip().partition(":")
             if method != "none":
                 shape = read(widths, "--trees") if widths else None
                 found.append(methods.setting_of(method, shape, None, batch, drafts))
-        return found
+        if options.budgets is None:
+            return found
     budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
     return found + [
         methods.setting_of(name, None, budget, batch, drafts)

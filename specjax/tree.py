@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,11 +237,16 @@ def ancestors(tree: TokenTree) -> Bool[Array, "*B N N"]:
     An empty slot sees only itself and the root, so that no softmax runs over nothing.
     """
     own = jnp.eye(tree.num_slots, dtype=bool)
-    parents = jnp.maximum(tree.parents, 0)[..., None]
+    above = jnp.maximum(tree.parents, 0)
+
+    def twice_as_far(_: Any, at: tuple[Array, Array]) -> tuple[Array, Array]:
+        seen, above = at
+        seen = seen | jnp.take_along_axis(seen, above[..., None], -2)
+        return seen, jnp.take_along_axis(above, above, -1)
+
+    doublings = 32 - lax.clz(tree.depth.max())
     none = jnp.broadcast_to(own, (*tree.parents.shape, tree.num_slots))
-    return lax.fori_loop(
-        0, tree.depth.max(), lambda _, seen: own | jnp.take_along_axis(seen, parents, -2), none
-    )
+    return lax.fori_loop(0, doublings, twice_as_far, (none, above))[0]
 
 
 def draw_tree(

@@ -179,6 +179,14 @@ def test_every_method_takes_every_budget():
     assert settings(plan) == [methods.setting_of(name, None, budget) for name, budget in named]
 
 
+def test_shapes_are_measured_beside_budgets():
+    plan = bench.plan_of(options.Bench(methods="lookup", trees="tree:2,1", budgets="3"))
+    assert settings(plan) == [
+        methods.setting_of("tree", (2, 1)),
+        methods.setting_of("lookup", None, 3),
+    ]
+
+
 def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
     setting = methods.setting_of("hybrid", None, 5)
     entries = [Entry(0.0, 1, setting, {}, {}), Entry(0.8, 1, Setting(), {}, {})]
@@ -196,7 +204,6 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
         ({"seed": -2}, "--seed is -2"),
         ({"json": "nowhere/out.json"}, "--json is nowhere/out.json, in a folder that does not"),
         ({"png": "nowhere/out.png"}, "--png is nowhere/out.png, in a folder that does not"),
-        ({"trees": "tree:1", "budgets": "3"}, "--trees and --budgets both bound the nodes"),
         ({"budgets": "3,0"}, "the budget is 0"),
         ({"config": "nowhere.json"}, "--config is nowhere.json, which cannot be read"),
         ({"trees": "tree:a"}, "--trees is 'a'"),
