@@ -7,7 +7,7 @@ import pytest
 
 from specjax.draft import best_first
 from specjax.draft.best_first import BestFirstDrafter
-from specjax.draft.growth import Growth
+from specjax.draft.growth import Growth, Scored, no_nodes
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.ngram import NGram, pack
 from specjax.draft.recycle import RecycleDrafter
@@ -32,7 +32,7 @@ from tests.grown import (
     start,
 )
 from tests.pairs import PROMPTS, alone, near, varied_model
-from tests.test_growth import random_table
+from tests.test_growth import listed, random_table
 
 V = 64
 GENERAL = TreeShape((3, (2, 0, 1)))
@@ -43,14 +43,16 @@ GROWTHS = {
     "wide": Growth(budget=30, beams=30, width=8, depth=3, decay=0.5),
     "one level": Growth(budget=5, beams=5, width=9, depth=1),
 }
-DRAFT = varied_model(1)
 TRUST = jnp.asarray([0.0, 0.3, 0.6])
 
 
-def of_last(model: Model) -> Model:
-    """A model that looks at the last token alone: its law is a table."""
-    blind = tuple(replace(layer, output=jnp.zeros_like(layer.output)) for layer in model.layers)
-    return replace(model, layers=blind)
+def of_last(model: Model, sight: float = 0.0) -> Model:
+    """A model that looks at the last token alone: its law is a table; with some `sight`, nearly."""
+    dim = tuple(replace(layer, output=sight * layer.output) for layer in model.layers)
+    return replace(model, layers=dim)
+
+
+DRAFT = of_last(varied_model(1), sight=0.5)  # so that a table may be right, and attention counts
 
 
 def exact_table(model: Model, sharpness: float, width: int, worst: bool = False) -> NGram:
@@ -59,6 +61,11 @@ def exact_table(model: Model, sharpness: float, width: int, worst: bool = False)
     log_q = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     best = np.argsort(log_q if worst else -log_q, axis=1, kind="stable")[:, :width]
     return pack(np.zeros((0, 2), int), best, np.take_along_axis(log_q, best, axis=1))
+
+
+def blind_table() -> NGram:
+    """What the draft would find likely if it saw the last token alone."""
+    return exact_table(of_last(DRAFT), 1.0, 4)
 
 
 def best_first_of(model: Model, growth: Growth, **stages) -> BestFirstDrafter:
@@ -75,15 +82,15 @@ def hybrid() -> HybridDrafter:
 
 
 STAGES = {
-    "table": lambda: {"table": TableStage(random_table(), GENERAL, fan=4)},
-    "more fans than beams": lambda: {"table": TableStage(random_table(), GENERAL, fan=99)},
+    "table": lambda: {"table": TableStage(blind_table(), TreeShape((3, 2, (2, 0, 1, 0, 0, 1))), 4)},
+    "more fans than beams": lambda: {"table": TableStage(blind_table(), GENERAL, fan=99)},
+    "itself": lambda: {"second": best_first_of(DRAFT, GROWTHS["small"])},
     "expansion": lambda: {"second": alone(near(DRAFT, 1), GENERAL.widths, children=TOP_K)},
-    "draws": lambda: {"second": alone(near(DRAFT, 1), (3, 2, 1))},
     "text": lambda: {"second": TextDrafter(TRUST, random_table(), Growth(9, width=2, depth=4), V)},
     "best first": lambda: {"second": other(Growth(budget=7, beams=2, width=3, depth=4))},
     "hybrid": lambda: {"second": hybrid()},
     "both": lambda: {
-        "table": TableStage(random_table(1), GENERAL, fan=3),
+        "table": TableStage(blind_table(), GENERAL, fan=3),
         "second": other(
             Growth(budget=6, depth=9, width=2),
             second=RecycleDrafter(jnp.full(2, 0.2), TreeShape((2, 1)), V),
@@ -142,6 +149,27 @@ def test_a_second_stage_reads_what_the_draft_reads():
     held_alike(state.second.draft, fresh.draft)
     got, expected = (propose(staged.second, at, texts)[0] for at in (state.second, fresh))
     trees_equal(got, expected)
+
+
+def test_a_table_guesses_below_the_likeliest_nodes_in_its_shape():
+    """Every guess is what the table says after the two tokens up to it, in the order of ranks."""
+    table, rows = random_table(), listed(random_table())
+    none = no_nodes(1, 5)
+    nodes = replace(none, tokens=jnp.asarray([[8, 30, 41, 7, 0]], jnp.int32),
+                    parents=jnp.asarray([[-1, 0, 1, -1, -1]], jnp.int32))  # fmt: skip
+    paths = {0: [5, 8], 1: [5, 8, 30], 2: [5, 8, 30, 41], 3: [5, 7]}
+    slots, score = jnp.asarray([[2, 3, 1, 0]], jnp.int32), jnp.zeros((1, 4))
+    scored = Scored(slots, score, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32), 0)
+    made = TableStage(table, GENERAL, fan=3).guess(nodes, scored, jnp.asarray([5], jnp.int32))
+    texts = [paths[slot] for slot in (2, 3, 1, 0)]
+    for guess, above in zip(made.guesses[0].tolist(), made.above[0].tolist(), strict=True):
+        texts.append([*texts[above], guess])
+    hung = [[text for text in texts[4:] if text[:-1] == above] for above in texts]
+    for above, below in zip(texts, hung, strict=True):
+        expected = list(rows[above[-2], above[-1]])[: len(below)]
+        assert [text[-1] for text in below] == expected
+    assert [len(below) for below in hung] == [3, 3, 3, 0, *([2, 0, 1] * 3), *([0] * 9)]
+    assert (made.levels, made.guesses.shape) == (2, (1, 18))
 
 
 def test_few_beams_may_find_another_tree_but_of_the_same_draft():
