@@ -8,9 +8,11 @@ if TYPE_CHECKING:
     from specjax.config import ModelConfig
     from specjax.decode import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
-    from specjax.methods import load_drafter
+    from specjax.methods import build, load_drafter, setting_of
     from specjax.model import Model
+    from specjax.pair import Pair, load_pair
     from specjax.sampling import Sampling
+    from specjax.setting import Setting
     from specjax.tree import TokenTree, TreeShape
 
 _HOMES = {
@@ -18,9 +20,11 @@ _HOMES = {
     "config": ("ModelConfig",),
     "decode": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
-    "methods": ("load_drafter",),
+    "methods": ("build", "load_drafter", "setting_of"),
     "model": ("Model",),
+    "pair": ("Pair", "load_pair"),
     "sampling": ("Sampling",),
+    "setting": ("Setting",),
     "tree": ("TokenTree", "TreeShape"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -31,16 +35,21 @@ __all__ = [
     "Generation",
     "Model",
     "ModelConfig",
+    "Pair",
     "Sampling",
+    "Setting",
     "Step",
     "TokenTree",
     "TreeShape",
+    "build",
     "generate",
     "load",
     "load_drafter",
     "load_drafts",
     "load_model",
+    "load_pair",
     "save_model",
+    "setting_of",
     "stream",
 ]
 

@@ -139,6 +139,12 @@ def save_model(
         _save_tokenizer(tokenizer, folder, model.config)
 
 
+def folder_of(name: str) -> Path:
+    """The folder of a second stage: `bundled/...` is one that comes with the package."""
+    first, *rest = Path(name).parts
+    return BUNDLED.joinpath(*rest) if first == "bundled" and rest else Path(name)
+
+
 def is_ngram(folder: str | Path) -> bool:
     """Whether a folder holds an n-gram model.
 

@@ -38,9 +38,9 @@ _LONGEST = 32  # levels are unrolled, and nothing was ever accepted as deep
 
 # Temperatures of a draft's law where it scores nodes, and the decay: tokens per step of best-first
 # trees on the bundled prompts, bundled pair, naive rule, 2026-11-21. Greedy rows, 0.25 / 0.35 /
-# 0.45 / 0.55: 6.87 / 7.03 / 6.83 / 6.41 with 15 nodes (decay 0.9: 7.00 / 7.09 / 6.63 / 6.11), 7.98 /
-# 8.28 / 8.11 / 7.49 with 31. Temperature 0.8, 0.6 / 0.8 / 1 / 1.25: 2.15 / 2.17 / 2.16 / 2.14 and
-# 2.27 / 2.32 / 2.31 / 2.28. Beams and width of 8 instead of 4 with 31 nodes: 8.28 again, 2.43.
+# 0.45 / 0.55: 6.87 / 7.03 / 6.83 / 6.41 with 15 nodes (decay 0.9: 7.00 / 7.09 / 6.63 / 6.11) and
+# 7.98 / 8.28 / 8.11 / 7.49 with 31. Temperature 0.8, 0.6 / 0.8 / 1 / 1.25: 2.15 / 2.17 / 2.16 /
+# 2.14 and 2.27 / 2.32 / 2.31 / 2.28. Beams and width of 8 instead of 4, 31 nodes: 8.28 again, 2.43.
 _TEMPERATURES = (0.35, 0.8)
 _DECAY = 0.999
 _GUESS, _FAN = (1, 1), 2

@@ -25,11 +25,17 @@ class Pair(NamedTuple):
     smaller: Model | None = None
 
 
-def load_pair(model: str, draft: str | None, dtype: str | None, stage: str | None = None) -> Pair:
+def load_pair(
+    model: str = "bundled",
+    draft: str | None = None,
+    dtype: str | None = None,
+    stage: str | None = None,
+) -> Pair:
     """The target and drafts that `--model`, `--draft` and `--stage` name.
 
-    Draft folders are separated by commas, as are an n-gram folder and that of a smaller draft.
-    Without them the bundled target comes with what is bundled, and any other with none.
+    Draft folders are separated by commas, as are an n-gram folder and that of a smaller draft
+    (bundled/ngram and bundled/stage2 are the bundled ones). Without them the bundled target comes
+    with what is bundled, and any other with none.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
@@ -40,7 +46,7 @@ def load_pair(model: str, draft: str | None, dtype: str | None, stage: str | Non
     drafts = [] if draft is None and not bundled else checkpoint.load_drafts(
         "bundled" if bundled or draft == "bundled" else names_in(draft), None)  # fmt: skip
     check_vocabularies(target, drafts)
-    folders = [Path(name) for name in names_in(stage)]
+    folders = [checkpoint.folder_of(name) for name in names_in(stage)]
     if bundled and stage is None:
         folders = [folder for folder in checkpoint.BUNDLED_STAGES if folder.is_dir()]
     return _with_stages(Pair(target, tokenizer, drafts), folders)

@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import decode
+from specjax import decode, methods
 from specjax.draft import ExpansionDrafter
 from specjax.model import Model
+from specjax.pair import Pair
 from specjax.request import prepare
 from specjax.sampling import Sampling
 from specjax.verify import MULTI_STEP, NAIVE, TOP_K, find_rule
@@ -145,6 +146,18 @@ def test_programs_are_as_many_as_buckets(target):
     for _, options in requests(20):
         generate(near(target, 3), drafters[0], stop_at_eos=True, **options)
     assert decode.run._cache_size() == len(used)
+
+
+@pytest.mark.parametrize("method", ["staged", "hybrid", "recycle"])
+def test_trees_of_any_topology_are_one_program(target, method):
+    decode.run.clear_cache()
+    asked = [options for buckets, options in requests(24) if buckets == (1, 32, 32)]
+    for seed, options in enumerate(asked):
+        pair = Pair(target, None, [near(target, seed)], smaller=near(target, seed + 9))
+        drafter = methods.build(methods.setting_of(method, None, 5), pair)
+        generate(target, drafter, **options)
+    assert len(asked) == 6
+    assert decode.run._cache_size() == 1
 
 
 def test_nothing_moves_between_host_and_device_inside_a_run(target):

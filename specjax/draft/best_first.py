@@ -33,9 +33,10 @@ from specjax.verify import TOP_K, Construction
 
 def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
     """The likeliest tokens under a law sharpened by a temperature a row."""
-    log_q = jax.nn.log_softmax(logits / sharpness[:, None, None], axis=-1)
-    best, tokens = lax.top_k(log_q, min(width, logits.shape[-1]))
-    return Likely(tokens.astype(jnp.int32), best)
+    sharp = logits / sharpness[:, None, None]
+    best, tokens = lax.top_k(sharp, min(width, logits.shape[-1]))
+    total = jax.nn.logsumexp(sharp, axis=-1, keepdims=True)
+    return Likely(tokens.astype(jnp.int32), best - total)
 
 
 def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:
