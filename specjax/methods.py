@@ -47,8 +47,9 @@ _GUESS, _FAN = (1, 1), 2  # with 4 beams a pass of 8 columns, which is fast on a
 _DRAFT_GUESS = (1,) * 6
 # Measured along 24 x 128 of the target's tokens after the bundled prompts, 2026-11-21: how often
 # the most weighty follower of matches of 0 to 8 tokens is right at T = 0 (at 0.8: 0, 0.19, 0.32,
-# 0.46, 0.62, 0.66, 0.58, 0.87, 0.56), positional acceptance of the draft at 0.8 (at 0: 0.88, 0.07, 0.02,
-# 0.01), and how often the successor of each rank in the recycling table is right, mean of both.
+# 0.46, 0.62, 0.66, 0.58, 0.87, 0.56), positional acceptance of the draft at 0.8 (at 0: 0.88, 0.07,
+# 0.02, 0.01), and how often the successor of each rank in the recycling table is right, mean of
+# both.
 _TRUST = (0.0, 0.36, 0.59, 0.82, 0.83, 0.83, 0.86, 0.89, 0.96)
 _ACCEPTANCE = (0.733, 0.078, 0.037, 0.022)
 _RECYCLED = (0.44, 0.047, 0.02, 0.015, 0.013, 0.008, 0.008, 0.006)
