@@ -268,12 +268,12 @@ def bench(options: Bench) -> int:
         bencher = Bencher(plan, pair, progress)
         rows = [row for batch in plan.batches for row in bencher.rows(chosen, batch)]
     report = {"env": environment(bencher, left_out), "rows": rows}
+    _remember(bencher, rows)
     table(report)
     if options.json:
         Path(options.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
     if options.png:
         curves.draw(report, options.png)
-    _remember(bencher, rows)
     return 0
 
 

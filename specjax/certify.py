@@ -92,7 +92,7 @@ def compare(
                        _row_key(options, row), (int(expected[at]), int(got[at])))  # fmt: skip
             divergences.append(Divergence(prompt.name, at, gap))
     per_step = float(made.lengths.sum() / made.steps.sum())
-    return Comparison(setting.method, len(chosen), equal, per_step, tuple(divergences))
+    return Comparison(setting.label, len(chosen), equal, per_step, tuple(divergences))
 
 
 def _row_key(options: Verify, row: int) -> jax.Array:
@@ -197,7 +197,7 @@ def _law_tests(
     laws = np.asarray(process(jnp.asarray(logits)[:, None], rows)[:, 0], np.float64)
     names = ["first", *(f"second after {token}" for token in common)]
     return [
-        {"method": setting.method, "rule": rule, "token": name} | law.g_test(group, p)._asdict()
+        {"method": setting.label, "rule": rule, "token": name} | law.g_test(group, p)._asdict()
         for name, group, p in zip(names, groups, laws, strict=True)
         if group.size
     ]

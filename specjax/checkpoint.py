@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BUNDLED = Path(__file__).parent / "bundled"
-BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
 """The pair that comes with the package."""
+
+BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
+"""What drafts for its first draft."""
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 _INDEX = "model.safetensors.index.json"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 
 from specjax import records
-from specjax.methods import AUTO, check_method, setting_of
+from specjax.methods import AUTO, check_method, lacking, setting_of
 from specjax.pair import Pair
 from specjax.setting import Setting, from_json
 from specjax.tuned import pick, read
@@ -52,15 +52,21 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
         return Choice(
             setting_of(method, widths, budget, batch, len(pair.drafts)), "it was asked for"
         )
-    if widths is not None and pair.drafts:
+    if widths is not None and budget is None:
+        if not pair.drafts:
+            raise ValueError(
+                "a tree is named and there is no draft model; name one with --draft, or a method."
+            )
         named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
         return Choice(setting_of(named, widths, budget), "a tree was asked for")
     if budget is not None:
         named = "specexec" if pair.drafts else "lookup"
         return Choice(setting_of(named, None, budget), "a budget of nodes was asked for")
+    if measured := _measured(pair, temperature, batch):
+        return measured
     if not pair.drafts:
         return Choice(Setting(), "there is no draft model")
-    return _measured(pair, temperature, batch) or _shipped(temperature > 0, batch)
+    return _shipped(temperature > 0, batch)
 
 
 def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice:
@@ -77,9 +83,13 @@ def _measured(pair: Pair, temperature: float, batch: int) -> Choice | None:
     found = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
     nearest = min((entry["temperature"] for entry in found), default=temperature,
                   key=lambda measured: abs(measured - temperature))  # fmt: skip
-    entries = [entry for entry in found if entry["temperature"] == nearest]
-    settings = [from_json(entry["setting"], "a measurement") for entry in entries]
-    rates = [entry["tokens_per_second"] for entry in entries]
+    entries = [
+        (from_json(entry["setting"], "a measurement"), entry["tokens_per_second"])
+        for entry in found
+        if entry["temperature"] == nearest
+    ]
+    able = [(one, rate) for one, rate in entries if lacking(one.method, pair) is None]
+    settings, rates = [one for one, _ in able], [rate for _, rate in able]
     plain = [rate for rate, one in zip(rates, settings, strict=True) if one.method == "none"]
     if not plain:
         return None

@@ -80,11 +80,6 @@ def say(sentence: str) -> None:
     print(f"specjax: {sentence}", file=sys.stderr, flush=True)
 
 
-def rule_name(verify: str, sampled: bool) -> str:
-    """The rule that `auto` means for a row."""
-    return verify if verify != methods.AUTO else "multi-step" if sampled else "greedy"
-
-
 def _answer(
     options: Generate,
     pair: Pair,
@@ -108,7 +103,7 @@ def _answer(
         "tokens_per_second": count / made.seconds,
         "method": choice.setting.method,
         "setting": to_json(choice.setting),
-        "verify": rule_name(options.verify, options.temperature > 0),
+        "verify": request.rule.name,
         "dtype": str(pair.target.embedding.dtype),
     }
 

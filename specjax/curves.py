@@ -1,23 +1,30 @@
 """A bench report as curves: tokens per step and speed-up against the nodes of a tree."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 _PANELS = {"tokens_per_step": "tokens per step", "speedup": "speed-up over plain decoding"}
 
 
-def draw(report: dict[str, Any], file: str | Path) -> None:
-    """Draws a report to a PNG: a column a temperature, a curve a method, a point a budget.
+def check(file: str | None) -> None:
+    """Checks before anything is measured that `file`, if it is named, can be drawn.
 
     Raises:
-      ValueError: matplotlib is not installed.
+      ValueError: it is no PNG, or matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(
-            "--png needs matplotlib, which is not installed; install specjax[train]."
-        ) from error
+    if file is None:
+        return
+    if Path(file).suffix != ".png":
+        raise ValueError(f"--png is {file}; its name must end in .png.")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--png needs matplotlib, which is not installed; install specjax[train].")
+
+
+def draw(report: dict[str, Any], file: str | Path) -> None:
+    """Draws a report to a PNG: a column a temperature, a curve a method, a point a budget."""
+    from matplotlib.figure import Figure
+
     rows = [row for row in report["rows"] if row["method"] != "none"]
     columns = list(dict.fromkeys((row["temperature"], row["batch"]) for row in rows))
     figure = Figure(figsize=(4.6 * max(1, len(columns)), 7.5), layout="constrained")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -88,6 +89,8 @@ def lacking(method: str, pair: Pair) -> str | None:
     """What a method needs and the pair has not, or None."""
     if method != "none" and method not in MODEL_FREE and not pair.drafts:
         return "a draft model; name one with --draft"
+    if method == "ngram" and pair.table is None:
+        return "an n-gram model; name its folder with --stage"
     if method == "staged" and pair.table is None and pair.smaller is None:
         return "a second stage; name an n-gram or model folder with --stage"
     return None
@@ -103,7 +106,7 @@ def names_of(text: str, pair: Pair | None) -> list[str]:
         return [name for name in METHODS[1:] if pair is None or lacking(name, pair) is None]
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        check_method(name, ALL)
+        check_method(name)
     return names
 
 
@@ -190,16 +193,16 @@ def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter | None:
         return None
     if setting.method == "recycle":
         return _recycling(setting, pair)
-    if setting.method in MODEL_FREE:
-        return _of_text(setting, pair)
-    if setting.growth is not None:
-        return _best_first(setting, pair)
+    if setting.method in GROWN:
+        growth = _needed(setting, "growth")
+        text = setting.method in MODEL_FREE
+        return _of_text(setting, pair, growth) if text else _best_first(setting, pair, growth)
     drafts = pair.drafts if setting.method == "pool" else pair.drafts[:1]
     children = _CHILDREN.get(verify, DRAWN)
     return ExpansionDrafter.of(drafts, _needed(setting, "widths"), children)
 
 
-def _needed(setting: Setting, name: str) -> Widths:
+def _needed(setting: Setting, name: str) -> Any:
     value = getattr(setting, name)
     if value is None:
         raise ValueError(f"the method {setting.method} needs {name}; the setting names none.")
@@ -208,30 +211,29 @@ def _needed(setting: Setting, name: str) -> Widths:
 
 def _recycling(setting: Setting, pair: Pair) -> RecycleDrafter:
     shape = TreeShape(_needed(setting, "widths"))
-    chance = jnp.resize(jnp.asarray(_RECYCLED, jnp.float32), (shape.widest,))
+    chance = (
+        jnp.zeros(shape.widest).at[: len(_RECYCLED)].set(jnp.asarray(_RECYCLED[: shape.widest]))
+    )
     return RecycleDrafter(chance, shape, pair.target.config.vocab_size)
 
 
-def _of_text(setting: Setting, pair: Pair) -> TextDrafter:
-    if setting.growth is None:
-        raise ValueError(f"the method {setting.method} needs growth; the setting names none.")
+def _of_text(setting: Setting, pair: Pair, growth: Growth) -> TextDrafter:
     return TextDrafter(
         trust=jnp.asarray(_TRUST, jnp.float32),
         table=pair.table if setting.method == "ngram" else None,
-        growth=setting.growth,
+        growth=growth,
         vocabulary=pair.target.config.vocab_size,
         least=_LEAST[setting.method],
         followers=_FOLLOWERS[setting.method],
     )
 
 
-def _best_first(setting: Setting, pair: Pair) -> Drafter:
-    assert setting.growth is not None
+def _best_first(setting: Setting, pair: Pair, growth: Growth) -> Drafter:
     temperatures = jnp.asarray(setting.temperatures or _TEMPERATURES, jnp.float32)
     table, second = None, None
     if setting.method == "staged":
         table, second = _stages(setting, pair)
-    drafter = BestFirstDrafter(pair.drafts[0], temperatures, setting.growth, table, second)
+    drafter = BestFirstDrafter(pair.drafts[0], temperatures, growth, table, second)
     if setting.method != "hybrid":
         return drafter
     trust = jnp.asarray(_TRUST, jnp.float32)
@@ -240,11 +242,12 @@ def _best_first(setting: Setting, pair: Pair) -> Drafter:
 
 def _stages(setting: Setting, pair: Pair) -> tuple[TableStage | None, Drafter | None]:
     """The second stage: a table, or a smaller draft where that is asked for or all there is."""
-    if pair.smaller is not None and (setting.stage == DRAFT or pair.table is None):
-        guess = setting.guess if setting.stage == DRAFT else _DRAFT_GUESS
-        return None, ExpansionDrafter.of([pair.smaller], guess or _DRAFT_GUESS, TOP_K)
-    if pair.table is None:
+    if setting.stage == DRAFT and pair.smaller is None:
         raise ValueError("the setting asks for a smaller draft; name its folder with --stage.")
+    if pair.table is None or setting.stage == DRAFT:
+        assert pair.smaller is not None
+        guess = setting.guess if setting.stage == DRAFT else None
+        return None, ExpansionDrafter.of([pair.smaller], guess or _DRAFT_GUESS, TOP_K)
     shape = TreeShape(setting.guess or _GUESS)
     return TableStage(pair.table, shape, setting.fan or _FAN), None
 

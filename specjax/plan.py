@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 
-from specjax import methods, tuned
+from specjax import curves, methods, tuned
 from specjax.options import Bench, at_least, check_seed, check_target_file, dtypes_of, items
 from specjax.pair import Pair
 from specjax.setting import Setting
@@ -38,6 +38,7 @@ class Plan:
     names: tuple[str, ...]
     drafts: int
     settings: tuple[Setting, ...] = ()
+    with_mixed: bool = True
 
     def candidates(self, batch: int) -> list[Candidate]:
         """Plain decoding in both dtypes, then the settings in the dtypes asked for."""
@@ -48,7 +49,7 @@ class Plan:
 
     def temperatures_of(self, batch: int) -> tuple[Temperature, ...]:
         """The temperatures; for a batch above 1 also half greedy and half sampled."""
-        mixed = batch > 1 and max(self.temperatures) > 0
+        mixed = self.with_mixed and batch > 1 and max(self.temperatures) > 0
         return (*self.temperatures, MIXED) if mixed else self.temperatures
 
 
@@ -61,6 +62,7 @@ def plan_of(options: Bench, pair: Pair | None = None) -> Plan:
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     at_least("--limit", options.limit, 1)
     check_seed(options.seed)
+    curves.check(options.png)
     for name in ("json", "png"):
         check_target_file(f"--{name}", getattr(options, name))
     methods.check_rule(options.verify)

@@ -67,6 +67,8 @@ def from_json(values: Mapping[str, Any], where: str) -> Setting:
         raise ValueError(
             f"{where}: no method {changed['method']!r}; there are {', '.join(METHODS)}."
         )
+    if changed.get("stage") not in (None, TABLE, DRAFT):
+        raise ValueError(f"{where}: no stage {changed['stage']!r}; there are {TABLE} and {DRAFT}.")
     try:
         for name in ("widths", "guess"):
             if name in changed:

@@ -21,7 +21,7 @@ from specjax.tree import NO_PARENT, TreeShape
 
 Acceptance: TypeAlias = np.ndarray | Sequence[float] | Sequence[Sequence[float]]
 Cost: TypeAlias = Callable[[int], float] | np.ndarray | Sequence[float]
-_ROUNDING = 1e-6
+_ROUNDING = 1e-4  # of sums of float32
 
 
 class Expected(NamedTuple):

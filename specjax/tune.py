@@ -50,7 +50,7 @@ from specjax.tuned import Entry
 _FINALISTS = 4
 _DEEPEST = 16
 _LONGEST_CHAIN = 24
-_COST_NODES, _COST_LEVELS = (1, 3, 7, 15, 31, 63), 7
+_COST_NODES, _COST_LEVELS = (1, 3, 7, 15, 31), 7
 
 
 class Promise(NamedTuple):
@@ -75,7 +75,7 @@ class Tuner:
     grown: Pair
     chosen: list[Prompt]
     progress: Progress
-    costs: dict[Setting, measure.Phases] = dataclasses.field(default_factory=dict)
+    costs: dict[tuple[Setting, bool], measure.Phases] = dataclasses.field(default_factory=dict)
 
     def promises(self, temperature: float) -> list[Promise]:
         """What every setting promises, the best first."""
@@ -95,7 +95,10 @@ class Tuner:
         for _, alike in itertools.groupby(settings, key=lambda setting: setting.nodes):
             for setting in alike:
                 tokens = self.tokens_per_step(setting, temperature)
-                found.append(Promise(setting, tokens, self.seconds(setting)))
+                seconds = self.cost(setting, temperature).draft + self.looking(
+                    _nodes(setting, self.grown)
+                )
+                found.append(Promise(setting, tokens, seconds))
                 self.progress.advance(task)
             jax.clear_caches()  # dozens of programs are more than Linux lets a process map
         return sorted(found, key=lambda promise: -promise.rate)
@@ -111,7 +114,7 @@ class Tuner:
         native = self.native
         accepted = positional(native.target, native.drafts[0], texts, starts, temperature)
         chain = methods.setting_of("chain", (1,) * _COST_LEVELS)
-        level = self.cost(chain).draft / _COST_LEVELS
+        level = self.cost(chain, temperature).draft / _COST_LEVELS
 
         def promise(name: str, shape: TreeShape) -> Promise:
             setting = methods.setting_of(name, shape.widths)
@@ -151,34 +154,35 @@ class Tuner:
         _, lengths, steps, _ = self._generation(setting, temperature)
         return float(lengths.sum() / steps.sum())
 
-    def seconds(self, setting: Setting) -> float:
-        """What a step with a setting takes: drafting, and the target's pass over its nodes."""
-        return self.cost(setting).draft + self.looking(setting.nodes * self._trees(setting))
-
-    def _trees(self, setting: Setting) -> int:
-        return len(self.grown.drafts) if setting.method == "pool" else 1
-
     def looking(self, nodes: int) -> float:
         """What a pass of the target over so many nodes, and all that follows it, takes."""
-        return float(np.interp(nodes, _COST_NODES, self.passes))
+        return float(np.interp(nodes, *self.passes))
 
     @cached_property
-    def passes(self) -> list[float]:
-        """What the target's pass and the rest take, by the numbers of nodes of `_COST_NODES`.
+    def passes(self) -> tuple[list[int], list[float]]:
+        """Numbers of nodes, and what the target's pass over them and the rest take.
 
-        Measured with the drafter that is the cheapest to compile; no other part depends on it.
+        Measured with the drafter that is the cheapest to compile, and with flat trees: their steps
+        commit two tokens at most, so that many of them fit a text.
         """
-        costs = [self.cost(methods.setting_of("recycle", (1,) * n)) for n in _COST_NODES]
-        return [cost.target + cost.rest for cost in costs]
+        nodes = sorted({*_COST_NODES, *self.budgets})
+        costs = [self.cost(methods.setting_of("recycle", (n,)), 0.0) for n in nodes]
+        return nodes, [cost.target + cost.rest for cost in costs]
 
-    def cost(self, setting: Setting) -> measure.Phases:
+    def cost(self, setting: Setting, temperature: float) -> measure.Phases:
         """The phases of a step with the model as it will run."""
-        if setting not in self.costs:
+        kind = setting, temperature > 0
+        if kind not in self.costs:
             drafter = methods.build(setting, self.grown)
             rows = [self.chosen[len(self.chosen) // 2]] * self.options.batch
-            request = self._request(self.grown, drafter, rows, 0.0)
-            self.costs[setting] = measure.phases(self.grown.target, drafter, request)
-        return self.costs[setting]
+            request = self._request(self.grown, drafter, rows, temperature)
+            self.costs[kind] = measure.phases(self.grown.target, drafter, request)
+        return self.costs[kind]
+
+
+def _nodes(setting: Setting, pair: Pair) -> int:
+    """Nodes below the root of the whole tree."""
+    return setting.nodes * (len(pair.drafts) if setting.method == "pool" else 1)
 
 
 def tune(options: Tune) -> int:
@@ -189,11 +193,10 @@ def tune(options: Tune) -> int:
     """
     temperatures = _check(options)
     listed = prompts.read(options.prompts)[: options.limit]
+    parameters = count_of(options.inflate) if options.inflate else None
     native = load_pair(options.model, options.draft, "float32", options.stage)
     dtype = dtype_of(options.dtype) or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
-    grown = native.target
-    if options.inflate:
-        grown = inflate(grown, count_of(options.inflate))
+    grown = inflate(native.target, parameters) if parameters else native.target
     chosen, _ = prompts.fitting(
         listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
     )
@@ -246,17 +249,23 @@ def _check_run(
               max_new_tokens=options.max_new_tokens, skip_phases=True, seed=options.seed),
         pair,
     )  # fmt: skip
-    plan = dataclasses.replace(plan, settings=tuple(promise.setting for promise in finalists))
+    settings = tuple(promise.setting for promise in finalists)
+    plan = dataclasses.replace(plan, settings=settings, with_mixed=False)
     rows = Bencher(plan, pair, progress).rows(chosen, options.batch)
-    return entry_of(rows, finalists, temperature, options.batch), rows
+    as_asked = [row for row in rows if row["dtype"] == dtype]
+    plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")
+    return entry_of(as_asked, plain, finalists, temperature, options.batch), rows
 
 
 def entry_of(
-    rows: Sequence[dict[str, Any]], finalists: Sequence[Promise], temperature: float, batch: int
+    rows: Sequence[dict[str, Any]],
+    plain: float,
+    finalists: Sequence[Promise],
+    temperature: float,
+    batch: int,
 ) -> Entry:
-    """The fastest of the rows, with what it promised."""
+    """The fastest of the rows, with what it promised; `plain` are tokens per second."""
     best = max(rows, key=lambda row: row["tokens_per_second"])
-    plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")
     setting = from_json(best["setting"], "a row")
     promised = {promise.setting: promise for promise in finalists}.get(setting)
     expected = {} if promised is None else _figures(promised, batch, plain)

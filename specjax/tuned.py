@@ -53,9 +53,13 @@ def _entry(values: Any, where: str) -> Entry:
     for name in ("temperature", "batch", "setting"):
         if name not in values:
             raise ValueError(f"{where} has no {name}.")
+    try:
+        temperature, batch = float(values["temperature"]), int(values["batch"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} has a temperature or batch that is no number.") from error
     return Entry(
-        float(values["temperature"]),
-        int(values["batch"]),
+        temperature,
+        batch,
         from_json(values["setting"], where),
         values.get("expected", {}),
         values.get("measured", {}),

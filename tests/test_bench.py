@@ -203,6 +203,7 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
         ({"limit": 0}, "--limit is 0"),
         ({"seed": -2}, "--seed is -2"),
         ({"json": "nowhere/out.json"}, "--json is nowhere/out.json, in a folder that does not"),
+        ({"png": "out.jpg"}, "--png is out.jpg; its name must end in .png"),
         ({"png": "nowhere/out.png"}, "--png is nowhere/out.png, in a folder that does not"),
         ({"budgets": "3,0"}, "the budget is 0"),
         ({"config": "nowhere.json"}, "--config is nowhere.json, which cannot be read"),

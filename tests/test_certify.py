@@ -61,7 +61,7 @@ def test_a_lossless_pair_is_certified(capsys):
     assert found["greedy"]["passed"]
     assert found["sampled"]["passed"]
     assert found["greedy"]["methods"][0]["equal_tokens"] == found["greedy"]["tokens"] == 16
-    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool"
+    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool 1,1"
     tests = found["sampled"]["law"]["tests"]
     assert {test["rule"] for test in tests} == {"multi-step", "naive", "recursive"}
     assert {test["token"].split()[0] for test in tests} == {"first", "second"}

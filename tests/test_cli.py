@@ -29,7 +29,7 @@ def test_json_holds_what_the_contract_says(capsys):
     assert found["new_tokens"] == len(found["token_ids"]) <= 12
     assert found["tokens_per_step"] == found["new_tokens"] / found["target_steps"]
     assert found["tokens_per_second"] == pytest.approx(found["new_tokens"] / found["seconds"])
-    assert (found["method"], found["verify"], found["dtype"]) == ("pool", "greedy", "float32")
+    assert (found["method"], found["verify"], found["dtype"]) == ("pool", "multi-step", "float32")
 
 
 def test_methods_print_the_same_greedy_text(capsys):
@@ -50,7 +50,7 @@ def test_the_seed_names_the_key_of_the_row(capsys):
         sampling=Sampling(0.8, top_k=20),
     )  # fmt: skip
     assert found["token_ids"] == same.tokens[0, : same.lengths[0]].tolist()
-    assert found["verify"] == "multi-step"
+    assert found["verify"] == "naive"
 
 
 def test_streamed_text_is_that_of_json_and_standard_input_is_read(capsys, monkeypatch):

@@ -57,7 +57,7 @@ def proposed(drafts, shapes, stack, children, committed):
         count = jnp.asarray(COUNTS)
         accepted = Accepted(jnp.zeros_like(jnp.asarray(NEW)), count, count)
         state = drafter.commit(
-            state, Step(jnp.asarray(NEW), count, tree, accepted, nothing_seen(NEW.shape))
+            state, Step(jnp.asarray(NEW), count, tree, accepted, nothing_seen((4, 3)))
         )
         texts = [[*p, *new[:n]] for p, new, n in zip(PROMPTS, NEW, COUNTS, strict=True)]
         tree, _ = propose(state, texts)
@@ -133,7 +133,7 @@ def test_a_pass_runs_only_the_nodes_that_have_children(monkeypatch):
     one, own = jnp.ones(1, jnp.int32), Sampling().rows(1)
 
     def made():
-        state = drafter.init(one[:, None], one, SLOTS)
+        state = drafter.init(one[:, None], one, SLOTS, nothing_seen((one.shape[0], 1)))
         return drafter.propose(KEY[None], one, state, one, own)[0]
 
     tree = jax.eval_shape(made)

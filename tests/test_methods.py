@@ -1,13 +1,16 @@
 """Named methods, and the choice that auto makes among them."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specjax import checkpoint, methods, records
 from specjax.choice import Asked, Choice, choose
+from specjax.draft.ngram import pack
 from specjax.pair import Pair, load_pair
 from specjax.setting import METHODS, Setting, from_json, to_json
 from specjax.verify import DRAWN, TOP_K
@@ -19,6 +22,7 @@ __all__ = ["own_cache"]
 TARGET, DRAFTS = tiny_model(), [tiny_model(1, num_layers=1), tiny_model(2, num_layers=1)]
 PAIR = Pair(TARGET, None, DRAFTS)
 ONE = PAIR._replace(drafts=DRAFTS[:1])
+TABLE = pack(np.zeros((0, 2), int), np.arange(128).reshape(64, 2) % 64, np.full((64, 2), -0.7))
 
 
 def measured(method: str, rate: float, widths: Widths | None = None) -> dict:
@@ -83,12 +87,17 @@ def test_what_a_method_lacks_is_said(method):
         methods.build(methods.setting_of(method), PAIR._replace(drafts=[]))
     with pytest.raises(ValueError, match="needs a second stage; name an n-gram or model folder"):
         methods.build(methods.setting_of("staged"), PAIR)
+    with pytest.raises(ValueError, match="the method ngram needs an n-gram model"):
+        methods.build(methods.setting_of("ngram"), PAIR)
+    asked = dataclasses.replace(methods.setting_of("staged"), stage="draft")
+    with pytest.raises(ValueError, match="asks for a smaller draft"):
+        methods.build(asked, PAIR._replace(table=TABLE))
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("budget", [None, 1, 6, 40])
 def test_every_method_keeps_to_its_budget(method, budget):
-    pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1])
+    pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE)
     for batch in (1, 8):
         setting = methods.setting_of(method, None, budget, batch)
         drafter = methods.build(setting, pair)
@@ -99,9 +108,9 @@ def test_every_method_keeps_to_its_budget(method, budget):
 
 
 def test_all_are_the_methods_that_a_pair_can_do():
-    assert methods.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "ngram", "recycle"]
-    assert "staged" not in methods.names_of("all", PAIR)
-    assert methods.names_of("all", PAIR._replace(smaller=DRAFTS[0])) == list(METHODS[1:])
+    assert methods.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "recycle"]
+    assert not {"staged", "ngram"} & set(methods.names_of("all", PAIR))
+    assert methods.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS[1:])
     assert methods.names_of("chain, none", PAIR) == ["chain", "none"]
 
 
@@ -134,6 +143,15 @@ def test_a_named_method_is_taken():
     assert choose(Asked(budget=9), PAIR, 0.0).setting == methods.setting_of("specexec", None, 9)
     alone = PAIR._replace(drafts=[])
     assert choose(Asked(budget=9), alone, 0.0).setting == methods.setting_of("lookup", None, 9)
+
+
+def test_auto_measured_without_drafts_and_leaves_out_what_the_pair_cannot_do():
+    alone = PAIR._replace(drafts=[])
+    name = records.setting(TARGET, [], 1, False)
+    records.remember(name, [measured("none", 5), measured("lookup", 9), measured("ngram", 20)])
+    assert choose(Asked(), alone, 0.0).setting.method == "lookup"
+    with pytest.raises(ValueError, match="a tree is named and there is no draft model"):
+        choose(Asked(widths=(2, 1)), alone, 0.0)
 
 
 def test_without_drafts_or_measurement_auto_says_so():
@@ -179,7 +197,7 @@ def test_a_tree_whose_nodes_differ_is_remembered_as_it_was():
 def test_auto_never_takes_a_slower_method(rates):
     remember(*(measured(method, rate) for method, rate in rates))
     plain = [rate for method, rate in rates if method == "none"]
-    choice = auto()
+    choice = choose(Asked(), PAIR._replace(table=TABLE), 0.0)
     if not plain:
         assert "shipped" in choice.reason
     elif choice.setting.method != "none":

@@ -48,14 +48,14 @@ def test_the_fastest_that_was_run_is_taken():
         for name, rate in (("none", 10.0), ("chain", 30.0), ("lookup", 20.0))
     ]  # fmt: skip
     promises = [tune.Promise(methods.setting_of(name), 3.0, 0.1) for name in ("lookup", "chain")]
-    entry = tune.entry_of(rows, promises, 0.5, 1)
+    entry = tune.entry_of(rows, 10.0, promises, 0.5, 1)
     assert entry.setting == methods.setting_of("chain")
     assert entry.measured == {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "speedup": 3.0}
     assert entry.expected == pytest.approx(
         {"tokens_per_step": 3.0, "tokens_per_second": 30.0, "speedup": 3.0}
     )
     rows[0]["tokens_per_second"] = 50.0
-    assert tune.entry_of(rows, promises, 0.5, 1)[2:4] == (Setting(), {})
+    assert tune.entry_of(rows, 50.0, promises, 0.5, 1)[2:4] == (Setting(), {})
 
 
 def test_the_nearest_entry_of_the_same_kind_is_picked():
@@ -82,6 +82,12 @@ def test_the_nearest_entry_of_the_same_kind_is_picked():
          "growth has 'budged'; the nearest name there is is 'budget'"),
         ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"growth": {"budget": 0}}}]}',
          "budget is 0; it must be at least 1"),
+        ('{"settings": [{"temperature": null, "batch": 1, "setting": {}}]}',
+         "a temperature or batch that is no number"),
+        ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"stage": "moon"}}]}',
+         "no stage 'moon'; there are ngram and draft"),
+        ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"method": "lookup"}}]}',
+         "the method lookup needs growth; the setting names none"),
         ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"method": "bush"}}]}',
          "no method 'bush'"),
     ],

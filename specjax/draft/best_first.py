@@ -36,7 +36,8 @@ def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], widt
     sharp = logits / sharpness[:, None, None]
     best, tokens = lax.top_k(sharp, min(width, logits.shape[-1]))
     total = jax.nn.logsumexp(sharp, axis=-1, keepdims=True)
-    return Likely(tokens.astype(jnp.int32), best - total)
+    # above 0 by rounding, a child would outscore its parent
+    return Likely(tokens.astype(jnp.int32), jnp.minimum(best - total, 0))
 
 
 def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:

@@ -305,10 +305,10 @@ def _guessed(
     at = scored.above[:, :, None]
     same = jnp.take_along_axis(likely.tokens, at, axis=1) == scored.guesses[:, :, None]
     log_q = jnp.take_along_axis(likely.log_q, at, axis=1)
-    step = jnp.where(same, log_q, -jnp.inf).max(axis=2) + jnp.log(growth.decay)
+    step = jnp.where(same, log_q, -jnp.inf).max(axis=2)
     score = jnp.concatenate([scored.score, jnp.full_like(step, -jnp.inf)], axis=1)
     for _ in range(scored.levels):
-        guessed = jnp.take_along_axis(score, scored.above, axis=1) + step
+        guessed = jnp.take_along_axis(score, scored.above, axis=1) + jnp.log(growth.decay) + step
         score = score.at[:, scored.score.shape[1] :].set(guessed)
     which = scored.above * width + jnp.argmax(same, axis=2).astype(jnp.int32)
     return score, jnp.where(same.any(axis=2), which, count * width)
