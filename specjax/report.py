@@ -4,12 +4,13 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 _COLUMNS = (
     *("method", "T", "batch", "dtype", "nodes", "tokens/step", "tokens/s", "speed-up"),
     *("draft", "target", "other", "prefill", "8-grams again", "over floor"),
 )
+_LONGEST_NAME = 24
 _WIDE = 160
 """Columns of a table that goes to a file."""
 
@@ -23,7 +24,8 @@ def table(report: dict[str, Any]) -> None:
         f"{env['parameters'] / 1e6:.1f}M parameters; reads {env['read_gb_per_second']:.1f} GB/s; "
         f"{env['date']}"
     )
-    lines = Table(*_COLUMNS)
+    first, *others = _COLUMNS
+    lines = Table(Column(first, no_wrap=True, max_width=_LONGEST_NAME), *others)
     for row in report["rows"]:
         lines.add_row(*_cells(row))
     console.print(lines)
