@@ -5,7 +5,7 @@ import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from specjax.sampling import Sampling
 from specjax.setting import Setting, to_json
 
 _PHASE_REQUESTS = 8
+_MOST_MAPS = 20_000  # pieces of memory; the phases, compiled later, may want as many again
 
 
 class Bucket(NamedTuple):
@@ -40,7 +41,7 @@ class Bucket(NamedTuple):
 
 @dataclasses.dataclass
 class Tally:
-    """What a candidate's runs add up to."""
+    """What a candidate's runs add up to; `beside` are plain decoding's of the same rounds."""
 
     seconds: float = 0.0
     steps: int = 0
@@ -48,6 +49,7 @@ class Tally:
     passes: int = 0
     outputs: list[np.ndarray] = dataclasses.field(default_factory=list)
     phases: list[Phases] = dataclasses.field(default_factory=list)
+    beside: dict[Candidate, "Tally"] = dataclasses.field(default_factory=dict)
 
     def add(self, run: Timed) -> None:
         """Counts one generation."""
@@ -61,6 +63,11 @@ class Tally:
     def new_tokens(self) -> int:
         """All tokens emitted."""
         return sum(len(output) for output in self.outputs)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.new_tokens / self.seconds
 
 
 class Bencher:
@@ -105,8 +112,8 @@ class Bencher:
     def rows(self, chosen: Sequence[Prompt], batch: int) -> list[dict[str, Any]]:
         """A row of the report for every temperature and candidate.
 
-        One compiled size after the other, whose programs are then forgotten: a few dozen of them
-        at once, each mapped in thousands of pieces, are more than Linux lets a process map.
+        One compiled size after the other, and of each as many candidates at a time as a process
+        can hold programs of, plain decoding always among them.
         """
         batches = batches_of(chosen, batch)
         candidates, temperatures = self.plan.candidates(batch), self.plan.temperatures_of(batch)
@@ -122,37 +129,60 @@ class Bencher:
         task = self.progress.add_task(f"batch {batch}", total=len(batches) * len(requests))
         for size in sorted(set(sizes)):
             numbers = [number for number, other in enumerate(sizes) if other == size]
-            self._warm(candidates, [requests[temperatures[0], c][numbers[0]] for c in candidates])
-            for number, temperature in itertools.product(numbers, temperatures):
-                for turn in range(len(candidates)):  # a drift of the machine hits all alike
-                    named = temperature, candidates[(turn + number) % len(candidates)]
-                    request, tally = requests[named][number], tallies[named]
-                    self._measure(named[1], request, tally, size == statistics.mode(sizes))
-                    self.progress.advance(task)
-            jax.clear_caches()
+            first = {c: requests[temperatures[0], c][numbers[0]] for c in candidates}
+            done: set[Candidate] = set()
+            for group in self._groups(first):
+                for number, temperature in itertools.product(numbers, temperatures):
+                    turn = number % len(group)  # a drift of the machine hits all alike
+                    runs = {
+                        candidate: self._measure(
+                            candidate,
+                            requests[temperature, candidate][number],
+                            tallies[temperature, candidate],
+                            size == statistics.mode(sizes),
+                        )
+                        for candidate in (*group[turn:], *group[:turn])
+                    }
+                    for candidate in set(group) - done:
+                        _count(tallies[temperature, candidate], candidate, runs)
+                        self.progress.advance(task)
+                done.update(group)
         rows = {
             named: self._row(named[1], tally, requests[named], batch, named[0])
             for named, tally in tallies.items()
         }
-        return [
-            row for t in temperatures for row in with_speedups([rows[t, c] for c in candidates])
-        ]
+        return [rows[t, c] for t in temperatures for c in candidates]
 
-    def _warm(self, candidates: list[Candidate], requests: list[Request]) -> None:
-        for candidate, request in zip(candidates, requests, strict=True):
-            measure.warm(self.targets[candidate.dtype], self.drafter(candidate), request)
+    def _groups(self, first: dict[Candidate, Request]) -> Iterator[list[Candidate]]:
+        """Candidates whose programs fit into one process, warmed; plain ones are in every group.
 
-    def _measure(self, candidate: Candidate, request: Request, tally: Tally, common: bool) -> None:
+        A loop is mapped in a thousand pieces or more, and Linux lets a process map 65,530.
+        """
+        plain = [candidate for candidate in first if _is_plain(candidate)]
+        group: list[Candidate] = []
+        for candidate in (*plain, *(c for c in first if not _is_plain(c))):
+            if measure.mapped() > _MOST_MAPS and len(group) > len(plain):
+                yield group
+                jax.clear_caches()
+                group = []
+            for each in [candidate] if group or candidate in plain else [*plain, candidate]:
+                measure.warm(self.targets[each.dtype], self.drafter(each), first[each])
+                group.append(each)
+        yield group
+        jax.clear_caches()
+
+    def _measure(self, candidate: Candidate, request: Request, tally: Tally, common: bool) -> Timed:
         """Times one request, and its phases beside it if its size is the most common one.
 
         That size stands for all: each costs five compilations, and the sizes of a set of prompts
         differ little.
         """
         target, drafter = self.targets[candidate.dtype], self.drafter(candidate)
-        tally.add(measure.timed(target, drafter, request))
+        run = measure.timed(target, drafter, request)
         wanted = common and not self.plan.options.skip_phases
         if wanted and len(tally.phases) < _PHASE_REQUESTS:
             tally.phases.append(measure.phases(target, drafter, request))
+        return run
 
     def _row(
         self,
@@ -178,7 +208,8 @@ class Bencher:
             "tokens_per_step": tally.new_tokens / tally.steps,
             "mean_nodes": tally.nodes / tally.steps,
             "seconds": tally.seconds,
-            "tokens_per_second": tally.new_tokens / tally.seconds,
+            "tokens_per_second": tally.rate,
+            "speedup": tally.rate / max(plain.rate for plain in tally.beside.values()),
             "passes": tally.passes,
             "repeated_8grams": measure.repeated(tally.outputs),
         }
@@ -242,10 +273,15 @@ def batches_of(chosen: Sequence[Prompt], batch: int) -> list[list[tuple[int, Pro
     return [order[i : i + batch] for i in range(len(order) % batch, len(order), batch)]
 
 
-def with_speedups(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of one setting with their speed-up over its faster plain loop."""
-    plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")
-    return [row | {"speedup": row["tokens_per_second"] / plain} for row in rows]
+def _is_plain(candidate: Candidate) -> bool:
+    return candidate.setting.method == "none"
+
+
+def _count(tally: Tally, candidate: Candidate, runs: dict[Candidate, Timed]) -> None:
+    """Counts the run of a candidate, and those of plain decoding beside it."""
+    tally.add(runs[candidate])
+    for plain in filter(_is_plain, runs):
+        tally.beside.setdefault(plain, Tally()).add(runs[plain])
 
 
 def bench(options: Bench) -> int:

@@ -134,19 +134,21 @@ def _gap(
     return law.threshold_gap(logits, temperature, key, len(prefix), tokens)
 
 
-def greedy_part(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
+def greedy_part(
+    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], options: Verify
+) -> dict[str, Any]:
     """At temperature 0 every method gives the tokens of plain decoding."""
     plain = tokens_of(pair.target, None, chosen, options, 0.0).tokens
-    found = [compare(pair, s, chosen, options, 0.0, plain) for s in settings_of(options, pair)]
+    found = [compare(pair, s, chosen, options, 0.0, plain) for s in settings]
     return section(found, plain)
 
 
-def naive_part(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
+def naive_part(
+    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], options: Verify
+) -> dict[str, Any]:
     """With one seed the naive rule gives the tokens of plain sampling."""
     plain = tokens_of(pair.target, None, chosen, options, TEMPERATURE).tokens
-    found = [
-        compare(pair, s, chosen, options, TEMPERATURE, plain) for s in settings_of(options, pair)
-    ]
+    found = [compare(pair, s, chosen, options, TEMPERATURE, plain) for s in settings]
     return section(found, plain) | {"temperature": TEMPERATURE}
 
 
@@ -161,12 +163,12 @@ def section(found: Sequence[Comparison], plain: np.ndarray) -> dict[str, Any]:
     }
 
 
-def law_part(pair: Pair, options: Verify) -> dict[str, Any]:
+def law_part(pair: Pair, settings: Sequence[Setting], options: Verify) -> dict[str, Any]:
     """First and second tokens of many continuations follow the target's law."""
     prompt = pair.tokenizer(_LAW_PROMPT).input_ids
     tests = [
         test
-        for setting, rule in _judged(pair, options)
+        for setting, rule in _judged(pair, settings, options)
         for test in _law_tests(pair, setting, rule, prompt, options)
     ]
     level = FAMILY_ERROR / len(tests)
@@ -221,20 +223,21 @@ def _rules(options: Verify) -> list[str]:
     return names
 
 
-def _judged(pair: Pair, options: Verify) -> list[tuple[Setting, str]]:
+def _judged(pair: Pair, settings: Sequence[Setting], options: Verify) -> list[tuple[Setting, str]]:
     """Settings with the rules that are lossless for the trees each makes for them.
 
     Raises:
       ValueError: there is none.
     """
     found = []
-    for setting, rule in itertools.product(settings_of(options, pair), _rules(options)):
+    for setting, rule in itertools.product(settings, _rules(options)):
         drafter = methods.build(setting, pair, rule)
         if drafter is None or RULES[rule].refusal(drafter.construction) is None:
             found.append((setting, rule))
     if not found:
         raise ValueError(
-            f"--verify is {options.verify}, which is lossless for no trees of {options.methods}."
+            f"--verify is {options.verify}, which is lossless for no trees of "
+            f"{options.config or options.methods}."
         )
     return found
 
@@ -249,6 +252,8 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
       ValueError: a method is unknown or does not take what is named, or the file is none.
     """
     if options.config is not None:
+        if (options.tree, options.budget) != (None, None):
+            raise ValueError("--config names the tree and budget; leave them out beside it.")
         return list(dict.fromkeys(entry.setting for entry in read(options.config)))
     names = methods.names_of(options.methods, pair)
     others = [name for name in names if name != "chain"]
@@ -264,10 +269,13 @@ def _setting(method: str, options: Verify, drafts: int) -> Setting:
     return methods.setting_of(method, widths, budget, 1, drafts)
 
 
-def certificate(pair: Pair, chosen: Sequence[Prompt], options: Verify) -> dict[str, Any]:
+def certificate(
+    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], options: Verify
+) -> dict[str, Any]:
     """The whole certificate; `passed` says whether every part holds."""
-    greedy = greedy_part(pair, chosen, options)
-    naive, drawn = naive_part(pair, chosen, options), law_part(pair, options)
+    greedy = greedy_part(pair, settings, chosen, options)
+    naive = naive_part(pair, settings, chosen, options)
+    drawn = law_part(pair, settings, options)
     sampled = {"passed": naive["passed"] and drawn["passed"], "naive": naive, "law": drawn}
     passed = greedy["passed"] and sampled["passed"]
     return {"passed": passed, "dtype": "float32", "greedy": greedy, "sampled": sampled}
@@ -286,14 +294,15 @@ def verify(options: Verify) -> int:
     _rules(options)
     check_seed(options.seed)
     pair = load_pair(options.model, options.draft, "float32", options.stage)
-    _judged(pair, options)
+    settings = settings_of(options, pair)
+    _judged(pair, settings, options)
     chosen, _ = prompts.fitting(
         prompts.read(None)[: options.prompts],
         pair.tokenizer,
         pair.target.config.max_positions,
         options.max_new_tokens,
     )
-    found = certificate(pair, chosen, options)
+    found = certificate(pair, settings, chosen, options)
     print(json.dumps(found) if options.json else summary(found))
     return 0 if found["passed"] else 1
 

@@ -68,7 +68,7 @@ def load_drafts(
     if names == "bundled":
         return load_pool(BUNDLED / "drafts", dtype)
     several = [names] if isinstance(names, str | Path) else names
-    return [load_model(_draft_folder(name), dtype) for name in several]
+    return [load_model(folder_of(name, "drafts"), dtype) for name in several]
 
 
 def load_pool(folder: Path, dtype: str | None = None) -> list[Model]:
@@ -81,11 +81,6 @@ def load_pool(folder: Path, dtype: str | None = None) -> list[Model]:
     if not found:
         raise CheckpointError(f"there are no drafts in {folder}: it needs folders 0, 1, ...")
     return [load_model(each, dtype) for each in sorted(found, key=lambda each: int(each.name))]
-
-
-def _draft_folder(name: str | Path) -> Path:
-    first, *rest = Path(name).parts
-    return BUNDLED.joinpath("drafts", *rest) if first == "bundled" and rest else Path(name)
 
 
 def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
@@ -141,10 +136,10 @@ def save_model(
         _save_tokenizer(tokenizer, folder, model.config)
 
 
-def folder_of(name: str) -> Path:
-    """The folder of a second stage: `bundled/...` is one that comes with the package."""
+def folder_of(name: str | Path, *within: str) -> Path:
+    """The folder that a name means: `bundled/...` comes with the package, there under `within`."""
     first, *rest = Path(name).parts
-    return BUNDLED.joinpath(*rest) if first == "bundled" and rest else Path(name)
+    return BUNDLED.joinpath(*within, *rest) if first == "bundled" and rest else Path(name)
 
 
 def is_ngram(folder: str | Path) -> bool:

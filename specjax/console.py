@@ -41,7 +41,9 @@ def generate(options: Generate) -> int:
     _check(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     pair = load_pair(options.model, options.draft, dtype_of(options.dtype), options.stage)
-    asked = Asked(options.method, widths_of(options.tree), options.budget, options.config)
+    asked = Asked(
+        options.method, widths_of(options.tree), options.budget, options.config, options.verify
+    )
     choice = choose(asked, pair, options.temperature)
     drafter = methods.build(choice.setting, pair, options.verify)
     ids = pair.tokenizer(prompt).input_ids

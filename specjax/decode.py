@@ -178,6 +178,8 @@ def emitted(tree: TokenTree, accepted: Accepted) -> Int32[Array, "B W"]:
 
 def likeliest(logits: Float[Array, "B N V"], count: int) -> Int32[Array, "B N k"]:
     """The tokens of the `count` largest logits of each node."""
+    if not count:  # most drafters ask for none, and a step should not pay for it
+        return jnp.zeros((*logits.shape[:2], 0), jnp.int32)
     return lax.top_k(logits, count)[1].astype(jnp.int32)
 
 

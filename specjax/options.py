@@ -284,6 +284,18 @@ def dtype_of(text: str | None) -> str | None:
     return names[0] if names else None
 
 
+def temperatures_in(text: str) -> tuple[float, ...]:
+    """The temperatures that `--temperatures` names.
+
+    Raises:
+      ValueError: one is no number, or below 0.
+    """
+    found = items(text, float, "--temperatures")
+    if not all(0 <= temperature < math.inf for temperature in found):
+        raise ValueError(f"--temperatures is {text!r}; none may be below 0.")
+    return found
+
+
 def count_of(text: str) -> int:
     """The number of parameters that a text such as 100M names.
 

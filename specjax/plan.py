@@ -1,13 +1,20 @@
 """What `specjax bench` is to measure: settings, temperatures, batches and dtypes."""
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import jax
 
 from specjax import curves, methods, tuned
-from specjax.options import Bench, at_least, check_seed, check_target_file, dtypes_of, items
+from specjax.options import (
+    Bench,
+    at_least,
+    check_seed,
+    check_target_file,
+    dtypes_of,
+    items,
+    temperatures_in,
+)
 from specjax.pair import Pair
 from specjax.setting import Setting
 from specjax.widths import read
@@ -53,6 +60,11 @@ class Plan:
         return (*self.temperatures, MIXED) if mixed else self.temperatures
 
 
+def default_dtype() -> str:
+    """The dtype of a run where none is named."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def plan_of(options: Bench, pair: Pair | None = None) -> Plan:
     """The plan that the options name; "all" are all methods, or those that `pair` can do.
 
@@ -67,16 +79,12 @@ def plan_of(options: Bench, pair: Pair | None = None) -> Plan:
         check_target_file(f"--{name}", getattr(options, name))
     methods.check_rule(options.verify)
     batches = items(options.batch, int, "--batch")
-    temperatures = items(options.temperatures, float, "--temperatures")
-    if not all(0 <= temperature < math.inf for temperature in temperatures):
-        raise ValueError(f"--temperatures is {options.temperatures!r}; none may be below 0.")
+    temperatures = temperatures_in(options.temperatures)
     for batch in batches:
         at_least("--batch", batch, 1)
     if options.verify == "greedy" and max(temperatures) > 0:
         raise ValueError(f"the greedy rule needs --temperatures 0, not {options.temperatures}.")
-    dtypes = dtypes_of(options.dtype) or (
-        ("float32",) if jax.default_backend() == "cpu" else ("bfloat16",)
-    )
+    dtypes = dtypes_of(options.dtype) or (default_dtype(),)
     names = tuple(name for name in methods.names_of(options.methods, pair) if name != "none")
     drafts = 1 if pair is None else len(pair.drafts)
     settings_of(options, names, batches[0], drafts)

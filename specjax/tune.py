@@ -8,7 +8,6 @@ then run against plain decoding, and the fastest of them is written down.
 
 import dataclasses
 import itertools
-import math
 import sys
 from collections.abc import Sequence
 from functools import cached_property
@@ -36,9 +35,10 @@ from specjax.options import (
     count_of,
     dtype_of,
     items,
+    temperatures_in,
 )
 from specjax.pair import Pair, load_pair
-from specjax.plan import plan_of
+from specjax.plan import Plan, default_dtype
 from specjax.prompts import Prompt
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
@@ -47,9 +47,8 @@ from specjax.shape import best_shape, expected_tokens
 from specjax.tree import TreeShape
 from specjax.tuned import Entry
 
-_FINALISTS = 4
-_DEEPEST = 16
-_LONGEST_CHAIN = 24
+_FINALISTS = 4  # a run of each takes as long as all that is measured before
+_DEEPEST, _LONGEST_CHAIN = 16, 24  # deeper levels are hardly ever accepted, and each is compiled
 _COST_NODES, _COST_LEVELS = (1, 3, 7, 15, 31), 7
 
 
@@ -195,7 +194,7 @@ def tune(options: Tune) -> int:
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
     native = load_pair(options.model, options.draft, "float32", options.stage)
-    dtype = dtype_of(options.dtype) or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    dtype = dtype_of(options.dtype) or default_dtype()
     grown = inflate(native.target, parameters) if parameters else native.target
     chosen, _ = prompts.fitting(
         listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
@@ -227,10 +226,7 @@ def _check(options: Tune) -> tuple[float, ...]:
     for budget in items(options.budgets, int, "--budgets"):
         at_least("--budgets", budget, 1)
     dtype_of(options.dtype)
-    temperatures = items(options.temperatures, float, "--temperatures")
-    if not all(0 <= temperature < math.inf for temperature in temperatures):
-        raise ValueError(f"--temperatures is {options.temperatures!r}; none may be below 0.")
-    return temperatures
+    return temperatures_in(options.temperatures)
 
 
 def _check_run(
@@ -244,13 +240,16 @@ def _check_run(
 ) -> tuple[Entry, list[dict[str, Any]]]:
     """The fastest of the settings that promise most and plain decoding, run side by side."""
     finalists = promises[:_FINALISTS]
-    plan = plan_of(
-        Bench(methods="none", temperatures=str(temperature), batch=str(options.batch), dtype=dtype,
-              max_new_tokens=options.max_new_tokens, skip_phases=True, seed=options.seed),
-        pair,
-    )  # fmt: skip
-    settings = tuple(promise.setting for promise in finalists)
-    plan = dataclasses.replace(plan, settings=settings, with_mixed=False)
+    plan = Plan(
+        Bench(max_new_tokens=options.max_new_tokens, skip_phases=True, seed=options.seed),
+        (options.batch,),
+        (temperature,),
+        (dtype,),
+        names=(),
+        drafts=len(pair.drafts),
+        settings=tuple(promise.setting for promise in finalists),
+        with_mixed=False,
+    )
     rows = Bencher(plan, pair, progress).rows(chosen, options.batch)
     as_asked = [row for row in rows if row["dtype"] == dtype]
     plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")

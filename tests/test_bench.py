@@ -245,8 +245,31 @@ def test_parameter_counts_are_read(text, count):
     assert options.count_of(text) == count
 
 
-def test_speed_ups_are_over_the_faster_plain_loop():
-    row = {"method": "none", "tokens_per_second": 10.0}
-    faster = {"method": "none", "tokens_per_second": 20.0}
-    tree = {"method": "tree", "tokens_per_second": 50.0}
-    assert [r["speedup"] for r in bench.with_speedups([row, faster, tree])] == [0.5, 1.0, 2.5]
+def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path, monkeypatch):
+    """Each is compared with the faster plain loop of its own group; counts stay those of one."""
+    flags = ["--methods", "chain,tree,specexec", "--budgets", "3,5", "--batch", "1"]
+    flags += ["--max-new-tokens", "8", "--skip-phases", "--temperatures", "0"]
+    flags += ["--prompts", str(prompt_file), *pair_flags()]
+    kept = ("method", "dtype", "label", "new_tokens", "target_steps", "prompts", "mean_nodes")
+    found, groups, timed = [], [], measure.timed
+    clear = jax.clear_caches
+
+    def run(target, drafter, asked):
+        made = timed(target, drafter, asked)
+        seconds = len(groups) + (2.0 if target.embedding.dtype == "float32" else 1.0)
+        return made._replace(seconds=seconds if drafter is None else 0.5)
+
+    monkeypatch.setattr(measure, "timed", run)
+    monkeypatch.setattr(jax, "clear_caches", lambda: (groups.append(1), clear()))
+    for most in (10**9, 0):
+        monkeypatch.setattr(bench, "_MOST_MAPS", most)
+        groups.clear()
+        out = tmp_path / f"{most}.json"
+        assert main(["bench", *flags, "--json", str(out)]) == 0
+        rows = json.loads(out.read_text())["rows"]
+        found.append([{name: row[name] for name in kept} for row in rows])
+        speedups = [row["speedup"] for row in rows if row["method"] != "none"]
+        assert len(groups) == (1 if most else 6)
+        assert speedups == [2.0] * 6 if most else [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+    assert found[0] == found[1]
+    assert len(found[0]) == 8

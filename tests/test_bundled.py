@@ -27,7 +27,7 @@ def chosen(pair) -> list[prompts.Prompt]:
 @pytest.mark.parametrize(("part", "options"), [GREEDY, NAIVE], ids=["greedy", "naive"])
 def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys):
     """But for what rounding explains: counted, printed, and at most one row of each method."""
-    found = part(pair, chosen, options)
+    found = part(pair, certify.settings_of(options, pair), chosen, options)
     with capsys.disabled():
         print(f"\n{part.__name__}: {found['divergences']} divergences in {found['tokens']} tokens")
     assert found["passed"]

@@ -87,7 +87,7 @@ def eager(law_now, q, token):
 
 def test_a_biased_accept_probability_fails_the_law(pair, monkeypatch, fresh_programs):
     monkeypatch.setattr(verify, "walk", partial(verify.walk, rule=eager))
-    found = certify.law_part(pair, SMALL)
+    found = certify.law_part(pair, certify.settings_of(SMALL, pair), SMALL)
     assert not found["passed"]
     failed = {test["rule"] for test in found["tests"] if test["p_value"] < found["level"]}
     assert failed == {"multi-step"}

@@ -169,6 +169,15 @@ def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
     assert "shipped" in auto(batch=8).reason
 
 
+def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for():
+    assert choose(Asked(), PAIR, 0.0).setting == methods.setting_of("specexec")
+    for rule in ("multi-step", "block", "recursive"):
+        assert choose(Asked(verify=rule), PAIR, 0.0).setting == methods.setting_of("chain")
+    remember(measured("none", 5), measured("tree", 10), measured("specexec", 20))
+    assert auto().setting.method == "specexec"
+    assert choose(Asked(verify="multi-step"), PAIR, 0.0).setting.method == "tree"
+
+
 def test_the_nearest_temperature_counts():
     slow = [measured("none", 20), measured("chain", 10, (1,))]
     fast = [measured("none", 20), measured("chain", 30, (1,))]

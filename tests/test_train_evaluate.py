@@ -12,9 +12,10 @@ from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.sampling import Sampling
 from tests.pairs import near, varied_model
-from train import evaluate, tables
+from train import evaluate, runs, tables
 from train.corpus import train_tokenizer
-from train.tables import Pair, Task
+from train.runs import Task
+from train.tables import Pair
 
 TASK = Task([[5, 9, 2], [7] * 6, [63, 1]], 12, 3, 0)
 
@@ -31,7 +32,7 @@ def test_figures_are_those_of_plain_generations(pair):
     """Tokens per step, nodes and spread of a batch whose last row is not counted."""
     shape = ((2, 1), (1,))
     drafts = pair.pools["boosted"][:2]
-    found = tables.measured(pair.target, drafts, shape, TASK, 0.8)
+    found = runs.measured(pair.target, drafts, shape, TASK, 0.8)
     steps, nodes, made = [], [], []
     for start in (0, 2):  # rows of three, one of them the longest prompt again
         rows = [*TASK.prompts[start : start + 2], *[TASK.prompts[1]] * (1 if start == 0 else 2)]
@@ -55,13 +56,13 @@ def test_a_prompt_may_be_drawn_several_times(pair):
     """Its draws count as one prompt, of which greedy rows have one."""
     drafts, shape = pair.pools["single"], ((1, 1),)
     task = TASK._replace(draws=3)
-    found = tables.measured(pair.target, drafts, shape, task, 0.8)
-    one = tables.measured(pair.target, drafts, shape, TASK, 0.8)
-    same = tables.measured(pair.target, drafts, shape, TASK._replace(prompts=TASK.prompts * 3), 0.8)
+    found = runs.measured(pair.target, drafts, shape, task, 0.8)
+    one = runs.measured(pair.target, drafts, shape, TASK, 0.8)
+    same = runs.measured(pair.target, drafts, shape, TASK._replace(prompts=TASK.prompts * 3), 0.8)
     assert (found["prompts"], found["draws"]) == (3, 3)
     assert found["tokens_per_step"] == same["tokens_per_step"] != one["tokens_per_step"]
-    greedy = tables.measured(pair.target, drafts, shape, task, 0.0)
-    assert greedy == tables.measured(pair.target, drafts, shape, TASK, 0.0)
+    greedy = runs.measured(pair.target, drafts, shape, task, 0.0)
+    assert greedy == runs.measured(pair.target, drafts, shape, TASK, 0.0)
     assert greedy["draws"] == 1
 
 
@@ -92,6 +93,8 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(tables, "TIMED", {kind: some[:1] for kind, some in shapes.items()})
     monkeypatch.setattr(tables, "BUDGETS", (2, 5))
     monkeypatch.setattr(tables, "WIDE", 2)
+    monkeypatch.setattr(tables, "BUSHY", ((2, 2),))
+    monkeypatch.setattr(tables, "CHAIN", ((1, 1),))
     monkeypatch.setattr(tables, "wide", lambda width: ((width, 1),))
 
 
@@ -103,9 +106,7 @@ def test_every_pool_is_given_its_best_shape_within_a_budget(pair, monkeypatch):
         assert row["mean_nodes"] <= row["nodes"]  # measured on the prompts it was chosen on
         drafts = pair.pools[row["pool"]]
         tried = {
-            tables.shown(other): tables.measured(
-                pair.target, drafts, other, TASK, row["temperature"]
-            )
+            tables.shown(other): runs.measured(pair.target, drafts, other, TASK, row["temperature"])
             for other in tables.SHAPES["one" if row["pool"] == "single" else "pool"]
         }
         fitting = [o["tokens_per_step"] for o in tried.values() if o["mean_nodes"] <= row["nodes"]]
@@ -156,8 +157,13 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     assert all({"nodes", "temperature", "tokens_per_step"} <= row.keys()
                for row in found["equal_nodes"])  # fmt: skip
     assert {row["width"] for row in found["width"]} == {1, 2}
-    kinds = {(row["rule"], row["children"]) for row in found["rules"]}
-    assert kinds == {("multi-step", "drawn"), ("naive", "drawn"), ("naive", "top-k")}
+    kinds = {(row["rule"], row["children"]) for row in found["rules"] if row["shape"] != "1,1"}
+    assert kinds == {
+        *(("naive", each) for each in ("drawn", "distinct", "top-k")),
+        *(("multi-step", "drawn"), ("recursive", "distinct"), ("traversal", "distinct")),
+    }
+    chains = {row["rule"] for row in found["rules"] if row["shape"] == "1,1"}
+    assert chains == {"naive", "multi-step", "block"}
     assert {row["pool"] for row in found["equal_time"]} == {"none", "single", "alike", "boosted"}
     assert all(row["tokens_per_second"] > 0 for row in found["equal_time"])
     assert found["env"]["count"] == 3

@@ -117,6 +117,13 @@ def test_wrong_options_are_refused(arguments, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
+def test_a_certificate_of_a_file_takes_no_tree(tmp_path, capsys):
+    file = tmp_path / "tuned.json"
+    tuned.write(file, [Entry(0.0, 1, methods.setting_of("chain"), {}, {})], {})
+    assert main(["verify", "--config", str(file), "--budget", "3", *pair_flags()]) == 2
+    assert "--config names the tree and budget" in capsys.readouterr().err
+
+
 def test_a_file_and_a_method_are_too_much(tmp_path, capsys):
     file = tmp_path / "tuned.json"
     tuned.write(file, [Entry(0.0, 1, Setting(), {}, {})], {})

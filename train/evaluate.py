@@ -28,12 +28,13 @@ from train.chunks import write_text
 from train.config import TABLES
 from train.export import DEVELOPMENT, HELDOUT, PAIR
 from train.loop import progress_bar
-from train.tables import ALIKE, BOOSTED, SINGLE, Cell, Pair, Shape, Task
+from train.runs import Shape, Task
+from train.tables import ALIKE, BOOSTED, SINGLE, Cell, Pair
 
 _TITLES = (
     "P(target's token among the k most likely), along the target's own text",
     "Tokens per step of trees ⟨1,1,k,1,1,1,1,1⟩, best draft alone",
-    "Verification rules, trees of width 5 and depth 8",
+    "Verification rules, trees of one draft and a chain, by how children are made",
     "Equal nodes: every pool with its best shape within a budget",
     "Equal time: one row at a time",
 )

@@ -10,7 +10,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from train.heldout import TOP
-from train.tables import Row
+from train.runs import Row
 
 
 def plot(found: dict[str, Any], file: Path) -> None:

@@ -7,31 +7,23 @@ of nodes, and at equal time on the machine.
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from specjax import measure
-from specjax.decode import Generation, generate
 from specjax.draft import ExpansionDrafter
 from specjax.model import Model
-from specjax.request import prepare
-from specjax.sampling import Sampling
-from specjax.verify import DRAWN, MULTI_STEP, NAIVE, TOP_K
-from train.collect import Collected, joined
+from specjax.verify import BLOCK, DISTINCT, DRAWN, MULTI_STEP, NAIVE, RECURSIVE, TOP_K, TRAVERSAL
+from train.collect import Collected
 from train.heldout import TOP, cover, estimates, hold_out, view
-
-Shape = tuple[tuple[int, ...], ...]
-"""The widths of every member's tree."""
-
-Row = dict[str, Any]
+from train.runs import Row, Shape, Task, continuations, measured, speeds
 
 PLAIN, SINGLE, ALIKE, BOOSTED = "none", "single", "alike", "boosted"
 SAMPLED = 0.8
 TEMPERATURES = (0.0, SAMPLED)
 WIDE = 5
-"""The widest of table 2, and the width of table 3."""
+"""The widest of table 2, and a width of table 3."""
 
 BUDGETS = (8, 16, 24)
 _ONE = "one"
@@ -41,6 +33,16 @@ _POOL = "pool"
 def wide(width: int) -> Shape:
     """SpecInfer's tree for its tables: of depth 8, expanded at the third token."""
     return ((1, 1, width, 1, 1, 1, 1, 1),)
+
+
+BUSHY: Shape = ((3, 2, 2, 1, 1, 1),)
+CHAIN: Shape = ((1,) * 7,)
+_JUDGED = {
+    DRAWN: (NAIVE.name, MULTI_STEP.name),
+    DISTINCT: (NAIVE.name, RECURSIVE.name, TRAVERSAL.name),
+    TOP_K: (NAIVE.name,),
+}
+"""What table 3 compares, by how children are made; on chains, block too."""
 
 
 def _chains(*depths: int) -> Shape:
@@ -68,33 +70,12 @@ TIMED: dict[str, tuple[Shape, ...]] = {
 """Trees timed, for one row at a time."""
 
 
-class Task(NamedTuple):
-    """Prompts, new tokens a prompt, rows a pass, the seed, and continuations of a sampled prompt.
-
-    `draws` counts where tokens per step are measured.
-    """
-
-    prompts: list[list[int]]
-    new_tokens: int
-    rows: int
-    seed: int
-    draws: int = 1
-
-
 @dataclasses.dataclass(frozen=True)
 class Pair:
     """A target and its pools of drafts; `single` is the best member of `boosted`, alone."""
 
     target: Model
     pools: Mapping[str, Sequence[Model]]
-
-
-def continuations(target: Model, task: Task, temperature: float) -> Collected:
-    """The target's own continuations of the prompts."""
-    made = _generate(target, None, task, temperature, NAIVE.name)
-    width = max(len(prompt) for prompt in task.prompts) + task.new_tokens
-    same = np.full(len(task.prompts), temperature, np.float32)
-    return joined(task.prompts, made.tokens, made.lengths, same, width)
 
 
 def coverage(pair: Pair, task: Task) -> list[Row]:
@@ -126,16 +107,23 @@ def widths(pair: Pair, task: Task) -> list[Row]:
 
 
 def rules(pair: Pair, task: Task) -> list[Row]:
-    """Table 3: multi-step sampling against naive, trees of width 5 and depth 8, temperature 0.8.
+    """Table 3: every rule on trees of one shape, temperature 0.8, and on chains.
 
-    The naive rule may also take the most likely children, which multi-step sampling may not.
+    A rule gets each kind of children that it is lossless for: naive, multi-step, recursive and
+    traversal are compared on drawn ones, naive on the most likely ones too.
     """
     rows = []
-    for rule, children in ((MULTI_STEP, DRAWN), (NAIVE, DRAWN), (NAIVE, TOP_K)):
-        found = measured(
-            pair.target, pair.pools[SINGLE], wide(WIDE), task, SAMPLED, rule.name, children
-        )
-        rows.append({"rule": rule.name, "children": children, "temperature": SAMPLED, **found})
+    for shape, (children, names) in itertools.product((BUSHY, wide(WIDE), CHAIN), _JUDGED.items()):
+        chain = max(shape[0]) == 1
+        if chain and children != DRAWN:  # there the three are the same
+            continue
+        for name in (*names, BLOCK.name) if chain else names:
+            found = measured(pair.target, pair.pools[SINGLE], shape, task, SAMPLED, name, children)
+            rows.append(
+                {"shape": shown(shape), "rule": name, "children": children,
+                 "temperature": SAMPLED, **found}
+            )  # fmt: skip
+        jax.clear_caches()
     return rows
 
 
@@ -260,13 +248,13 @@ def equal_time(pair: Pair, development: Task, task: Task) -> list[Row]:
         shapes: dict[str, str] = {}
         chosen: dict[str, ExpansionDrafter | None] = {PLAIN: None}
         for name, drafters in tried.items():
-            speeds = _speeds(pair.target, drafters, development, temperature)
-            shapes[name] = max(speeds, key=lambda shape: speeds[shape])
+            rates = speeds(pair.target, drafters, development, temperature)
+            shapes[name] = max(rates, key=lambda shape: rates[shape])
             chosen[name] = drafters[shapes[name]]
-        speeds = _speeds(pair.target, chosen, task, temperature)
+        rates = speeds(pair.target, chosen, task, temperature)
         rows += [
             {"pool": name, "temperature": temperature, "shape": shapes.get(name, ""),
-             "speedup": speeds[name] / speeds[PLAIN], "tokens_per_second": speeds[name]}
+             "speedup": rates[name] / rates[PLAIN], "tokens_per_second": rates[name]}
             for name in chosen
         ]  # fmt: skip
     return rows
@@ -289,95 +277,6 @@ def best_member(target: Model, drafts: Sequence[Model], task: Task) -> int:
     return max(range(len(drafts)), key=lambda number: worth(drafts[number]))
 
 
-def measured(
-    target: Model,
-    drafts: Sequence[Model],
-    shape: Shape,
-    task: Task,
-    temperature: float,
-    rule: str = "auto",
-    children: str = DRAWN,
-) -> Row:
-    """Tokens per step and mean nodes a step of a pool with a shape, over all prompts.
-
-    `spread` is the standard error of tokens per step, from the differences between prompts;
-    None for a single one.
-    """
-    drafter = ExpansionDrafter.of(drafts, shape, children)
-    draws = task.draws if temperature else 1
-    repeated = task._replace(prompts=task.prompts * draws)
-    made = _generate(target, drafter, repeated, temperature, rule)
-    fields = (made.lengths, made.steps, made.nodes)
-    tokens, steps, nodes = (np.reshape(field, (draws, -1)).sum(axis=0) for field in fields)
-    rate = tokens.sum() / steps.sum()
-    left = tokens - rate * steps  # of a ratio estimate
-    count = len(left)
-    error = np.sqrt(count / max(count - 1, 1) * np.square(left).sum()) / steps.sum()
-    return {
-        "tokens_per_step": float(rate),
-        "spread": float(error) if count > 1 else None,
-        "mean_nodes": float(nodes.sum() / steps.sum()),
-        "prompts": count,
-        "draws": draws,
-    }
-
-
 def shown(shape: Shape) -> str:
     """A shape as text: widths with commas, a member's tree from the next by a slash."""
     return "/".join(",".join(map(str, tree)) for tree in shape)
-
-
-def _generate(
-    target: Model, drafter: ExpansionDrafter | None, task: Task, temperature: float, rule: str
-) -> Generation:
-    """All prompts, `rows` at a time; what fills a batch up is not counted.
-
-    Every batch has the longest prompt in it, so that all of them run the same program.
-    """
-    longest = max(task.prompts, key=len)
-    parts, size = [], task.rows - 1
-    for start in range(0, len(task.prompts), size):
-        prompts = task.prompts[start : start + size]
-        made = generate(
-            jax.random.fold_in(jax.random.key(task.seed), start),
-            target,
-            drafter,
-            [*prompts, *[longest] * (task.rows - len(prompts))],
-            max_new_tokens=task.new_tokens,
-            sampling=Sampling(temperature=temperature),
-            verify=rule,
-        )
-        own = slice(len(prompts))
-        parts.append((made.tokens[own], made.lengths[own], made.steps[own], made.nodes[own]))
-    return Generation(*(np.concatenate(field) for field in zip(*parts, strict=True)))
-
-
-def _speeds(
-    target: Model,
-    drafters: Mapping[str, ExpansionDrafter | None],
-    task: Task,
-    temperature: float,
-) -> dict[str, float]:
-    """Tokens a second of each drafter, one prompt at a time; the better of two rounds a prompt.
-
-    All drafters have a prompt before the next one, so that a slow minute of the machine is shared.
-    """
-    tokens, seconds = dict.fromkeys(drafters, 0.0), dict.fromkeys(drafters, 0.0)
-    sampling = Sampling(temperature=temperature)
-    for number, prompt in enumerate(task.prompts):
-        key = jax.random.fold_in(jax.random.key(task.seed), number)
-        runs: dict[str, list[measure.Timed]] = {name: [] for name in drafters}
-        requests = {
-            name: prepare(key, target, drafter, [prompt], task.new_tokens, sampling, "auto", True)
-            for name, drafter in drafters.items()
-        }
-        for name, drafter in drafters.items():
-            measure.warm(target, drafter, requests[name])
-        for _ in range(2):
-            for name, drafter in drafters.items():
-                runs[name].append(measure.timed(target, drafter, requests[name]))
-        for name, two in runs.items():
-            best = min(two, key=lambda run: run.seconds)
-            tokens[name] += float(best.lengths.sum())
-            seconds[name] += best.seconds
-    return {name: tokens[name] / seconds[name] for name in drafters}

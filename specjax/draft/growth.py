@@ -135,11 +135,15 @@ def no_nodes(rows: int, budget: int) -> Nodes:
     )
 
 
+def without_guesses(slots: Int32[Array, "B n"], score: Float[Array, "B n"]) -> Scored:
+    """Nodes that stand, or roots, and no guess."""
+    none = jnp.zeros((slots.shape[0], 0), jnp.int32)
+    return Scored(slots, score, none, none, 0)
+
+
 def roots(rows: int) -> Scored:
     """The roots alone."""
-    root = jnp.full((rows, 1), NO_PARENT, jnp.int32)
-    none = jnp.zeros((rows, 0), jnp.int32)
-    return Scored(root, jnp.zeros((rows, 1)), none, none, 0)
+    return without_guesses(jnp.full((rows, 1), NO_PARENT, jnp.int32), jnp.zeros((rows, 1)))
 
 
 def grow(
@@ -184,8 +188,7 @@ def frontier(nodes: Nodes, growing: Bool[Array, " B"], growth: Growth) -> Scored
     waiting = still_waiting(nodes, growth) & growing[:, None]
     beams = min(growth.beams, growth.budget)
     score, slots = lax.top_k(jnp.where(waiting, nodes.score, -jnp.inf), beams)
-    none = jnp.zeros((slots.shape[0], 0), jnp.int32)
-    return Scored(slots, score, none, none, 0)
+    return without_guesses(slots, score)
 
 
 def contexts(

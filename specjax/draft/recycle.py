@@ -6,12 +6,11 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.arrays import Key
 from specjax.draft.drafter import Drafter, Step
+from specjax.draft.ngram import NO_TOKEN
 from specjax.pytree import pytree, static
 from specjax.sampling import Sampling
 from specjax.tree import NO_PARENT, TokenTree, TreeShape, chosen
 from specjax.verify import TOP_K, Construction
-
-_UNKNOWN = -1
 
 
 @pytree
@@ -63,7 +62,7 @@ class RecycleDrafter(Drafter):
         del slots
         shape = (prompt.shape[0], self.vocabulary, self.num_seen)
         there = jnp.arange(prompt.shape[1]) < length[:, None]
-        return record(jnp.full(shape, _UNKNOWN, jnp.int32), prompt, there, seen)
+        return record(jnp.full(shape, NO_TOKEN, jnp.int32), prompt, there, seen)
 
     def propose(
         self,
@@ -81,7 +80,7 @@ class RecycleDrafter(Drafter):
         for level in np.split(np.arange(parents.size), np.cumsum(self.shape.levels[1:-1])):
             above = tokens[:, parents[level]]
             found = state[row, jnp.maximum(above, 0), ranks[level]]
-            tokens = jnp.concatenate([tokens, jnp.where(above < 0, _UNKNOWN, found)], axis=1)
+            tokens = jnp.concatenate([tokens, jnp.where(above < 0, NO_TOKEN, found)], axis=1)
         valid = tokens >= 0
 
         def every(root: int, values: Array | np.ndarray) -> Array:

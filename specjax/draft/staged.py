@@ -5,11 +5,9 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from specjax.draft.growth import Nodes, Scored, contexts, roots
-from specjax.draft.ngram import NGram, successors
+from specjax.draft.ngram import NO_TOKEN, NGram, successors
 from specjax.pytree import pytree, static
 from specjax.tree import TokenTree, TreeShape
-
-_NO_TOKEN = -1
 
 
 @pytree
@@ -58,5 +56,5 @@ class TableStage:
 def below_roots(tree: TokenTree, levels: int) -> Scored:
     """The roots, and the nodes of a tree of so many levels as guesses below them."""
     root = roots(tree.tokens.shape[0])
-    guesses = jnp.where(tree.valid, tree.tokens, _NO_TOKEN)[:, 1:]
+    guesses = jnp.where(tree.valid, tree.tokens, NO_TOKEN)[:, 1:]
     return Scored(root.slots, root.score, guesses, tree.parents[:, 1:], levels)

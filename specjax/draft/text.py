@@ -4,7 +4,10 @@ What followed the longest earlier match of a suffix is likely to follow again (p
 Saxena 2023). Where the text says little, a back-off n-gram model may say more.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import Key
@@ -20,6 +23,7 @@ from specjax.draft.growth import (
     join,
     no_nodes,
     tree_of,
+    without_guesses,
 )
 from specjax.draft.ngram import NO_TOKEN, NGram, successors
 from specjax.layers import write_window
@@ -74,15 +78,18 @@ class TextSource(Source):
     least: int = static()
     width: int = static()
 
-    def begin(self, nodes: Nodes, levels: int) -> Int32[Array, "B K1 S"]:
+    def begin(self, nodes: Nodes) -> Int32[Array, "B K1 S"]:
         """The carry of trees that stand already; the root's place is before the slots."""
         rows, budget = nodes.tokens.shape
         root = self._at_root()
         carry = jnp.zeros((rows, budget + 1, root.shape[1]), jnp.int32).at[:, 0].set(root)
         every = jnp.broadcast_to(jnp.arange(budget, dtype=jnp.int32), (rows, budget))
-        for _ in range(levels):
-            carry = carry.at[:, 1:].set(self._matches(nodes, every, carry))
-        return carry
+
+        def deeper(_: Any, carry: Array) -> Array:
+            return carry.at[:, 1:].set(self._matches(nodes, every, carry))
+
+        deepest = jnp.where(nodes.valid, nodes.depth, 0).max()
+        return lax.fori_loop(0, deepest, deeper, carry)
 
     def after(
         self, nodes: Nodes, scored: Scored, carry: Int32[Array, "B K1 S"]
@@ -130,19 +137,13 @@ class TextSource(Source):
         chance = share * sure
         if self.table is None:
             return Likely(tokens, jnp.log(chance))
-        log_q, listed = successors(self.table, *self._contexts(nodes, slots))
+        log_q, listed = successors(self.table, *contexts(nodes, slots, *ends_of(self.text)))
         of_table = jnp.exp(log_q) * jnp.where(share.sum(axis=2) > 0, 1 - sure[..., 0], 1)[..., None]
         same = (tokens[..., :, None] == listed[..., None, :]) & (share > 0)[..., :, None]
         chance += (same * of_table[..., None, :]).sum(axis=3)
         of_table = jnp.where(same.any(axis=2), 0, of_table)
         both = jnp.concatenate([chance, of_table], axis=2)
         return Likely(jnp.concatenate([tokens, listed], axis=2), jnp.log(both))
-
-    def _contexts(
-        self, nodes: Nodes, slots: Int32[Array, "B n"]
-    ) -> tuple[Int32[Array, "B n"], Int32[Array, "B n"]]:
-        """The last two tokens up to each node."""
-        return contexts(nodes, slots, *ends_of(self.text))
 
     def hold(
         self,
@@ -187,15 +188,13 @@ def grow_on(
 
     All nodes share the one budget; new ones are marked as `drafter`'s.
     """
-    carry = source.begin(nodes, growth.levels if slots.shape[1] > 1 else 0)
+    carry = source.begin(nodes)
     at = jnp.maximum(slots, 0)
     score, there = (jnp.take_along_axis(x, at, axis=1) for x in (nodes.score, nodes.valid))
     score = jnp.where(slots < 0, 0, jnp.where(there, score, -jnp.inf))
-    none = jnp.zeros((slots.shape[0], 0), jnp.int32)
     match = jnp.take_along_axis(carry, slots[:, :, None] + 1, axis=1)
     likely = _unlike(nodes, slots, source.following(nodes, slots, match))
-    scored = Scored(slots, score, none, none, 0)
-    nodes, _, growing = join(nodes, scored, likely, growth, drafter)
+    nodes, _, growing = join(nodes, without_guesses(slots, score), likely, growth, drafter)
     return grow(source, growth, nodes, carry, growing, drafter)[0]
 
 
