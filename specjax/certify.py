@@ -19,7 +19,7 @@ from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
 from specjax.setting import Setting
 from specjax.tuned import read
-from specjax.verify import GREEDY, RULES
+from specjax.verify import GREEDY, NAIVE, RULES, find_rule
 from specjax.widths import widest
 
 TOLERANCE = 1e-4
@@ -206,7 +206,7 @@ def _law_tests(
 
 
 def _rules(options: Verify) -> list[str]:
-    """The rules named, or all but the greedy one.
+    """The rules named, or all but the greedy one; "auto" is that of each setting's own.
 
     Raises:
       ValueError: there is no such rule, or it is not one that samples.
@@ -216,9 +216,9 @@ def _rules(options: Verify) -> list[str]:
         return sampling
     names = [name.strip() for name in options.verify.split(",")]
     for name in names:
-        if name not in sampling:
+        if name not in (methods.AUTO, *sampling):
             raise ValueError(
-                f"--verify has {name!r}; rules that sample are {', '.join(sampling)}, or all."
+                f"--verify has {name!r}; rules that sample are auto, {', '.join(sampling)}, or all."
             )
     return names
 
@@ -232,8 +232,13 @@ def _judged(pair: Pair, settings: Sequence[Setting], options: Verify) -> list[tu
     found = []
     for setting, rule in itertools.product(settings, _rules(options)):
         drafter = methods.build(setting, pair, rule)
-        if drafter is None or RULES[rule].refusal(drafter.construction) is None:
+        if drafter is None:
+            found.append((setting, NAIVE.name))
+        elif rule == methods.AUTO:
+            found.append((setting, find_rule(rule, drafter.construction).name))
+        elif RULES[rule].refusal(drafter.construction) is None:
             found.append((setting, rule))
+    found = list(dict.fromkeys(found))
     if not found:
         raise ValueError(
             f"--verify is {options.verify}, which is lossless for no trees of "

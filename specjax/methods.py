@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from specjax import checkpoint
+from specjax.acceptance import Measured
 from specjax.draft import Drafter, ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
@@ -14,6 +16,7 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.recycle import RecycleDrafter
 from specjax.draft.staged import TableStage
 from specjax.draft.text import TextDrafter
+from specjax.model import Model
 from specjax.pair import Pair
 from specjax.setting import DRAFT, METHODS, TABLE, Setting
 from specjax.shape import most_tokens
@@ -48,11 +51,15 @@ _GUESS, _FAN = (1, 1), 2  # with 4 beams a pass of 8 columns, which is fast on a
 _DRAFT_GUESS = (1,) * 6
 # Measured along 24 x 128 of the target's tokens after the bundled prompts, 2026-11-21: how often
 # the most weighty follower of matches of 0 to 8 tokens is right at T = 0 (at 0.8: 0, 0.19, 0.32,
-# 0.46, 0.62, 0.66, 0.58, 0.87, 0.56), positional acceptance of the draft at 0.8 (at 0: 0.88, 0.07,
-# 0.02, 0.01), and how often the successor of each rank in the recycling table is right, mean of
-# both.
+# 0.46, 0.62, 0.66, 0.58, 0.87, 0.56), acceptance of the draft at 0.8 (at 0: 0.88, 0.07, 0.02, 0.01
+# by rank; 0.83, 0.69, 0.59, ... 0.36 survive), and how often the successor of each rank in the
+# recycling table is right, mean of both.
 _TRUST = (0.0, 0.36, 0.59, 0.82, 0.83, 0.83, 0.86, 0.89, 0.96)
-_ACCEPTANCE = (0.733, 0.078, 0.037, 0.022)
+_ACCEPTANCE = Measured(
+    np.array((0.733, 0.078, 0.037, 0.022)),
+    np.array((0.715, 0.544, 0.446, 0.369, 0.31, 0.267, 0.231, 0.195, 0.166, 0.141, 0.125, 0.111,
+              0.098, 0.086, 0.077, 0.069)),
+).by_depth  # fmt: skip
 _RECYCLED = (0.44, 0.047, 0.02, 0.015, 0.013, 0.008, 0.008, 0.006)
 _LEAST = {"lookup": 1, "ngram": 2, "hybrid": 2}
 _FOLLOWERS = {"lookup": 3, "ngram": 3, "hybrid": 2}
@@ -181,7 +188,8 @@ def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter | None:
     """The drafter that a setting names; None for plain decoding.
 
     Every rule gets the children of which it accepts most: naive and one-hot the most likely ones,
-    recursive and traversal draws without replacement, the others independent draws.
+    recursive and traversal draws without replacement, the others independent draws. The rule
+    "auto" of one draft's trees is traversal, that of several drafts' multi-step.
 
     Raises:
       ValueError: the pair lacks what the method needs.
@@ -198,8 +206,13 @@ def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter | None:
         text = setting.method in MODEL_FREE
         return _of_text(setting, pair, growth) if text else _best_first(setting, pair, growth)
     drafts = pair.drafts if setting.method == "pool" else pair.drafts[:1]
-    children = _CHILDREN.get(verify, DRAWN)
-    return ExpansionDrafter.of(drafts, _needed(setting, "widths"), children)
+    return _expansion(drafts, _needed(setting, "widths"), verify)
+
+
+def _expansion(drafts: Sequence[Model], widths: Widths, verify: str) -> ExpansionDrafter:
+    """Static trees with the children of which a rule accepts most."""
+    judged = TRAVERSAL.name if verify == AUTO and len(drafts) == 1 else verify
+    return ExpansionDrafter.of(drafts, widths, _CHILDREN.get(judged, DRAWN))
 
 
 def _needed(setting: Setting, name: str) -> Any:
@@ -268,5 +281,4 @@ def load_drafter(
       ValueError: the drafts have different vocabularies.
     """
     drafts = checkpoint.load_drafts(names, dtype)
-    children = _CHILDREN.get(verify, DRAWN)
-    return ExpansionDrafter.of(drafts, widths or _WIDTHS["pool"], children)
+    return _expansion(drafts, widths or _WIDTHS["pool"], verify)

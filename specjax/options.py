@@ -168,8 +168,9 @@ class Verify:
     """Most nodes of the other trees, and of static ones where no tree is named."""
     config: str | None = None
     """Check what this file, written by tune, names, instead of methods."""
-    verify: str = "naive,multi-step"
-    """Rules whose law is tested, separated by commas, or all; each where it is lossless."""
+    verify: str = "naive,auto"
+    """Rules whose law is tested, separated by commas, or all; each where it is lossless. auto is
+    the rule that each method has when none is named."""
     prompts: int = 8
     """How many of the bundled prompts the greedy part continues."""
     max_new_tokens: int = 64

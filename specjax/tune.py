@@ -20,7 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from specjax import measure, methods, prompts, tuned
-from specjax.acceptance import positional
+from specjax.acceptance import measured
 from specjax.bench import Bencher
 from specjax.decode import run
 from specjax.draft import Drafter
@@ -103,7 +103,7 @@ class Tuner:
         return sorted(found, key=lambda promise: -promise.rate)
 
     def _static(self, names: Sequence[str], temperature: float) -> list[Promise]:
-        """The best chain and the best tree by positional acceptance and measured costs."""
+        """The best chain and the best tree by acceptance at every depth and measured costs."""
         tokens, lengths, *_ = self._generation(Setting(), temperature)
         starts = [len(prompt.tokens) for prompt in self.chosen]
         texts = [
@@ -111,7 +111,9 @@ class Tuner:
             for prompt, row, count in zip(self.chosen, tokens, lengths, strict=True)
         ]
         native = self.native
-        accepted = positional(native.target, native.drafts[0], texts, starts, temperature)
+        accepted = measured(
+            native.target, native.drafts[0], texts, starts, temperature, _LONGEST_CHAIN
+        ).by_depth
         chain = methods.setting_of("chain", (1,) * _COST_LEVELS)
         level = self.cost(chain, temperature).draft / _COST_LEVELS
 

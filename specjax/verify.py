@@ -103,19 +103,21 @@ BLOCK = Rule("block", _needs_chain)
 TRAVERSAL = Rule("traversal", _needs_one_draft)
 _RULES = (GREEDY, NAIVE, ONE_HOT, MULTI_STEP, RECURSIVE, BLOCK, TRAVERSAL)
 RULES = {rule.name: rule for rule in _RULES}
+_BEST_FIRST = (BLOCK, TRAVERSAL, MULTI_STEP, RECURSIVE, NAIVE)
 
 
 def find_rule(name: str, trees: Construction) -> Rule:
     """The rule called `name`, if it is lossless for trees of this construction.
 
-    "auto" is multi-step where the construction allows it, else recursive, else naive; on rows of
-    temperature 0 all of them decide as the greedy rule does.
+    "auto" is the one of those that the construction allows which accepts most: block, traversal,
+    multi-step, recursive, naive, in this order; on rows of temperature 0 all of them decide as the
+    greedy rule does.
 
     Raises:
       ValueError: no such rule, or an illegal pair, with the reason.
     """
     if name == "auto":
-        return next(r for r in (MULTI_STEP, RECURSIVE, NAIVE) if r.refusal(trees) is None)
+        return next(rule for rule in _BEST_FIRST if rule.refusal(trees) is None)
     if name not in RULES:
         raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
     if reason := RULES[name].refusal(trees):

@@ -1,5 +1,6 @@
 """The certificate passes on a lossless pair, and fails on a rigged one."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -16,6 +17,7 @@ from specjax.sampling import Purpose, draw, fold
 from tests.folders import answer, own_cache, pair_flags
 
 __all__ = ["own_cache"]
+TRAVERSE = verify.traverse
 MATCH = verify.match
 SMALL = Verify(methods="tree", tree="2,1", prompts=2, max_new_tokens=8, samples=1024)
 
@@ -70,7 +72,7 @@ def test_a_lossless_pair_is_certified(capsys):
 @pytest.mark.parametrize(
     ("verify", "sentence"),
     [
-        ("greedy", "--verify has 'greedy'; rules that sample are naive, one-hot,"),
+        ("greedy", "--verify has 'greedy'; rules that sample are auto, naive, one-hot,"),
         ("block,traversal", "which is lossless for no trees of pool."),
     ],
 )
@@ -85,12 +87,28 @@ def eager(law_now, q, token):
     return walk.Trial(0.5 + 0.5 * trial.accept, trial.residual)
 
 
-def test_a_biased_accept_probability_fails_the_law(pair, monkeypatch, fresh_programs):
-    monkeypatch.setattr(verify, "walk", partial(verify.walk, rule=eager))
-    found = certify.law_part(pair, certify.settings_of(SMALL, pair), SMALL)
+def eager_from_the_leaves(tree, of_node, accept, last, window):
+    """A traversal whose noise accepts too readily: lossy."""
+    return TRAVERSE(tree, of_node, accept / 16, last, window)
+
+
+@pytest.mark.parametrize(
+    ("name", "lossy", "rules", "wrong"),
+    [
+        ("walk", partial(verify.walk, rule=eager), "naive,multi-step", "multi-step"),
+        ("traverse", eager_from_the_leaves, "naive,auto", "traversal"),
+    ],
+)
+def test_a_biased_accept_probability_fails_the_law(
+    name, lossy, rules, wrong, pair, monkeypatch, fresh_programs
+):
+    options = dataclasses.replace(SMALL, verify=rules)
+    monkeypatch.setattr(verify, name, lossy)
+    found = certify.law_part(pair, certify.settings_of(options, pair), options)
     assert not found["passed"]
+    assert {test["rule"] for test in found["tests"]} == {"naive", wrong}
     failed = {test["rule"] for test in found["tests"] if test["p_value"] < found["level"]}
-    assert failed == {"multi-step"}
+    assert failed == {wrong}
 
 
 def another(tree, choice, window):

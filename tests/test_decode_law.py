@@ -78,6 +78,11 @@ CASES = {
     "hybrid": (hybrid, ONE_HOT),
     "recycled": (recycled, NAIVE),
     "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
+    "not a number, from the leaves": (
+        lambda target: alone(broken(target, np.nan), (2, 1), children=DISTINCT),
+        TRAVERSAL,
+    ),
+    "not a number, a block": (lambda target: alone(broken(target, np.nan), (1, 1)), BLOCK),
     "pool": (pool, MULTI_STEP),
 }
 LEVEL = FAMILY_WISE / len(CASES)
@@ -163,7 +168,7 @@ def test_sampled_law_is_that_of_plain_decoding(name):
     found, per_step = texts_of(make(target()), rule)
     assert g_test(found, laws()).p_value > LEVEL
     assert g_test(found, planted(laws())).p_value < LEVEL, "no power on these draws"
-    if name in ("plain", "not a number"):
+    if name == "plain" or name.startswith("not a number"):
         assert per_step == 1
     else:
         assert 1.1 < per_step < 2.2
@@ -187,6 +192,7 @@ def forget_drafter(key, *numbers):
 
 WRONG = {
     "noise reused across steps": (verify, "fold", forget_position, "tree"),
+    "noise of a block reused": (verify, "fold", forget_position, "a block"),
     "one key for all drafters": (expansion, "fold", forget_drafter, "pool"),
     "residual not taken": (verify, "walk", partial(verify.walk, rule=keep_p), "tree"),
 }

@@ -12,7 +12,7 @@ from specjax.model import Model
 from specjax.pair import Pair
 from specjax.request import prepare
 from specjax.sampling import Sampling
-from specjax.verify import MULTI_STEP, NAIVE, TOP_K, find_rule
+from specjax.verify import BLOCK, DISTINCT, MULTI_STEP, NAIVE, TOP_K, TRAVERSAL, find_rule
 from tests.pairs import END, KEY, NEW, PROMPTS, alone, generate, near, varied_model
 
 
@@ -99,6 +99,9 @@ def test_multi_step_on_most_likely_children_is_refused_with_the_reason(target):
         generate(target, drafter, verify="multi-step")
     assert find_rule("auto", drafter.construction) is NAIVE
     assert find_rule("auto", alone(target, (2, 1)).construction) is MULTI_STEP
+    distinct = alone(target, (2, 1), children=DISTINCT)
+    assert find_rule("auto", distinct.construction) is TRAVERSAL
+    assert find_rule("auto", alone(target, (1, 1)).construction) is BLOCK
 
 
 def test_drafts_of_different_vocabularies_make_no_pool(target):

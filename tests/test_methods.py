@@ -13,7 +13,7 @@ from specjax.choice import Asked, Choice, choose
 from specjax.draft.ngram import pack
 from specjax.pair import Pair, load_pair
 from specjax.setting import METHODS, Setting, from_json, to_json
-from specjax.verify import DRAWN, TOP_K
+from specjax.verify import DISTINCT, DRAWN, TOP_K
 from specjax.widths import Widths
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
@@ -53,7 +53,9 @@ def taken(asked: Asked, pair: Pair = PAIR) -> tuple[str, Widths | None]:
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
     drafter = methods.build(methods.setting_of(method, widths), PAIR)
     assert (drafter.num_slots, len(drafter.trees)) == (slots, drafts)
-    assert drafter.children == DRAWN
+    assert drafter.children == (DRAWN if drafts > 1 else DISTINCT)
+    drawn = methods.build(methods.setting_of(method, widths), PAIR, "multi-step")
+    assert drawn.children == DRAWN
     naive = methods.build(methods.setting_of(method, widths), PAIR, "naive")
     assert naive.children == TOP_K
 

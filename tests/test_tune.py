@@ -1,5 +1,6 @@
 """What tune measures, writes and says; and what the other verbs make of its file."""
 
+import itertools
 import json
 
 import jax
@@ -138,7 +139,7 @@ def test_positional_acceptance_is_that_of_plain_passes(temperature):
     draft = near(target, 2, 0.5)
     texts = [[*prompt, 7, 3, 9, 11, 2, 40] for prompt in PROMPTS]
     starts = [len(prompt) for prompt in PROMPTS]
-    found = acceptance.positional(target, draft, texts, starts, temperature, ranks=4)
+    found = acceptance.measured(target, draft, texts, starts, temperature, 3, ranks=4).by_rank
     prefixes = [text[:at] for text, start in zip(texts, starts, strict=True)
                 for at in range(start, len(text))]  # fmt: skip
     of_target, of_draft = law.logits_after(target, prefixes), law.logits_after(draft, prefixes)
@@ -147,6 +148,62 @@ def test_positional_acceptance_is_that_of_plain_passes(temperature):
                        axis=0)  # fmt: skip
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert 0.05 < found.sum() <= 1 + 1e-6
+
+
+def test_survival_is_what_block_verification_keeps():
+    """Along texts of p, the expectation of the least q/p is that of the rule's own weights under q.
+
+    All texts of three tokens over laws that depend on the text; the weights are those of
+    Algorithm 2 of arXiv 2403.10444.
+    """
+    noise = np.random.default_rng(0)
+    p, q = (noise.dirichlet(np.ones(3), size=1 + 3 + 9) for _ in range(2))
+    found, expected = np.zeros(3), np.zeros(3)
+    for text in itertools.product(range(3), repeat=3):
+        nodes = [0, 1 + text[0], 4 + 3 * text[0] + text[1]]
+        of_p, of_q = (np.array([law[n, t] for n, t in zip(nodes, text, strict=True)])
+                      for law in (p, q))  # fmt: skip
+        found += of_p.prod() * acceptance._survival(of_q / of_p, 3)[0]
+        weight, weights = 1.0, []
+        for ratio in of_p / of_q:
+            weight = min(weight * ratio, 1)
+            weights.append(weight)
+        expected += of_q.prod() * np.array(weights)
+    np.testing.assert_allclose(found, expected)
+    assert (np.diff(found) < 0).all()
+    tokenwise = np.minimum(p, q).sum(axis=1)[0]
+    assert found[0] == pytest.approx(tokenwise)
+
+
+def test_steps_begin_where_a_chain_ends():
+    """At temperature 0 there is one way: 2 tokens kept, 1 given, 7 kept, 1 given, 0 kept, ..."""
+    right = [1, 1, 0, *[1] * 9, 0, 0, 1]
+    survival = acceptance._survival(np.array(right, float), 8)
+    begins = acceptance._begins(survival[:, :7])
+    assert np.flatnonzero(begins > 0.5).tolist() == [0, 3, 11, 13, 14]
+    assert np.isnan(survival[8, 7])
+    assert survival[3, 6] == pytest.approx(1)
+
+
+def test_survival_is_that_of_plain_passes():
+    target = varied_model(1)
+    draft = near(target, 2, 0.5)
+    text, start = [*PROMPTS[0], 7, 3, 9, 11, 2, 40], len(PROMPTS[0])
+    found = acceptance.measured(target, draft, [text], [start], 0.7, 4)
+    prefixes = [text[:at] for at in range(start, len(text))]
+    laws = [np.asarray(process(jax.numpy.asarray(law.logits_after(model, prefixes))[:, None],
+                               Sampling(0.7).rows(len(prefixes))))[:, 0]
+            for model in (target, draft)]  # fmt: skip
+    p, q = (own[np.arange(len(prefixes)), text[start:]] for own in laws)
+    least = acceptance._survival(q / p, 4)
+    begins = acceptance._begins(least)
+    for depth in range(4):
+        there = np.isfinite(least[:, depth])
+        mean = np.average(least[there, depth], weights=begins[there])
+        assert found.survival[depth] == pytest.approx(mean, rel=1e-3)
+    rows = found.by_depth
+    np.testing.assert_allclose(np.cumprod(rows[:, 0]), found.survival)
+    assert (rows.sum(axis=1) <= 1 + 1e-6).all()
 
 
 def by_rank(of_target, of_draft, _):

@@ -12,7 +12,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.model import Model
 from specjax.request import prepare
 from specjax.sampling import Sampling
-from specjax.verify import DRAWN, NAIVE
+from specjax.verify import DRAWN, MULTI_STEP, NAIVE
 from train.collect import Collected, joined
 
 Shape = tuple[tuple[int, ...], ...]
@@ -48,7 +48,7 @@ def measured(
     shape: Shape,
     task: Task,
     temperature: float,
-    rule: str = "auto",
+    rule: str = MULTI_STEP.name,
     children: str = DRAWN,
 ) -> Row:
     """Tokens per step and mean nodes a step of a pool with a shape, over all prompts.
@@ -116,7 +116,11 @@ def speeds(
         key = jax.random.fold_in(jax.random.key(task.seed), number)
         runs: dict[str, list[measure.Timed]] = {name: [] for name in drafters}
         requests = {
-            name: prepare(key, target, drafter, [prompt], task.new_tokens, sampling, "auto", True)
+            name: prepare(
+                *(key, target, drafter, [prompt], task.new_tokens, sampling),
+                "auto" if drafter is None else MULTI_STEP.name,
+                True,
+            )
             for name, drafter in drafters.items()
         }
         for name, drafter in drafters.items():
