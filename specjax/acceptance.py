@@ -58,11 +58,13 @@ def measured(
     traversal do. Block verification keeps i tokens x of the draft with probability
     w(x) = min(w(x before its last) p/q, 1); over texts of the target instead of the draft's, whose
     weights are q/p, this is the least q/p of all beginnings of the text, and at most 1. At
-    temperature 0 it is that the draft's first choice is right so many times. Every place of a text
-    counts as often as a step of a chain would begin there, which is seldom within what it keeps.
+    temperature 0 it is that the draft's first choice is right so many times. Every place of a
+    text counts as often as a step of a chain would begin there, which is seldom within what it
+    keeps; from one depth to the next those places count that have so many tokens after them
+    (Kaplan and Meier's estimate). Depths that no text has survive with probability 0.
     """
     size = bucket(max(map(len, texts)), PROMPT_BUCKETS)
-    ranked, kept, begun = np.zeros(ranks), np.zeros(levels), np.zeros(levels)
+    ranked, kept, reached = np.zeros(ranks), np.zeros(levels), np.zeros(levels)
     count = 0
     for text, start in zip(texts, starts, strict=True):
         padded = np.zeros((1, size), np.int32)
@@ -74,13 +76,16 @@ def measured(
         survival = _survival(np.asarray(ratio, float)[wanted], levels)
         begins = _begins(survival[:, :_CHAIN])[:, None] * np.isfinite(survival)
         kept += np.nansum(begins * survival, axis=0)
-        begun += begins.sum(axis=0)
-    return Measured(ranked / max(count, 1), kept / np.where(begun > 0, begun, 1))
+        one_less = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
+        reached += np.nansum(begins * one_less, axis=0)
+    going_on = kept / np.where(reached > 0, reached, 1)
+    return Measured(ranked / max(count, 1), np.cumprod(going_on))
 
 
 def _survival(ratio: Float[np.ndarray, " T"], levels: int) -> Float[np.ndarray, "T d"]:
     """The least product of ratios along so many tokens from every place; NaN past the end."""
-    log = np.log(np.maximum(ratio, _SMALL))
+    with np.errstate(divide="ignore"):  # what the draft cannot say survives with probability 0
+        log = np.log(ratio)
     ahead = np.full((len(log), levels), np.nan)
     for depth in range(min(levels, len(log))):
         ahead[: len(log) - depth, depth] = log[depth:]

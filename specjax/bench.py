@@ -139,7 +139,7 @@ class Bencher:
                             candidate,
                             requests[temperature, candidate][number],
                             tallies[temperature, candidate],
-                            size == statistics.mode(sizes),
+                            size == statistics.mode(sizes) and candidate not in done,
                         )
                         for candidate in (*group[turn:], *group[:turn])
                     }
@@ -172,7 +172,7 @@ class Bencher:
         jax.clear_caches()
 
     def _measure(self, candidate: Candidate, request: Request, tally: Tally, common: bool) -> Timed:
-        """Times one request, and its phases beside it if its size is the most common one.
+        """Times one request, and its phases beside it if its size is the `common` one.
 
         That size stands for all: each costs five compilations, and the sizes of a set of prompts
         differ little.
@@ -194,6 +194,7 @@ class Bencher:
     ) -> dict[str, Any]:
         """The report of one candidate."""
         setting, drafter = candidate.setting, self.drafter(candidate)
+        beside = max(plain.rate for plain in tally.beside.values())
         row = {
             "method": setting.method,
             "label": setting.label,
@@ -209,7 +210,8 @@ class Bencher:
             "mean_nodes": tally.nodes / tally.steps,
             "seconds": tally.seconds,
             "tokens_per_second": tally.rate,
-            "speedup": tally.rate / max(plain.rate for plain in tally.beside.values()),
+            "plain_tokens_per_second": beside,
+            "speedup": tally.rate / beside,
             "passes": tally.passes,
             "repeated_8grams": measure.repeated(tally.outputs),
         }
@@ -328,16 +330,23 @@ def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
 
 
 def _remember(bencher: Bencher, rows: list[dict[str, Any]]) -> None:
-    """Keeps what `--method auto` chooses by; the rule must be its own, and no row is mixed."""
+    """Keeps what `--method auto` chooses by; the rule must be its own, and no row is mixed.
+
+    Rates are those that the speed-ups name over one plain rate, so that groups compare.
+    """
     known: dict[str, list[dict[str, Any]]] = {}
-    kept = ("setting", "temperature", "tokens_per_second", "prompts")
+    kept = ("setting", "temperature", "prompts")
+    plain = {(row["temperature"], row["batch"]): row["plain_tokens_per_second"]
+             for row in rows if row["method"] == "none"}  # fmt: skip
     for row in rows:
         if row["temperature"] != MIXED and bencher.plan.options.verify == methods.AUTO:
             target = bencher.targets[row["dtype"]]
             name = records.setting(
                 target, bencher.pair.drafts, row["batch"], row["temperature"] > 0
             )
-            known.setdefault(name, []).append({field: row[field] for field in kept})
+            rate = row["speedup"] * plain[row["temperature"], row["batch"]]
+            entry = {field: row[field] for field in kept} | {"tokens_per_second": rate}
+            known.setdefault(name, []).append(entry)
     for name, measured in known.items():
         if len(measured) > 1:  # plain decoding alone says nothing about the methods
             records.remember(name, measured)

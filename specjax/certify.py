@@ -233,7 +233,7 @@ def _judged(pair: Pair, settings: Sequence[Setting], options: Verify) -> list[tu
     for setting, rule in itertools.product(settings, _rules(options)):
         drafter = methods.build(setting, pair, rule)
         if drafter is None:
-            found.append((setting, NAIVE.name))
+            found.append((setting, NAIVE.name if rule == methods.AUTO else rule))
         elif rule == methods.AUTO:
             found.append((setting, find_rule(rule, drafter.construction).name))
         elif RULES[rule].refusal(drafter.construction) is None:
@@ -254,7 +254,8 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
     the pair has everything for.
 
     Raises:
-      ValueError: a method is unknown or does not take what is named, or the file is none.
+      ValueError: a method is unknown or does not take what is named, the file is none, or a tree
+        or budget is named beside it.
     """
     if options.config is not None:
         if (options.tree, options.budget) != (None, None):

@@ -66,8 +66,10 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
         named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
         return Choice(setting_of(named, widths, budget), "a tree was asked for")
     if budget is not None:
-        named = "specexec" if pair.drafts else "lookup"
-        return Choice(setting_of(named, None, budget), "a budget of nodes was asked for")
+        named = ("specexec", "tree") if pair.drafts else ("lookup",)
+        settings = [setting_of(name, None, budget) for name in named]
+        able = [one for one in settings if _able(one, pair, verify)]
+        return Choice((able or settings)[0], "a budget of nodes was asked for")
     if measured := _measured(pair, temperature, batch, verify):
         return measured
     if not pair.drafts:
@@ -79,7 +81,10 @@ def _able(setting: Setting, pair: Pair, verify: str) -> bool:
     """Whether the pair has what a setting needs, and the rule is lossless for its trees."""
     if lacking(setting.method, pair) is not None:
         return False
-    drafter = build(setting, pair, verify)
+    try:
+        drafter = build(setting, pair, verify)
+    except ValueError:  # it names a second stage that this pair has not
+        return False
     return drafter is None or verify == AUTO or RULES[verify].refusal(drafter.construction) is None
 
 

@@ -273,7 +273,8 @@ def load_drafter(
 ) -> Drafter:
     """A pool of the drafts in a folder or several, or of all bundled ones.
 
-    `widths` are those of each draft's tree (see `TreeShape`). Drafts stay float32 on a CPU, where
+    `widths` are those of each draft's tree (see `TreeShape`); `verify` is the rule that will judge
+    them, which names how children are made (see `build`). Drafts stay float32 on a CPU, where
     small bfloat16 products are slow.
 
     Raises:

@@ -111,7 +111,7 @@ def prepare(
     if verify == "greedy" and np.any(np.asarray(rows.temperature) > 0):
         raise ValueError(
             "the greedy rule needs temperature 0; "
-            f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use multi-step or naive."
+            f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use auto or naive."
         )
     width = bucket(max(lengths), PROMPT_BUCKETS)
     outputs = bucket(max_new_tokens, OUTPUT_BUCKETS)

@@ -1,7 +1,7 @@
 """`specjax tune`: the fastest method, shape and budget for a machine and a set of prompts.
 
 Three steps for every temperature. Acceptance is estimated with the model as it is, on the prompts
-themselves: for static trees from positional acceptance, for others from a run. What a step takes
+themselves: for static trees by depth and rank, for others from a run. What a step takes
 is measured on the model as it will run, phase by phase. The few settings that promise most are
 then run against plain decoding, and the fastest of them is written down.
 """

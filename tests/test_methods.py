@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specjax import checkpoint, methods, records
+from specjax import checkpoint, choice, methods, records
 from specjax.choice import Asked, Choice, choose
 from specjax.draft.ngram import pack
 from specjax.pair import Pair, load_pair
@@ -171,13 +171,17 @@ def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
     assert "shipped" in auto(batch=8).reason
 
 
-def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for():
+def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for(monkeypatch):
+    monkeypatch.setattr(choice.jax, "default_backend", lambda: "cpu")
     assert choose(Asked(), PAIR, 0.0).setting == methods.setting_of("specexec")
     for rule in ("multi-step", "block", "recursive"):
         assert choose(Asked(verify=rule), PAIR, 0.0).setting == methods.setting_of("chain")
     remember(measured("none", 5), measured("tree", 10), measured("specexec", 20))
     assert auto().setting.method == "specexec"
     assert choose(Asked(verify="multi-step"), PAIR, 0.0).setting.method == "tree"
+    of_five = choose(Asked(budget=5, verify="block"), PAIR, 0.0).setting
+    assert of_five == methods.setting_of("specexec", None, 5)  # and is refused with the reason
+    assert choose(Asked(budget=5, verify="traversal"), PAIR, 0.0).setting.method == "tree"
 
 
 def test_the_nearest_temperature_counts():

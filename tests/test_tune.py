@@ -183,6 +183,7 @@ def test_steps_begin_where_a_chain_ends():
     assert np.flatnonzero(begins > 0.5).tolist() == [0, 3, 11, 13, 14]
     assert np.isnan(survival[8, 7])
     assert survival[3, 6] == pytest.approx(1)
+    assert survival[0, 2:].tolist() == [0] * 6  # a path that is dead stays so
 
 
 def test_survival_is_that_of_plain_passes():
@@ -195,15 +196,26 @@ def test_survival_is_that_of_plain_passes():
                                Sampling(0.7).rows(len(prefixes))))[:, 0]
             for model in (target, draft)]  # fmt: skip
     p, q = (own[np.arange(len(prefixes)), text[start:]] for own in laws)
-    least = acceptance._survival(q / p, 4)
-    begins = acceptance._begins(least)
-    for depth in range(4):
+    least = np.insert(acceptance._survival(q / p, 4), 0, 1, axis=1)
+    begins, expected = acceptance._begins(least[:, 1:]), 1.0
+    for depth in range(1, 5):
         there = np.isfinite(least[:, depth])
-        mean = np.average(least[there, depth], weights=begins[there])
-        assert found.survival[depth] == pytest.approx(mean, rel=1e-3)
+        before, after = ((begins * least[:, d])[there].sum() for d in (depth - 1, depth))
+        expected *= after / before
+        assert found.survival[depth - 1] == pytest.approx(expected, rel=1e-3)
     rows = found.by_depth
     np.testing.assert_allclose(np.cumprod(rows[:, 0]), found.survival)
+    assert (rows >= 0).all()
     assert (rows.sum(axis=1) <= 1 + 1e-6).all()
+
+
+def test_depths_that_no_text_has_survive_never():
+    target = varied_model(1)
+    text = [*PROMPTS[0], 7, 3]
+    found = acceptance.measured(target, near(target, 2, 0.5), [text], [len(text) - 2], 0.7, 4)
+    assert (found.survival[:2] > 0).all()
+    assert found.survival[2:].tolist() == [0, 0]
+    assert (found.by_depth[2:, 0] == 0).all()
 
 
 def by_rank(of_target, of_draft, _):

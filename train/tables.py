@@ -115,9 +115,10 @@ def rules(pair: Pair, task: Task) -> list[Row]:
     rows = []
     for shape, (children, names) in itertools.product((BUSHY, wide(WIDE), CHAIN), _JUDGED.items()):
         chain = max(shape[0]) == 1
-        if chain and children != DRAWN:  # there the three are the same
+        if chain and children == DISTINCT:  # a draw without replacement is a draw there
             continue
-        for name in (*names, BLOCK.name) if chain else names:
+        judged = (*names, BLOCK.name) if chain and children == DRAWN else names
+        for name in judged:
             found = measured(pair.target, pair.pools[SINGLE], shape, task, SAMPLED, name, children)
             rows.append(
                 {"shape": shown(shape), "rule": name, "children": children,
