@@ -179,9 +179,9 @@ def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for(monkeypatc
     remember(measured("none", 5), measured("tree", 10), measured("specexec", 20))
     assert auto().setting.method == "specexec"
     assert choose(Asked(verify="multi-step"), PAIR, 0.0).setting.method == "tree"
-    of_five = choose(Asked(budget=5, verify="block"), PAIR, 0.0).setting
-    assert of_five == methods.setting_of("specexec", None, 5)  # and is refused with the reason
-    assert choose(Asked(budget=5, verify="traversal"), PAIR, 0.0).setting.method == "tree"
+    many = choose(Asked(budget=40, verify="block"), PAIR, 0.0).setting
+    assert many == methods.setting_of("specexec", None, 40)  # which is refused with the reason
+    assert choose(Asked(budget=40, verify="traversal"), PAIR, 0.0).setting.method == "tree"
 
 
 def test_the_nearest_temperature_counts():
