@@ -13,8 +13,8 @@ from specjax.verify import RULES
 from specjax.widths import Widths, widest
 
 # By platform, kind and whether there is one row. 40 prompts of HumanEval, bundled pair at 100M,
-# bfloat16, 2 CPU cores (Zen 5), jax 0.10.2, 2026-11-21: specexec of 15 nodes 4.05 times plain
-# decoding at T = 0 and 1.45 at 0.8, a chain of 7 3.39 and 2.35.
+# bfloat16, 2 CPU cores (Zen 5), jax 0.10.2, 2026-11-21: specexec of 15 nodes 4.06 times plain
+# decoding at T = 0 and 1.41 at 0.8, a chain of 7 3.34 and 2.64.
 _SHIPPED = {("cpu", "greedy", True): "specexec"}
 _ELSEWHERE = "chain"
 

@@ -128,8 +128,9 @@ class Tuner:
                 best_shape(accepted, self.looking, level, self.budgets, range(2, _DEEPEST)).shape
             ],
         }
-        rated = {name: [promise(name, shape) for shape in shapes[name]] for name in names}
-        return [max(each, key=lambda one: one.rate) for each in rated.values()]
+        rated = [[promise(name, shape) for shape in shapes[name]] for name in names]
+        best = [max(each, key=lambda one: one.rate) for each in rated]
+        return list({one.setting.widths: one for one in reversed(best)}.values())  # one of the same
 
     @property
     def budgets(self) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from tests.folders import answer, own_cache, pair_flags
 from tests.pairs import PROMPTS, near, varied_model
 
 __all__ = ["own_cache"]
-FLAGS = ("--limit", "2", "--max-new-tokens", "12", "--budgets", "3", "--methods", "chain,lookup")
+FLAGS = ("--limit", "2", "--max-new-tokens", "12", "--budgets", "3")
+METHODS = ("--methods", "chain,tree,lookup")
 
 
 @pytest.fixture(autouse=True)
@@ -26,14 +27,18 @@ def small_read(monkeypatch):
 
 def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
     file = str(tmp_path / "tuned.json")
-    assert main(["tune", file, *FLAGS, "--temperatures", "0,0.8", *pair_flags()]) == 0
+    assert main(["tune", file, *FLAGS, *METHODS, "--temperatures", "0,0.8", *pair_flags()]) == 0
     printed = capsys.readouterr().out
     entries = tuned.read(file)
     assert [(entry.temperature, entry.batch) for entry in entries] == [(0.0, 1), (0.8, 1)]
     held = json.loads((tmp_path / "tuned.json").read_text())
-    assert {name["setting"]["method"] for name in held["env"]["promises"][0]} == {"chain", "lookup"}
+    for promises in held["env"]["promises"]:
+        widths = [str(one["setting"]["widths"]) for one in promises
+                  if one["setting"]["method"] in ("chain", "tree")]  # fmt: skip
+        assert {"chain", "lookup"} <= {one["setting"]["method"] for one in promises}
+        assert len(widths) == len(set(widths)) >= 1  # a tree that is the chain is tried once
     for entry in entries:
-        assert entry.setting.method in ("none", "chain", "lookup")
+        assert entry.setting.method in ("none", "chain", "tree", "lookup")
         assert entry.measured.keys() == {"tokens_per_step", "tokens_per_second", "speedup"}
         assert bool(entry.expected) == (entry.setting.method != "none")
         assert printed.count(f"temperature {entry.temperature:g}, batch 1") == 1
