@@ -28,7 +28,6 @@ from specjax.sampling import Sampling
 from specjax.setting import Setting, to_json
 
 _PHASE_REQUESTS = 8
-_MOST_MAPS = 20_000  # pieces of memory; the phases, compiled later, may want as many again
 
 
 class Bucket(NamedTuple):
@@ -161,7 +160,7 @@ class Bencher:
         plain = [candidate for candidate in first if _is_plain(candidate)]
         group: list[Candidate] = []
         for candidate in (*plain, *(c for c in first if not _is_plain(c))):
-            if measure.mapped() > _MOST_MAPS and len(group) > len(plain):
+            if measure.mapped() > measure.MOST_MAPS and len(group) > len(plain):
                 yield group
                 jax.clear_caches()
                 group = []

@@ -29,6 +29,11 @@ from specjax.tree import TokenTree
 from specjax.verify import Rule
 
 _T = TypeVar("_T")
+MOST_MAPS = 20_000
+"""Pieces of memory that a process may map before it forgets programs.
+
+Linux allows 65,530, and what is compiled next, the phases of a step say, may take as many again.
+"""
 READ_BYTES = 512 * 2**20
 """Bytes that `read_bandwidth` sums: far more than any processor's cache."""
 

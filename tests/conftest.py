@@ -21,14 +21,13 @@ from specjax import measure
 from specjax.config import ModelConfig
 from specjax.model import Model, initialize
 
-# Linux lets a process map 65,530 pieces of memory, and every compiled loop is thousands of them:
-# past that a compilation ends in a segmentation fault.
-_MOST_MAPS = 20_000
-
 
 def pytest_runtest_teardown() -> None:
-    """Forgets compiled programs before a process has too many of them."""
-    if measure.mapped() > _MOST_MAPS:
+    """Forgets compiled programs before a process maps more pieces of memory than Linux lets it.
+
+    Past 65,530 a compilation ends in a segmentation fault, and every loop is thousands of them.
+    """
+    if measure.mapped() > measure.MOST_MAPS:
         jax.clear_caches()
 
 

@@ -262,7 +262,7 @@ def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path
     monkeypatch.setattr(measure, "timed", run)
     monkeypatch.setattr(jax, "clear_caches", lambda: (groups.append(1), clear()))
     for most in (10**9, -1):
-        monkeypatch.setattr(bench, "_MOST_MAPS", most)
+        monkeypatch.setattr(measure, "MOST_MAPS", most)
         groups.clear()
         out = tmp_path / f"{most}.json"
         assert main(["bench", *flags, "--json", str(out)]) == 0
