@@ -66,8 +66,9 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
         named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
         return Choice(setting_of(named, widths, budget), "a tree was asked for")
     if budget is not None:
-        named = ("specexec", "tree") if pair.drafts else ("lookup",)
-        settings = [setting_of(name, None, budget) for name in named]
+        # Chosen nodes win at temperature 0, drawn ones above it (the figures at `_SHIPPED`).
+        named = ("tree", "specexec") if temperature > 0 else ("specexec", "tree")
+        settings = [setting_of(n, None, budget) for n in (named if pair.drafts else ("lookup",))]
         able = [one for one in settings if _able(one, pair, verify)]
         return Choice((able or settings)[0], "a budget of nodes was asked for")
     if measured := _measured(pair, temperature, batch, verify):

@@ -143,6 +143,7 @@ def test_a_named_method_is_taken():
     assert taken(Asked(widths=(2, 1)), ONE) == ("tree", (2, 1))
     assert taken(Asked(widths=(1, (1,))), ONE) == ("chain", (1, 1))
     assert choose(Asked(budget=9), PAIR, 0.0).setting == methods.setting_of("specexec", None, 9)
+    assert choose(Asked(budget=9), PAIR, 0.8).setting == methods.setting_of("tree", None, 9)
     alone = PAIR._replace(drafts=[])
     assert choose(Asked(budget=9), alone, 0.0).setting == methods.setting_of("lookup", None, 9)
 
