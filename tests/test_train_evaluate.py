@@ -94,6 +94,7 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(tables, "BUDGETS", (2, 5))
     monkeypatch.setattr(tables, "WIDE", 2)
     monkeypatch.setattr(tables, "BUSHY", ((2, 2),))
+    monkeypatch.setattr(tables, "FLAT", ((2,),))
     monkeypatch.setattr(tables, "CHAIN", ((1, 1),))
     monkeypatch.setattr(tables, "wide", lambda width: ((width, 1),))
 

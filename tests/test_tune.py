@@ -37,6 +37,10 @@ def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
                   if one["setting"]["method"] in ("chain", "tree")]  # fmt: skip
         assert {"chain", "lookup"} <= {one["setting"]["method"] for one in promises}
         assert len(widths) == len(set(widths)) >= 1  # a tree that is the chain is tried once
+        rates = [one["tokens_per_step"] / one["seconds"] for one in promises]
+        assert rates == sorted(rates, reverse=True)
+        left_out = [rate for rate, one in zip(rates, promises, strict=True) if one["bound"]]
+        assert max(left_out, default=0) < 0.7 * rates[0]  # what could win is measured
     for entry in entries:
         assert entry.setting.method in ("none", "chain", "tree", "lookup")
         assert entry.measured.keys() == {"tokens_per_step", "tokens_per_second", "speedup"}

@@ -36,6 +36,7 @@ def wide(width: int) -> Shape:
 
 
 BUSHY: Shape = ((3, 2, 2, 1, 1, 1),)
+FLAT: Shape = ((WIDE,),)
 CHAIN: Shape = ((1,) * 7,)
 _JUDGED = {
     DRAWN: (NAIVE.name, MULTI_STEP.name),
@@ -110,10 +111,12 @@ def rules(pair: Pair, task: Task) -> list[Row]:
     """Table 3: every rule on trees of one shape, temperature 0.8, and on chains.
 
     A rule gets each kind of children that it is lossless for: naive, multi-step, recursive and
-    traversal are compared on drawn ones, naive on the most likely ones too.
+    traversal are compared on drawn ones, naive on the most likely ones too. The flat tree tells
+    what draws without replacement are worth where no subtrees merge with equal draws.
     """
     rows = []
-    for shape, (children, names) in itertools.product((BUSHY, wide(WIDE), CHAIN), _JUDGED.items()):
+    shapes = BUSHY, wide(WIDE), FLAT, CHAIN
+    for shape, (children, names) in itertools.product(shapes, _JUDGED.items()):
         chain = max(shape[0]) == 1
         if chain and children == DISTINCT:  # a draw without replacement is a draw there
             continue
