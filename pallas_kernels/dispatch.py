@@ -1,39 +1,62 @@
 """Choice of an implementation: `None` always works, a named one fails with its reason."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-Implementation = Callable[..., Any]
 
 
 class ImplementationError(RuntimeError):
     """A named implementation does not exist or cannot run here."""
 
 
+class Implementation(NamedTuple):
+    """A way to compute an op: `run`, and `unable`, which says why it cannot on such operands.
+
+    `platforms` are those it runs on, all where None; elsewhere `interpreted` stands in for `run`
+    in tests.
+    """
+
+    run: Callable[..., Any]
+    unable: Callable[..., str | None] = lambda *_: None
+    platforms: tuple[str, ...] | None = None
+    interpreted: Callable[..., Any] | None = None
+
+
 def pick(
     op: str,
-    implementation: str | None,
+    name: str,
+    forced: bool,
     available: Mapping[str, Implementation],
-    default: Mapping[str, str],
-) -> Implementation:
-    """The implementation of `op` to run.
-
-    `default` maps a platform ("cpu", "gpu", "tpu") to a name in `available`; a platform without
-    an entry takes "xla".
+    operands: Any,
+    interpret: bool = False,
+) -> Callable[..., Any]:
+    """The implementation `name` of `op`; "xla" where it was not `forced` and cannot run.
 
     Raises:
-      ImplementationError: `implementation` names nothing in `available`.
+      ImplementationError: `name` is forced and there is no such implementation, or it cannot run
+        on this platform or on such operands.
     """
-    name = implementation or default.get(jax.default_backend(), "xla")
     if name not in available:
         raise ImplementationError(
             f"{op} has no implementation {name!r}; there are {', '.join(sorted(available))}."
         )
-    return available[name]
+    found = available[name]
+    reason = _unable(found, interpret) or found.unable(operands)
+    if reason is None:
+        return found.interpreted if interpret and found.interpreted else found.run
+    if not forced:
+        return available["xla"].run
+    raise ImplementationError(f"{op} cannot run as {name!r} here: {reason}.")
+
+
+def _unable(found: Implementation, interpret: bool) -> str | None:
+    """Why an implementation cannot run on this platform."""
+    if found.platforms is None or interpret or jax.default_backend() in found.platforms:
+        return None
+    return f"it needs {' or '.join(found.platforms)}, and this is {jax.default_backend()}"
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax import layers
 from specjax.cache import KVCache, NewKV
 from specjax.config import ModelConfig
@@ -76,7 +76,7 @@ def attend(
     x: Float[Array, "E C"],
     angles: Angles,
     visible: Bool[Array, "B T M"] | None,
-    prefix: tuple[Array, Array, Array] | None,
+    prefix: Prefix | None,
     block: tuple[Array, Array] | None,
     dtype: jnp.dtype | None,
 ) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
@@ -90,15 +90,12 @@ def attend(
     key = layers.rotate(heads(weights.key), angles).transpose(2, 0, 3, 1)
     value = heads(weights.value).transpose(2, 0, 3, 1)
     if prefix is not None:  # a node's keys round as they will in the cache, where others read them
-        key, value = key.astype(prefix[0].dtype), value.astype(prefix[1].dtype)
+        key, value = key.astype(prefix.keys.dtype), value.astype(prefix.values.dtype)
     new = (key, value)
     if block is not None:
         key = jnp.concatenate([block[0], key], axis=2)
         value = jnp.concatenate([block[1], value], axis=2)
-    if prefix is None:
-        mixed = tree_attention(query, key, value, visible)
-    else:
-        mixed = tree_attention(query, key, value, visible, *prefix)
+    mixed = tree_attention(query, key, value, visible, prefix)
     return mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens), new
 
 
@@ -108,7 +105,7 @@ def apply_layer(
     x: Float[Array, "E C"],
     angles: Angles,
     visible: Bool[Array, "B T M"] | None,
-    prefix: tuple[Array, Array, Array] | None = None,
+    prefix: Prefix | None = None,
     block: tuple[Array, Array] | None = None,
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
@@ -137,7 +134,9 @@ def trunk(
     angles = layers.rotary_angles(positions, config.head_dim, config.rope_theta)
     made = []
     for index, weights in enumerate(model.layers):
-        prefix = None if cache is None else (cache.keys[index], cache.values[index], cache.length)
+        prefix = None
+        if cache is not None:
+            prefix = Prefix(cache.keys[index], cache.values[index], cache.length)
         earlier = None if block is None else block[index]
         x, new = apply_layer(config, weights, x, angles, visible, prefix, earlier, dtype)
         made.append(new)

@@ -4,10 +4,16 @@ import atexit
 import os
 import shutil
 import tempfile
+from importlib.metadata import version
 
 # Most of the suite's time is compilation; LLVM's first level takes a quarter off it. What is
 # measured and certified (`specjax bench`, `specjax verify`) is compiled as usual.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+
+# A GPU kernel's interpreter runs its three warpgroups as programs that wait for one another; with
+# as many threads as two cores get, they may wait for ever. NPROC is how many XLA makes.
+if version("jax") >= "0.11":  # before, nothing is interpreted so
+    os.environ.setdefault("NPROC", "8")
 
 # Programs and measurements are kept in a folder of the session's own, not in the user's.
 if "SPECJAX_CACHE" not in os.environ:

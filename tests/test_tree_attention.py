@@ -6,18 +6,31 @@ import numpy as np
 import pytest
 
 from pallas_kernels.dispatch import ImplementationError
-from pallas_kernels.tree_attention import reference, tree_attention
+from pallas_kernels.tree_attention import (
+    Prefix,
+    merge,
+    quantized,
+    reference,
+    tree_attention,
+    tuning,
+)
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from pallas_kernels.tree_attention.operands import Operands
 
-ALWAYS_RUN = ("reference", "xla")
+PALLAS = ("tpu", "hopper", "triton")
+NEW_JAX = jax.__version_info__ >= (0, 11)
 # Rows, heads, key/value heads, nodes, earlier block columns, prefix slots, head dimension.
 SHAPES = {
-    "one node": (2, 4, 2, 1, 0, 9, 8),
-    "equal heads": (3, 3, 3, 5, 0, 17, 16),
+    "one node": (2, 4, 2, 1, 0, 64, 64),
+    "equal heads": (3, 3, 3, 5, 0, 64, 64),
     "one key/value head": (2, 6, 1, 8, 0, 5, 8),
-    "groups of five": (3, 10, 2, 7, 0, 33, 64),
-    "earlier levels": (3, 4, 2, 6, 5, 12, 16),
+    "groups of five": (3, 10, 2, 7, 0, 128, 64),
+    "earlier levels": (3, 4, 2, 6, 5, 64, 64),
     "past a tile of 128": (1, 2, 1, 33, 0, 131, 32),
+    "several tiles": (3, 8, 2, 70, 0, 640, 128),
+    "head of 96": (2, 4, 2, 20, 0, 200, 96),
+    "head of 256": (2, 2, 1, 5, 3, 128, 256),
+    "more nodes than a mask has words": (1, 2, 2, 300, 0, 64, 64),
 }
 
 
@@ -42,8 +55,11 @@ def random_ancestors(rng, nodes: int, earlier: int) -> np.ndarray:
     return seen[earlier:]
 
 
-def make(shape, dtype, lengths=None, query_dtype=jnp.float32):
-    """Arguments of `tree_attention`, with NaN in every slot at or past its row's length."""
+def make(shape, dtype, lengths=None, query_dtype=jnp.float32, first=False, soft_cap=None, bits=16):
+    """Operands of `tree_attention`, with NaN in every slot at or past its row's length.
+
+    A cache of 8 `bits` holds NaN in the scales there.
+    """
     rows, heads, kv_heads, nodes, earlier, slots, dim = shape
     rng = np.random.default_rng(sum(shape))
 
@@ -51,55 +67,69 @@ def make(shape, dtype, lengths=None, query_dtype=jnp.float32):
         return jnp.asarray(rng.normal(size=size), jnp.float32)
 
     if lengths is None:  # empty, full, and in between
-        lengths = np.resize([0, slots, slots // 2], rows)
+        lengths = np.resize([slots // 2 + 1, 0, slots], rows)
     length = jnp.asarray(lengths, jnp.int32)
-    dead = jnp.arange(slots) >= length[:, None, None, None]
-    keys = jnp.where(dead, jnp.nan, normal(rows, kv_heads, dim, slots))
-    values = jnp.where(dead.swapaxes(2, 3), jnp.nan, normal(rows, kv_heads, slots, dim))
+    dead = jnp.arange(slots) >= length[:, None, None]
+    keys, values = normal(rows, kv_heads, dim, slots), normal(rows, kv_heads, slots, dim)
+    if bits == 8:
+        (keys, of_keys), (values, of_values) = quantized(keys, 2), quantized(values)
+        of_keys, of_values = (jnp.where(dead, jnp.nan, scale) for scale in (of_keys, of_values))
+        prefix = Prefix(keys, values, length, (of_keys, of_values))
+    else:
+        keys = jnp.where(dead[:, :, None], jnp.nan, keys).astype(dtype)
+        prefix = Prefix(keys, jnp.where(dead[..., None], jnp.nan, values).astype(dtype), length)
     visible = np.stack([random_ancestors(rng, nodes, earlier) for _ in range(rows)])
-    return (
+    return Operands(
         normal(rows, heads, nodes, dim).astype(query_dtype),
         normal(rows, kv_heads, earlier + nodes, dim).astype(dtype),
         normal(rows, kv_heads, earlier + nodes, dim).astype(dtype),
         jnp.asarray(visible),
-        keys.astype(dtype),
-        values.astype(dtype),
-        length,
+        prefix,
+        jnp.asarray(rng.integers(0, slots, (rows, nodes)), jnp.int32) if first else None,
+        soft_cap,
     )
+
+
+def lower_triangular(at):
+    """The operands of a plain sequence, spelled out."""
+    rows, tokens = at.query.shape[0], at.query.shape[2]
+    visible = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (rows, tokens, tokens))
+    return at._replace(visible=visible, prefix=None)
+
+
+def run(at, implementation=None, plain=False):
+    """The implementation on such operands, Pallas kernels in their interpreter."""
+    soft_cap = at.soft_cap
+    return jax.jit(
+        lambda at: tree_attention(
+            at.query, at.block_keys, at.block_values, None if plain else at.visible, at.prefix,
+            first=at.first, soft_cap=soft_cap, implementation=implementation,
+            interpret=implementation in PALLAS,
+        )
+    )(at._replace(soft_cap=None))  # fmt: skip
 
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS))
 def attention(request):
-    """`tree_attention` of one implementation; one that cannot run here says why."""
-    run = jax.jit(tree_attention, static_argnames="implementation")
+    """`tree_attention` of one implementation; one that takes no such operands says why."""
 
-    def call(*args):
+    def call(at, plain=False):
         try:
-            return run(*args, implementation=request.param)
+            return run(at, request.param, plain)
         except ImplementationError as error:
-            if request.param in ALWAYS_RUN:
+            if request.param != "hopper":
                 raise
             pytest.skip(str(error))
 
     return call
 
 
-def without_prefix(query, block_keys, block_values, visible):
-    """The definition over a prefix of no slots."""
-    rows, kv_heads, _, dim = block_keys.shape
-    keys = jnp.zeros((rows, kv_heads, dim, 0), block_keys.dtype)
-    length = jnp.zeros(rows, jnp.int32)
-    return reference.tree_attention(
-        query, block_keys, block_values, visible, keys, keys.swapaxes(2, 3), length
-    )
-
-
-def assert_close(actual, args, expected=None, dtype=None):
-    expected = reference.tree_attention(*args) if expected is None else expected
-    slots = args[4].shape[-1] if len(args) > 4 else 0
-    atol = tolerance(dtype or args[1].dtype, args[1].shape[-1], args[1].shape[2] + slots)
-    assert actual.dtype == args[0].dtype
-    assert actual.shape == args[0].shape
+def assert_close(actual, at, dtype=None):
+    expected = reference.tree_attention(at)
+    keys = at.visible.shape[-1] + at.slots
+    atol = tolerance(dtype or at.block_keys.dtype, at.query.shape[-1], keys)
+    assert actual.dtype == at.query.dtype
+    assert actual.shape == at.query.shape
     np.testing.assert_allclose(
         np.asarray(actual, np.float32), np.asarray(expected, np.float32), rtol=0, atol=atol
     )
@@ -108,81 +138,183 @@ def assert_close(actual, args, expected=None, dtype=None):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_definition(attention, name, dtype):
-    args = make(SHAPES[name], jnp.dtype(dtype))
-    assert_close(attention(*args), args)
+    at = make(SHAPES[name], jnp.dtype(dtype))
+    assert_close(attention(at), at)
 
 
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [17, 17, 17], [1, 16, 2]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["several tiles", "earlier levels", "head of 256"])
+def test_windows_and_capped_scores(attention, name, dtype):
+    at = make(SHAPES[name], jnp.dtype(dtype), first=True, soft_cap=3.0)
+    assert_close(attention(at), at)
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("name", ["several tiles", "one key/value head", "head of 96"])
+def test_a_cache_of_8_bits(attention, name, first):
+    at = make(SHAPES[name], jnp.float32, first=first, bits=8)
+    assert_close(attention(at), at)
+
+
+def test_8_bits_are_near_the_cache_they_were_made_of():
+    at, exact = (make(SHAPES["several tiles"], jnp.float32, bits=bits) for bits in (8, 16))
+    # An entry is off by half a step of 1/127 of a vector's largest entry, of about 3 deviations.
+    assert_close(reference.tree_attention(at), exact, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [64, 64, 64], [1, 63, 2]])
 def test_ragged_lengths_share_one_program(attention, lengths):
-    args = make(SHAPES["equal heads"], jnp.float32, lengths)
-    assert_close(attention(*args), args)
+    at = make(SHAPES["equal heads"], jnp.bfloat16, lengths)
+    assert_close(attention(at), at)
 
 
 def test_bfloat16_queries_give_bfloat16(attention):
-    args = make(SHAPES["groups of five"], jnp.bfloat16, query_dtype=jnp.bfloat16)
-    assert_close(attention(*args), args)
+    at = make(SHAPES["groups of five"], jnp.bfloat16, query_dtype=jnp.bfloat16)
+    assert_close(attention(at), at)
 
 
 def test_tree_without_prefix(attention):
-    args = make(SHAPES["earlier levels"], jnp.float32)[:4]
-    assert_close(attention(*args), args, without_prefix(*args))
+    at = make(SHAPES["earlier levels"], jnp.bfloat16)._replace(prefix=None)
+    assert_close(attention(at), at)
 
 
 def test_empty_prefix_equals_no_prefix(attention):
-    args = make(SHAPES["equal heads"], jnp.float32, [0, 0, 0])
-    np.testing.assert_allclose(attention(*args), attention(*args[:4]), atol=1e-6)
+    at = make(SHAPES["equal heads"], jnp.bfloat16, [0, 0, 0])
+    np.testing.assert_allclose(attention(at), attention(at._replace(prefix=None)), atol=1e-6)
 
 
 def test_large_scores_do_not_overflow(attention):
-    query, *rest = make(SHAPES["groups of five"], jnp.float32)
-    args = (1e4 * query, *rest)
-    actual = attention(*args)
-    assert bool(jnp.isfinite(actual).all())
+    at = make(SHAPES["groups of five"], jnp.bfloat16)
+    assert bool(jnp.isfinite(attention(at._replace(query=1e4 * at.query))).all())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("tokens", [1, 7, 128, 131, 259])
 def test_plain_sequence_is_lower_triangular(attention, tokens, dtype):
-    args = make((2, 4, 2, tokens, 0, 1, 8), jnp.dtype(dtype))[:3]
-    tril = jnp.broadcast_to(jnp.tril(jnp.ones((tokens, tokens), bool)), (2, tokens, tokens))
-    assert_close(attention(*args, None), args, without_prefix(*args, tril))
+    at = lower_triangular(make((2, 4, 2, tokens, 0, 1, 64), jnp.dtype(dtype)))
+    assert_close(attention(at, plain=True), at)
 
 
-def test_plain_sequence_has_the_gradient_of_the_definition(attention):
-    query, keys, values = make((1, 4, 2, 131, 0, 1, 8), jnp.float32)[:3]
-    weight = jnp.cos(jnp.arange(query.size, dtype=jnp.float32)).reshape(query.shape)
-    tril = jnp.tril(jnp.ones((1, 131, 131), bool))
-    ours = jax.grad(lambda *a: (attention(*a, None) * weight).sum(), (0, 1, 2))
-    plain = jax.grad(lambda *a: (without_prefix(*a, tril) * weight).sum(), (0, 1, 2))
-    for actual, expected in zip(ours(query, keys, values), plain(query, keys, values), strict=True):
+def test_plain_sequence_with_capped_scores(attention):
+    at = lower_triangular(make((1, 4, 2, 131, 0, 1, 64), jnp.bfloat16, soft_cap=2.0))
+    assert_close(attention(at, plain=True), at)
+
+
+def test_plain_sequence_has_the_gradient_of_the_definition():
+    at = make((1, 4, 2, 131, 0, 1, 8), jnp.float32)._replace(prefix=None)
+    weight = jnp.cos(jnp.arange(at.query.size, dtype=jnp.float32)).reshape(at.query.shape)
+    lower = jnp.tri(131, dtype=bool)[None]
+
+    def of(q, k, v):
+        return (reference.tree_attention(Operands(q, k, v, lower)) * weight).sum()
+
+    ours = jax.grad(lambda q, k, v: (tree_attention(q, k, v, None) * weight).sum(), (0, 1, 2))
+    plain = jax.grad(of, (0, 1, 2))
+    for actual, expected in zip(ours(*at[:3]), plain(*at[:3]), strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
 def test_unseen_tokens_have_no_part(attention):
-    query, keys, values, visible, *prefix = make(SHAPES["groups of five"], jnp.float32)
-    others = jnp.arange(query.shape[2]) != 3
-    visible = visible & (others | ~others[:, None])  # nobody but node 3 itself sees node 3
-    before = attention(query, keys, values, visible, *prefix)
-    changed = keys.at[:, :, 3].add(5.0), values.at[:, :, 3].add(5.0)
-    after = attention(query, *changed, visible, *prefix)
+    at = make(SHAPES["groups of five"], jnp.bfloat16)
+    others = jnp.arange(at.query.shape[2]) != 3
+    at = at._replace(visible=at.visible & (others | ~others[:, None]))  # only node 3 sees node 3
+    before = attention(at)
+    changed = at._replace(
+        block_keys=at.block_keys.at[:, :, 3].add(5.0),
+        block_values=at.block_values.at[:, :, 3].add(5.0),
+    )
+    after = attention(changed)
     np.testing.assert_array_equal(before[:, :, others], after[:, :, others])
     assert bool((before[:, :, 3] != after[:, :, 3]).any())
 
 
+@pytest.mark.parametrize("name", ["reference", *PALLAS])
+def test_columns_that_nobody_sees_may_hold_anything(name):
+    at = make(SHAPES["earlier levels"], jnp.bfloat16)
+    at = at._replace(visible=at.visible.at[:, :, 2].set(False))
+    spoiled = at._replace(
+        block_keys=at.block_keys.at[:, :, 2].set(jnp.nan),
+        block_values=at.block_values.at[:, :, 2].set(jnp.nan),
+    )
+    if name == "hopper" and not NEW_JAX:
+        pytest.skip("jax 0.10 does not interpret it")
+    np.testing.assert_array_equal(run(at, name), run(spoiled, name))
+
+
+def test_few_rows_are_split_and_merged():
+    at = make((1, 2, 1, 3, 0, 1024, 64), jnp.bfloat16, [900])
+    assert merge.splits_of(1, at.slots) == 4
+    assert merge.splits_of(300, at.slots) == merge.splits_of(1, 128) == 1
+    assert_close(run(at, "triton"), at)
+    if NEW_JAX:
+        assert_close(run(at, "hopper"), at)
+
+
+def test_shares_in_which_nothing_is_seen_have_no_part():
+    mixed = jnp.asarray([[[[[1.0]], [[7.0]]]]])
+    only = merge.merged(mixed, jnp.asarray([[[[2.0], [-jnp.inf]]]]))
+    both = merge.merged(mixed, jnp.asarray([[[[2.0], [2.0]]]]))
+    none = merge.merged(mixed, jnp.full((1, 1, 2, 1), -jnp.inf))
+    assert [float(x[0, 0, 0, 0]) for x in (only, both, none)] == [1.0, 4.0, 0.0]
+
+
+def test_hopper_says_what_it_does_not_take():
+    at = make(SHAPES["several tiles"], jnp.bfloat16)
+    reasons = {
+        "it multiplies 16-bit keys, not float32": make(SHAPES["several tiles"], jnp.float32),
+        "the cache is int8, the block bfloat16": make(
+            SHAPES["several tiles"], jnp.bfloat16, bits=8
+        ),
+        "96 features": make(SHAPES["head of 96"], jnp.bfloat16),
+        "the cache has 70 slots": make((1, 2, 1, 3, 0, 70, 64), jnp.bfloat16),
+    }
+    for reason, refused in reasons.items():
+        with pytest.raises(ImplementationError, match=f"cannot run as 'hopper' here: .*{reason}"):
+            run(refused, "hopper")
+    if NEW_JAX:
+        assert_close(run(at, "hopper"), at)
+
+
+@pytest.mark.parametrize("name", PALLAS)
+def test_a_kernel_for_another_platform_says_so(name):
+    at = make(SHAPES["several tiles"], jnp.bfloat16)
+    with pytest.raises(ImplementationError, match=r"needs (tpu|gpu), and this is cpu"):
+        tree_attention(*at[:5], implementation=name)
+
+
 def test_unknown_implementation_is_refused_with_the_choice():
-    args = make(SHAPES["one node"], jnp.float32)
+    at = make(SHAPES["one node"], jnp.float32)
     with pytest.raises(ImplementationError, match=r"no implementation 'abacus'; there are .*xla"):
-        tree_attention(*args, implementation="abacus")
+        run(at, "abacus")
 
 
 def test_plain_sequence_takes_no_prefix_and_no_earlier_block():
-    query, keys, values, _, *prefix = make(SHAPES["earlier levels"], jnp.float32)
+    at = make(SHAPES["earlier levels"], jnp.float32)
     with pytest.raises(ValueError, match=r"visible=None takes no prefix.*\(11\).*\(6\)"):
-        tree_attention(query, keys, values, None)
+        tree_attention(*at[:3], None)
     with pytest.raises(ValueError, match="visible=None takes no prefix"):
-        tree_attention(query, keys[:, :, :6], values[:, :, :6], None, *prefix)
+        tree_attention(
+            at.query, at.block_keys[:, :, :6], at.block_values[:, :, :6], None, at.prefix
+        )
+    with pytest.raises(ValueError, match="`first` bounds a prefix, and there is none"):
+        tree_attention(*at[:4], first=jnp.zeros((3, 6), jnp.int32))
 
 
 def test_default_runs_without_being_named():
-    args = make(SHAPES["one node"], jnp.float32)
-    assert_close(tree_attention(*args), args)
+    at = make(SHAPES["one node"], jnp.float32)
+    assert_close(run(at), at)
+
+
+def test_the_fastest_measured_is_taken_where_it_can_run(monkeypatch):
+    at = make(SHAPES["several tiles"], jnp.bfloat16)
+    near, far = ({"kind": tuning.kind_of(at), **tuning.sizes_of(at)} for _ in range(2))
+    far["slots"] *= 64
+    table = {tuning.device(): [near | {"fastest": "reference"}, far | {"fastest": "triton"}]}
+    monkeypatch.setattr(tuning, "measured", lambda: table)
+    assert tuning.choice(at) == "reference"
+    assert tuning.choice(make(SHAPES["several tiles"], jnp.float32)) == "xla"  # not measured
+    table[tuning.device()].reverse()
+    near["fastest"] = "triton"
+    table[tuning.device()] = [near]
+    assert tuning.choice(at) == "triton"
+    assert_close(tree_attention(*at[:5]), at)  # it cannot run here, and nobody forced it

@@ -1,4 +1,4 @@
-"""The entry point of tree attention: picks an implementation by platform."""
+"""The entry point of tree attention: picks an implementation by platform and shape."""
 
 import functools
 
@@ -7,34 +7,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.tree_attention import reference, xla
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.tree_attention import hopper, reference, tpu, triton, tuning, xla
+from pallas_kernels.tree_attention.operands import Operands, Prefix
 
-
-def _reference(
-    query: Array,
-    block_keys: Array,
-    block_values: Array,
-    visible: Array | None,
-    prefix_keys: Array | None,
-    prefix_values: Array | None,
-    length: Array | None,
-) -> Array:
-    rows, kv_heads, columns, dim = block_keys.shape
-    if visible is None:
-        visible = jnp.broadcast_to(
-            jnp.tril(jnp.ones((columns, columns), bool)), (rows, columns, columns)
-        )
-    if prefix_keys is None or prefix_values is None or length is None:
-        prefix_keys = jnp.zeros((rows, kv_heads, dim, 0), block_keys.dtype)
-        prefix_values = jnp.zeros((rows, kv_heads, 0, dim), block_keys.dtype)
-        length = jnp.zeros(rows, jnp.int32)
-    return reference.tree_attention(
-        query, block_keys, block_values, visible, prefix_keys, prefix_values, length
-    )
-
-
-IMPLEMENTATIONS = {"reference": _reference, "xla": xla.tree_attention}
-DEFAULTS = {"cpu": "xla", "gpu": "xla", "tpu": "xla"}
+IMPLEMENTATIONS = {
+    "reference": Implementation(reference.tree_attention),
+    "xla": Implementation(xla.tree_attention),
+    "tpu": Implementation(tpu.tree_attention, platforms=("tpu",), interpreted=tpu.interpreted),
+    "hopper": Implementation(
+        hopper.tree_attention, hopper.unable, ("gpu",), interpreted=hopper.interpreted
+    ),
+    "triton": Implementation(
+        triton.tree_attention, platforms=("gpu",), interpreted=triton.interpreted
+    ),
+}
 
 
 @functools.partial(jax.named_call, name="tree_attention")
@@ -43,28 +30,39 @@ def tree_attention(
     block_keys: Float[Array, "B K M D"],
     block_values: Float[Array, "B K M D"],
     visible: Bool[Array, "B T M"] | None,
-    prefix_keys: Float[Array, "B K D S"] | None = None,
-    prefix_values: Float[Array, "B K S D"] | None = None,
-    length: Int[Array, " B"] | None = None,
+    prefix: Prefix | None = None,
     *,
+    first: Int[Array, "B T"] | None = None,
+    soft_cap: float | None = None,
     implementation: str | None = None,
+    interpret: bool = False,
 ) -> Float[Array, "B H T D"]:
     """Attention of `T` nodes to a cached prefix and to the block columns they may see.
 
     Query head `h` uses key/value head `h // (H // K)`. The block holds the nodes' own keys and
     values, possibly after those of earlier levels of the same tree (`M >= T`); `visible[b, t, m]`
-    says that `m` is `t` itself or one of its ancestors. Prefix keys are stored transposed.
-    `visible=None` stands for a plain sequence: each token sees itself and those before it; it
-    takes no prefix and no earlier block.
+    says that `m` is `t` itself or one of its ancestors. `visible=None` stands for a plain
+    sequence: each token sees itself and those before it; it takes no prefix and no earlier block.
+    `first` is the first slot of the prefix that a node sees, for a sliding window; scores are
+    capped to ±`soft_cap` by a tangent. `interpret` runs a Pallas kernel in its interpreter.
 
     Raises:
-      ValueError: a plain sequence came with a prefix or with more keys than queries.
+      ValueError: a plain sequence came with a prefix or with more keys than queries, or `first`
+        without a prefix.
       ImplementationError: the named implementation does not exist or cannot run here.
     """
-    if visible is None and (prefix_keys is not None or block_keys.shape[2] != query.shape[2]):
-        raise ValueError(
-            f"visible=None takes no prefix and as many keys ({block_keys.shape[2]}) "
-            f"as queries ({query.shape[2]})."
-        )
-    run = dispatch.pick("tree_attention", implementation, IMPLEMENTATIONS, DEFAULTS)
-    return run(query, block_keys, block_values, visible, prefix_keys, prefix_values, length)
+    if first is not None and prefix is None:
+        raise ValueError("`first` bounds a prefix, and there is none.")
+    if visible is None:
+        if prefix is not None or block_keys.shape[2] != query.shape[2]:
+            raise ValueError(
+                f"visible=None takes no prefix and as many keys ({block_keys.shape[2]}) "
+                f"as queries ({query.shape[2]})."
+            )
+        if implementation in (None, "xla"):
+            return xla.causal(query, block_keys, block_values, soft_cap)
+        rows, tokens = query.shape[0], query.shape[2]
+        visible = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (rows, tokens, tokens))
+    at = Operands(query, block_keys, block_values, visible, prefix, first, soft_cap)
+    name, forced = implementation or tuning.choice(at), implementation is not None
+    return dispatch.pick("tree_attention", name, forced, IMPLEMENTATIONS, at, interpret)(at)

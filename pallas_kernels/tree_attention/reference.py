@@ -1,43 +1,55 @@
 """The definition of tree attention, in float32, one softmax over prefix and block."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
+
+from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 
-def tree_attention(
-    query: Float[Array, "B H T D"],
-    block_keys: Float[Array, "B K M D"],
-    block_values: Float[Array, "B K M D"],
-    visible: Bool[Array, "B T M"],
-    prefix_keys: Float[Array, "B K D S"],
-    prefix_values: Float[Array, "B K S D"],
-    length: Int[Array, " B"],
-) -> Float[Array, "B H T D"]:
-    """Softmax attention of `T` queries to the first `length` prefix slots and the visible block.
+def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
+    """Softmax attention of `T` queries to the live prefix slots and the visible block.
 
     A slot at or past its row's `length` and a block column that no query sees have no part in the
     result, whatever they hold (NaN included); a column that some query sees must be finite. A
     query that sees nothing gives zeros.
     SpecInfer (arXiv 2305.09781), section 4.2.
     """
-    groups = query.shape[1] // block_keys.shape[1]
-    slots = jnp.arange(prefix_keys.shape[-1])
-    in_prefix = jnp.broadcast_to(
-        slots < length[:, None, None], (query.shape[0], query.shape[2], slots.size)
-    )
-    seen = jnp.concatenate([in_prefix, visible], axis=-1)[:, None]
-    keys = jnp.concatenate([prefix_keys.swapaxes(-1, -2), block_keys], axis=2)
-    values = jnp.concatenate([prefix_values, block_values], axis=2)
+    query, rows, tokens = at.query, at.query.shape[0], at.query.shape[2]
+    keys, values, length = _unpacked(at)
+    slots = jnp.arange(keys.shape[2])
+    in_prefix = jnp.broadcast_to(slots < length[:, None, None], (rows, tokens, slots.size))
+    if at.first is not None:
+        in_prefix &= slots >= at.first[..., None]
+    seen = jnp.concatenate([in_prefix, at.visible], axis=-1)[:, None]
+    keys = jnp.concatenate([keys, at.block_keys], axis=2)
+    values = jnp.concatenate([values, at.block_values], axis=2)
     used = seen.any(axis=(1, 2))[:, None, :, None]
     keys, values = (
-        jnp.repeat(jnp.where(used, x.astype(jnp.float32), 0), groups, axis=1)
+        jnp.repeat(jnp.where(used, x.astype(jnp.float32), 0), at.groups, axis=1)
         for x in (keys, values)
     )
     scores = jnp.einsum("bhtd,bhmd->bhtm", query.astype(jnp.float32), keys, precision="highest")
-    scores = jnp.where(seen, scores / jnp.sqrt(query.shape[-1]), -jnp.inf)
+    scores = scores / jnp.sqrt(query.shape[-1])
+    if at.soft_cap is not None:
+        scores = at.soft_cap * jnp.tanh(scores / at.soft_cap)
+    scores = jnp.where(seen, scores, -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
     total = weights.sum(axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1)
     out = jnp.einsum("bhtm,bhmd->bhtd", weights, values, precision="highest")
     return out.astype(query.dtype)
+
+
+def _unpacked(at: Operands) -> tuple[Array, Array, Array]:
+    """The prefix's keys and values `[B, K, S, D]` in float32, and the rows' lengths."""
+    rows, kv_heads, _, dim = at.block_keys.shape
+    none = jnp.zeros((rows, kv_heads, 0, dim), jnp.float32)
+    prefix = at.prefix or Prefix(none.swapaxes(2, 3), none, jnp.zeros(rows, jnp.int32))
+    keys, values = prefix.keys.swapaxes(2, 3).astype(jnp.float32), prefix.values
+    values = values.astype(jnp.float32)
+    if prefix.scales is not None:
+        keys, values = (
+            x * s[..., None] for x, s in zip((keys, values), prefix.scales, strict=True)
+        )
+    return keys, values, prefix.length

@@ -1,0 +1,27 @@
+"""Shares of the keys: how many, and how what they give is put together."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
+_LEAST_SLOTS = 256
+
+
+def splits_of(programs: int, slots: int) -> int:
+    """How many shares of `slots` keys keep a GPU busy that runs `programs` for each."""
+    return max(1, min(-(-_PROGRAMS // programs), slots // _LEAST_SLOTS))
+
+
+def merged(
+    mixed: Float[Array, "B K P R D"], lse: Float[Array, "B K P R"]
+) -> Float[Array, "B K R D"]:
+    """The attention over all keys, from that over each share and its scores' log-sum-exp.
+
+    A share in which a query sees nothing has log-sum-exp -inf; one that sees nothing at all gives
+    zeros.
+    """
+    top = lse.max(axis=2, keepdims=True)
+    weights = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0))
+    total = weights.sum(axis=2)[..., None]
+    summed = (mixed * weights[..., None]).sum(axis=2)
+    return summed / jnp.where(total > 0, total, 1)

@@ -1,0 +1,69 @@
+"""What every implementation of tree attention is handed, and how a cache is made of 8 bits."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, Int8, Num
+
+
+class Prefix(NamedTuple):
+    """The cached keys (stored transposed) and values of every row's first `length` tokens.
+
+    `scales`, for a cache of 8 bits, are what a slot's keys and values are to be multiplied by.
+    """
+
+    keys: Num[Array, "B K D S"]
+    values: Num[Array, "B K S D"]
+    length: Int[Array, " B"]
+    scales: tuple[Float[Array, "B K S"], Float[Array, "B K S"]] | None = None
+
+
+class Operands(NamedTuple):
+    """Queries of `T` nodes, the block they may see, the prefix, and what bounds and caps scores.
+
+    Node t sees the prefix from slot `first[b, t]` on (from 0 where `first` is None); scores are
+    capped to ±`soft_cap` by a tangent.
+    """
+
+    query: Float[Array, "B H T D"]
+    block_keys: Float[Array, "B K M D"]
+    block_values: Float[Array, "B K M D"]
+    visible: Bool[Array, "B T M"]
+    prefix: Prefix | None = None
+    first: Int[Array, "B T"] | None = None
+    soft_cap: float | None = None
+
+    @property
+    def groups(self) -> int:
+        """Query heads a key/value head."""
+        return self.query.shape[1] // self.block_keys.shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Slots of the prefix."""
+        return 0 if self.prefix is None else self.prefix.keys.shape[-1]
+
+
+def folded(at: Operands) -> Float[Array, "B K G T D"]:
+    """Scaled queries by the key/value head that they use, in the dtype of the block."""
+    rows, heads, tokens, dim = at.query.shape
+    scaled = (at.query * dim**-0.5).astype(at.block_keys.dtype)
+    return scaled.reshape(rows, heads // at.groups, at.groups, tokens, dim)
+
+
+def seen_values(at: Operands) -> Float[Array, "B K M D"]:
+    """The block's values, zero in columns that nobody sees, whatever they held."""
+    return jnp.where(at.visible.any(axis=1)[:, None, :, None], at.block_values, 0)
+
+
+def quantized(
+    x: Float[Array, "..."], axis: int = -1
+) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+    """`x` in 8 bits, and the float32 scale of each of its vectors along `axis`.
+
+    The largest entry of a vector becomes ±127; a vector of zeros has scale 0.
+    """
+    scale = jnp.abs(x).max(axis=axis).astype(jnp.float32) / 127
+    turned = jnp.where(scale > 0, 1 / jnp.where(scale > 0, scale, 1), 0)
+    rounded = jnp.round(x.astype(jnp.float32) * jnp.expand_dims(turned, axis))
+    return rounded.astype(jnp.int8), scale

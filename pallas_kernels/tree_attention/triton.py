@@ -1,0 +1,202 @@
+"""Tree attention for GPUs through Triton: cards before Hopper, float32, and caches of 8 bits.
+
+A program holds some nodes of one key/value head with all its query heads, and walks with a running
+softmax in float32 over its share of the keys: of the row's live slots and of the block's columns.
+The shares of few rows are merged by their log-sum-exp. Slots at or past a row's length, and
+what a power of two has beyond a head's features, are not read.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.dispatch import precision_of
+from pallas_kernels.tree_attention.merge import merged, splits_of
+from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
+
+_LOW = -1e30
+_MOST_QUERIES = 64
+_KEYS = 64
+
+
+class _Static(NamedTuple):
+    """What a program knows of its call; `names` are the operands after the block's."""
+
+    soft_cap: float | None
+    tokens: int
+    dim: int
+    tiles: int
+    splits: int
+    names: tuple[str, ...]
+
+
+class _Running(NamedTuple):
+    """A running softmax: the largest score, the weights' sum and the weighted values."""
+
+    top: Array
+    total: Array
+    mixed: Array
+
+
+def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B H T D"]:
+    """See `reference.tree_attention`; `interpret` is that of `pallas_call`."""
+    rows, heads, tokens, dim = at.query.shape
+    kv_heads, columns = at.block_keys.shape[1], at.visible.shape[-1]
+    reach = at.groups * tokens
+    tile = max(16, min(_MOST_QUERIES, pl.next_power_of_2(reach)))
+    tiles = pl.cdiv(reach, tile)
+    splits = splits_of(rows * kv_heads * tiles, at.slots)
+
+    wide = pl.next_power_of_2(dim)
+    spare = ((0, 0), (0, 0), (0, tiles * tile - reach), (0, wide - dim))
+    query = jnp.pad(folded(at).reshape(rows, kv_heads, reach, dim), spare)
+    operands = [query, at.block_keys, seen_values(at), at.visible.astype(jnp.int8)]
+    specs = [
+        pl.BlockSpec((None, None, tile, wide), lambda i, k, b: (b, k, i % tiles, 0)),
+        pl.BlockSpec((None, None, columns, dim), lambda i, k, b: (b, k, 0, 0)),
+        pl.BlockSpec((None, None, columns, dim), lambda i, k, b: (b, k, 0, 0)),
+        pl.BlockSpec((None, tokens, columns), lambda i, k, b: (b, 0, 0)),
+    ]
+    names = []
+    if at.prefix is not None:
+        slots = at.slots
+        operands += [at.prefix.length.astype(jnp.int32), at.prefix.keys, at.prefix.values]
+        specs += [
+            pl.BlockSpec((None,), lambda i, k, b: (b,)),
+            pl.BlockSpec((None, None, dim, slots), lambda i, k, b: (b, k, 0, 0)),
+            pl.BlockSpec((None, None, slots, dim), lambda i, k, b: (b, k, 0, 0)),
+        ]
+        names += ["length", "keys", "values"]
+        if at.prefix.scales is not None:
+            operands += at.prefix.scales
+            specs += [pl.BlockSpec((None, None, slots), lambda i, k, b: (b, k, 0))] * 2
+            names += ["key_scales", "value_scales"]
+        if at.first is not None:
+            operands.append(at.first.astype(jnp.int32))
+            specs.append(pl.BlockSpec((None, tokens), lambda i, k, b: (b, 0)))
+            names.append("first")
+    static = _Static(at.soft_cap, tokens, dim, tiles, splits, tuple(names))
+    shape = (rows, kv_heads, splits, tiles * tile)
+    out, lse = pl.pallas_call(
+        functools.partial(_kernel, static),
+        grid=(tiles * splits, kv_heads, rows),
+        in_specs=specs,
+        out_specs=[
+            pl.BlockSpec((None, None, None, tile, wide),
+                         lambda i, k, b: (b, k, i // tiles, i % tiles, 0)),
+            pl.BlockSpec((None, None, None, tile), lambda i, k, b: (b, k, i // tiles, i % tiles)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((*shape, wide), jnp.float32),
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+        name="tree_attention",
+    )(*operands)  # fmt: skip
+    mixed = merged(out, lse)[:, :, :reach, :dim]
+    return mixed.reshape(rows, heads, tokens, dim).astype(at.query.dtype)
+
+
+def _kernel(static: _Static, *refs: Any) -> None:
+    query_ref, keys_ref, values_ref, visible_ref, *past, out_ref, lse_ref = refs
+    named = dict(zip(static.names, past, strict=True))
+    share = pl.program_id(0) // static.tiles
+    tile, wide = query_ref.shape
+    query = query_ref[...]
+    row = (pl.program_id(0) % static.tiles) * tile + jnp.arange(tile)
+    token = row % static.tokens  # of all heads; rows past the last see what a first one sees
+    feature = jnp.arange(wide)
+    known_feature = feature < static.dim
+    update = functools.partial(_update, static.soft_cap, query)
+
+    def block(step: Array, at: _Running) -> _Running:
+        column = (step * static.splits + share) * _KEYS + jnp.arange(_KEYS)
+        known = column < visible_ref.shape[1]
+        seen = plgpu.load(
+            visible_ref.at[token[:, None], column[None, :]], mask=known[None, :], other=0
+        )
+        across = known[:, None] & known_feature[None, :]
+        keys = plgpu.load(keys_ref.at[column[:, None], feature[None, :]], mask=across, other=0)
+        values = plgpu.load(values_ref.at[column[:, None], feature[None, :]], mask=across, other=0)
+        return update(keys.T, values, seen != 0, None, at)
+
+    def prefix(step: Array, at: _Running) -> _Running:
+        slot = step * _KEYS + jnp.arange(_KEYS)
+        live = slot < stop
+        seen = jnp.broadcast_to(live[None, :], (tile, _KEYS))
+        if first is not None:
+            seen &= slot[None, :] >= first[:, None]
+        keys = plgpu.load(
+            named["keys"].at[feature[:, None], slot[None, :]],
+            mask=known_feature[:, None] & live[None, :],
+            other=0,
+        )
+        values = plgpu.load(
+            named["values"].at[slot[:, None], feature[None, :]],
+            mask=live[:, None] & known_feature[None, :],
+            other=0,
+        )
+        scales = None
+        if "key_scales" in named:
+            scales = [plgpu.load(named[name].at[slot], mask=live, other=0)
+                      for name in ("key_scales", "value_scales")]  # fmt: skip
+        return update(keys.astype(query.dtype), values.astype(query.dtype), seen, scales, at)
+
+    at = _Running(
+        jnp.full((tile,), _LOW, jnp.float32),
+        jnp.zeros((tile,), jnp.float32),
+        jnp.zeros((tile, wide), jnp.float32),
+    )
+    if "length" in named:
+        stop = named["length"][...]
+        first = None
+        begin = 0
+        if "first" in named:
+            first = plgpu.load(named["first"].at[token])
+            begin = jnp.maximum(first.min(), 0) // _KEYS
+        own = pl.cdiv(pl.cdiv(stop, _KEYS) - begin, static.splits)
+        low = begin + share * own
+        at = lax.fori_loop(low, jnp.minimum(low + own, pl.cdiv(stop, _KEYS)), prefix, at)
+    steps = pl.cdiv(pl.cdiv(visible_ref.shape[1], _KEYS), static.splits)
+    at = lax.fori_loop(0, steps, block, at)
+    lse_ref[...] = jnp.where(at.total > 0, at.top + jnp.log(jnp.where(at.total > 0, at.total, 1)),
+                             -jnp.inf)  # fmt: skip
+    out_ref[...] = at.mixed / jnp.where(at.total > 0, at.total, 1)[:, None]
+
+
+def _update(
+    soft_cap: float | None,
+    query: Array,
+    keys: Array,
+    values: Array,
+    seen: Array,
+    scales: list[Array] | None,
+    at: _Running,
+) -> _Running:
+    """Takes a tile of keys `[D, keys]` and their values into the running softmax."""
+    precision = precision_of(query.dtype)
+    scores = plgpu.dot(query, keys, precision=precision)
+    if scales is not None:
+        scores *= scales[0][None, :]
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(seen, scores, _LOW)
+    top = jnp.maximum(at.top, scores.max(axis=1))
+    weights = jnp.where(seen, jnp.exp(scores - top[:, None]), 0)
+    left = jnp.exp(at.top - top)
+    total = at.total * left + weights.sum(axis=1)
+    if scales is not None:
+        weights *= scales[1][None, :]
+    mixed = plgpu.dot(weights.astype(values.dtype), values, precision=precision)
+    return _Running(top, total, at.mixed * left[:, None] + mixed)
+
+
+interpreted = functools.partial(tree_attention, interpret=True)
+"""The same in the interpreter."""
