@@ -1,0 +1,56 @@
+"""Every kernel is lowered for its platform, in every named shape, with no device at hand."""
+
+import contextlib
+
+import jax
+import pytest
+
+from pallas_kernels import shapes
+from pallas_kernels.tree_attention import hopper, tpu, triton
+
+pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+KERNELS = {"tpu": ("tpu", tpu), "hopper": ("cuda", hopper), "triton": ("cuda", triton)}
+
+
+@contextlib.contextmanager
+def a_device(platform):
+    """Newer versions of jax lower for a GPU only where one is named."""
+    if platform != "cuda" or jax.__version_info__ < (0, 11):
+        yield
+        return
+    kind = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)):
+        yield
+
+
+def lowered(name, at):
+    """A kernel lowered for its platform."""
+    platform, module = KERNELS[name]
+    with a_device(platform):
+        return jax.jit(module.tree_attention).trace(at).lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("model", shapes.MODELS)
+def test_every_named_shape_is_lowered(name, model):
+    own = [shape for shape in shapes.named() if shape.model == model]
+    assert len(own) > 20
+    for shape in own:
+        assert "custom_call" in lowered(name, shapes.abstract(shape)).as_text()
+
+
+@pytest.mark.parametrize("name", ["tpu", "triton"])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 16), ("bfloat16", 8)])
+def test_other_dtypes_are_lowered(name, dtype, bits):
+    shape = shapes.Shape("llama-3.2-1b", 8, 64, 4096, dtype, bits)
+    assert "custom_call" in lowered(name, shapes.abstract(shape)).as_text()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_windows_and_caps_are_lowered(name):
+    shape = shapes.Shape("llama-3.1-8b", 8, 64, 4096)
+    at = shapes.abstract(shape)._replace(first=jax.ShapeDtypeStruct((8, 64), "int32"))
+    platform, module = KERNELS[name]
+    with a_device(platform):
+        traced = jax.jit(lambda at: module.tree_attention(at._replace(soft_cap=30.0))).trace(at)
+        assert "custom_call" in traced.lower(lowering_platforms=(platform,)).as_text()
