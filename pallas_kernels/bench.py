@@ -1,0 +1,235 @@
+"""`python -m pallas_kernels.bench`: tree attention over the shapes of real models.
+
+Every implementation that runs on this machine, and cuDNN's attention where there is one: time,
+the fewest bytes that must be moved over the time, their share of the bandwidth that the same run
+measured, and the ratio to the best of XLA and cuDNN. Several caches take turns, so that none
+stays in the last cache of the chip. With --json a run goes on where an earlier one stopped.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.dispatch import ImplementationError, pick
+from pallas_kernels.shapes import MODELS, Shape, abstract, make, named
+from pallas_kernels.tree_attention import tuning
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from pallas_kernels.tree_attention.operands import Operands
+
+_PEERS = ("xla", "cudnn")
+_ROTATED_BYTES = 2**28
+_MOST_COPIES = 32
+_ROUNDS = 5
+_SECONDS = 0.02
+
+Attention = Callable[[Operands], jax.Array]
+
+
+def cudnn(at: Operands) -> jax.Array:
+    """CuDNN's fused attention over a cache in the layout that it wants, with a mask."""
+    assert at.prefix is not None
+    keys = jnp.concatenate([at.prefix.keys.swapaxes(2, 3), at.block_keys], axis=2)
+    values = jnp.concatenate([at.prefix.values, at.block_values], axis=2)
+    return cudnn_of(at.query, keys.swapaxes(1, 2), values.swapaxes(1, 2), at.visible)
+
+
+def cudnn_of(query: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
+    """CuDNN's attention of `[B, H, T, D]` to keys and values `[B, S + M, K, D]`."""
+    slots = keys.shape[1] - visible.shape[-1]
+    past = jnp.ones((*visible.shape[:2], slots), bool)
+    mask = jnp.concatenate([past, visible], axis=-1)[:, None]
+    out = jax.nn.dot_product_attention(
+        query.swapaxes(1, 2), keys, values, mask=mask, implementation="cudnn"
+    )
+    return out.swapaxes(1, 2)
+
+
+def candidates(at: Operands) -> dict[str, Attention]:
+    """What runs on this platform on such operands."""
+    found: dict[str, Attention] = {}
+    for name in IMPLEMENTATIONS:
+        if name != "reference":
+            try:
+                found[name] = pick("tree_attention", name, True, IMPLEMENTATIONS, at)
+            except ImplementationError:
+                continue
+    if jax.default_backend() == "gpu" and at.prefix is not None and at.prefix.scales is None:
+        found["cudnn"] = cudnn
+    return found
+
+
+def seconds(run: Attention, caches: Sequence[Operands]) -> float:
+    """The median time of one call, over calls that take turns among the caches."""
+
+    @functools.partial(jax.jit, static_argnames="turns")
+    def loop(caches: Sequence[Operands], turns: int) -> jax.Array:
+        def turn(_: jax.Array, query: jax.Array) -> jax.Array:
+            for at in caches:  # each call waits for the one before
+                query = (at.query + 1e-6 * run(at._replace(query=query))).astype(query.dtype)
+            return query
+
+        return lax.fori_loop(0, turns, turn, caches[0].query)
+
+    def timed(turns: int) -> float:
+        begin = time.perf_counter()
+        jax.block_until_ready(loop(caches, turns))
+        return time.perf_counter() - begin
+
+    timed(1)
+    turns = max(1, round(_SECONDS / timed(1)))
+    timed(turns)
+    return statistics.median(timed(turns) for _ in range(_ROUNDS)) / turns / len(caches)
+
+
+def bandwidth() -> float:
+    """Bytes a second that a sum over a gigabyte (a quarter of it on a CPU) reads."""
+    size = 2**28 if jax.default_backend() == "cpu" else 2**30
+    data = jnp.ones(size // 4, jnp.float32)
+    total = jax.jit(lambda x, shift: (x + shift).sum())
+    float(total(data, 0.0))
+    times = []
+    for round_ in range(9):
+        begin = time.perf_counter()
+        total(data, float(round_)).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return size / statistics.median(times)
+
+
+def measure(shape: Shape, peak: float) -> list[dict[str, Any]]:
+    """A row for every implementation that runs, or the reason why it does not."""
+    copies = max(1, min(_MOST_COPIES, _ROTATED_BYTES // shape.cache_bytes))
+    keys = jax.random.split(jax.random.key(1), copies)
+    caches = [jax.jit(functools.partial(make, shape))(key) for key in keys]
+    rows = []
+    for name, run in candidates(caches[0]).items():
+        row: dict[str, Any] = {**shape._asdict(), "implementation": name}
+        try:
+            taken = seconds(run, caches)
+        except Exception as error:
+            rows.append(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+            continue
+        rate = shape.moved_bytes / taken
+        rows.append(row | {"seconds": taken, "gb_per_second": rate / 1e9, "of_peak": rate / peak})
+    best = min((r["seconds"] for r in rows if r["implementation"] in _PEERS and "seconds" in r),
+               default=None)  # fmt: skip
+    for row in rows:
+        if best is not None and "seconds" in row:
+            row["best_peer_over_it"] = best / row["seconds"]
+    return rows
+
+
+def environment(peak: float) -> dict[str, Any]:
+    """Where the rows were measured."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "python": sys.version.split()[0],
+        "read_gb_per_second": peak / 1e9,
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as text."""
+    lines = [
+        f"{'model':13} {'batch':>5} {'nodes':>5} {'slots':>6} {'dtype':9} {'bits':>4} "
+        f"{'implementation':14} {'µs':>10} {'GB/s':>8} {'of peak':>8} {'best peer / it':>14}"
+    ]
+    for row in rows:
+        left = (
+            f"{row['model']:13} {row['batch']:5} {row['nodes']:5} {row['slots']:6} "
+            f"{row['dtype']:9} {row['bits']:4} {row['implementation']:14} "
+        )
+        if "error" in row:
+            lines.append(left + row["error"][:60])
+            continue
+        ratio = f"{row['best_peer_over_it']:.2f}" if "best_peer_over_it" in row else ""
+        lines.append(
+            f"{left}{row['seconds'] * 1e6:10.1f} {row['gb_per_second']:8.1f} "
+            f"{row['of_peak']:8.1%} {ratio:>14}"
+        )
+    return "\n".join(lines)
+
+
+def write(rows: Sequence[dict[str, Any]]) -> None:
+    """Puts the fastest implementation of every shape into the table that the dispatcher reads."""
+    entries = []
+    for shape in dict.fromkeys(Shape(*(row[name] for name in Shape._fields)) for row in rows):
+        own = [r for r in rows if all(r[n] == v for n, v in shape._asdict().items())]
+        timed = [r for r in own if "seconds" in r and r["implementation"] in IMPLEMENTATIONS]
+        if timed:
+            fastest = min(timed, key=lambda row: row["seconds"])["implementation"]
+            at = abstract(shape)
+            entries.append({"kind": tuning.kind_of(at), **tuning.sizes_of(at), "fastest": fastest})
+    table = tuning.measured() | {tuning.device(): entries}
+    tuning.FILE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas")
+    for name in ("batches", "nodes", "slots"):
+        parser.add_argument(f"--{name}", type=_numbers, help="only these, separated by commas")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--bits", type=int, default=16, choices=(8, 16), help="of the cache")
+    parser.add_argument("--seconds", type=float, default=540, help="stop after so long")
+    parser.add_argument("--json", help="write rows here; those that it holds are not run again")
+    parser.add_argument("--write", action="store_true", help="let the dispatcher go by the rows")
+    return parser.parse_args()
+
+
+def _wanted(options: argparse.Namespace) -> list[Shape]:
+    """The shapes asked for, models of one attention once."""
+    unknown = set(options.models.split(",")) - set(MODELS)
+    if unknown:
+        raise SystemExit(f"no model {unknown.pop()!r}; there are {', '.join(MODELS)}.")
+    heads = {MODELS[name][:3]: name for name in reversed(options.models.split(","))}
+    bounds = {"batch": options.batches, "nodes": options.nodes, "slots": options.slots}
+    return [
+        shape._replace(dtype=options.dtype, bits=options.bits)
+        for shape in named()
+        if shape.model in heads.values()
+        and all(b is None or getattr(shape, name) in b for name, b in bounds.items())
+    ]
+
+
+def main() -> int:
+    """Runs the bench; gives the exit code."""
+    options, begin = _options(), time.monotonic()
+    shapes, peak = _wanted(options), bandwidth()
+    file = Path(options.json) if options.json else None
+    rows = json.loads(file.read_text("utf-8"))["rows"] if file and file.exists() else []
+    done = {Shape(*(row[name] for name in Shape._fields)) for row in rows}
+    left = [shape for shape in shapes if shape not in done]
+    while left and time.monotonic() - begin < options.seconds:
+        rows += measure(left.pop(0), peak)
+        if file:
+            report = {"env": environment(peak), "rows": rows, "owed": [list(s) for s in left]}
+            file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    print(table(rows))
+    if left:
+        print(f"{len(left)} shapes are still owed; run the same command again.")
+    if options.write:
+        write(rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

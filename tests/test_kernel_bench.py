@@ -1,0 +1,75 @@
+"""The bench of the kernels: its rows, what it leaves owed, and the table it writes."""
+
+import json
+
+import jax
+import pytest
+
+from pallas_kernels import bench, shapes
+from pallas_kernels.tree_attention import tuning
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+
+SMALL = shapes.Shape("bundled", 1, 2, 512, "float32")
+
+
+def run(monkeypatch, *arguments):
+    monkeypatch.setattr("sys.argv", ["bench", *arguments])
+    return bench.main()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(bench, "_SECONDS", 1e-4)
+    monkeypatch.setattr(bench, "_ROTATED_BYTES", 2**21)
+
+
+def test_rows_hold_what_was_measured():
+    (row,) = bench.measure(SMALL, 1e9)
+    assert row["implementation"] == "xla"  # the others need another platform
+    assert row["seconds"] > 0
+    assert row["gb_per_second"] == pytest.approx(SMALL.moved_bytes / row["seconds"] / 1e9)
+    assert row["of_peak"] == pytest.approx(row["gb_per_second"])
+    assert row["best_peer_over_it"] == 1
+
+
+def test_bytes_are_those_of_the_operands():
+    for shape in (SMALL, shapes.Shape("llama-3.2-1b", 8, 16, 512, bits=8)):
+        prefix = shapes.abstract(shape).prefix
+        assert prefix is not None
+        cached = [prefix.keys, prefix.values, *(prefix.scales or ())]
+        assert shape.cache_bytes == sum(x.size * x.dtype.itemsize for x in cached)
+        assert shape.moved_bytes > shape.cache_bytes
+
+
+def test_random_trees_have_roots_above_all():
+    seen = shapes.make(SMALL._replace(nodes=40), jax.random.key(0)).visible[0]
+    assert bool(seen[:, 0].all())
+    assert bool((seen == (seen & jax.numpy.tri(40, dtype=bool))).all())
+    assert bool((seen @ seen == seen).all())  # an ancestor's ancestors are seen
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    file = str(tmp_path / "rows.json")
+    flags = ("--models", "bundled", "--batches", "1", "--nodes", "1,16", "--slots", "512",
+             "--dtype", "float32", "--json", file)  # fmt: skip
+    assert run(monkeypatch, *flags, "--seconds", "1e-9") == 0
+    assert "2 shapes are still owed" in capsys.readouterr().out
+    assert run(monkeypatch, *flags) == 0
+    first = json.loads((tmp_path / "rows.json").read_text())
+    assert [row["nodes"] for row in first["rows"]] == [1, 16]
+    assert first["owed"] == []
+    monkeypatch.setattr(tuning, "FILE", tmp_path / "measured.json")
+    tuning.FILE.write_text("{}")
+    tuning.measured.cache_clear()
+    assert run(monkeypatch, *flags, "--write") == 0
+    assert json.loads((tmp_path / "rows.json").read_text())["rows"] == first["rows"]
+    tuning.measured.cache_clear()
+    entries = tuning.measured()[tuning.device()]
+    assert {entry["fastest"] for entry in entries} <= IMPLEMENTATIONS.keys()
+    assert tuning.choice(shapes.abstract(SMALL)) == "xla"
+    tuning.measured.cache_clear()
+
+
+def test_an_unknown_model_is_refused(monkeypatch):
+    with pytest.raises(SystemExit, match=r"no model 'moon'; there are llama-3\.1-8b"):
+        run(monkeypatch, "--models", "moon")
