@@ -21,6 +21,7 @@ from specjax.measure import Phases, Timed
 from specjax.options import Bench, count_of
 from specjax.pair import Pair, load_pair
 from specjax.plan import MIXED, PLAIN_DTYPES, Candidate, Plan, Temperature, plan_of
+from specjax.profile import profile
 from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
@@ -40,7 +41,10 @@ class Bucket(NamedTuple):
 
 @dataclasses.dataclass
 class Tally:
-    """What a candidate's runs add up to; `beside` are plain decoding's of the same rounds."""
+    """What a candidate's runs add up to; `beside` are plain decoding's of the same rounds.
+
+    `parts` are the seconds of a step by part, from one traced request.
+    """
 
     seconds: float = 0.0
     steps: int = 0
@@ -48,6 +52,7 @@ class Tally:
     passes: int = 0
     outputs: list[np.ndarray] = dataclasses.field(default_factory=list)
     phases: list[Phases] = dataclasses.field(default_factory=list)
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
     beside: dict[Candidate, "Tally"] = dataclasses.field(default_factory=dict)
 
     def add(self, run: Timed) -> None:
@@ -178,6 +183,8 @@ class Bencher:
         """
         target, drafter = self.targets[candidate.dtype], self.drafter(candidate)
         run = measure.timed(target, drafter, request)
+        if common and self.plan.options.profile and not tally.parts:
+            tally.parts = profile(target, drafter, request)
         wanted = common and not self.plan.options.skip_phases
         if wanted and len(tally.phases) < _PHASE_REQUESTS:
             tally.phases.append(measure.phases(target, drafter, request))
@@ -214,6 +221,8 @@ class Bencher:
             "passes": tally.passes,
             "repeated_8grams": measure.repeated(tally.outputs),
         }
+        if tally.parts:
+            row["profile"] = tally.parts
         if not tally.phases:
             return row
         floor = measure.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)

@@ -215,15 +215,22 @@ def step(
     made: Int32[Array, " B"],
     done: Bool[Array, " B"],
 ) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
-    """One speculative step: guess, look, decide, commit."""
-    tree, draft = guess(target, drafter, sampling, state)
-    logits, new = look(target, tree, state)
-    accepted = judge(rule, sampling, state, tree, logits, window_of(drafter))
-    tokens = emitted(tree, accepted)
-    count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
-    seen = likeliest(logits, num_seen_by(drafter))
+    """One speculative step: guess, look, decide, commit.
+
+    The names of the scopes are what `specjax.profile` tells its parts by.
+    """
+    with jax.named_scope("guess"):
+        tree, draft = guess(target, drafter, sampling, state)
+    with jax.named_scope("look"):
+        logits, new = look(target, tree, state)
+    with jax.named_scope("judge"):
+        accepted = judge(rule, sampling, state, tree, logits, window_of(drafter))
+        tokens = emitted(tree, accepted)
+        count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
+        seen = likeliest(logits, num_seen_by(drafter))
     gave = Step(tokens, count, tree, accepted, seen)
-    return commit(drafter, state, new, draft, gave), gave, done
+    with jax.named_scope("commit"):
+        return commit(drafter, state, new, draft, gave), gave, done
 
 
 @pytree
@@ -253,9 +260,10 @@ def run(
     rows, window = prompt.shape[0], window_of(drafter)
 
     def body(at: _Loop) -> _Loop:
-        state, gave, done = step(
-            target, drafter, rule, sampling, limits, at.state, at.made, at.done
-        )
+        with jax.named_scope("step"):
+            state, gave, done = step(
+                target, drafter, rule, sampling, limits, at.state, at.made, at.done
+            )
         nodes = gave.tree.valid.sum(axis=1, dtype=jnp.int32) - 1
         return _Loop(
             state=state,

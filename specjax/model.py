@@ -119,6 +119,7 @@ def apply_layer(
     return x + layers.linear(weights.down, hidden, dtype), new
 
 
+@jax.named_scope("pass")
 def trunk(
     model: Model,
     tokens: Int32[Array, "B T"],
@@ -143,6 +144,7 @@ def trunk(
     return layers.rms_norm(model.final_norm, x, config.norm_eps), tuple(made)
 
 
+@jax.named_scope("pass")
 def unembed(
     model: Model, x: Float[Array, "E C"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "V C"]:

@@ -85,6 +85,9 @@ class Bench:
     """Measure what this file, written by tune, names, beside the methods."""
     skip_phases: bool = False
     """Leave out the phases of a step, whose compilation takes longer than the rest."""
+    profile: bool = False
+    """Trace the loop too, and tell how long the passes of target and drafts, drafting beside
+    them, deciding and committing take of a step."""
     temperatures: str = "0,0.8"
     """Temperatures, separated by commas."""
     batch: str = "1,8"

@@ -1,10 +1,13 @@
 """A bench report as a table."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
+
+from specjax.profile import PARTS
 
 _COLUMNS = (
     *("method", "T", "batch", "dtype", "nodes", "tokens/step", "tokens/s", "speed-up"),
@@ -29,6 +32,20 @@ def table(report: dict[str, Any]) -> None:
     for row in report["rows"]:
         lines.add_row(*_cells(row))
     console.print(lines)
+    if any("profile" in row for row in report["rows"]):
+        console.print("A traced step in milliseconds, and its share, by part:")
+        console.print(_parts(report["rows"]))
+
+
+def _parts(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line for every row that was traced."""
+    lines = Table(Column("method", no_wrap=True, max_width=_LONGEST_NAME), "T", "dtype", *PARTS)
+    for row in rows:
+        if "profile" in row:
+            whole = sum(row["profile"].values())
+            cells = (f"{took * 1e3:.2f} ({took / whole:.0%})" for took in row["profile"].values())
+            lines.add_row(row["label"], str(row["temperature"]), row["dtype"], *cells)
+    return lines
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -1,0 +1,59 @@
+"""Where a step's time goes, by the scopes of the compiled loop's operations."""
+# ruff: noqa: E501
+
+import json
+
+import pytest
+
+from specjax import measure, profile
+from specjax.__main__ import main
+from tests.folders import own_cache, pair_flags
+
+__all__ = ["own_cache"]
+PROGRAM = """
+%body (at: f32[4]) -> f32[4] {
+  %dot.1 = f32[4,1]{1,0} dot(%weight, %x), lhs_contracting_dims={1}
+  %fusion.2 = f32[4,1]{1,0} fusion(%dot.1), metadata={op_name="jit(run)/while/body/step/look/pass/dot" stack_frame_id=3}
+  %copy.9 = f32[4]{0} copy(%nobody)
+  ROOT %add.3 = f32[4]{0} add(%fusion.2, %at), metadata={op_name="jit(run)/while/body/step/commit/add"}
+}
+"""
+
+
+def test_an_operation_without_a_scope_has_that_of_its_user():
+    scopes = profile.scopes_of(PROGRAM)
+    assert profile.part_of(scopes["dot.1"]) == profile.part_of(scopes["fusion.2"]) == profile.TARGET
+    assert profile.part_of(scopes["add.3"]) == profile.COMMITTING
+    assert "copy.9" not in scopes
+
+
+@pytest.mark.parametrize(
+    ("scope", "part"),
+    [
+        ("jit(run)/pass/dot", None),  # the prefill
+        ("jit(run)/while/body/step/look/tree_attention/dot", profile.TARGET),
+        ("jit(run)/while/body/step/guess/while/body/pass/dot", profile.DRAFTS),
+        ("jit(run)/while/body/step/commit/pass/dot", profile.DRAFTS),  # it catches up
+        ("jit(run)/while/body/step/guess/top_k", profile.DRAFTING),
+        ("jit(run)/while/body/step/judge/vmap()/while/body/div", profile.DECIDING),
+        ("jit(run)/while/body/step/commit/dynamic_update_slice", profile.COMMITTING),
+        ("jit(run)/while/body/step/add", profile.OTHER),
+    ],
+)
+def test_a_scope_names_a_part(scope, part):
+    assert profile.part_of(scope) == part
+
+
+def test_bench_tells_the_parts_of_a_traced_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "READ_BYTES", 2**20)
+    out = tmp_path / "bench.json"
+    flags = ["--methods", "chain", "--batch", "1", "--limit", "1", "--max-new-tokens", "10"]
+    flags += ["--temperatures", "0.8", "--skip-phases", "--profile", "--json", str(out)]
+    assert main(["bench", *flags, *pair_flags()]) == 0
+    assert "A traced step in milliseconds" in capsys.readouterr().out
+    plain, *_, chain = (row["profile"] for row in json.loads(out.read_text())["rows"])
+    assert plain.keys() == chain.keys() == set(profile.PARTS)
+    for part in profile.PARTS[:-1]:
+        drafting = part in (profile.DRAFTS, profile.DRAFTING)
+        assert chain[part] > 0
+        assert (plain[part] > 0) != drafting
