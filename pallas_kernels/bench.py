@@ -16,15 +16,16 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Bool, Float
 
 from pallas_kernels.dispatch import ImplementationError, pick
 from pallas_kernels.shapes import MODELS, Shape, abstract, make, named
-from pallas_kernels.tree_attention import tuning
+from pallas_kernels.tree_attention import tuning, xla
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.operands import Operands
 
@@ -33,25 +34,34 @@ _ROTATED_BYTES = 2**28
 _MOST_COPIES = 32
 _ROUNDS = 5
 _SECONDS = 0.02
+_MOST_OFF = 0.02
 
-Attention = Callable[[Operands], jax.Array]
+Attention = Callable[[Any], jax.Array]
 
 
-def cudnn(at: Operands) -> jax.Array:
-    """CuDNN's fused attention over a cache in the layout that it wants, with a mask."""
+class Joined(NamedTuple):
+    """Queries `[B, H, T, D]`, and a cache and its block as cuDNN wants them."""
+
+    query: Float[jax.Array, "B H T D"]
+    keys: Float[jax.Array, "B M K D"]
+    values: Float[jax.Array, "B M K D"]
+    mask: Bool[jax.Array, "B 1 T M"]
+
+
+def joined(at: Operands) -> Joined:
+    """The operands in cuDNN's layout, which is no part of what is timed."""
     assert at.prefix is not None
     keys = jnp.concatenate([at.prefix.keys.swapaxes(2, 3), at.block_keys], axis=2)
     values = jnp.concatenate([at.prefix.values, at.block_values], axis=2)
-    return cudnn_of(at.query, keys.swapaxes(1, 2), values.swapaxes(1, 2), at.visible)
+    past = jnp.ones((*at.visible.shape[:2], at.slots), bool)
+    mask = jnp.concatenate([past, at.visible], axis=-1)[:, None]
+    return Joined(at.query, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask)
 
 
-def cudnn_of(query: jax.Array, keys: jax.Array, values: jax.Array, visible: jax.Array) -> jax.Array:
-    """CuDNN's attention of `[B, H, T, D]` to keys and values `[B, S + M, K, D]`."""
-    slots = keys.shape[1] - visible.shape[-1]
-    past = jnp.ones((*visible.shape[:2], slots), bool)
-    mask = jnp.concatenate([past, visible], axis=-1)[:, None]
+def cudnn(at: Joined) -> Float[jax.Array, "B H T D"]:
+    """The fused attention of cuDNN, with a mask."""
     out = jax.nn.dot_product_attention(
-        query.swapaxes(1, 2), keys, values, mask=mask, implementation="cudnn"
+        at.query.swapaxes(1, 2), at.keys, at.values, mask=at.mask, implementation="cudnn"
     )
     return out.swapaxes(1, 2)
 
@@ -65,18 +75,17 @@ def candidates(at: Operands) -> dict[str, Attention]:
                 found[name] = pick("tree_attention", name, True, IMPLEMENTATIONS, at)
             except ImplementationError:
                 continue
-    if jax.default_backend() == "gpu" and at.prefix is not None and at.prefix.scales is None:
-        found["cudnn"] = cudnn
     return found
 
 
-def seconds(run: Attention, caches: Sequence[Operands]) -> float:
+def seconds(run: Attention, caches: Sequence[Any]) -> float:
     """The median time of one call, over calls that take turns among the caches."""
 
     @functools.partial(jax.jit, static_argnames="turns")
-    def loop(caches: Sequence[Operands], turns: int) -> jax.Array:
+    def loop(caches: Sequence[Any], turns: int) -> jax.Array:
         def turn(_: jax.Array, query: jax.Array) -> jax.Array:
-            for at in caches:  # each call waits for the one before
+            for at in caches:  # each call waits for the one before, and nothing is done once
+                at, query = lax.optimization_barrier((at, query))
                 query = (at.query + 1e-6 * run(at._replace(query=query))).astype(query.dtype)
             return query
 
@@ -88,7 +97,7 @@ def seconds(run: Attention, caches: Sequence[Operands]) -> float:
         return time.perf_counter() - begin
 
     timed(1)
-    turns = max(1, round(_SECONDS / timed(1)))
+    turns = max(2, round(_SECONDS / timed(1)))
     timed(turns)
     return statistics.median(timed(turns) for _ in range(_ROUNDS)) / turns / len(caches)
 
@@ -113,10 +122,19 @@ def measure(shape: Shape, peak: float) -> list[dict[str, Any]]:
     keys = jax.random.split(jax.random.key(1), copies)
     caches = [jax.jit(functools.partial(make, shape))(key) for key in keys]
     rows = []
-    for name, run in candidates(caches[0]).items():
+    runs: dict[str, tuple[Attention, Sequence[Any]]] = {
+        name: (run, caches) for name, run in candidates(caches[0]).items()
+    }
+    if jax.default_backend() == "gpu" and shape.bits != 8:
+        runs["cudnn"] = cudnn, [jax.jit(joined)(at) for at in caches]
+    ragged = _ragged(caches[0])
+    expected = jax.jit(xla.tree_attention)(ragged)
+    for name, (run, operands) in runs.items():
         row: dict[str, Any] = {**shape._asdict(), "implementation": name}
         try:
-            taken = seconds(run, caches)
+            if name in IMPLEMENTATIONS:
+                _check(jax.jit(run)(ragged), expected)
+            taken = seconds(run, operands)
         except Exception as error:
             rows.append(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
             continue
@@ -128,6 +146,25 @@ def measure(shape: Shape, peak: float) -> list[dict[str, Any]]:
         if best is not None and "seconds" in row:
             row["best_peer_over_it"] = best / row["seconds"]
     return rows
+
+
+def _ragged(at: Operands) -> Operands:
+    """The operands with rows of unequal length, and nothing that counts past them."""
+    assert at.prefix is not None
+    rows, slots = at.query.shape[0], at.slots
+    length = jnp.asarray([slots - 1 - (row * 37) % slots for row in range(rows)], jnp.int32)
+    return at._replace(prefix=at.prefix._replace(length=length))
+
+
+def _check(found: jax.Array, expected: jax.Array) -> None:
+    """Refuses to time what computes something else.
+
+    Raises:
+      ValueError: the two differ by more than 2 % of the largest entry.
+    """
+    off = jnp.abs(found.astype(jnp.float32) - expected).max() / jnp.abs(expected).max()
+    if not off < _MOST_OFF:
+        raise ValueError(f"it differs from XLA's by {float(off):.3f} of the largest entry")
 
 
 def environment(peak: float) -> dict[str, Any]:
@@ -174,8 +211,16 @@ def write(rows: Sequence[dict[str, Any]]) -> None:
             fastest = min(timed, key=lambda row: row["seconds"])["implementation"]
             at = abstract(shape)
             entries.append({"kind": tuning.kind_of(at), **tuning.sizes_of(at), "fastest": fastest})
-    table = tuning.measured() | {tuning.device(): entries}
+    new = {_place(entry) for entry in entries}
+    table = dict(tuning.measured())
+    kept = [entry for entry in table.get(tuning.device(), []) if _place(entry) not in new]
+    table[tuning.device()] = kept + entries
     tuning.FILE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+
+
+def _place(entry: dict[str, Any]) -> tuple[Any, ...]:
+    """What an entry was measured at."""
+    return tuple(value for name, value in sorted(entry.items()) if name != "fastest")
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -210,12 +255,20 @@ def _wanted(options: argparse.Namespace) -> list[Shape]:
     ]
 
 
+def _held(file: Path) -> list[dict[str, Any]]:
+    """The rows that a file holds of this device, but for those that failed."""
+    held = json.loads(file.read_text("utf-8"))
+    if held["env"]["device"] != tuning.device():
+        raise SystemExit(f"{file} is of {held['env']['device']}, and this is {tuning.device()}.")
+    return [row for row in held["rows"] if "error" not in row]
+
+
 def main() -> int:
     """Runs the bench; gives the exit code."""
     options, begin = _options(), time.monotonic()
     shapes, peak = _wanted(options), bandwidth()
     file = Path(options.json) if options.json else None
-    rows = json.loads(file.read_text("utf-8"))["rows"] if file and file.exists() else []
+    rows = _held(file) if file and file.exists() else []
     done = {Shape(*(row[name] for name in Shape._fields)) for row in rows}
     left = [shape for shape in shapes if shape not in done]
     while left and time.monotonic() - begin < options.seconds:

@@ -8,8 +8,16 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import hopper, reference, tpu, triton, tuning, xla
+from pallas_kernels.tree_attention import hopper, reference, tpu, tuning, xla
 from pallas_kernels.tree_attention.operands import Operands, Prefix
+
+
+def _triton(at: Operands, interpret: bool = False) -> Array:
+    """Imported when it runs: newer versions of jax are to drop its lowering."""
+    from pallas_kernels.tree_attention import triton
+
+    return triton.tree_attention(at, interpret=interpret)
+
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.tree_attention),
@@ -19,7 +27,7 @@ IMPLEMENTATIONS = {
         hopper.tree_attention, hopper.unable, ("gpu",), interpreted=hopper.interpreted
     ),
     "triton": Implementation(
-        triton.tree_attention, platforms=("gpu",), interpreted=triton.interpreted
+        _triton, platforms=("gpu",), interpreted=functools.partial(_triton, interpret=True)
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Tree attention for NVIDIA GPUs from Hopper on (Mosaic GPU), keys and values of 16 bits.
+"""Tree attention for NVIDIA's Hopper GPUs (Mosaic GPU), keys and values of 16 bits.
 
 A block of threads holds 64 or 128 nodes of one key/value head, all its query heads together, and
 walks over its share of the keys: one warpgroup copies tiles of the cache's live slots, then of the
@@ -28,7 +28,9 @@ _LOW = -1e30
 _LOG2E = math.log2(math.e)
 _NODES = 64
 _KEYS = 64
-_FEATURES = 64
+_FEATURES, _MOST_FEATURES = 64, 256
+_BLOCKS = 132  # of threads that run at once: one for each multiprocessor of an H100 or H200
+_CAPABILITY = "9.0"
 _WORD = 32
 _ACC: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
 _load: Any = plgpu.load
@@ -61,8 +63,14 @@ def unable(at: Operands) -> str | None:
         return f"it multiplies 16-bit keys, not {at.block_keys.dtype}"
     if at.prefix is not None and at.prefix.keys.dtype != at.block_keys.dtype:
         return f"the cache is {at.prefix.keys.dtype}, the block {at.block_keys.dtype}"
-    if at.query.shape[-1] % _FEATURES:
-        return f"a head has {at.query.shape[-1]} features, which {_FEATURES} does not divide"
+    if at.query.shape[-1] % _FEATURES or at.query.shape[-1] > _MOST_FEATURES:
+        return f"a head has {at.query.shape[-1]} features; it takes 64, 128, 192 or 256"
+    if at.prefix is not None and (at.prefix.scales is not None or not at.slots):
+        return "it takes no scales and no cache of 0 slots"
+    if jax.default_backend() == "gpu":
+        capability = jax.devices()[0].compute_capability
+        if capability != _CAPABILITY:
+            return f"it needs compute capability {_CAPABILITY} (Hopper), and this is {capability}"
     if at.slots % _KEYS:
         return f"the cache has {at.slots} slots, which {_KEYS} does not divide"
     return None
@@ -75,7 +83,7 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
     reach = at.groups * tokens
     workers = 2 if reach > _NODES and dim <= 128 else 1
     tiles = pl.cdiv(reach, workers * _NODES)
-    splits = splits_of(rows * kv_heads * tiles, at.slots)
+    splits = splits_of(rows * kv_heads * tiles, at.slots, _BLOCKS)
     static = _Static(
         at.soft_cap, kv_heads, dim, pl.cdiv(at.slots, _KEYS), pl.cdiv(columns, _KEYS), splits,
         workers, 4 if dim <= 128 else 2, at.first is not None, interpret is not None,
@@ -104,8 +112,8 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
             jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
             jax.ShapeDtypeStruct(shape, jnp.float32),
         ],
-        grid=(splits, tiles, rows * kv_heads),
-        grid_names=("share", "tile", "head"),
+        grid=(rows * kv_heads, splits, tiles),  # those that read the same keys side by side
+        grid_names=("head", "share", "tile"),
         num_threads=workers + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
@@ -203,12 +211,14 @@ def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
 
     @pl.when(me == static.workers)
     def _copy_tiles():
-        plgpu.set_max_registers(40, action="decrease")
+        if static.workers > 1:
+            plgpu.set_max_registers(40, action="decrease")
         _copy(static, walk, shared, held[1:3], (block_keys_ref, block_values_ref))
 
     @pl.when(me < static.workers)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")
+        if static.workers > 1:  # two warpgroups have as many from the start
+            plgpu.set_max_registers(232, action="increase")
         rows = pl.ds(base + me * _NODES, _NODES)
         plgpu.copy_gmem_to_smem(query_ref.at[head, rows], query.at[me], query_in.at[me])
         plgpu.barrier_wait(query_in.at[me])
@@ -232,7 +242,9 @@ def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
             scores = pl.run_scoped(product, _ACC((_NODES, _KEYS), jnp.float32))
             plgpu.barrier_arrive(keys_done.at[slot])
             if static.soft_cap is not None:
-                scores = static.soft_cap * jnp.tanh(scores * (1 / static.soft_cap))
+                # The approximate tangent is off by 1/2048, this by roundings.
+                twice = jnp.exp2(scores * (2 * _LOG2E / static.soft_cap))
+                scores = static.soft_cap - 2 * static.soft_cap / (twice + 1.0)
             scores = jnp.where(seen, scores * _LOG2E, _LOW)
             higher = jnp.maximum(top, scores.max(axis=1))
             weights = jnp.where(seen, jnp.exp2(scores - by_row(higher)), 0.0)

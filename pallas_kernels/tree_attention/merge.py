@@ -3,13 +3,12 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _LEAST_SLOTS = 256
 
 
-def splits_of(programs: int, slots: int) -> int:
-    """How many shares of `slots` keys keep a GPU busy that runs `programs` for each."""
-    return max(1, min(-(-_PROGRAMS // programs), slots // _LEAST_SLOTS))
+def splits_of(programs: int, slots: int, at_once: int) -> int:
+    """How many shares of `slots` keys keep a GPU busy that runs `at_once` of so many `programs`."""
+    return max(1, min(-(-at_once // programs), slots // _LEAST_SLOTS))
 
 
 def merged(

@@ -135,7 +135,9 @@ def _kernel(soft_cap: float | None, tiles: _Tiles, bounded: bool, bounds_ref: An
     update = functools.partial(_update, soft_cap, query, top_ref, sum_ref, mix_ref)
 
     def all_heads(seen: Array) -> Array:
-        return jnp.broadcast_to(seen[None], (groups, *seen.shape)).reshape(-1, seen.shape[1])
+        """What nodes see, for each head; numbers, as layouts of single bits are not reshaped."""
+        words = jnp.broadcast_to(seen.astype(jnp.int32)[None], (groups, *seen.shape))
+        return words.reshape(-1, seen.shape[1]) != 0
 
     @pl.when(step == 0)
     def _():
@@ -162,7 +164,7 @@ def _kernel(soft_cap: float | None, tiles: _Tiles, bounded: bool, bounds_ref: An
 
     @pl.when(step >= tiles.slot_tiles)
     def _():
-        update(keys_ref[0, 0], values_ref[0, 0], all_heads(visible_ref[0] != 0), 1, None)
+        update(keys_ref[0, 0], values_ref[0, 0], all_heads(visible_ref[0]), 1, None)
 
     @pl.when(step == tiles.slot_tiles + tiles.column_tiles - 1)
     def _():

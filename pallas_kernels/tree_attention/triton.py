@@ -2,7 +2,7 @@
 
 A program holds some nodes of one key/value head with all its query heads, and walks with a running
 softmax in float32 over its share of the keys: of the row's live slots and of the block's columns.
-The shares of few rows are merged by their log-sum-exp. Slots at or past a row's length, and
+The shares of few rows are merged by their log-sum-exp. Tiles at or past a row's length, and
 what a power of two has beyond a head's features, are not read.
 """
 
@@ -23,6 +23,7 @@ from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
 _LOW = -1e30
 _MOST_QUERIES = 64
 _KEYS = 64
+_PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
 
 class _Static(NamedTuple):
@@ -51,7 +52,7 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
     reach = at.groups * tokens
     tile = max(16, min(_MOST_QUERIES, pl.next_power_of_2(reach)))
     tiles = pl.cdiv(reach, tile)
-    splits = splits_of(rows * kv_heads * tiles, at.slots)
+    splits = splits_of(rows * kv_heads * tiles, at.slots, _PROGRAMS)
 
     wide = pl.next_power_of_2(dim)
     spare = ((0, 0), (0, 0), (0, tiles * tile - reach), (0, wide - dim))
@@ -129,13 +130,13 @@ def _kernel(static: _Static, *refs: Any) -> None:
 
     def prefix(step: Array, at: _Running) -> _Running:
         slot = step * _KEYS + jnp.arange(_KEYS)
-        live = slot < stop
+        live, held = slot < stop, slot < slots
         seen = jnp.broadcast_to(live[None, :], (tile, _KEYS))
         if first is not None:
             seen &= slot[None, :] >= first[:, None]
         keys = plgpu.load(
             named["keys"].at[feature[:, None], slot[None, :]],
-            mask=known_feature[:, None] & live[None, :],
+            mask=known_feature[:, None] & held[None, :],  # not `live`, for wide loads
             other=0,
         )
         values = plgpu.load(
@@ -155,7 +156,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
         jnp.zeros((tile, wide), jnp.float32),
     )
     if "length" in named:
-        stop = named["length"][...]
+        stop, slots = named["length"][...], named["values"].shape[0]
         first = None
         begin = 0
         if "first" in named:
@@ -196,7 +197,3 @@ def _update(
         weights *= scales[1][None, :]
     mixed = plgpu.dot(weights.astype(values.dtype), values, precision=precision)
     return _Running(top, total, at.mixed * left[:, None] + mixed)
-
-
-interpreted = functools.partial(tree_attention, interpret=True)
-"""The same in the interpreter."""
