@@ -53,7 +53,6 @@ class _Static(NamedTuple):
     splits: int
     workers: int
     stages: int
-    bounded: bool
     interpreted: bool
 
 
@@ -86,7 +85,7 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
     splits = splits_of(rows * kv_heads * tiles, at.slots, _BLOCKS)
     static = _Static(
         at.soft_cap, kv_heads, dim, pl.cdiv(at.slots, _KEYS), pl.cdiv(columns, _KEYS), splits,
-        workers, 4 if dim <= 128 else 2, at.first is not None, interpret is not None,
+        workers, 4 if dim <= 128 else 2, interpret is not None,
     )  # fmt: skip
     nodes, spare = tiles * workers * _NODES, static.column_tiles * _KEYS - columns
 
@@ -242,7 +241,7 @@ def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
             scores = pl.run_scoped(product, _ACC((_NODES, _KEYS), jnp.float32))
             plgpu.barrier_arrive(keys_done.at[slot])
             if static.soft_cap is not None:
-                # The approximate tangent is off by 1/2048, this by roundings.
+                # PTX bounds the relative error of its approximate tangent by 2^-11 only.
                 twice = jnp.exp2(scores * (2 * _LOG2E / static.soft_cap))
                 scores = static.soft_cap - 2 * static.soft_cap / (twice + 1.0)
             scores = jnp.where(seen, scores * _LOG2E, _LOW)
