@@ -47,7 +47,7 @@ from specjax.shape import best_shape, expected_tokens
 from specjax.tree import TreeShape
 from specjax.tuned import Entry
 
-# Promises were off by 22 % (a chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so those
+# A promise was off by 22 % (chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so those
 # within 30 % of the best are run; 6 and 4 are bounds on the time, chosen and not measured.
 _FINALISTS, _FAR_OFF = 6, 0.7
 _ROUNDS = 4
