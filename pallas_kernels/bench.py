@@ -10,10 +10,12 @@ import argparse
 import datetime
 import functools
 import json
+import os
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +26,7 @@ from jax import lax
 from jaxtyping import Bool, Float
 
 from pallas_kernels.dispatch import ImplementationError, pick
+from pallas_kernels.machine import read_bandwidth
 from pallas_kernels.shapes import MODELS, Shape, abstract, make, named
 from pallas_kernels.tree_attention import tuning, xla
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
@@ -35,8 +38,11 @@ _MOST_COPIES = 32
 _ROUNDS = 5
 _SECONDS = 0.02
 _MOST_OFF = 0.02
+PATIENCE = 90
+"""Seconds that one implementation may take on one shape, compilation included."""
 
 Attention = Callable[[Any], jax.Array]
+Row = dict[str, Any]
 
 
 class Joined(NamedTuple):
@@ -102,26 +108,17 @@ def seconds(run: Attention, caches: Sequence[Any]) -> float:
     return statistics.median(timed(turns) for _ in range(_ROUNDS)) / turns / len(caches)
 
 
-def bandwidth() -> float:
-    """Bytes a second that a sum over a gigabyte (a quarter of it on a CPU) reads."""
-    size = 2**28 if jax.default_backend() == "cpu" else 2**30
-    data = jnp.ones(size // 4, jnp.float32)
-    total = jax.jit(lambda x, shift: (x + shift).sum())
-    float(total(data, 0.0))
-    times = []
-    for round_ in range(9):
-        begin = time.perf_counter()
-        total(data, float(round_)).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return size / statistics.median(times)
+def measure(
+    shape: Shape, peak: float, done: Collection[str] = (), stuck: Callable[[Row], Any] = print
+) -> list[Row]:
+    """A row for every implementation that runs and is not `done`, or the reason why it does not.
 
-
-def measure(shape: Shape, peak: float) -> list[dict[str, Any]]:
-    """A row for every implementation that runs, or the reason why it does not."""
+    One that takes more than `PATIENCE` seconds ends the process, after `stuck` has had its row: a
+    kernel that waits for ever can be stopped in no other way.
+    """
     copies = max(1, min(_MOST_COPIES, _ROTATED_BYTES // shape.cache_bytes))
     keys = jax.random.split(jax.random.key(1), copies)
     caches = [jax.jit(functools.partial(make, shape))(key) for key in keys]
-    rows = []
     runs: dict[str, tuple[Attention, Sequence[Any]]] = {
         name: (run, caches) for name, run in candidates(caches[0]).items()
     }
@@ -129,23 +126,52 @@ def measure(shape: Shape, peak: float) -> list[dict[str, Any]]:
         runs["cudnn"] = cudnn, [jax.jit(joined)(at) for at in caches]
     ragged = _ragged(caches[0])
     expected = jax.jit(xla.tree_attention)(ragged)
-    for name, (run, operands) in runs.items():
-        row: dict[str, Any] = {**shape._asdict(), "implementation": name}
+    rows = []
+    for name in runs.keys() - done:
+        row: Row = {**shape._asdict(), "implementation": name}
+        hangs = row | {"error": f"it did not end in {PATIENCE} seconds", "hangs": True}
+        watch = threading.Timer(PATIENCE, _end, (stuck, hangs))
+        watch.daemon = True
+        watch.start()
+        run, operands = runs[name]
         try:
             if name in IMPLEMENTATIONS:
                 _check(jax.jit(run)(ragged), expected)
-            taken = seconds(run, operands)
+            rows.append(row | {"seconds": seconds(run, operands)})
         except Exception as error:
             rows.append(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
-            continue
-        rate = shape.moved_bytes / taken
-        rows.append(row | {"seconds": taken, "gb_per_second": rate / 1e9, "of_peak": rate / peak})
-    best = min((r["seconds"] for r in rows if r["implementation"] in _PEERS and "seconds" in r),
-               default=None)  # fmt: skip
+        watch.cancel()
+    rates = {row["implementation"]: shape.moved_bytes / row["seconds"]
+             for row in rows if "seconds" in row}  # fmt: skip
     for row in rows:
-        if best is not None and "seconds" in row:
-            row["best_peer_over_it"] = best / row["seconds"]
+        if rate := rates.get(row["implementation"]):
+            row |= {"gb_per_second": rate / 1e9, "of_peak": rate / peak}
     return rows
+
+
+def _end(stuck: Callable[[Row], Any], row: Row) -> None:
+    stuck(row)
+    os._exit(3)
+
+
+def compared(rows: Sequence[Row]) -> list[Row]:
+    """The rows, each with the time of the best of XLA and cuDNN on its shape over its own."""
+    best: dict[Shape, float] = {}
+    for row in rows:
+        if row["implementation"] in _PEERS and "seconds" in row:
+            shape = shape_of(row)
+            best[shape] = min(row["seconds"], best.get(shape, row["seconds"]))
+    return [
+        row | {"best_peer_over_it": best[shape_of(row)] / row["seconds"]}
+        if "seconds" in row and shape_of(row) in best
+        else row
+        for row in rows
+    ]
+
+
+def shape_of(row: Row) -> Shape:
+    """The shape a row was measured at."""
+    return Shape(*(row[name] for name in Shape._fields))
 
 
 def _ragged(at: Operands) -> Operands:
@@ -179,7 +205,7 @@ def environment(peak: float) -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """The rows as text."""
     lines = [
         f"{'model':13} {'batch':>5} {'nodes':>5} {'slots':>6} {'dtype':9} {'bits':>4} "
@@ -201,10 +227,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[dict[str, Any]]) -> None:
+def write(rows: Sequence[Row]) -> None:
     """Puts the fastest implementation of every shape into the table that the dispatcher reads."""
     entries = []
-    for shape in dict.fromkeys(Shape(*(row[name] for name in Shape._fields)) for row in rows):
+    for shape in dict.fromkeys(map(shape_of, rows)):
         own = [r for r in rows if all(r[n] == v for n, v in shape._asdict().items())]
         timed = [r for r in own if "seconds" in r and r["implementation"] in IMPLEMENTATIONS]
         if timed:
@@ -245,7 +271,7 @@ def _wanted(options: argparse.Namespace) -> list[Shape]:
     unknown = set(options.models.split(",")) - set(MODELS)
     if unknown:
         raise SystemExit(f"no model {unknown.pop()!r}; there are {', '.join(MODELS)}.")
-    heads = {MODELS[name][:3]: name for name in reversed(options.models.split(","))}
+    heads = {MODELS[name]: name for name in reversed(options.models.split(","))}
     bounds = {"batch": options.batches, "nodes": options.nodes, "slots": options.slots}
     return [
         shape._replace(dtype=options.dtype, bits=options.bits)
@@ -255,28 +281,36 @@ def _wanted(options: argparse.Namespace) -> list[Shape]:
     ]
 
 
-def _held(file: Path) -> list[dict[str, Any]]:
-    """The rows that a file holds of this device, but for those that failed."""
+def _held(file: Path) -> list[Row]:
+    """The rows that a file holds of this device, but for those that failed; a hang is for good."""
     held = json.loads(file.read_text("utf-8"))
     if held["env"]["device"] != tuning.device():
         raise SystemExit(f"{file} is of {held['env']['device']}, and this is {tuning.device()}.")
-    return [row for row in held["rows"] if "error" not in row]
+    return [row for row in held["rows"] if "error" not in row or "hangs" in row]
 
 
 def main() -> int:
     """Runs the bench; gives the exit code."""
     options, begin = _options(), time.monotonic()
-    shapes, peak = _wanted(options), bandwidth()
+    shapes, peak = _wanted(options), read_bandwidth()
     file = Path(options.json) if options.json else None
     rows = _held(file) if file and file.exists() else []
-    done = {Shape(*(row[name] for name in Shape._fields)) for row in rows}
-    left = [shape for shape in shapes if shape not in done]
-    while left and time.monotonic() - begin < options.seconds:
-        rows += measure(left.pop(0), peak)
+    stuck = {shape_of(row) for row in rows if "hangs" in row}
+    left = [shape for shape in shapes if shape in stuck or shape not in set(map(shape_of, rows))]
+
+    def keep(*new: Row) -> None:
+        rows.extend(new)
         if file:
-            report = {"env": environment(peak), "rows": rows, "owed": [list(s) for s in left]}
+            report = {"env": environment(peak), "rows": compared(rows),
+                      "owed": [list(shape) for shape in left]}  # fmt: skip
             file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    print(table(rows))
+
+    while left and time.monotonic() - begin < options.seconds:
+        done = {row["implementation"] for row in rows if shape_of(row) == left[0]}
+        keep(*measure(left[0], peak, done, keep))
+        del left[0]
+    keep()
+    print(table(compared(rows)))
     if left:
         print(f"{len(left)} shapes are still owed; run the same command again.")
     if options.write:

@@ -10,19 +10,18 @@ from pallas_kernels.tree_attention.operands import Operands, Prefix, quantized
 
 
 class Heads(NamedTuple):
-    """The attention of a model: query heads, key/value heads, features of a head, layers."""
+    """The attention of a model: query heads, key/value heads, features of a head."""
 
     query: int
     kv: int
     dim: int
-    layers: int
 
 
 MODELS = {
-    "llama-3.1-8b": Heads(32, 8, 128, 32),
-    "llama-3.2-1b": Heads(32, 8, 64, 16),
-    "qwen3-4b": Heads(32, 8, 128, 36),
-    "bundled": Heads(10, 2, 64, 4),
+    "llama-3.1-8b": Heads(32, 8, 128),
+    "llama-3.2-1b": Heads(32, 8, 64),
+    "qwen3-4b": Heads(32, 8, 128),
+    "bundled": Heads(10, 2, 64),
 }
 SLOTS = (512, 4096, 32768)
 NODES = (1, 16, 64, 256, 1024)

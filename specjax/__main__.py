@@ -1,4 +1,4 @@
-"""The command line: `specjax generate`, `bench`, `tune`, `verify` and `info`."""
+"""The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and `roofline`."""
 
 import io
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from specjax.options import VERBS, Bench, Generate, Options, Tune, Verify, parsed
+from specjax.options import VERBS, Bench, Generate, Options, Roofline, Tune, Verify, parsed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,6 +51,10 @@ def _command(options: Options) -> Callable[[], int]:
         from specjax import tune
 
         return lambda: tune.tune(options)
+    if isinstance(options, Roofline):
+        from specjax import roofline
+
+        return lambda: roofline.roofline(options)
     if isinstance(options, Verify):
         from specjax import certify
 

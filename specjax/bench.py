@@ -14,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import Progress
 
+from pallas_kernels.machine import read_bandwidth
 from specjax import curves, measure, methods, prompts, records
 from specjax.draft import Drafter
 from specjax.inflate import inflate
@@ -84,7 +85,7 @@ class Bencher:
             dtype: jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), pair.target)
             for dtype in sorted(dtypes)
         }
-        self.bandwidth = measure.read_bandwidth()
+        self.bandwidth = read_bandwidth() / 1e9
         self._drafters: dict[Setting, Drafter | None] = {}
 
     def drafter(self, candidate: Candidate) -> Drafter | None:

@@ -130,7 +130,7 @@ def save_model(
     config = families.write_config(model.config) | {"dtype": dtype, "torch_dtype": dtype} | extras
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     kind = jnp.dtype(dtype)
-    tensors = {name: np.asarray(leaf).astype(kind) for name, leaf in _named_leaves(model)}
+    tensors = {name: np.asarray(leaf).astype(kind) for name, leaf in named_leaves(model)}
     (folder / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder, model.config)
@@ -336,7 +336,8 @@ def _assemble(
     )
 
 
-def _named_leaves(model: Model) -> Iterator[tuple[str, Array]]:
+def named_leaves(model: Model) -> Iterator[tuple[str, Array]]:
+    """The weights under the names that Hugging Face's files give them."""
     family = families.LLAMA
     yield family.embedding, model.embedding
     yield family.final_norm, model.final_norm

@@ -18,9 +18,10 @@ from specjax.draft.drafter import Drafter, DraftState, Step
 from specjax.model import Model, forward, trunk, unembed
 from specjax.pytree import pytree, replace
 from specjax.request import Limits, prepare, window_of
-from specjax.sampling import Sampling, process
+from specjax.sampling import Sampling, is_greedy, largest, most_likely, process
 from specjax.tree import TokenTree, ancestors, root_only
-from specjax.verify import Accepted, Rule, decide
+from specjax.verify import Rule, decide
+from specjax.walk import Accepted, match
 
 _SEEN_BLOCK = 128
 """Columns of a prompt that are unembedded at a time."""
@@ -108,8 +109,8 @@ def seen_in(
         return jnp.zeros((*shape, 0), jnp.int32)
     columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SEEN_BLOCK)))
     blocks = columns.reshape(x.shape[0], -1, _SEEN_BLOCK).swapaxes(0, 1)
-    best = lax.map(lambda block: lax.top_k(unembed(target, block).T, count)[1], blocks)
-    return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count).astype(jnp.int32)
+    best = lax.map(lambda block: largest(unembed(target, block).T, count)[1], blocks)
+    return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count)
 
 
 def guess(
@@ -144,12 +145,23 @@ def judge(
     logits: Float[Array, "B N V"],
     window: int,
 ) -> Accepted:
-    """What `rule` accepts of every row's tree."""
-    p = process(logits, sampling)
-    one = partial(decide, rule, window=window)
-    return jax.vmap(lambda key, at, t, law: one(key, at, t, law))(
-        state.key, state.cache.length, tree, p
-    )
+    """What `rule` accepts of every row's tree.
+
+    On rows of temperature 0 all rules decide as the greedy one does, which needs no law; where
+    there is no other row, none is made.
+    """
+
+    def by_rule(logits: Float[Array, "B N V"]) -> Accepted:
+        p = process(logits, sampling)
+        one = partial(decide, rule, window=window)
+        return jax.vmap(lambda key, at, t, law: one(key, at, t, law))(
+            state.key, state.cache.length, tree, p
+        )
+
+    def by_choice(logits: Float[Array, "B N V"]) -> Accepted:
+        return jax.vmap(lambda t, choice: match(t, choice, window))(tree, most_likely(logits))
+
+    return lax.cond(is_greedy(sampling).all(), by_choice, by_rule, logits)
 
 
 def commit(
@@ -180,7 +192,7 @@ def likeliest(logits: Float[Array, "B N V"], count: int) -> Int32[Array, "B N k"
     """The tokens of the `count` largest logits of each node."""
     if not count:  # most drafters ask for none, and a step should not pay for it
         return jnp.zeros((*logits.shape[:2], 0), jnp.int32)
-    return lax.top_k(logits, count)[1].astype(jnp.int32)
+    return largest(logits, count)[1]
 
 
 def truncate(

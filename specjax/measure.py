@@ -34,8 +34,6 @@ MOST_MAPS = 20_000
 
 Linux allows 65,530, and what is compiled next, the phases of a step say, may take as many again.
 """
-READ_BYTES = 512 * 2**20
-"""Bytes that `read_bandwidth` sums: far more than any processor's cache."""
 
 
 class Timed(NamedTuple):
@@ -215,15 +213,6 @@ def weight_bytes(model: Model) -> int:
     """Bytes of weights that a decoding pass reads: all but an embedding that is only looked up."""
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     return held - (model.embedding.nbytes if model.unembedding is not None else 0)
-
-
-def read_bandwidth() -> float:
-    """Gigabytes per second that a jitted float32 sum over 512 MiB reads; the best of nine."""
-    ones = jnp.ones((512, READ_BYTES // 2048), jnp.float32)
-    total = jax.jit(lambda x: x.sum(axis=1))
-    jax.block_until_ready(total(ones))
-    best = min(clocked(lambda: total(ones))[1] for _ in range(9))
-    return ones.nbytes / best / 1e9
 
 
 def environment() -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Bench:
     """Leave out the phases of a step, whose compilation takes longer than the rest."""
     profile: bool = False
     """Trace the loop too, and tell how long the passes of target and drafts, drafting beside
-    them, deciding and committing take of a step."""
+    them, deciding and committing take of a step; tracing slows small operations down most."""
     temperatures: str = "0,0.8"
     """Temperatures, separated by commas."""
     batch: str = "1,8"
@@ -200,13 +200,43 @@ class Info:
     """Print one JSON object and nothing else on standard output."""
 
 
-Options: TypeAlias = Generate | Bench | Tune | Verify | Info
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Hold passes, plain steps and generations against the bandwidth measured in the same run."""
+
+    shapes: str | None = None
+    """Shapes of random weights, separated by commas; by default none on a CPU, else
+    llama-3.1-8b,llama-3.2-1b."""
+    inflate: str | None = None
+    """Sizes to grow the bundled target to; by default 100M on a CPU, else 1B,8B."""
+    nodes: str = "1,16,64,256"
+    """Nodes of the trees whose passes are timed."""
+    slots: int | None = None
+    """Tokens in the cache of those passes; by default 512 on a CPU, else 4096."""
+    methods: str = "chain,specexec"
+    """Methods to run end to end, separated by commas."""
+    temperatures: str = "0,0.8"
+    """Temperatures to run them at."""
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    limit: int = 8
+    """Take this many prompts only."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    json: str | None = None
+    """Write the measurements to this file, row by row."""
+
+
+Options: TypeAlias = Generate | Bench | Tune | Verify | Info | Roofline
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[Roofline, tyro.conf.subcommand("roofline")]
 )
 
 

@@ -1,5 +1,6 @@
 """Where a step's time goes: the operations of the compiled loop, by the part they belong to."""
 
+import itertools
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,8 @@ from specjax.request import Request
 
 TARGET, DRAFTS, DRAFTING = "target's passes", "drafts' passes", "drafting beside them"
 DECIDING, COMMITTING, OTHER = "deciding", "committing", "other"
-PARTS: tuple[str, ...] = (TARGET, DRAFTS, DRAFTING, DECIDING, COMMITTING, OTHER)
+BETWEEN = "between operations"
+PARTS: tuple[str, ...] = (TARGET, DRAFTS, DRAFTING, DECIDING, COMMITTING, OTHER, BETWEEN)
 _MADE = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (.*)$")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _USED = re.compile(r"%([\w.\-]+)")
@@ -24,8 +26,9 @@ _CONTAINERS = ("while", "conditional", "call")
 def profile(target: Model, drafter: Drafter | None, request: Request) -> dict[str, float]:
     """Seconds of a step that each of `PARTS` takes, from a trace of the request's own loop.
 
-    The time of an operation is that of its thread; where several threads work at once, parts
-    add up to more than the wall. Tracing slows the loop down, and small operations the most.
+    Together they are the wall time of a traced step. Tracing slows it down, to twice its time and
+    more where operations are small, and those the most: a guide to what there is, and no measure
+    of what it costs (`tests/outside.py` is one).
     """
     compiled = decode.run.lower(target, drafter, **request._asdict()).compile()
     arguments = {
@@ -41,8 +44,8 @@ def profile(target: Model, drafter: Drafter | None, request: Request) -> dict[st
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             steps = work()
-        spent = _spent(_events(Path(folder)), scopes_of(compiled.as_text() or ""))
-    return {part: spent[part] / steps for part in PARTS}
+        taken = spent(_events(Path(folder)), scopes_of(compiled.as_text() or ""))
+    return {part: taken[part] / steps for part in PARTS}
 
 
 def scopes_of(program: str) -> dict[str, str]:
@@ -81,21 +84,32 @@ def part_of(scope: str) -> str | None:
     return COMMITTING if "commit" in names else OTHER
 
 
-def _spent(events: Iterable[tuple[str, float]], scopes: dict[str, str]) -> dict[str, float]:
-    """Seconds by part."""
-    spent = dict.fromkeys(PARTS, 0.0)
-    for name, seconds in events:
+def spent(events: Iterable[tuple[str, float, float]], scopes: dict[str, str]) -> dict[str, float]:
+    """Seconds by part of operations, each with its begin and end, on whatever thread.
+
+    An instant belongs to a pass if one runs then, else to the other part that runs (the first of
+    `PARTS` if there are several), else, from the first operation to the last, to `BETWEEN`.
+    """
+    changes = []
+    for name, begin, end in events:
         scope = scopes.get(name)
         part = None if scope is None else part_of(scope)
         if part is not None and name.partition(".")[0] not in _CONTAINERS:
-            spent[part] += seconds
-    return spent
+            place = PARTS.index(part)
+            changes += [(begin, place, 1), (end, place, -1)]
+    changes.sort()
+    found, running = dict.fromkeys(PARTS, 0.0), [0] * len(PARTS)
+    for (at, place, change), (after, _, _) in itertools.pairwise(changes):
+        running[place] += change
+        now = next((part for part, count in zip(PARTS, running, strict=True) if count), BETWEEN)
+        found[now] += after - at
+    return found
 
 
-def _events(folder: Path) -> Iterator[tuple[str, float]]:
-    """Every traced event's name and seconds."""
+def _events(folder: Path) -> Iterator[tuple[str, float, float]]:
+    """Every traced event's name, and when it began and ended, in seconds."""
     (file,) = folder.glob("**/*.xplane.pb")
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             for event in line.events:
-                yield event.name, event.duration_ns * 1e-9
+                yield event.name, event.start_ns * 1e-9, event.end_ns * 1e-9

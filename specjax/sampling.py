@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from specjax.arrays import KeyArray
-from specjax.pytree import pytree
+from specjax.pytree import pytree, replace
 
 _BLOCK = 128
 """Tokens of the second level of a draw. One level over 128k tokens in float32 gave a total
@@ -76,17 +76,33 @@ def process(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
     A temperature of 0 gives the one-hot law of the largest logit (the lowest id of a tie). Ties
     at the edge of top-k and top-p are kept.
     """
-    wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], sampling)
-    greedy = wide.temperature <= 0
-    temperature = jnp.where(greedy, 1, jnp.maximum(wide.temperature, _COLDEST))
-    scaled = logits / temperature.astype(logits.dtype)
+    greedy = is_greedy(sampling)[:, None, None]
+    top = most_likely(logits)[..., None]
+    one_hot = (jnp.arange(logits.shape[-1]) == top).astype(logits.dtype)
+    return jnp.where(greedy, one_hot, warm(logits, sampling, is_greedy(sampling)))
+
+
+def warm(
+    logits: Float[Array, "B N V"], sampling: Sampling, plain: Bool[Array, " B"]
+) -> Float[Array, "B N V"]:
+    """The law of the next token at each node of rows of a temperature above 0.
+
+    That of `plain` rows is the softmax of their logits, whatever their sampling.
+    """
+    temperature = jnp.where(plain, 1, jnp.maximum(jnp.asarray(sampling.temperature), _COLDEST))
+    limits = replace(
+        sampling,
+        top_k=jnp.where(plain, 0, sampling.top_k),
+        top_p=jnp.where(plain, 1, sampling.top_p),
+        min_p=jnp.where(plain, 0, sampling.min_p),
+    )
+    wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], limits)
+    scaled = logits / temperature[:, None, None].astype(logits.dtype)
     limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
     scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
-    p = jax.nn.softmax(scaled, axis=-1)
-    p = jnp.where(p >= wide.min_p * p.max(axis=-1, keepdims=True), p, 0)
-    p = p / p.sum(axis=-1, keepdims=True)
-    top = most_likely(logits)[..., None]
-    return jnp.where(greedy, (jnp.arange(logits.shape[-1]) == top).astype(p.dtype), p)
+    p = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # over that of the likeliest
+    p = jnp.where(p >= wide.min_p, p, 0)
+    return p / p.sum(axis=-1, keepdims=True)
 
 
 def most_likely(scores: Float[Array, "*B V"]) -> Int32[Array, "*B"]:
@@ -97,6 +113,30 @@ def most_likely(scores: Float[Array, "*B V"]) -> Int32[Array, "*B"]:
     token = jnp.arange(scores.shape[-1], dtype=jnp.int32)
     best = scores == scores.max(axis=-1, keepdims=True)
     return jnp.min(jnp.where(best, token, token[-1]), axis=-1)
+
+
+def largest(
+    scores: Float[Array, "*B V"], count: int
+) -> tuple[Float[Array, "*B k"], Int32[Array, "*B k"]]:
+    """The `count` largest scores, in descending order, and their tokens, as `lax.top_k`.
+
+    They lie in as many blocks, those with the largest maxima: XLA:CPU's own top 15 of 4 × 4096
+    takes 19 µs, this 9.
+    """
+    size = scores.shape[-1]
+    width = 1 << max(0, (size // count).bit_length() // 2)
+    blocks = -(-size // width)
+    if blocks <= 2 * count:
+        best, token = lax.top_k(scores, count)
+        return best, token.astype(jnp.int32)
+    spare = [(0, 0)] * (scores.ndim - 1) + [(0, blocks * width - size)]
+    cut = jnp.pad(scores, spare, constant_values=-jnp.inf)
+    cut = cut.reshape(*scores.shape[:-1], blocks, width)
+    held = jnp.sort(lax.top_k(cut.max(axis=-1), count)[1], axis=-1)
+    among = jnp.take_along_axis(cut, held[..., None], axis=-2)
+    best, place = lax.top_k(among.reshape(*scores.shape[:-1], count * width), count)
+    token = jnp.take_along_axis(held, place // width, axis=-1) * width + place % width
+    return best, token.astype(jnp.int32)
 
 
 def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
@@ -140,7 +180,7 @@ def draw_distinct(p: Float[Array, "*B V"], key: KeyArray, count: int) -> Int32[A
     nearly no probability would be drawn once in 2^23 times the vocabulary.
     """
     noise = jax.random.gumbel(key, p.shape, p.dtype, mode="high")
-    return lax.top_k(jnp.log(p) + noise, count)[1].astype(jnp.int32)
+    return largest(jnp.log(p) + noise, count)[1]
 
 
 def _first_past(weight: Float[Array, " n"], uniform: Float[Array, ""]) -> Int32[Array, ""]:

@@ -1,4 +1,4 @@
-"""Verification from the leaves up: traversal (arXiv 2505.12398), and block on a chain (2403.10444).
+"""Verification from the leaves up: traversal (arXiv 2505.12398).
 
 A path is kept or cut off as a whole. `descend` and `retreat` are pure functions, which `traverse`
 consumes and tests enumerate.
@@ -94,7 +94,8 @@ def traverse(
 
     arXiv 2505.12398. The first leaf is kept, and the path to it, when `accept` of it is strictly
     below its weight; else it is cut off, and the next leaf is tried; a node whose children are
-    gone is a leaf, and the root is always kept. On a chain this is block verification (2403.10444).
+    gone is a leaf, and the root is always kept. On a chain this is block verification
+    (2403.10444), for which `specjax.block` is faster.
     """
 
     def kept(at: Branch) -> Array:

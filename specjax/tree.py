@@ -231,6 +231,31 @@ def merge(draws: Draws, root: Int32[Array, ""], depth: int) -> TokenTree:
     )
 
 
+def unmerged(draws: Draws, root: Int32[Array, ""]) -> TokenTree:
+    """What `merge` gives where no two draws of one parent can be equal and levels come in order.
+
+    A chain, or children drawn without replacement.
+    """
+    count = draws.tokens.shape[0]
+    node = jnp.arange(1, count + 1, dtype=jnp.int32)
+
+    def slots(values: Array, at_top: Array | int) -> Array:
+        return jnp.concatenate([jnp.asarray(at_top, values.dtype)[None], values])
+
+    return TokenTree(
+        tokens=slots(draws.tokens, root),
+        parents=slots(draws.parents + 1, NO_PARENT),
+        depth=slots(draws.depth, 0),
+        valid=jnp.ones(count + 1, bool),
+        drafter=slots(draws.drafter, NO_DRAFTER),
+        chance=slots(draws.q[draws.law, draws.tokens], 1),
+        trial_node=node,
+        trial_law=draws.law,
+        q=draws.q,
+        certain=draws.certain,
+    )
+
+
 def ancestors(tree: TokenTree) -> Bool[Array, "*B N N"]:
     """For each node which nodes it may see: its ancestors and itself.
 

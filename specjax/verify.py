@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import KeyArray
+from specjax.block import block
 from specjax.sampling import Purpose, draw, fold, most_likely
 from specjax.traversal import traverse
 from specjax.tree import TokenTree
@@ -145,6 +146,8 @@ def decide(
         count = max(tree.trial_node.shape[0], tree.num_slots)
         accept = jax.random.uniform(fold(key, position, Purpose.ACCEPT), (count,), tree.q.dtype)
         last = jax.random.uniform(fold(key, position, Purpose.RESIDUAL), (2,), tree.q.dtype)
+        if rule is BLOCK:
+            return block(tree, of_node, accept, last, window)
         if rule.trial_law is None:
             return traverse(tree, of_node, accept, last, window)
         return walk(tree, of_node, accept, last, window, rule.trial_law)

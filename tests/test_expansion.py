@@ -9,7 +9,7 @@ from specjax import law
 from specjax.draft import ExpansionDrafter, Step, expansion
 from specjax.model import Model, trunk
 from specjax.sampling import Purpose, Sampling, draw, fold, process
-from specjax.tree import TokenTree, TreeShape, merge
+from specjax.tree import TokenTree, TreeShape, merge, unmerged
 from specjax.verify import DISTINCT, DRAWN, TOP_K
 from specjax.walk import Accepted
 from tests import enumeration, oracles
@@ -227,3 +227,15 @@ def test_the_pool_merges_the_draws_that_the_enumeration_walks(shapes):
         got = drafter._merged(jnp.asarray(tokens, jnp.int32), draws.q, root, draws.certain)
         expected = jax.vmap(lambda draw: merge(draw, jnp.int32(0), 2))(draws)
         jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("widths", [(1, 1, 1), (2, 2), (3,), (2, (0, 2), (1, 0))])
+def test_distinct_draws_need_no_merging(widths):
+    """A tree made as it is drawn is the merged one, greedy rows and all."""
+    laws = [enumeration.table(law) for law in oracles.random_laws(3, 3, len(widths) + 1, 2)]
+    case = enumeration.Case(laws[0], (laws[1],), TreeShape(widths), distinct=True)
+    for certain in (False, True):
+        draws = case.draws(case.every_draw()[:200], certain)
+        root = jnp.full(draws.tokens.shape[0], 7, jnp.int32)
+        expected = jax.vmap(lambda d, r: merge(d, r, len(widths)))(draws, root)
+        jax.tree.map(np.testing.assert_array_equal, jax.vmap(unmerged)(draws, root), expected)

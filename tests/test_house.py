@@ -32,6 +32,7 @@ RANKS = {
     "layers": 2,
     "walk": 2,
     "traversal": 3,
+    "block": 3,
     "verify": 4,
     "cache": 3,
     "model": 4,
@@ -58,7 +59,9 @@ RANKS = {
     "acceptance": 7,
     "plan": 9,
     "curves": 0,
+    "peer": 7,
     "tune": 11,
+    "roofline": 11,
     "__main__": 12,
     "__init__": 13,
 }

@@ -24,7 +24,7 @@ def quick(monkeypatch):
 
 
 def test_rows_hold_what_was_measured():
-    (row,) = bench.measure(SMALL, 1e9)
+    (row,) = bench.compared(bench.measure(SMALL, 1e9))
     assert row["implementation"] == "xla"  # the others need another platform
     assert row["seconds"] > 0
     assert row["gb_per_second"] == pytest.approx(SMALL.moved_bytes / row["seconds"] / 1e9)
@@ -68,6 +68,36 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     assert {entry["fastest"] for entry in entries} <= IMPLEMENTATIONS.keys()
     assert tuning.choice(shapes.abstract(SMALL)) == "xla"
     tuning.measured.cache_clear()
+
+
+def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, capsys):
+    ended = []
+    with monkeypatch.context() as patch:
+        patch.setattr(bench, "PATIENCE", 0)
+        patch.setattr(bench.os, "_exit", ended.append)
+        bench.measure(SMALL, 1e9, (), ended.append)
+    hung, code = ended
+    assert (hung["implementation"], hung["hangs"], code) == ("xla", True, 3)
+    file = tmp_path / "rows.json"
+    env = {"device": tuning.device()}
+    flags = ("--models", "bundled", "--batches", "1", "--nodes", "1", "--slots", "512",
+             "--dtype", "float32", "--json", str(file))  # fmt: skip
+    hung["nodes"] = 1
+    file.write_text(json.dumps({"env": env, "rows": [hung]}))
+    assert run(monkeypatch, *flags) == 0
+    assert "it did not end in 0 seconds" in capsys.readouterr().out
+    found = json.loads(file.read_text())
+    assert (found["rows"], found["owed"]) == ([hung], [])
+
+
+def test_rows_are_held_against_the_best_peer_of_their_shape():
+    times = {("xla", 1): 4.0, ("cudnn", 1): 2.0, ("tpu", 1): 1.0, ("tpu", 2): 1.0}
+    rows = [
+        {**SMALL._replace(nodes=nodes)._asdict(), "implementation": name, "seconds": seconds}
+        for (name, nodes), seconds in times.items()
+    ]
+    found = [row.get("best_peer_over_it") for row in bench.compared(rows)]
+    assert found == [0.5, 1.0, 2.0, None]
 
 
 def test_an_unknown_model_is_refused(monkeypatch):

@@ -18,8 +18,10 @@ from specjax.sampling import (
     draw_distinct,
     fold,
     is_greedy,
+    largest,
     most_likely,
     process,
+    warm,
 )
 
 GRID = 2**23  # the uniforms of jax.random in float32 are multiples of 1/GRID
@@ -303,3 +305,27 @@ def test_processed_laws_can_be_drawn_from():
     found = drawn_law(p)
     assert not found[np.asarray(p) == 0].any()
     np.testing.assert_allclose(found, warp(logits[0, 0], 0.9, 20, 0.9, 0.01), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [3, 100, 1000, 4096, 5003])
+@pytest.mark.parametrize("count", [1, 4, 15])
+def test_the_largest_are_those_of_a_plain_top_k(size, count):
+    """With many equal scores, some of them minus infinity, and a row with a NaN."""
+    count = min(count, size)
+    rng = np.random.default_rng(size)
+    scores = np.round(rng.normal(size=(4, size)) * 2) / 2
+    scores[1, rng.random(size) < 0.999] = -np.inf
+    scores[2, size // 2] = np.nan
+    scores[3] = 0
+    scores = jnp.asarray(scores, jnp.float32)
+    for found, expected in zip(largest(scores, count), jax.lax.top_k(scores, count), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_plain_rows_have_the_softmax_of_their_logits():
+    """Whatever their sampling, and the others the law that `process` gives them."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 300)) * 3, jnp.float32)
+    rows = Sampling(np.array([0.0, 0.7, 0.7]), top_k=5, top_p=0.9, min_p=0.01).rows(3)
+    found = warm(logits, rows, jnp.asarray([True, True, False]))
+    np.testing.assert_allclose(found[:2], jax.nn.softmax(logits[:2]), rtol=1e-5)
+    np.testing.assert_array_equal(found[2], process(logits, rows)[2])

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import acceptance, law, measure, methods, tune, tuned, walk
+from pallas_kernels import machine
+from specjax import acceptance, law, methods, tune, tuned, walk
 from specjax.__main__ import main
 from specjax.sampling import Sampling, process
 from specjax.setting import Setting, from_json, to_json
@@ -22,7 +23,7 @@ METHODS = ("--methods", "chain,tree,lookup")
 
 @pytest.fixture(autouse=True)
 def small_read(monkeypatch):
-    monkeypatch.setattr(measure, "READ_BYTES", 2**20)
+    monkeypatch.setitem(machine.READ_BYTES, "cpu", 2**20)
 
 
 def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):

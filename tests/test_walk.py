@@ -148,6 +148,31 @@ def test_traversal_equals_a_plain_recursion(seed):
     same_paths(traverse, plain_traversal, trees, p, accept, last)
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_block_decides_as_traversal_does(seed):
+    """On the same chains, some of them with empty slots at their end, with the same uniforms."""
+    random = np.random.default_rng(seed)
+    p, q = oracles.random_laws(seed, 3, 4, 2, zeros=True)
+    case = Case(enumeration.table(p), (enumeration.table(q),), TreeShape((1, 1, 1)))
+    certain = jnp.asarray(random.random(ROWS) < 0.2)
+    draws = replace(case.draws(random.integers(0, 3, (ROWS, 3))), certain=certain)
+    trees = quick(jax.vmap(lambda d: merge(d, jnp.int32(0), 3)))(draws)
+    nodes = random.integers(0, 4, (ROWS, 1))
+    trees = replace(trees, valid=jnp.asarray(np.arange(4) <= nodes))
+    p = case.p[np.asarray(jax.vmap(enumeration.node_contexts)(trees))]
+    accept, last = random.random((ROWS, 4)), random.random((ROWS, 2))
+    accept[random.random(accept.shape) < 0.2] = 0
+
+    def decided(rule):
+        one = lambda tree, p, accept, last: rule(tree, p.__getitem__, accept, last, 4)  # noqa: E731
+        return quick(jax.vmap(one))(trees, p, accept, last)
+
+    found, expected = decided(verify.block), decided(verify.traverse)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert set(found.count.tolist()) == {1, 2, 3, 4}
+    assert (found.count <= nodes[:, 0] + 1).all()
+
+
 @pytest.mark.parametrize("rule", [verify.MULTI_STEP, verify.RECURSIVE, verify.ONE_HOT])
 def test_every_token_wise_rule_tries_by_its_own_law(rule):
     trees, p = distinct_trees(2)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import ImplementationError
-from pallas_kernels.tree_attention.merge import merged, splits_of
+from pallas_kernels.tree_attention.merge import merged, partial, splits_of
 from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
 
 _LOW = -1e30
@@ -104,13 +104,10 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
     if at.prefix is not None and at.first is not None:
         first = jnp.tile(at.first.astype(jnp.int32), (1, at.groups))
         operands.append(jnp.pad(first, ((0, 0), (0, nodes - reach))))
-    shape = (rows * kv_heads, splits, nodes)
+    made = partial((rows, kv_heads, splits, nodes), dim, at.query.dtype)
     mixed, lse = plgpu.kernel(
         functools.partial(_entry, static),
-        out_type=[
-            jax.ShapeDtypeStruct((*shape, dim), jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ],
+        out_type=[jax.ShapeDtypeStruct((rows * kv_heads, *x.shape[2:]), x.dtype) for x in made],
         grid=(rows * kv_heads, splits, tiles),  # those that read the same keys side by side
         grid_names=("head", "share", "tile"),
         num_threads=workers + 1,
@@ -118,7 +115,7 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )(*operands)
-    mixed, lse = (x.reshape(rows, kv_heads, *x.shape[1:]) for x in (mixed, lse))
+    mixed, lse = (x.reshape(like.shape) for x, like in zip((mixed, lse), made, strict=True))
     out = merged(mixed, lse)[:, :, :reach]
     return out.reshape(rows, heads, tokens, dim).astype(at.query.dtype)
 
@@ -295,7 +292,8 @@ def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
             carry = lax.fori_loop(0, walk.slot_steps, of_cache, carry)
         mixed, top, total = lax.fori_loop(0, walk.column_steps, of_block, carry)
         some = jnp.where(total > 0, total, 1.0)
-        out_ref[head, share, rows] = mixed / lax.broadcast_in_dim(some, mixed.shape, (0,))
+        mixed /= lax.broadcast_in_dim(some, mixed.shape, (0,))
+        out_ref[head, share, rows] = mixed.astype(out_ref.dtype)
         lse_ref[head, share, rows] = jnp.where(
             total > 0, top * (1 / _LOG2E) + jnp.log(some), -jnp.inf
         )

@@ -9,7 +9,6 @@ what a power of two has beyond a head's features, are not read.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,7 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import precision_of
-from pallas_kernels.tree_attention.merge import merged, splits_of
+from pallas_kernels.tree_attention.merge import merged, partial, splits_of
 from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
 
 _LOW = -1e30
@@ -93,10 +92,7 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
                          lambda i, k, b: (b, k, i // tiles, i % tiles, 0)),
             pl.BlockSpec((None, None, None, tile), lambda i, k, b: (b, k, i // tiles, i % tiles)),
         ],
-        out_shape=[
-            jax.ShapeDtypeStruct((*shape, wide), jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-        ],
+        out_shape=partial(shape, wide, at.query.dtype),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="tree_attention",
@@ -169,7 +165,8 @@ def _kernel(static: _Static, *refs: Any) -> None:
     at = lax.fori_loop(0, steps, block, at)
     lse_ref[...] = jnp.where(at.total > 0, at.top + jnp.log(jnp.where(at.total > 0, at.total, 1)),
                              -jnp.inf)  # fmt: skip
-    out_ref[...] = at.mixed / jnp.where(at.total > 0, at.total, 1)[:, None]
+    mixed = at.mixed / jnp.where(at.total > 0, at.total, 1)[:, None]
+    out_ref[...] = mixed.astype(out_ref.dtype)
 
 
 def _update(

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.arrays import Key
@@ -26,18 +25,18 @@ from specjax.draft.growth import (
 from specjax.draft.staged import TableStage, below_roots
 from specjax.model import Model, trunk, unembed
 from specjax.pytree import pytree, replace, static
-from specjax.sampling import Sampling, is_greedy
+from specjax.sampling import Sampling, is_greedy, largest
 from specjax.tree import TokenTree
 from specjax.verify import TOP_K, Construction
 
 
 def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
     """The likeliest tokens under a law sharpened by a temperature a row."""
-    sharp = logits / sharpness[:, None, None]
-    best, tokens = lax.top_k(sharp, min(width, logits.shape[-1]))
-    total = jax.nn.logsumexp(sharp, axis=-1, keepdims=True)
+    best, tokens = largest(logits, min(width, logits.shape[-1]))
+    wide = sharpness[:, None, None]
+    total = jax.nn.logsumexp(logits / wide, axis=-1, keepdims=True)
     # above 0 by rounding, a child would outscore its parent
-    return Likely(tokens.astype(jnp.int32), jnp.minimum(best - total, 0))
+    return Likely(tokens, jnp.minimum(best / wide - total, 0))
 
 
 def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:

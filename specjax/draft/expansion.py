@@ -7,7 +7,6 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import Key
@@ -15,8 +14,18 @@ from specjax.cache import KVCache, cache_dtype, empty_cache
 from specjax.draft.drafter import Drafter, Step
 from specjax.model import Model, trunk, unembed
 from specjax.pytree import pytree, static
-from specjax.sampling import Purpose, Sampling, draw, draw_distinct, fold, is_greedy, process
-from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
+from specjax.sampling import (
+    Purpose,
+    Sampling,
+    draw,
+    draw_distinct,
+    fold,
+    is_greedy,
+    largest,
+    most_likely,
+    warm,
+)
+from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge, unmerged
 from specjax.verify import DISTINCT, DRAWN, TOP_K, Construction
 from specjax.widths import Widths
 
@@ -186,6 +195,8 @@ class ExpansionDrafter(Drafter):
             q=laws,
             certain=certain,
         )
+        if len(trees) == 1 and (self.children != DRAWN or trees[0].widest == 1):
+            return jax.vmap(unmerged)(draws, last)
         depth = self.window - 1
         return jax.vmap(lambda d, root: merge(d, root, depth))(draws, last)
 
@@ -265,11 +276,18 @@ def expand(
     without replacement if `distinct`. A pass of a level runs the nodes that have children only.
     """
     rows, made, laws = held.logits.shape[0], [], []
+    noise = _uniforms(key, shape, distinct, held.logits.dtype)
     level_logits, block = held.logits[:, None], None
     visible = np.zeros((1, 0), bool)
     for level in range(shape.depth):
         _, counts = shape.expanded(level)
-        tokens, law = _children(level_logits, key, level, counts, sampling, certain, distinct)
+        law = warm(level_logits, sampling, certain)
+        if level in noise:
+            drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(law, noise[level])
+        else:
+            own = jax.vmap(lambda k, level=level: fold(k, level))(key)
+            drawn = jax.vmap(partial(draw_distinct, count=int(counts.max())))(law, own)
+        tokens = _children(level_logits, counts, drawn, certain)
         made.append(tokens)
         laws.append(law)
         if level + 1 == shape.depth:
@@ -299,31 +317,41 @@ def _append(earlier: Array, new: Array) -> Array:
     return jnp.concatenate([earlier, new], axis=2)
 
 
+def _uniforms(
+    key: Key[Array, " B"], shape: TreeShape, distinct: bool, dtype: jnp.dtype
+) -> dict[int, Float[Array, "B n w 2"]]:
+    """The uniforms of every level's independent draws, those of one size made together.
+
+    A single child is drawn so even where children are to be `distinct`.
+    """
+    levels: dict[tuple[int, int], list[int]] = {}
+    for level in range(shape.depth):
+        _, counts = shape.expanded(level)
+        if counts.max() == 1 or not distinct:
+            levels.setdefault((counts.size, int(counts.max())), []).append(level)
+    found = {}
+    for size, own in levels.items():
+
+        def one(k: Array, level: Array, size: tuple[int, int] = size) -> Array:
+            return jax.random.uniform(fold(k, level), (*size, 2), dtype)
+
+        made = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(key, jnp.asarray(own))
+        found |= {level: made[:, place] for place, level in enumerate(own)}
+    return found
+
+
 def _children(
     logits: Float[Array, "B n V"],
-    key: Key[Array, " B"],
-    level: int,
     counts: np.ndarray,
-    sampling: Sampling,
+    drawn: Int32[Array, "B n w"],
     certain: Array,
-    distinct: bool,
-) -> tuple[Int32[Array, "B m"], Float[Array, "B n V"]]:
-    """`counts` children of the expanded nodes of a level, and the laws they were drawn from.
+) -> Int32[Array, "B m"]:
+    """`counts` children of the expanded nodes of a level: `drawn`, or the likeliest ones.
 
-    Every node draws as many as the one that has the most, and keeps the first of them.
+    Every node has as many as the one that has the most, and keeps the first of them.
     """
-    rows, nodes, _ = logits.shape
-    width = int(counts.max())
-    law = jnp.where(
-        certain[:, None, None], jax.nn.softmax(logits, axis=-1), process(logits, sampling)
-    )
-    keys = jax.vmap(lambda k: fold(k, level))(key)
-    if distinct and width > 1:
-        drawn = jax.vmap(partial(draw_distinct, count=width))(law, keys)
-    else:
-        uniform = jax.vmap(lambda k: jax.random.uniform(k, (nodes, width, 2), law.dtype))(keys)
-        drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(law, uniform)
-    best = lax.top_k(logits, width)[1].astype(jnp.int32)
+    rows, nodes, width = drawn.shape
+    best = most_likely(logits)[..., None] if width == 1 else largest(logits, width)[1]
     children = jnp.where(certain[:, None, None], best, drawn)
     kept = np.flatnonzero(np.arange(width) < counts[:, None])
-    return _at(children.reshape(rows, nodes * width), kept), law
+    return _at(children.reshape(rows, nodes * width), kept)

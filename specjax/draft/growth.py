@@ -254,28 +254,43 @@ def join(
     taken = _taken(held, offered)
     slots = _slots_of(scored, taken, named, offered.shape[1])
     row = jnp.arange(rows)[:, None]
+    child, fresh = _incoming(taken)
 
     def put(values: Array, new: Array | bool) -> Array:
-        return values.at[row, taken.slots].set(new, mode="drop")
+        return jnp.where(fresh, new, values)
 
     def of_child(values: Array) -> Array:
-        return jnp.take_along_axis(values.reshape(rows, -1), taken.children, axis=1)
+        return jnp.take_along_axis(values.reshape(rows, -1), child, axis=1)
 
-    above, parents = _placed(nodes, scored, slots, taken.children // width)
-    expanded = put(nodes.expanded & taken.stays, False)
+    above, parents = _placed(nodes, scored, slots, child // width)
+    expanded = nodes.expanded & taken.stays & ~fresh
     joined = replace(
         nodes,
         tokens=put(nodes.tokens, of_child(likely.tokens)),
         parents=put(nodes.parents, parents),
-        depth=put(nodes.depth, jnp.take_along_axis(depth, taken.children // width, axis=1) + 1),
+        depth=put(nodes.depth, jnp.take_along_axis(depth, child // width, axis=1) + 1),
         score=put(nodes.score, of_child(offered)),
         chance=put(nodes.chance, jnp.exp(of_child(likely.log_q))),
-        drafter=put(nodes.drafter, jnp.full_like(taken.slots, drafter)),
-        valid=put(taken.stays, True),
+        drafter=put(nodes.drafter, jnp.full_like(child, drafter)),
+        valid=taken.stays | fresh,
         expanded=expanded.at[row, jnp.where(slots < 0, budget, slots)].set(True, mode="drop"),
-        above=put(nodes.above, above),
+        above=jnp.where(fresh[:, :, None], above, nodes.above),
     )
     return joined, slots, _gained(nodes, joined, taken, growth)
+
+
+def _incoming(taken: _Taken) -> tuple[Int32[Array, "B K"], Bool[Array, "B K"]]:
+    """By slot the child that comes into it, and whether one does.
+
+    One scatter of numbers and then gathers: a scatter of every field is three operations each on
+    XLA:CPU, and a round has few that are longer than their start.
+    """
+    rows, budget = taken.slots.shape
+    row, number = jnp.arange(rows)[:, None], jnp.arange(budget, dtype=jnp.int32)[None]
+    none = jnp.full((rows, budget), budget, jnp.int32)
+    place = none.at[row, taken.slots].set(jnp.broadcast_to(number, taken.slots.shape), mode="drop")
+    child = jnp.take_along_axis(taken.children, jnp.minimum(place, budget - 1), axis=1)
+    return child, place < budget
 
 
 def _gained(nodes: Nodes, joined: Nodes, taken: _Taken, growth: Growth) -> Bool[Array, " B"]:

@@ -1,0 +1,31 @@
+"""What the machine can do, measured: the floor that times are held against."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+
+READ_BYTES = {"cpu": 2**29}
+"""Bytes that are summed, by platform: far more than its caches hold, and on an accelerator enough
+that starting the program is nothing beside it."""
+_READ_BYTES = 2**33
+_ROUNDS = 9
+
+
+def read_bandwidth() -> float:
+    """Bytes a second that a jitted float32 sum over 512 MiB (8 GiB off CPUs) reads: the best of 9.
+
+    A device of less memory sums a quarter of it.
+    """
+    size = READ_BYTES.get(jax.default_backend(), _READ_BYTES)
+    held = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    size = size if held is None else min(size, held // 4)
+    ones = jnp.ones((512, size // 2048), jnp.float32)
+    total = jax.jit(lambda x: x.sum(axis=1))
+    total(ones).block_until_ready()
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        total(ones).block_until_ready()
+        times.append(time.perf_counter() - begin)
+    return ones.nbytes / min(times)
