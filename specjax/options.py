@@ -209,7 +209,7 @@ class Roofline:
     llama-3.1-8b,llama-3.2-1b."""
     inflate: str | None = None
     """Sizes to grow the bundled target to; by default 100M on a CPU, else 1B,8B."""
-    nodes: str = "1,16,64,256"
+    nodes: str = "1,16,64"
     """Nodes of the trees whose passes are timed."""
     slots: int | None = None
     """Tokens in the cache of those passes; by default 512 on a CPU, else 4096."""
@@ -225,6 +225,8 @@ class Roofline:
     """Tokens of every continuation."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    seconds: float = 480
+    """Begin no further model after so long; what is left is said to be owed."""
     json: str | None = None
     """Write the measurements to this file, row by row."""
 

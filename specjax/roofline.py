@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def measured(options: Roofline) -> Iterator[Row]:
     Raises:
       ValueError: an option is wrong, or no prompt fits.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    begin, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
     shapes = options.shapes if options.shapes is not None else _default(on_cpu, "shapes")
     sizes = options.inflate if options.inflate is not None else _default(on_cpu, "inflate")
     slots = options.slots or int(_default(on_cpu, "slots"))
@@ -163,25 +164,45 @@ def measured(options: Roofline) -> Iterator[Row]:
     for name in filter(None, shapes.split(",")):
         if name not in SHAPES:
             raise ValueError(f"no shape {name!r}; there are {', '.join(SHAPES)}.")
-        model = initialize(jax.random.key(0), SHAPES[name], jnp.dtype(dtype))
-        for row in costs(model, nodes, slots, bandwidth):
+        shape = partial(initialize, jax.random.key(0), SHAPES[name], jnp.dtype(dtype))
+        if time.monotonic() - begin > options.seconds:
+            yield {"model": name, "what": "owed"}
+            continue
+        for row in costs(shape(), nodes, slots, bandwidth):
             yield {"model": name, **row}
-        del model
     for size in filter(None, sizes.split(",")):
+        name = f"bundled, grown to {size}"
+        if time.monotonic() - begin > options.seconds:
+            yield {"model": name, "what": "owed"}
+            continue
         pair = load_pair("bundled", None, "float32")
         pair = pair._replace(target=inflate(pair.target, count_of(size)))
-        chosen, _ = prompts.fitting(
-            prompts.read(options.prompts)[: options.limit], pair.tokenizer,
-            pair.target.config.max_positions, options.max_new_tokens,
-        )  # fmt: skip
-        name = f"bundled, grown to {size}"
-        model = jax.tree.map(lambda leaf: leaf.astype(dtype), pair.target)
-        fits = min(slots, model.config.max_positions - _STEPS - 1 - max(nodes))
-        for row in costs(model, nodes, fits, bandwidth):
+        for row in of_pair(pair, nodes, slots, bandwidth, options, dtype):
             yield {"model": name, **row}
-        del model
-        for row in generations(pair, chosen, options, dtype):
-            yield {"model": name, **row}
+
+
+def of_pair(
+    pair: Pair,
+    nodes: tuple[int, ...],
+    slots: int,
+    bandwidth: float,
+    options: Roofline,
+    dtype: str,
+) -> Iterator[Row]:
+    """The costs of a pair's target, then its generations.
+
+    Raises:
+      ValueError: no prompt fits.
+    """
+    longest = pair.target.config.max_positions
+    chosen, _ = prompts.fitting(
+        prompts.read(options.prompts)[: options.limit], pair.tokenizer, longest,
+        options.max_new_tokens,
+    )  # fmt: skip
+    model = jax.tree.map(lambda leaf: leaf.astype(dtype), pair.target)
+    yield from costs(model, nodes, min(slots, longest - _STEPS - 1 - max(nodes)), bandwidth)
+    del model
+    yield from generations(pair, chosen, options, dtype)
 
 
 def costs(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -> Iterator[Row]:

@@ -78,6 +78,14 @@ def test_the_command_measures_shapes_and_the_grown_pair(tmp_path, monkeypatch, c
     assert capsys.readouterr().out.count("\n") == len(rows)
 
 
+def test_models_that_there_is_no_time_for_are_owed(capsys):
+    assert main(["roofline", "--shapes", "qwen3-4b", "--inflate", "1B", "--seconds", "0"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [" ".join(line.split()) for line in lines[1:]] == [
+        "qwen3-4b owed", "bundled, grown to 1B owed"
+    ]  # fmt: skip
+
+
 def test_what_cannot_be_is_one_sentence(capsys):
     assert main(["roofline", "--shapes", "moon"]) == 2
     assert "no shape 'moon'; there are llama-3.1-8b, " in capsys.readouterr().err
