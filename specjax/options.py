@@ -225,7 +225,7 @@ class Roofline:
     """Tokens of every continuation."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
-    seconds: float = 480
+    seconds: float = 480.0
     """Begin no further model after so long; what is left is said to be owed."""
     json: str | None = None
     """Write the measurements to this file, row by row."""

@@ -64,7 +64,7 @@ def spent(work: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def cache_bytes(config: ModelConfig, tokens: float, dtype: jnp.dtype) -> float:
+def cache_bytes(config: ModelConfig, tokens: int, dtype: jnp.dtype) -> int:
     """Bytes of the keys and values of so many tokens of one row."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * dtype.itemsize
 
@@ -108,7 +108,7 @@ def plain_step(model: Model, slots: int, bandwidth: float) -> Row:
     seconds(first)
     pairs = [(seconds(asked), seconds(first)) for _ in range(_ROUNDS)]
     taken = statistics.median(all_of_it - start for all_of_it, start in pairs) / _STEPS
-    held = cache_bytes(config, slots + _STEPS / 2, dtype)
+    held = cache_bytes(config, slots + _STEPS // 2, dtype)
     floor = (measure.weight_bytes(model) + held) / bandwidth
     return {"what": "plain step", "slots": slots, "seconds": taken, "over_floor": taken / floor}
 

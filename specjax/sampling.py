@@ -121,7 +121,7 @@ def largest(
     """The `count` largest scores, in descending order, and their tokens, as `lax.top_k`.
 
     They lie in as many blocks, those with the largest maxima: XLA:CPU's own top 15 of 4 × 4096
-    takes 19 µs, this 9.
+    takes 19 µs, this 9. A NaN may be passed over.
     """
     size = scores.shape[-1]
     width = 1 << max(0, (size // count).bit_length() // 2)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import block, traversal, walk
+from specjax import traversal, walk
 from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
 from tests import oracles
 
@@ -224,24 +224,6 @@ def traverse_flow(
 
         first = (traversal.start(tree, law_at, depth + 1), jnp.ones(()), jnp.zeros_like(p))
         return jax.lax.scan(visit, first, None, length=2 * tree.num_slots)[0][2]
-
-    return jax.vmap(one)(draws)
-
-
-@partial(jax.jit, static_argnames="depth", compiler_options=QUICK_COMPILE)
-def block_flow(draws: Draws, p: jax.Array, depth: int) -> jax.Array:
-    """Flows `[A, contexts, V]` of block verification, chain by chain, from the leaf up."""
-
-    def one(draw: Draws) -> jax.Array:
-        tree = merge(draw, jnp.int32(0), depth)
-        contexts = node_contexts(tree)
-        judged = block.judged(tree, lambda node: p[contexts[node]])
-        mass, flow = jnp.ones(()), jnp.zeros_like(p)
-        for node in reversed(range(tree.num_slots)):
-            taken = mass * jnp.clip(judged.weights[node], 0, 1)
-            law = block.law_after(tree, judged, jnp.int32(node))
-            flow, mass = flow.at[contexts[node]].add(taken * law), mass - taken
-        return flow
 
     return jax.vmap(one)(draws)
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import verify, walk
-from specjax.tree import TreeShape
+from specjax import block, verify, walk
+from specjax.tree import Draws, TreeShape, merge
 from specjax.verify import DISTINCT, DRAWN, TOP_K, Construction
 from tests import enumeration, oracles
 from tests.enumeration import Case, accepted, differs
@@ -42,8 +42,28 @@ TREES = {
     Construction(TOP_K): [((2, 1), 1), ((2, (0, 2)), 1)],
 }
 """Widths and number of drafts, by construction."""
+
+
+@partial(jax.jit, static_argnames="depth", compiler_options=enumeration.QUICK_COMPILE)
+def block_flow(draws: Draws, p: jax.Array, depth: int) -> jax.Array:
+    """Flows `[A, contexts, V]` of block verification, chain by chain, from the leaf up."""
+
+    def one(draw: Draws) -> jax.Array:
+        tree = merge(draw, jnp.int32(0), depth)
+        contexts = enumeration.node_contexts(tree)
+        judged = block.judged(tree, lambda node: p[contexts[node]])
+        mass, flow = jnp.ones(()), jnp.zeros_like(p)
+        for node in reversed(range(tree.num_slots)):
+            taken = mass * jnp.clip(judged.weights[node], 0, 1)
+            law = block.law_after(tree, judged, jnp.int32(node))
+            flow, mass = flow.at[contexts[node]].add(taken * law), mass - taken
+        return flow
+
+    return jax.vmap(one)(draws)
+
+
 JUDGED_WHOLE = {
-    verify.BLOCK: enumeration.block_flow,
+    verify.BLOCK: block_flow,
     verify.TRAVERSAL: enumeration.traverse_flow,
 }
 """The flow of the rules that keep a path as a whole."""

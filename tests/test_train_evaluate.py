@@ -93,7 +93,7 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(tables, "TIMED", {kind: some[:1] for kind, some in shapes.items()})
     monkeypatch.setattr(tables, "BUDGETS", (2, 5))
     monkeypatch.setattr(tables, "WIDE", 2)
-    monkeypatch.setattr(tables, "BUSHY", ((2, 2),))
+    monkeypatch.setattr(tables, "BUSHY", ((2,),))  # as FLAT, which is measured already
     monkeypatch.setattr(tables, "FLAT", ((2,),))
     monkeypatch.setattr(tables, "CHAIN", ((1, 1),))
     monkeypatch.setattr(tables, "wide", lambda width: ((width, 1),))

@@ -280,15 +280,10 @@ def join(
 
 
 def _incoming(taken: _Taken) -> tuple[Int32[Array, "B K"], Bool[Array, "B K"]]:
-    """By slot the child that comes into it, and whether one does.
-
-    One scatter of numbers and then gathers: a scatter of every field is three operations each on
-    XLA:CPU, and a round has few that are longer than their start.
-    """
+    """By slot the child that comes into it, and whether one does: all fields then are gathers."""
     rows, budget = taken.slots.shape
-    row, number = jnp.arange(rows)[:, None], jnp.arange(budget, dtype=jnp.int32)[None]
-    none = jnp.full((rows, budget), budget, jnp.int32)
-    place = none.at[row, taken.slots].set(jnp.broadcast_to(number, taken.slots.shape), mode="drop")
+    none = jnp.full((rows, budget), budget)
+    place = none.at[jnp.arange(rows)[:, None], taken.slots].set(jnp.arange(budget), mode="drop")
     child = jnp.take_along_axis(taken.children, jnp.minimum(place, budget - 1), axis=1)
     return child, place < budget
 
@@ -380,11 +375,8 @@ def tree_of(
     rows, budget = nodes.tokens.shape
     order = jnp.argsort(jnp.where(nodes.valid, nodes.depth, budget + 1), axis=1, stable=True)
     row = jnp.arange(rows)[:, None]
-    number = (
-        jnp.zeros((rows, budget), jnp.int32)
-        .at[row, order]
-        .set(jnp.broadcast_to(jnp.arange(1, budget + 1, dtype=jnp.int32), (rows, budget)))
-    )
+    number = jnp.zeros((rows, budget), jnp.int32)
+    number = number.at[row, order].set(jnp.arange(1, budget + 1, dtype=jnp.int32))
     valid = jnp.take_along_axis(nodes.valid, order, axis=1)
     above = jnp.take_along_axis(nodes.parents, order, axis=1)
     parents = jnp.where(above < 0, 0, jnp.take_along_axis(number, jnp.maximum(above, 0), axis=1))
