@@ -127,7 +127,7 @@ def measure(
     ragged = _ragged(caches[0])
     expected = jax.jit(xla.tree_attention)(ragged)
     rows = []
-    for name in runs.keys() - done:
+    for name in [name for name in runs if name not in done]:
         row: Row = {**shape._asdict(), "implementation": name}
         hangs = row | {"error": f"it did not end in {PATIENCE} seconds", "hangs": True}
         watch = threading.Timer(PATIENCE, _end, (stuck, hangs))

@@ -3,12 +3,17 @@
 
 import json
 
+import jax
 import pytest
 
 from pallas_kernels import machine
-from specjax import profile
+from specjax import decode, methods, profile
 from specjax.__main__ import main
-from tests.folders import own_cache, pair_flags
+from specjax.pair import load_pair
+from specjax.request import prepare
+from specjax.sampling import Sampling
+from tests import outside
+from tests.folders import own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
 PROGRAM = """
@@ -71,3 +76,30 @@ def test_bench_tells_the_parts_of_a_traced_step(tmp_path, capsys, monkeypatch):
         drafting = part in (profile.DRAFTS, profile.DRAFTING)
         assert chain[part] > 0
         assert (plain[part] > 0) != drafting
+
+
+def products_of(target, drafter, request) -> int:
+    """The matrix products of a request's program."""
+    static = {name: getattr(request, name) for name in ("rule", "outputs", "slots")}
+    arrays = {k: v for k, v in request._asdict().items() if k not in static}
+    run = jax.make_jaxpr(lambda t, d, a: decode.run.__wrapped__(t, d, **a, **static))
+    return str(run(target, drafter, arrays)).count("dot_general")
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("chain", 0.8), ("specexec", 0.0)])
+def test_a_step_is_held_against_its_passes_alone(method, temperature, monkeypatch):
+    """The loop of passes only multiplies as many matrices as the real one."""
+    monkeypatch.setattr(outside, "ROUNDS", 1)
+    folder = pair_folder()
+    pair = load_pair(f"{folder}/target", f"{folder}/two")
+    drafter = methods.build(methods.setting_of(method), pair)
+    assert drafter is not None
+    asked = prepare(
+        jax.random.key(0), pair.target, drafter, [[1, 2]], 40, Sampling(temperature), "auto", False
+    )
+    expected = products_of(pair.target, drafter, asked)
+    with outside.passes_only():
+        assert products_of(pair.target, outside.passes_of(drafter, 2.5), asked) == expected
+    whole, alone, share = outside.outside(pair, method, temperature, "return a")
+    assert min(whole, alone) > 0
+    assert share < 1
