@@ -7,6 +7,7 @@ stays in the last cache of the chip. With --json a run goes on where an earlier 
 """
 
 import argparse
+import contextlib
 import datetime
 import functools
 import json
@@ -15,7 +16,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ _MOST_COPIES = 32
 _ROUNDS = 5
 _SECONDS = 0.02
 _MOST_OFF = 0.02
-PATIENCE = 90
+PATIENCE = 180
 """Seconds that one implementation may take on one shape, compilation included."""
 
 Attention = Callable[[Any], jax.Array]
@@ -87,8 +88,8 @@ def candidates(at: Operands) -> dict[str, Attention]:
 def seconds(run: Attention, caches: Sequence[Any]) -> float:
     """The median time of one call, over calls that take turns among the caches."""
 
-    @functools.partial(jax.jit, static_argnames="turns")
-    def loop(caches: Sequence[Any], turns: int) -> jax.Array:
+    @jax.jit
+    def loop(caches: Sequence[Any], turns: int | jax.Array) -> jax.Array:
         def turn(_: jax.Array, query: jax.Array) -> jax.Array:
             for at in caches:  # each call waits for the one before, and nothing is done once
                 at, query = lax.optimization_barrier((at, query))
@@ -109,11 +110,11 @@ def seconds(run: Attention, caches: Sequence[Any]) -> float:
 
 
 def measure(
-    shape: Shape, peak: float, done: Collection[str] = (), stuck: Callable[[Row], Any] = print
-) -> list[Row]:
-    """A row for every implementation that runs and is not `done`, or the reason why it does not.
+    shape: Shape, peak: float, keep: Callable[[Row], Any], done: Collection[str] = ()
+) -> None:
+    """Hands to `keep` a row for every implementation that runs and is not `done`, or its failure.
 
-    One that takes more than `PATIENCE` seconds ends the process, after `stuck` has had its row: a
+    One that takes more than `PATIENCE` seconds ends the process, after `keep` has had its row: a
     kernel that waits for ever can be stopped in no other way.
     """
     copies = max(1, min(_MOST_COPIES, _ROTATED_BYTES // shape.cache_bytes))
@@ -124,34 +125,44 @@ def measure(
     }
     if jax.default_backend() == "gpu" and shape.bits != 8:
         runs["cudnn"] = cudnn, [jax.jit(joined)(at) for at in caches]
-    ragged = _ragged(caches[0])
-    expected = jax.jit(xla.tree_attention)(ragged)
-    rows = []
+    ragged = jax.block_until_ready(_ragged(caches[0]))
+    with _watched(shape, "xla", keep):
+        expected = jax.block_until_ready(jax.jit(xla.tree_attention)(ragged))
     for name in [name for name in runs if name not in done]:
         row: Row = {**shape._asdict(), "implementation": name}
-        hangs = row | {"error": f"it did not end in {PATIENCE} seconds", "hangs": True}
-        watch = threading.Timer(PATIENCE, _end, (stuck, hangs))
-        watch.daemon = True
-        watch.start()
         run, operands = runs[name]
         try:
-            if name in IMPLEMENTATIONS:
-                _check(jax.jit(run)(ragged), expected)
-            rows.append(row | {"seconds": seconds(run, operands)})
+            with _watched(shape, name, keep):
+                if name in IMPLEMENTATIONS:
+                    _check(jax.jit(run)(ragged), expected)
+                taken = seconds(run, operands)
         except Exception as error:
-            rows.append(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+            keep(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+            continue
+        rate = shape.moved_bytes / taken
+        keep(row | {"seconds": taken, "gb_per_second": rate / 1e9, "of_peak": rate / peak})
+
+
+@contextlib.contextmanager
+def _watched(shape: Shape, name: str, keep: Callable[[Row], Any]) -> Iterator[None]:
+    """Ends the process if an implementation takes longer than `PATIENCE` inside."""
+    row: Row = {**shape._asdict(), "implementation": name, "hangs": True,
+                "error": f"it did not end in {PATIENCE} seconds"}  # fmt: skip
+    watch = threading.Timer(PATIENCE, _end, (keep, row))
+    watch.daemon = True
+    watch.start()
+    try:
+        yield
+    finally:
         watch.cancel()
-    rates = {row["implementation"]: shape.moved_bytes / row["seconds"]
-             for row in rows if "seconds" in row}  # fmt: skip
-    for row in rows:
-        if rate := rates.get(row["implementation"]):
-            row |= {"gb_per_second": rate / 1e9, "of_peak": rate / peak}
-    return rows
 
 
-def _end(stuck: Callable[[Row], Any], row: Row) -> None:
-    stuck(row)
-    os._exit(3)
+def _end(keep: Callable[[Row], Any], row: Row) -> None:
+    print(f"{row}\nThe same command goes on with the others.", file=sys.stderr, flush=True)
+    try:
+        keep(row)
+    finally:
+        os._exit(3)
 
 
 def compared(rows: Sequence[Row]) -> list[Row]:
@@ -281,35 +292,46 @@ def _wanted(options: argparse.Namespace) -> list[Shape]:
     ]
 
 
-def _held(file: Path) -> list[Row]:
-    """The rows that a file holds of this device, but for those that failed; a hang is for good."""
+def _held(file: Path) -> tuple[list[Row], set[Shape]]:
+    """The rows that a file holds of this device and jax, and the shapes that are still owed."""
     held = json.loads(file.read_text("utf-8"))
-    if held["env"]["device"] != tuning.device():
-        raise SystemExit(f"{file} is of {held['env']['device']}, and this is {tuning.device()}.")
-    return [row for row in held["rows"] if "error" not in row or "hangs" in row]
+    of, here = (held["env"]["device"], held["env"]["jax"]), (tuning.device(), jax.__version__)
+    if of != here:
+        raise SystemExit(f"{file} is of {', jax '.join(of)}, and this is {', jax '.join(here)}.")
+    return held["rows"], {Shape(*each) for each in held["owed"]}
 
 
 def main() -> int:
     """Runs the bench; gives the exit code."""
     options, begin = _options(), time.monotonic()
-    shapes, peak = _wanted(options), read_bandwidth()
+    left, peak = _wanted(options), read_bandwidth()
     file = Path(options.json) if options.json else None
-    rows = _held(file) if file and file.exists() else []
-    stuck = {shape_of(row) for row in rows if "hangs" in row}
-    left = [shape for shape in shapes if shape in stuck or shape not in set(map(shape_of, rows))]
+    rows: list[Row] = []
+    if file and file.exists():
+        rows, owed = _held(file)
+        known = set(map(shape_of, rows))
+        left = [shape for shape in left if shape in owed or shape not in known]
 
-    def keep(*new: Row) -> None:
-        rows.extend(new)
+    def keep(row: Row) -> None:
+        place = shape_of(row), row["implementation"]
+        rows[:] = [each for each in rows if (shape_of(each), each["implementation"]) != place]
+        rows.append(row)
+        save()
+
+    def save() -> None:
         if file:
             report = {"env": environment(peak), "rows": compared(rows),
                       "owed": [list(shape) for shape in left]}  # fmt: skip
             file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
 
     while left and time.monotonic() - begin < options.seconds:
-        done = {row["implementation"] for row in rows if shape_of(row) == left[0]}
-        keep(*measure(left[0], peak, done, keep))
+        own = [row for row in rows if shape_of(row) == left[0]]
+        done = {row["implementation"] for row in own if "seconds" in row or "hangs" in row}
+        if not any("hangs" in row for row in own if row["implementation"] == "xla"):
+            measure(left[0], peak, keep, done)  # all are checked against XLA's
         del left[0]
-    keep()
+        save()
+    save()
     print(table(compared(rows)))
     if left:
         print(f"{len(left)} shapes are still owed; run the same command again.")

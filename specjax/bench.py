@@ -80,12 +80,12 @@ class Bencher:
 
     def __init__(self, plan: Plan, pair: Pair, progress: Progress) -> None:
         self.plan, self.pair, self.progress = plan, pair, progress
+        self.bandwidth = read_bandwidth() / 1e9  # before memory is needed for more targets
         dtypes = {*PLAIN_DTYPES, *plan.dtypes}
         self.targets = {
             dtype: jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), pair.target)
             for dtype in sorted(dtypes)
         }
-        self.bandwidth = read_bandwidth() / 1e9
         self._drafters: dict[Setting, Drafter | None] = {}
 
     def drafter(self, candidate: Candidate) -> Drafter | None:

@@ -33,14 +33,14 @@ class Judged:
 def judged(tree: TokenTree, p: NodeLaw) -> Judged:
     """The weights of all nodes of a chain (arXiv 2403.10444, algorithm 2).
 
-    Trial i must name node i + 1, as in a chain of one draft. A node that the next one follows has
-    weight m / (m + 1 - reached), m being the mass of max(0, reached · p - q); the last one
-    has `reached`, the root 1, and a slot that is not valid 0.
+    A node that the next one follows has weight m / (m + 1 - reached), m being the mass of
+    max(0, reached · p - q); the last one has `reached`, the root 1, and a slot that is not valid 0.
     """
     laws = jax.vmap(p)(jnp.arange(tree.num_slots))
     drawn = tree.tokens[1:]
     own = (jnp.arange(laws.shape[-1]) == drawn[:, None]).astype(laws.dtype)
-    q = jax.vmap(norm)(tree.q[tree.trial_law], own)[0]
+    trial = jnp.argmax(tree.trial_node == jnp.arange(1, tree.num_slots)[:, None], axis=1)
+    q = jax.vmap(norm)(tree.q[tree.trial_law[trial]], own)[0]
     q = jnp.where(tree.certain, own, q)
     at_token = jnp.take_along_axis(laws[:-1], drawn[:, None], axis=1)[:, 0]
     q_at_token = jnp.take_along_axis(q, drawn[:, None], axis=1)[:, 0]

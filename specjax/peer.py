@@ -4,7 +4,9 @@ PyTorch is asked for only here, and only when it is used.
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,8 +42,17 @@ class Peer:
     def __init__(self, target: Model, draft: Model | None = None) -> None:
         self.torch: Any = importlib.import_module("torch")
         self.device = "cpu" if jax.default_backend() == "cpu" else "cuda"
+        if self.device == "cpu":
+            self.torch.set_num_threads(os.cpu_count() or 1)
         self.target = self._module(target)
         self.draft = None if draft is None else self._module(draft)
+
+    @property
+    def versions(self) -> dict[str, Any]:
+        """What its times depend on beside the machine."""
+        names = ("torch", "transformers")
+        versions = {name: importlib.metadata.version(name) for name in names}
+        return versions | {"threads": self.torch.get_num_threads()}
 
     def _module(self, model: Model) -> Any:
         """A model of transformers that holds the arrays of `model`."""
@@ -74,7 +85,7 @@ class Peer:
     ) -> Told:
         """Every prompt's continuation by itself, of exactly `max_new_tokens` tokens.
 
-        `assisted` lets the draft propose (transformers' assisted generation).
+        `assisted` lets the draft propose (transformers' assisted generation, at its defaults).
         """
         torch, outputs = self.torch, []
         options: dict[str, Any] = {"do_sample": temperature > 0}

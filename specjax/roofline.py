@@ -10,7 +10,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,8 +113,8 @@ def plain_step(model: Model, slots: int, bandwidth: float) -> Row:
     return {"what": "plain step", "slots": slots, "seconds": taken, "over_floor": taken / floor}
 
 
-def generations(pair: Pair, chosen: list[Prompt], options: Roofline, dtype: str) -> list[Row]:
-    """Rows of `specjax bench` for the pair, and of transformers over the same weights."""
+def generations(pair: Pair, chosen: list[Prompt], options: Roofline, dtype: str) -> Iterator[Row]:
+    """Rows of `specjax bench` for the pair, then of transformers over the same weights."""
     asked = Bench(
         methods=options.methods, temperatures=options.temperatures, batch="1", dtype=dtype,
         max_new_tokens=options.max_new_tokens, skip_phases=True,
@@ -123,28 +123,38 @@ def generations(pair: Pair, chosen: list[Prompt], options: Roofline, dtype: str)
     with Progress(disable=True) as progress:
         found = Bencher(plan, pair, progress).rows(chosen, 1)
     kept = ("temperature", "dtype", "tokens_per_step", "tokens_per_second", "speedup")
-    rows = [{"what": row["label"]} | {name: row[name] for name in kept} for row in found]
+    yield from ({"what": row["label"]} | {name: row[name] for name in kept} for row in found)
+    try:
+        yield from _peers(pair, chosen, options, plan.temperatures, dtype)
+    except Exception as error:  # whatever another library raises, the rest goes on
+        yield {"what": "transformers", "error": f"{type(error).__name__}: {error}"}
+
+
+def _peers(
+    pair: Pair, chosen: list[Prompt], options: Roofline, temperatures: Sequence[float], dtype: str
+) -> Iterator[Row]:
+    """Plain and assisted generation of transformers, each run once after a warm-up."""
     if not peer.available():
-        return [*rows, {"what": "transformers", "error": "PyTorch is not installed"}]
+        yield {"what": "transformers", "error": "PyTorch is not installed"}
+        return
     target, draft = (
         jax.tree.map(lambda leaf: leaf.astype(dtype), model)
         for model in (pair.target, pair.drafts[0])
     )
     told = peer.Peer(target, draft)
     texts = [prompt.tokens for prompt in chosen]
-    told.generate(texts[:1], 8, 0.0, True)  # what is done once is not timed
-    for temperature in plan.temperatures:
+    for temperature in temperatures:
         plain = None
         for assisted in (False, True):
+            told.generate(texts[:1], 8, temperature, assisted)
             made = told.generate(texts, options.max_new_tokens, temperature, assisted)
             rate = sum(map(len, made.outputs)) / made.seconds
             plain = plain or rate
-            rows.append({
+            yield {
                 "what": "transformers, assisted" if assisted else "transformers, plain",
                 "temperature": temperature, "dtype": dtype, "tokens_per_second": rate,
-                "speedup": rate / plain,
-            })  # fmt: skip
-    return rows
+                "speedup": rate / plain, **told.versions,
+            }  # fmt: skip
 
 
 def measured(options: Roofline) -> Iterator[Row]:

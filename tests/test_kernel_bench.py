@@ -24,7 +24,9 @@ def quick(monkeypatch):
 
 
 def test_rows_hold_what_was_measured():
-    (row,) = bench.compared(bench.measure(SMALL, 1e9))
+    rows = []
+    bench.measure(SMALL, 1e9, rows.append)
+    (row,) = bench.compared(rows)
     assert row["implementation"] == "xla"  # the others need another platform
     assert row["seconds"] > 0
     assert row["gb_per_second"] == pytest.approx(SMALL.moved_bytes / row["seconds"] / 1e9)
@@ -75,19 +77,40 @@ def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, c
     with monkeypatch.context() as patch:
         patch.setattr(bench, "PATIENCE", 0)
         patch.setattr(bench.os, "_exit", ended.append)
-        bench.measure(SMALL, 1e9, (), ended.append)
-    hung, code = ended
+        bench.measure(SMALL._replace(nodes=1), 1e9, ended.append)
+    hung, code, *_ = ended
     assert (hung["implementation"], hung["hangs"], code) == ("xla", True, 3)
+    assert "it did not end in 0 seconds" in capsys.readouterr().err
     file = tmp_path / "rows.json"
-    env = {"device": tuning.device()}
+    env = {"device": tuning.device(), "jax": jax.__version__}
+    owed = [list(bench.shape_of(hung))]
+    file.write_text(json.dumps({"env": env, "rows": [hung], "owed": owed}))
     flags = ("--models", "bundled", "--batches", "1", "--nodes", "1", "--slots", "512",
              "--dtype", "float32", "--json", str(file))  # fmt: skip
-    hung["nodes"] = 1
-    file.write_text(json.dumps({"env": env, "rows": [hung]}))
     assert run(monkeypatch, *flags) == 0
-    assert "it did not end in 0 seconds" in capsys.readouterr().out
     found = json.loads(file.read_text())
     assert (found["rows"], found["owed"]) == ([hung], [])
+
+
+def test_a_failure_is_kept_and_tried_again_while_its_shape_is_owed(tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    env = {"device": tuning.device(), "jax": jax.__version__}
+    failed = {**SMALL._replace(nodes=1)._asdict(), "implementation": "xla", "error": "lost"}
+    flags = ("--models", "bundled", "--batches", "1", "--nodes", "1", "--slots", "512",
+             "--dtype", "float32", "--json", str(file))  # fmt: skip
+    for owed, errors in (([], ["lost"]), ([list(bench.shape_of(failed))], [None])):
+        file.write_text(json.dumps({"env": env, "rows": [failed], "owed": owed}))
+        assert run(monkeypatch, *flags) == 0
+        rows = json.loads(file.read_text())["rows"]
+        assert [row.get("error") for row in rows] == errors
+
+
+def test_rows_of_another_jax_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    env = {"device": tuning.device(), "jax": "0.1"}
+    file.write_text(json.dumps({"env": env, "rows": [], "owed": []}))
+    with pytest.raises(SystemExit, match=r"is of .*, jax 0\.1, and this is .*, jax 0\."):
+        run(monkeypatch, "--models", "bundled", "--json", str(file))
 
 
 def test_rows_are_held_against_the_best_peer_of_their_shape():

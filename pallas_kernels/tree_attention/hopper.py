@@ -104,7 +104,8 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
     if at.prefix is not None and at.first is not None:
         first = jnp.tile(at.first.astype(jnp.int32), (1, at.groups))
         operands.append(jnp.pad(first, ((0, 0), (0, nodes - reach))))
-    made = partial((rows, kv_heads, splits, nodes), dim, at.query.dtype)
+    # 16-bit stores from `wgmma`'s layout are no whole sectors, which newer versions of jax refuse.
+    made = partial((rows, kv_heads, splits, nodes), dim, jnp.dtype("float32"))
     mixed, lse = plgpu.kernel(
         functools.partial(_entry, static),
         out_type=[jax.ShapeDtypeStruct((rows * kv_heads, *x.shape[2:]), x.dtype) for x in made],
@@ -292,8 +293,7 @@ def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
             carry = lax.fori_loop(0, walk.slot_steps, of_cache, carry)
         mixed, top, total = lax.fori_loop(0, walk.column_steps, of_block, carry)
         some = jnp.where(total > 0, total, 1.0)
-        mixed /= lax.broadcast_in_dim(some, mixed.shape, (0,))
-        out_ref[head, share, rows] = mixed.astype(out_ref.dtype)
+        out_ref[head, share, rows] = mixed / lax.broadcast_in_dim(some, mixed.shape, (0,))
         lse_ref[head, share, rows] = jnp.where(
             total > 0, top * (1 / _LOG2E) + jnp.log(some), -jnp.inf
         )
