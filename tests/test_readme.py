@@ -1,6 +1,8 @@
 """The README's Python runs, and its commands are those of `.ci/run`."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,15 @@ def test_every_file_named_exists():
     assert named
     for name in named:
         assert (ROOT / name).exists(), name
+
+
+def test_the_first_command_needs_no_extra():
+    """Nothing that only the extras bring is imported on the way to a first text."""
+    extras = ("absl", "flax", "optax", "orbax", "matplotlib", "beartype", "torch")
+    code = f"""import sys
+sys.modules |= dict.fromkeys({extras})
+from specjax.__main__ import main
+sys.exit(main(["generate", "def f", "--max-new-tokens", "2"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import hopper, reference, tpu, tuning, xla
+from pallas_kernels.tree_attention import reference, tpu, tuning, xla
 from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 
@@ -19,13 +19,30 @@ def _triton(at: Operands, interpret: bool = False) -> Array:
     return triton.tree_attention(at, interpret=interpret)
 
 
+def _hopper(at: Operands) -> Array:
+    """Imported when it runs: Mosaic GPU takes a while, and packages that a CPU has no need of."""
+    from pallas_kernels.tree_attention import hopper
+
+    return hopper.tree_attention(at)
+
+
+def _hopper_interpreted(at: Operands) -> Array:
+    from pallas_kernels.tree_attention import hopper
+
+    return hopper.interpreted(at)
+
+
+def _hopper_unable(at: Operands) -> str | None:
+    from pallas_kernels.tree_attention import hopper
+
+    return hopper.unable(at)
+
+
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.tree_attention),
     "xla": Implementation(xla.tree_attention),
     "tpu": Implementation(tpu.tree_attention, platforms=("tpu",), interpreted=tpu.interpreted),
-    "hopper": Implementation(
-        hopper.tree_attention, hopper.unable, ("gpu",), interpreted=hopper.interpreted
-    ),
+    "hopper": Implementation(_hopper, _hopper_unable, ("gpu",), interpreted=_hopper_interpreted),
     "triton": Implementation(
         _triton, platforms=("gpu",), interpreted=functools.partial(_triton, interpret=True)
     ),
