@@ -36,7 +36,7 @@ def test_every_file_named_exists():
 
 def test_the_first_command_needs_no_extra():
     """Nothing that only the extras bring is imported on the way to a first text."""
-    extras = ("absl", "flax", "optax", "orbax", "matplotlib", "beartype", "torch")
+    extras = ("absl", "flax", "optax", "orbax", "matplotlib", "beartype")
     code = f"""import sys
 sys.modules |= dict.fromkeys({extras})
 from specjax.__main__ import main
