@@ -242,7 +242,7 @@ def write(rows: Sequence[Row]) -> None:
     """Puts the fastest implementation of every shape into the table that the dispatcher reads."""
     entries = []
     for shape in dict.fromkeys(map(shape_of, rows)):
-        own = [r for r in rows if all(r[n] == v for n, v in shape._asdict().items())]
+        own = [row for row in rows if shape_of(row) == shape]
         timed = [r for r in own if "seconds" in r and r["implementation"] in IMPLEMENTATIONS]
         if timed:
             fastest = min(timed, key=lambda row: row["seconds"])["implementation"]

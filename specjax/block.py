@@ -5,6 +5,8 @@ one weight a node, and only the node it ends at needs a law. `judged` and `law_a
 functions, which `block` consumes and tests enumerate.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
@@ -12,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.pytree import pytree
 from specjax.sampling import draw
 from specjax.tree import TokenTree
-from specjax.walk import Accepted, Law, NodeLaw, norm
+from specjax.walk import Accepted, Law, NodeLaw, norm, own_token, trial_of
 
 
 @pytree
@@ -38,8 +40,8 @@ def judged(tree: TokenTree, p: NodeLaw) -> Judged:
     """
     laws = jax.vmap(p)(jnp.arange(tree.num_slots))
     drawn = tree.tokens[1:]
-    own = (jnp.arange(laws.shape[-1]) == drawn[:, None]).astype(laws.dtype)
-    trial = jnp.argmax(tree.trial_node == jnp.arange(1, tree.num_slots)[:, None], axis=1)
+    trial = jax.vmap(partial(trial_of, tree))(jnp.arange(1, tree.num_slots, dtype=jnp.int32))
+    own = jax.vmap(partial(own_token, tree))(trial)
     q = jax.vmap(norm)(tree.q[tree.trial_law[trial]], own)[0]
     q = jnp.where(tree.certain, own, q)
     at_token = jnp.take_along_axis(laws[:-1], drawn[:, None], axis=1)[:, 0]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.pytree import pytree
 from specjax.sampling import draw
 from specjax.tree import TokenTree
-from specjax.walk import Accepted, NodeLaw, norm, path_to, without_earlier
+from specjax.walk import Accepted, NodeLaw, norm, path_to, trial_of, without_earlier
 
 
 @pytree
@@ -49,7 +49,7 @@ def next_child(tree: TokenTree, at: Branch) -> tuple[Bool[Array, ""], Int32[Arra
 def descend(tree: TokenTree, p: NodeLaw, at: Branch, child: Int32[Array, ""]) -> Branch:
     """At a child, kept with weight min(1, weight · law / q) (arXiv 2505.12398)."""
     depth, token = tree.depth[child], tree.tokens[child]
-    law, q = at.laws[depth - 1, token], without_earlier(tree, _trial_of(tree, child))[token]
+    law, q = at.laws[depth - 1, token], without_earlier(tree, trial_of(tree, child))[token]
     weight = jnp.where(law > 0, jnp.minimum(1, at.weights[depth - 1] * law / q), 0)
     return Branch(
         node=child,
@@ -66,7 +66,7 @@ def retreat(tree: TokenTree, at: Branch) -> Branch:
     Σd / (Σd + 1 - weight), or 1 for 0/0. A d that is empty leaves the law as it is.
     """
     above = tree.depth[at.node] - 1
-    q = without_earlier(tree, _trial_of(tree, at.node))
+    q = without_earlier(tree, trial_of(tree, at.node))
     law, mass = norm(jnp.maximum(at.weights[above] * at.laws[above] - q, 0), at.laws[above])
     whole = mass + 1 - at.weights[above]
     weight = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1), 1)
@@ -76,11 +76,6 @@ def retreat(tree: TokenTree, at: Branch) -> Branch:
         weights=at.weights.at[above].set(weight),
         open=at.open,
     )
-
-
-def _trial_of(tree: TokenTree, node: Int32[Array, ""]) -> Int32[Array, ""]:
-    """The first trial that names a node."""
-    return jnp.argmax(tree.trial_node == node).astype(jnp.int32)
 
 
 def traverse(

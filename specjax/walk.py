@@ -74,6 +74,11 @@ def without_earlier(tree: TokenTree, trial: Int32[Array, ""]) -> Law:
     return jnp.where(tree.certain, own, left)
 
 
+def trial_of(tree: TokenTree, node: Int32[Array, ""]) -> Int32[Array, ""]:
+    """The first trial that names a node."""
+    return jnp.argmax(tree.trial_node == node).astype(jnp.int32)
+
+
 def own_token(tree: TokenTree, trial: Int32[Array, ""]) -> Law:
     """The law of a token that was chosen, not drawn: one-hot.
 

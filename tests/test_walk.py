@@ -164,7 +164,9 @@ def test_block_decides_as_traversal_does(seed):
     accept[random.random(accept.shape) < 0.2] = 0
 
     def decided(rule):
-        one = lambda tree, p, accept, last: rule(tree, p.__getitem__, accept, last, 4)  # noqa: E731
+        def one(tree, p, accept, last):
+            return rule(tree, p.__getitem__, accept, last, 4)
+
         return quick(jax.vmap(one))(trees, p, accept, last)
 
     found, expected = decided(verify.block), decided(verify.traverse)
