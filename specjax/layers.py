@@ -25,6 +25,7 @@ from pallas_kernels.dispatch import precision_of
 
 _MIN_BF16_COLUMNS = 8
 _UNROLLED_ROWS = 16
+_FEW_TOKENS = 64
 
 
 def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
@@ -132,8 +133,25 @@ def rotate(
 
 
 def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:
-    """The tokens' rows of `table` as columns, in float32."""
-    return row_major(table[tokens.reshape(-1)].astype(jnp.float32).T)
+    """The tokens' rows of `table` as columns, in float32.
+
+    XLA:CPU takes the table's size for the work of a gather, and wakes a second thread for it: a
+    few rows are sliced there.
+    """
+
+    def gathered(table: Array, tokens: Array) -> Array:
+        return table[tokens].T
+
+    def sliced(table: Array, tokens: Array) -> Array:
+        rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
+        return jnp.stack(rows, axis=1)
+
+    tokens = tokens.reshape(-1)
+    if tokens.size > _FEW_TOKENS:
+        columns = gathered(table, tokens)
+    else:
+        columns = lax.platform_dependent(table, tokens, cpu=sliced, default=gathered)
+    return row_major(columns.astype(jnp.float32))
 
 
 def write_window(buffer: Array, window: Array, start: Int32[Array, " B"], axis: int) -> Array:

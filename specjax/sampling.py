@@ -90,6 +90,7 @@ def warm(
     That of `plain` rows is the softmax of their logits, whatever their sampling.
     """
     temperature = jnp.where(plain, 1, jnp.maximum(jnp.asarray(sampling.temperature), _COLDEST))
+    temperature = temperature[:, None, None].astype(logits.dtype)
     limits = replace(
         sampling,
         top_k=jnp.where(plain, 0, sampling.top_k),
@@ -97,10 +98,11 @@ def warm(
         min_p=jnp.where(plain, 0, sampling.min_p),
     )
     wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], limits)
-    scaled = logits / temperature[:, None, None].astype(logits.dtype)
+    scaled = logits / temperature
     limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
     scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
-    p = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))  # over that of the likeliest
+    best = logits.max(axis=-1, keepdims=True) / temperature  # no limit takes it away
+    p = jnp.exp(scaled - best)  # over that of the likeliest
     p = jnp.where(p >= wide.min_p, p, 0)
     return p / p.sum(axis=-1, keepdims=True)
 

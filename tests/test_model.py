@@ -146,6 +146,18 @@ def test_nan_at_and_past_length_changes_nothing(target, tokens):
     np.testing.assert_array_equal(clean, dirty)
 
 
+@pytest.mark.parametrize("count", [1, 5, 64, 65])
+def test_columns_are_the_rows_of_the_table(count):
+    table = np.arange(90 * 7, dtype=np.float32).reshape(90, 7)
+    tokens = np.random.default_rng(count).integers(0, 90, (2, count), np.int32)
+    for rows in (tokens[:1], tokens):
+        made = jax.jit(layers.embed)(jnp.asarray(table), jnp.asarray(rows))
+        assert np.array_equal(made, table[rows.reshape(-1)].T)
+    tables = np.stack([table, table[::-1]])  # as for a stacked pool
+    each = jax.vmap(layers.embed, (0, None))(jnp.asarray(tables), jnp.asarray(tokens))
+    assert np.array_equal(each, np.stack([t[tokens.reshape(-1)].T for t in tables]))
+
+
 def test_bfloat16_pads_few_columns_without_changing_them(tokens):
     model = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_model())
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), model)

@@ -91,11 +91,11 @@ class ModelSource(Source):
 
     def hold(self, carry: NewKV, made: NewKV, slots: Int32[Array, "B Q"]) -> NewKV:
         """Keys and values by slot."""
-        rows = jnp.arange(slots.shape[0])[:, None]
+        own = slots[:, :, None] == jnp.arange(carry[0][0].shape[2])
+        came, which = own.any(axis=1)[:, None, :, None], own.argmax(axis=1)[:, None, :, None]
 
         def put(old: Array, new: Array) -> Array:
-            turned = new.swapaxes(1, 2).astype(old.dtype)
-            return old.at[rows, :, slots].set(turned, mode="drop")
+            return jnp.where(came, jnp.take_along_axis(new, which, axis=2).astype(old.dtype), old)
 
         return jax.tree.map(put, carry, made)
 

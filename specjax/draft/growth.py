@@ -227,11 +227,11 @@ def inherited(scored: Scored, own: Array, at_standing: Array) -> Array:
 
 
 class _Taken(NamedTuple):
-    """Which nodes stay, and which children come into which slots (the last slot plus 1: none)."""
+    """Which nodes stay, which slots children come into, and which child into each of these."""
 
     stays: Bool[Array, "B K"]
-    slots: Int32[Array, "B K"]
-    children: Int32[Array, "B K"]
+    fresh: Bool[Array, "B K"]
+    child: Int32[Array, "B K"]
 
 
 def join(
@@ -253,45 +253,35 @@ def join(
     held = jnp.where(nodes.valid, nodes.score, -jnp.inf)
     taken = _taken(held, offered)
     slots = _slots_of(scored, taken, named, offered.shape[1])
-    row = jnp.arange(rows)[:, None]
-    child, fresh = _incoming(taken)
+    own = slots[:, :, None] == jnp.arange(budget)
+    parent = taken.child // width
 
-    def put(values: Array, new: Array | bool) -> Array:
-        return jnp.where(fresh, new, values)
+    def put(values: Array, new: Array | int) -> Array:
+        return jnp.where(taken.fresh, new, values)
 
     def of_child(values: Array) -> Array:
-        return jnp.take_along_axis(values.reshape(rows, -1), child, axis=1)
+        return jnp.take_along_axis(values.reshape(rows, -1), taken.child, axis=1)
 
-    above, parents = _placed(nodes, scored, slots, child // width)
-    expanded = nodes.expanded & taken.stays & ~fresh
+    up = inherited(scored, own[:, scored.slots.shape[1] :], _up_to(nodes, scored, own))
+    above = jnp.take_along_axis(up, parent[:, :, None], axis=1)
     joined = replace(
         nodes,
         tokens=put(nodes.tokens, of_child(likely.tokens)),
-        parents=put(nodes.parents, parents),
-        depth=put(nodes.depth, jnp.take_along_axis(depth, child // width, axis=1) + 1),
+        parents=put(nodes.parents, jnp.take_along_axis(slots, parent, axis=1)),
+        depth=put(nodes.depth, jnp.take_along_axis(depth, parent, axis=1) + 1),
         score=put(nodes.score, of_child(offered)),
         chance=put(nodes.chance, jnp.exp(of_child(likely.log_q))),
-        drafter=put(nodes.drafter, jnp.full_like(child, drafter)),
-        valid=taken.stays | fresh,
-        expanded=expanded.at[row, jnp.where(slots < 0, budget, slots)].set(True, mode="drop"),
-        above=jnp.where(fresh[:, :, None], above, nodes.above),
+        drafter=put(nodes.drafter, drafter),
+        valid=taken.stays | taken.fresh,
+        expanded=(nodes.expanded & taken.stays) | own.any(axis=1),
+        above=jnp.where(taken.fresh[:, :, None], above, nodes.above),
     )
     return joined, slots, _gained(nodes, joined, taken, growth)
 
 
-def _incoming(taken: _Taken) -> tuple[Int32[Array, "B K"], Bool[Array, "B K"]]:
-    """By slot the child that comes into it, and whether one does: all fields then are gathers."""
-    rows, budget = taken.slots.shape
-    none = jnp.full((rows, budget), budget)
-    place = none.at[jnp.arange(rows)[:, None], taken.slots].set(jnp.arange(budget), mode="drop")
-    child = jnp.take_along_axis(taken.children, jnp.minimum(place, budget - 1), axis=1)
-    return child, place < budget
-
-
 def _gained(nodes: Nodes, joined: Nodes, taken: _Taken, growth: Growth) -> Bool[Array, " B"]:
     """Which rows have new nodes that are worth another round."""
-    gained = (taken.slots < nodes.score.shape[1]).any(axis=1)
-    gained &= still_waiting(joined, growth).any(axis=1)
+    gained = taken.fresh.any(axis=1) & still_waiting(joined, growth).any(axis=1)
     if growth.least_gain:  # without it gains count that a sum of floats does not show
         before, now = (jnp.where(at.valid, jnp.exp(at.score), 0).sum(axis=1)
                        for at in (nodes, joined))  # fmt: skip
@@ -328,23 +318,33 @@ def _guessed(
 
 
 def _taken(held: Float[Array, "B K"], offered: Float[Array, "B C"]) -> _Taken:
-    """The best of both, as many as there are slots."""
-    rows, budget = held.shape
+    """The best of both, as many as there are slots; of equals nodes are before children.
+
+    The best child comes into the first slot that is free, and so on.
+    """
+    budget = held.shape[1]
     best, index = lax.top_k(jnp.concatenate([held, offered], axis=1), budget)
-    row = jnp.arange(rows)[:, None]
-    stays = jnp.zeros((rows, budget), bool).at[row, index].set(jnp.isfinite(best), mode="drop")
-    joins = (index >= budget) & jnp.isfinite(best)
-    free = jnp.argsort(stays, axis=1, stable=True)
-    number = jnp.maximum(jnp.cumsum(joins, axis=1) - 1, 0)
-    slots = jnp.where(joins, jnp.take_along_axis(free, number, axis=1), budget)
-    return _Taken(stays, slots.astype(jnp.int32), jnp.where(joins, index - budget, 0))
+    least = best.min(axis=1, keepdims=True)  # the last one, but XLA:CPU would sort to find that
+    final = jnp.where(best == least, index, -1).max(axis=1, keepdims=True)
+
+    def among(score: Array, number: Array) -> Array:
+        above = (score > least) | ((score == least) & (number <= final))
+        return above & jnp.isfinite(score)
+
+    stays = among(held, jnp.arange(budget))
+    score, child = lax.top_k(offered, min(budget, offered.shape[1]))
+    joins = among(score, budget + child)
+    number = jnp.cumsum(~stays, axis=1) - 1
+    at = jnp.clip(number, 0, child.shape[1] - 1)
+    fresh = ~stays & (number == at) & jnp.take_along_axis(joins, at, axis=1)
+    return _Taken(stays, fresh, jnp.take_along_axis(child, at, axis=1).astype(jnp.int32))
 
 
 def _slots_of(
     scored: Scored, taken: _Taken, named: Int32[Array, "B G"], children: int
 ) -> Int32[Array, "B Q"]:
     """Where the scored nodes stand now; the last slot plus 1 for those that do not."""
-    rows, budget = taken.slots.shape
+    rows, budget = taken.stays.shape
     row = jnp.arange(rows)[:, None]
     stays = jnp.take_along_axis(taken.stays, jnp.maximum(scored.slots, 0), axis=1)
     stays = jnp.where(jnp.isfinite(scored.score), stays | (scored.slots < 0), False)
@@ -352,20 +352,14 @@ def _slots_of(
     if not scored.levels:
         return old
     place = jnp.full((rows, children + 1), budget, jnp.int32)
-    joins = taken.slots < budget
-    place = place.at[row, jnp.where(joins, taken.children, children)].min(taken.slots)
+    child = jnp.where(taken.fresh, taken.child, children + 1)
+    place = place.at[row, child].set(jnp.arange(budget, dtype=jnp.int32), mode="drop")
     return jnp.concatenate([old, jnp.take_along_axis(place, named, axis=1)], axis=1)
 
 
-def _placed(
-    nodes: Nodes, scored: Scored, slots: Int32[Array, "B Q"], parent: Int32[Array, "B K"]
-) -> tuple[Bool[Array, "B K K"], Int32[Array, "B K"]]:
-    """The ancestors and the parent's slot of children whose parents are scored nodes."""
-    budget, count = nodes.score.shape[1], scored.slots.shape[1]
-    own = slots[:, :, None] == jnp.arange(budget)
-    up = inherited(scored, own[:, count:], standing(nodes, scored) | own[:, :count])
-    above = jnp.take_along_axis(up, parent[:, :, None], axis=1)
-    return above, jnp.take_along_axis(slots, parent, axis=1)
+def _up_to(nodes: Nodes, scored: Scored, own: Bool[Array, "B Q K"]) -> Bool[Array, "B n K"]:
+    """The slots of the scored nodes that stand, and of their ancestors."""
+    return standing(nodes, scored) | own[:, : scored.slots.shape[1]]
 
 
 def tree_of(
