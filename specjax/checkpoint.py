@@ -93,7 +93,7 @@ def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
     folder = Path(folder)
     config, family = _read_config(folder)
     kind = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    missing = families.tensor_shapes(config, family)
+    missing = families.tensor_shapes(config)
     found: dict[str, np.ndarray] = {}
     for name, file, tensor in _tensors(folder, family.ignored):
         expected = missing.pop(name, None)
@@ -323,7 +323,7 @@ def _assemble(
     tensors: dict[str, np.ndarray], config: ModelConfig, family: families.Family
 ) -> Model:
     def layer(index: int) -> LayerWeights:
-        names = families.layer_names(index, family)
+        names = families.layer_names(index, config)
         return LayerWeights(**{leaf: jnp.asarray(tensors[name]) for leaf, name in names.items()})
 
     tied = config.tie_embeddings
@@ -338,13 +338,13 @@ def _assemble(
 
 def named_leaves(model: Model) -> Iterator[tuple[str, Array]]:
     """The weights under the names that Hugging Face's files give them."""
-    family = families.LLAMA
+    family = families.FAMILIES[model.config.family]
     yield family.embedding, model.embedding
     yield family.final_norm, model.final_norm
     if model.unembedding is not None:
         yield family.unembedding, model.unembedding
     for index, weights in enumerate(model.layers):
-        for leaf, name in families.layer_names(index, family).items():
+        for leaf, name in families.layer_names(index, model.config).items():
             yield name, getattr(weights, leaf)
 
 

@@ -1,13 +1,17 @@
 """Model families as tables: Hugging Face configuration keys and tensor names."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.config import MATRICES, ModelConfig
+from specjax.rope import Stretch
 
 Shape = tuple[int, ...]
 Json = Mapping[str, Any]
+Windows = tuple[int | None, ...]
+_SLIDING = "sliding_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,8 +20,10 @@ class Family:
 
     `fields` maps `ModelConfig` fields to configuration keys, `defaults` gives what an absent key
     stands for, `fixed` the values that are supported of keys whose other values would change the
-    function, `layer` the tensor names of `LayerWeights`' leaves inside `layer_prefix`. Tensors
-    whose name ends in one of `ignored` are constants that old files carry along.
+    function, `layer` the tensor names of `LayerWeights`' leaves inside `layer_prefix` (those of
+    biases follow from their matrices'). Tensors whose name ends in one of `ignored` are constants
+    that old files carry along. `biases` says which matrices have a bias, `windows` which layers a
+    sliding window; `written` gives the keys from which both read back.
     """
 
     model_type: str
@@ -31,6 +37,45 @@ class Family:
     layer_prefix: str
     layer: Mapping[str, str]
     ignored: tuple[str, ...] = ()
+    head_norms: bool = False
+    biases: Callable[[Json], tuple[str, ...]] = lambda config: ()
+    windows: Callable[[Json], Windows] = lambda config: ()
+    written: Callable[[ModelConfig], Json] = lambda config: {}
+
+
+_ATTENTION, _MLP = MATRICES[:4], MATRICES[4:]
+
+
+def _whole_heads(config: Json) -> int:
+    return config["hidden_size"] // config["num_attention_heads"]
+
+
+def _window_everywhere(config: Json) -> Windows:
+    window = config.get("sliding_window")
+    return () if window is None else (window,) * config["num_hidden_layers"]
+
+
+def _window_by_layer(config: Json) -> Windows:
+    """Qwen's: off unless `use_sliding_window`, and then in the layers that are named or last."""
+    window, layers = config.get("sliding_window", 4096), config["num_hidden_layers"]
+    if not config.get("use_sliding_window") or window is None:
+        return ()
+    kinds = config.get("layer_types")
+    if kinds is None:
+        first = config.get("max_window_layers", 28)
+        kinds = ["full_attention"] * min(first, layers) + [_SLIDING] * (layers - first)
+    for kind in kinds:
+        if kind not in (_SLIDING, "full_attention"):
+            raise ValueError(f"layer_types has {kind!r}, which is not supported here.")
+    return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+def _written_by_layer(config: ModelConfig) -> Json:
+    kinds = ["full_attention" if each is None else _SLIDING for each in config.windows]
+    window = next((each for each in config.windows if each is not None), None)
+    if window is None:
+        return {"use_sliding_window": False}
+    return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
 
 
 LLAMA = Family(
@@ -50,14 +95,12 @@ LLAMA = Family(
     },
     defaults={
         "num_key_value_heads": lambda config: config["num_attention_heads"],
-        "head_dim": lambda config: config["hidden_size"] // config["num_attention_heads"],
+        "head_dim": _whole_heads,
         "rms_norm_eps": lambda config: 1e-6,
         "tie_word_embeddings": lambda config: False,
         "max_position_embeddings": lambda config: 2048,
     },
     fixed={
-        "attention_bias": (False,),
-        "mlp_bias": (False,),
         "hidden_act": ("silu",),
         "sliding_window": (None,),
         "use_sliding_window": (False,),
@@ -80,9 +123,62 @@ LLAMA = Family(
         "down": "mlp.down_proj.weight",
     },
     ignored=("rotary_emb.inv_freq",),
+    biases=lambda config: (
+        _ATTENTION * bool(config.get("attention_bias")) + _MLP * bool(config.get("mlp_bias"))
+    ),
+    written=lambda config: {
+        "attention_bias": "query" in config.biases,
+        "mlp_bias": "gate" in config.biases,
+    },
 )
 
-FAMILIES = {family.model_type: family for family in (LLAMA,)}
+_WINDOWED = {key: LLAMA.fixed[key] for key in LLAMA.fixed if "sliding" not in key}
+
+MISTRAL = dataclasses.replace(
+    LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": lambda config: 8,
+        "max_position_embeddings": lambda config: 4096 * 32,
+    },
+    fixed={**_WINDOWED, "attention_bias": (False,), "mlp_bias": (False,)},
+    biases=lambda config: (),
+    windows=_window_everywhere,
+    written=lambda config: {"sliding_window": config.windows[0] if config.windows else None},
+)
+
+QWEN2 = dataclasses.replace(
+    LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    defaults={**LLAMA.defaults, "max_position_embeddings": lambda config: 32768},
+    fixed={**_WINDOWED, "mlp_bias": (False,)},
+    biases=lambda config: ("query", "key", "value"),
+    windows=_window_by_layer,
+    written=_written_by_layer,
+)
+
+QWEN3 = dataclasses.replace(
+    QWEN2,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    defaults={**QWEN2.defaults, "head_dim": lambda config: 128},
+    layer={
+        **LLAMA.layer,
+        "query_norm": "self_attn.q_norm.weight",
+        "key_norm": "self_attn.k_norm.weight",
+    },
+    head_norms=True,
+    biases=lambda config: _ATTENTION * bool(config.get("attention_bias")),
+    written=lambda config: {
+        **_written_by_layer(config),
+        "attention_bias": "query" in config.biases,
+    },
+)
+
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
 def family_of(config: Json) -> Family:
@@ -117,55 +213,63 @@ def read_config(config: Json) -> ModelConfig:
     for field, value in values.items():
         if field in whole and type(value) is not int:
             raise ValueError(f"{family.fields[field]} is {value!r}; it must be a whole number.")
-    return ModelConfig(**values, rope_theta=_rope_theta(config), eos_ids=_eos_ids(config))
+    theta, stretch = _rope(config, values["max_positions"])
+    return ModelConfig(
+        **values,
+        rope_theta=theta,
+        rope_stretch=stretch,
+        eos_ids=_eos_ids(config),
+        biases=family.biases(config),
+        head_norms=family.head_norms,
+        windows=family.windows(config),
+        family=family.model_type,
+    )
 
 
-def write_config(config: ModelConfig, family: Family = LLAMA) -> dict[str, Any]:
-    """A `config.json` of `family` that reads back as `config`, in old and new spelling."""
-    eos = config.eos_ids
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A `config.json` of its family that reads back as `config`, in old and new spelling."""
+    eos, family = config.eos_ids, FAMILIES[config.family]
+    rope = _written_rope(config)
+    scaling = None if config.rope_stretch is None else rope
     return {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{key: getattr(config, field) for field, key in family.fields.items()},
-        **{key: supported[0] for key, supported in family.fixed.items() if key in _WRITTEN},
+        "hidden_act": "silu",
+        **family.written(config),
         "rope_theta": config.rope_theta,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
+        "rope_parameters": rope,
+        **({} if scaling is None else {"rope_scaling": scaling}),
         "bos_token_id": None,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
     }
 
 
-_WRITTEN = ("attention_bias", "mlp_bias", "hidden_act")
-
-
-def tensor_shapes(config: ModelConfig, family: Family = LLAMA) -> dict[str, Shape]:
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint of `config` must hold."""
-    d, f, v = config.hidden_size, config.intermediate_size, config.vocab_size
-    q, kv = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    layer = {
-        "attention_norm": (d,),
-        "query": (q, d),
-        "key": (kv, d),
-        "value": (kv, d),
-        "output": (d, q),
-        "mlp_norm": (d,),
-        "gate": (f, d),
-        "up": (f, d),
-        "down": (d, f),
-    }
+    family, d, v = FAMILIES[config.family], config.hidden_size, config.vocab_size
+    inputs = {"output": config.num_heads * config.head_dim, "down": config.intermediate_size}
+    layer: dict[str, Shape] = {"attention_norm": (d,), "mlp_norm": (d,)}
+    for name in MATRICES:
+        layer[name] = config.rows_of(name), inputs.get(name, d)
+    layer |= {f"{name}_bias": (config.rows_of(name),) for name in config.biases}
+    layer |= {f"{name}_norm": (config.head_dim,) for name in ("query", "key")}
     shapes: dict[str, Shape] = {family.embedding: (v, d), family.final_norm: (d,)}
     if not config.tie_embeddings:
         shapes[family.unembedding] = (v, d)
     for index in range(config.num_layers):
-        names = layer_names(index, family)
-        shapes |= {names[leaf]: shape for leaf, shape in layer.items()}
+        shapes |= {name: layer[leaf] for leaf, name in layer_names(index, config).items()}
     return shapes
 
 
-def layer_names(index: int, family: Family = LLAMA) -> dict[str, str]:
+def layer_names(index: int, config: ModelConfig) -> dict[str, str]:
     """Tensor name of each `LayerWeights` leaf of layer `index`."""
+    family = FAMILIES[config.family]
     prefix = family.layer_prefix.format(index=index)
-    return {leaf: prefix + name for leaf, name in family.layer.items()}
+    names = {leaf: prefix + name for leaf, name in family.layer.items()}
+    for matrix in config.biases:
+        names[f"{matrix}_bias"] = names[matrix].removesuffix("weight") + "bias"
+    return names
 
 
 def _value(family: Family, config: Json, key: str) -> Any:
@@ -176,13 +280,59 @@ def _value(family: Family, config: Json, key: str) -> Any:
     raise ValueError(f"the configuration has no {key!r}, which {family.model_type} models need.")
 
 
-def _rope_theta(config: Json) -> float:
-    """The rotary base, from `rope_parameters` (transformers 5) or beside it (before)."""
+def _rope(config: Json, positions: int) -> tuple[float, Stretch | None]:
+    """The rotary base and its stretch: of transformers 5, or with the base beside it (before)."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise ValueError("rope_parameters that differ between layers are not supported here.")
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope scaling {kind!r} is not supported; supported: 'default'.")
-    return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
+    if kind == "default":
+        return theta, None
+    if rope.get("partial_rotary_factor") not in (1, None):
+        raise ValueError("rope_parameters with a partial_rotary_factor are not supported here.")
+    original = rope.get("original_max_position_embeddings") or positions
+    factor = float(rope.get("factor") or positions / original)
+    if kind != "yarn":
+        low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
+        return theta, Stretch(kind, factor, original, float(low), float(high))
+    return theta, Stretch(
+        kind,
+        factor,
+        original,
+        float(rope.get("beta_slow") or 1),
+        float(rope.get("beta_fast") or 32),
+        _magnitude(rope, factor),
+        rope.get("truncate", True),
+    )
+
+
+def _magnitude(rope: Json, factor: float) -> float:
+    """What YaRN multiplies cosines and sines by (arXiv 2309.00071, section 3.4)."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+
+    def of(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    own, every = rope.get("mscale"), rope.get("mscale_all_dim")
+    return of(float(own)) / of(float(every)) if own and every else of(1.0)
+
+
+def _written_rope(config: ModelConfig) -> dict[str, Any]:
+    """The rotary embedding as transformers 5 writes it."""
+    rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
+    stretch = config.rope_stretch
+    if stretch is None:
+        return rope
+    rope |= {"rope_type": stretch.kind, "factor": stretch.factor}
+    rope["original_max_position_embeddings"] = stretch.original
+    if stretch.kind == "llama3":
+        return rope | {"low_freq_factor": stretch.low, "high_freq_factor": stretch.high}
+    if stretch.kind == "yarn":
+        rope |= {"beta_slow": stretch.low, "beta_fast": stretch.high}
+        return rope | {"attention_factor": stretch.magnitude, "truncate": stretch.whole}
+    return rope
 
 
 def _eos_ids(config: Json) -> tuple[int, ...]:

@@ -18,8 +18,14 @@ def inflate(model: Model, parameters: int) -> Model:
     until it is as close as it gets. No rounding of weights is involved, in any dtype.
 
     Raises:
-      ValueError: `model` has more weights than `parameters`.
+      ValueError: `model` has more weights than `parameters`, or biases, norms of heads or windows.
     """
+    config = model.config
+    if config.biases or config.head_norms or config.windows:
+        raise ValueError(
+            f"this {config.family} model has biases, norms of heads or windows; only a model "
+            "without them can be inflated."
+        )
     before = model.config.num_parameters
     if parameters < before:
         raise ValueError(f"the model has {before} weights; it cannot be inflated to {parameters}.")

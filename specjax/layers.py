@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import precision_of
+from specjax.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
 _UNROLLED_ROWS = 16
@@ -113,13 +114,23 @@ def rms_norm(weight: Float[Array, " E"], x: Float[Array, "E C"], eps: float) -> 
     return x * scale * weight.astype(x.dtype)[:, None]
 
 
+def head_norm(
+    weight: Float[Array, " D"], x: Float[Array, "H D B T"], eps: float
+) -> Float[Array, "H D B T"]:
+    """The features of each head scaled to unit mean square, then by `weight`."""
+    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + eps)
+    return x * scale * weight.astype(x.dtype)[:, None, None]
+
+
 def rotary_angles(
-    positions: Int32[Array, "B T"], head_dim: int, theta: float
+    positions: Int32[Array, "B T"], head_dim: int, theta: float, stretch: Stretch | None = None
 ) -> tuple[Float[Array, "half B T"], Float[Array, "half B T"]]:
     """Cosine and sine of each position's rotary angles, one per pair of features."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequency = jnp.asarray(frequencies(head_dim, theta, stretch))
     angle = frequency[:, None, None] * positions.astype(jnp.float32)
-    return jnp.cos(angle), jnp.sin(angle)
+    if stretch is None or stretch.magnitude == 1:
+        return jnp.cos(angle), jnp.sin(angle)
+    return stretch.magnitude * jnp.cos(angle), stretch.magnitude * jnp.sin(angle)
 
 
 def rotate(

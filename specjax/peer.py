@@ -57,14 +57,14 @@ class Peer:
     def _module(self, model: Model) -> Any:
         """A model of transformers that holds the arrays of `model`."""
         torch, transformers = self.torch, importlib.import_module("transformers")
-        config = transformers.LlamaConfig(**families.write_config(model.config))
+        config = transformers.AutoConfig.for_model(**families.write_config(model.config))
         config.eos_token_id = None  # a text runs to its length
         dtype = getattr(torch, model.embedding.dtype.name)
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:
             with torch.device(self.device):
-                module = transformers.LlamaForCausalLM(config)
+                module = transformers.AutoModelForCausalLM.from_config(config)
         finally:
             torch.set_default_dtype(before)
         weights = {

@@ -205,10 +205,20 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
     ("changes", "words"),
     [
         ({"model_type": "gpt2"}, "'gpt2' is not supported; supported: llama"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope scaling 'llama3'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "rope scaling 'linear'"),
-        ({"attention_bias": True}, "attention_bias is True"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope scaling 'su'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5.*at least 1"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 8}},
+         "from 8.0 to 4.0 turns"),
+        ({"rope_parameters": {"full_attention": {}}}, "differ between layers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "mistral", "sliding_window": 0}, "window is 0; it must be at least 1"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"] * 2},
+         "layer_types has 'chunked'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
+         "1 windows for 2 layers"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
@@ -218,7 +228,7 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; it must be a whole number"),
         ({"rope_parameters": None, "rope_scaling": "linear"}, "'str' object"),
     ],
-)
+)  # fmt: skip
 def test_what_is_not_supported_is_refused_with_the_path(folder, changes, words):
     change_config(folder, **changes)
     with pytest.raises(CheckpointError, match=rf"copy/config\.json: .*{words}"):

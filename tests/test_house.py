@@ -19,7 +19,8 @@ TOP_LEVEL = (
 RANKS = {
     "pytree": 0,
     "arrays": 0,
-    "config": 0,
+    "rope": 0,
+    "config": 1,
     "prompts": 0,
     "widths": 0,
     "options": 1,

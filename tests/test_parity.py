@@ -1,5 +1,7 @@
 """Logits equal to Hugging Face transformers' on checkpoints it wrote (golden/make.py)."""
 
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -8,28 +10,107 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import families
+from specjax import families, methods
+from specjax.cache import empty_cache
 from specjax.checkpoint import load_model, save_model
-from specjax.model import forward
+from specjax.draft.ngram import pack
+from specjax.model import forward, trunk
+from specjax.pair import Pair
+from specjax.pytree import replace
+from specjax.setting import METHODS
+from tests.pairs import alone, generate, near
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = ["grouped_tied", "single_kv_untied", "plain"]
+LLAMAS = ["grouped_tied", "single_kv_untied", "plain"]
+CASES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
+CUT = 9
+
+
+def golden(case):
+    """Tokens of two rows, the logits that transformers gave after each, and how near is equal."""
+    with np.load(GOLDEN / f"{case}.npz") as held:
+        tokens, logits = held["tokens"], held["logits"]
+    # About ten chained reductions of up to 60 terms; the logits' own size sets the scale.
+    return tokens, logits, 60 * np.finfo(np.float32).eps * np.abs(logits).max()
+
+
+def columns(tokens, start):
+    """Tokens of a sequence and their positions."""
+    positions = np.broadcast_to(start + np.arange(tokens.shape[1]), tokens.shape)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
 def logits_of(model, tokens):
-    tokens = jnp.asarray(tokens, jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return jax.jit(forward)(model, tokens, positions, None, None)[0]
+    return jax.jit(forward)(model, *columns(tokens, 0), None, None)[0]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case):
-    with np.load(GOLDEN / f"{case}.npz") as golden:
-        tokens, expected = golden["tokens"], golden["logits"]
+    tokens, expected, tolerance = golden(case)
     logits = logits_of(load_model(GOLDEN / case), tokens)
-    # About ten chained reductions of up to 60 terms; the logits' own size sets the scale.
-    tolerance = 60 * np.finfo(np.float32).eps * np.abs(expected).max()
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decoding_and_trees_have_the_logits_of_transformers(case):
+    tokens, expected, tolerance = golden(case)
+    model = load_model(GOLDEN / case)
+    rows, whole = tokens.shape
+    new = jax.jit(trunk, static_argnums=(3, 4))(model, *columns(tokens[:, :CUT], 0), None, None)[1]
+    cache = empty_cache(model.config, rows, whole, jnp.dtype("float32"))
+    cache = cache.keep(new, None, jnp.full(rows, CUT))
+    # One token by itself, then a tree: a path to the end, and beside each node one that is wrong.
+    for start, stop, width in ((CUT, CUT + 1, 1), (CUT + 1, whole, 2)):
+        path = np.arange(stop - start)
+        nodes = np.repeat(tokens[:, start:stop], width, axis=1)
+        wrong = np.arange(nodes.shape[1]) % width == 1
+        nodes[:, wrong] = (nodes[:, wrong] + 7) % model.config.vocab_size
+        depth = np.repeat(path, width)
+        above = (depth[:, None] > depth) & ~wrong
+        visible = np.broadcast_to(above | np.eye(depth.size, dtype=bool), (rows, *above.shape))
+        at = np.broadcast_to(start + depth, nodes.shape)
+        made = [jnp.asarray(each, jnp.int32) for each in (nodes, at)]
+        logits, new = jax.jit(forward)(model, *made, cache, jnp.asarray(visible))
+        np.testing.assert_allclose(
+            logits[:, ::width], expected[:, start:stop], rtol=0, atol=tolerance
+        )
+        along = jnp.asarray(np.broadcast_to(width * path, (rows, path.size)), jnp.int32)
+        cache = cache.keep(new, along, jnp.full(rows, path.size))
+
+
+def pair_of(target):
+    """A target with drafts near it, and what drafts for these."""
+    drafts = [near(target, seed) for seed in (1, 2, 3)]
+    if target.config.windows:  # shorter than a path, through which a draft cannot look back
+        config = dataclasses.replace(target.config, windows=())
+        drafts = [replace(draft, config=config) for draft in drafts]
+    size = target.config.vocab_size
+    likeliest = np.argsort(np.random.default_rng(0).random((size, size)), axis=1)[:, :4]
+    table = pack(np.zeros((0, 2), np.int32), likeliest, np.log(np.full((size, 4), 0.25)))
+    return Pair(target, None, drafts[:2], table, drafts[2])
+
+
+# Every family with some way of drafting, every way of drafting with some family.
+# `python -m tests.test_parity` runs all with all.
+@pytest.mark.parametrize(("case", "method"), list(zip(CASES, itertools.cycle(METHODS[1:]))))
+def test_greedy_texts_are_those_of_transformers(case, method):
+    with np.load(GOLDEN / f"{case}.npz") as held:
+        prompts, expected = held["tokens"][:, :CUT].tolist(), held["greedy"]
+    pair = pair_of(load_model(GOLDEN / case))
+    drafter = methods.build(methods.setting_of(method, batch=len(prompts)), pair)
+    made = generate(pair.target, drafter, prompts, max_new_tokens=expected.shape[1])
+    np.testing.assert_array_equal(made.tokens, expected)
+
+
+def test_a_draft_with_a_window_drafts_within_it():
+    model = load_model(GOLDEN / "mistral")
+    with np.load(GOLDEN / "mistral.npz") as held:
+        prompts, expected = held["tokens"][:, :CUT].tolist(), held["greedy"]
+    made = generate(model, alone(model, (1,) * 5), prompts, max_new_tokens=expected.shape[1])
+    np.testing.assert_array_equal(made.tokens, expected)
+    assert made.steps.tolist() == [-(-(expected.shape[1] - 1) // 6) + 1 - 1 for _ in prompts]
+    with pytest.raises(ValueError, match="a sliding window of 5 cannot grow a tree of 6 nodes"):
+        generate(model, alone(model, (1,) * 7), prompts, max_new_tokens=3)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -43,11 +124,18 @@ def test_a_checkpoint_written_here_reads_back_the_same(case, tmp_path):
 
 def test_configurations_read_as_transformers_means_them():
     read = {
-        c: families.read_config(json.loads((GOLDEN / c / "config.json").read_text())) for c in CASES
+        c: families.read_config(json.loads((GOLDEN / c / "config.json").read_text()))
+        for c in LLAMAS
     }
-    grouped, single, plain = (read[case] for case in CASES)
+    grouped, single, plain = (read[case] for case in LLAMAS)
     assert (grouped.num_heads, grouped.num_kv_heads, grouped.head_dim) == (6, 2, 10)
     assert grouped.tie_embeddings
     assert grouped.norm_eps == 1e-5
     assert (single.rope_theta, single.eos_ids, single.num_kv_heads) == (500.0, (3, 7), 1)
     assert (plain.head_dim, plain.num_kv_heads, plain.tie_embeddings) == (8, 3, False)
+
+
+if __name__ == "__main__":
+    for each in itertools.product(CASES, METHODS):
+        test_greedy_texts_are_those_of_transformers(*each)
+        print("equal:", *each)

@@ -223,6 +223,17 @@ def test_plain_sequence_with_capped_scores(attention):
     assert_close(attention(at, plain=True), at)
 
 
+@pytest.mark.parametrize("window", [1, 37, 128, 500])
+def test_plain_sequence_sees_its_window(window):
+    near = np.tri(300, dtype=bool) & ~np.tri(300, k=-window, dtype=bool)
+    at = lower_triangular(make((1, 4, 2, 300, 0, 1, 8), jnp.float32))
+    at = at._replace(visible=jnp.asarray(near)[None])
+    for name in (None, "reference"):
+        assert_close(tree_attention(*at[:3], None, window=window, implementation=name), at)
+    with pytest.raises(ValueError, match="`window` is for plain sequences"):
+        tree_attention(*at[:4], window=window)
+
+
 def test_plain_sequence_has_the_gradient_of_the_definition():
     at = make((1, 4, 2, 131, 0, 1, 8), jnp.float32)._replace(prefix=None)
     weight = jnp.cos(jnp.arange(at.query.size, dtype=jnp.float32)).reshape(at.query.shape)

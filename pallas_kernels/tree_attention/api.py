@@ -59,6 +59,7 @@ def tree_attention(
     *,
     first: Int[Array, "B T"] | None = None,
     soft_cap: float | None = None,
+    window: int | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B H T D"]:
@@ -68,16 +69,19 @@ def tree_attention(
     values, possibly after those of earlier levels of the same tree (`M >= T`); `visible[b, t, m]`
     says that `m` is `t` itself or one of its ancestors. `visible=None` stands for a plain
     sequence: each token sees itself and those before it; it takes no prefix and no earlier block.
-    `first` is the first slot of the prefix that a node sees, for a sliding window; scores are
-    capped to ±`soft_cap` by a tangent. `interpret` runs a Pallas kernel in its interpreter.
+    `first` is the first slot of the prefix that a node sees, for a sliding window; a token of a
+    plain sequence sees the last `window` tokens up to itself. Scores are capped to ±`soft_cap` by
+    a tangent. `interpret` runs a Pallas kernel in its interpreter.
 
     Raises:
-      ValueError: a plain sequence came with a prefix or with more keys than queries, or `first`
-        without a prefix.
+      ValueError: a plain sequence came with a prefix or with more keys than queries, `first`
+        without a prefix, or `window` without a plain sequence.
       ImplementationError: the named implementation does not exist or cannot run here.
     """
     if first is not None and prefix is None:
         raise ValueError("`first` bounds a prefix, and there is none.")
+    if window is not None and visible is not None:
+        raise ValueError("`window` is for plain sequences; `first` and `visible` bound a tree's.")
     if visible is None:
         if prefix is not None or block_keys.shape[2] != query.shape[2]:
             raise ValueError(
@@ -85,9 +89,10 @@ def tree_attention(
                 f"as queries ({query.shape[2]})."
             )
         if implementation in (None, "xla"):
-            return xla.causal(query, block_keys, block_values, soft_cap)
+            return xla.causal(query, block_keys, block_values, soft_cap, window)
         rows, tokens = query.shape[0], query.shape[2]
-        visible = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (rows, tokens, tokens))
+        plain = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
+        visible = jnp.broadcast_to(plain, (rows, tokens, tokens))
     at = Operands(query, block_keys, block_values, visible, prefix, first, soft_cap)
     name, forced = implementation or tuning.choice(at), implementation is not None
     return dispatch.pick("tree_attention", name, forced, IMPLEMENTATIONS, at, interpret)(at)

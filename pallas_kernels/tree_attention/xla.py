@@ -90,19 +90,34 @@ def causal(
     keys: Float[Array, "B K T D"],
     values: Float[Array, "B K T D"],
     soft_cap: float | None,
+    window: int | None = None,
 ) -> Float[Array, "B H T D"]:
-    """Attention of plain sequences: each token sees itself and those before it."""
-    return lax.map(jax.checkpoint(partial(_causal_row, soft_cap)), (query, keys, values))
+    """Attention of plain sequences: each token sees itself and those before it.
+
+    With a `window`, the last `window` of these.
+    """
+    one = jax.checkpoint(partial(_causal_row, soft_cap, window))
+    return lax.map(one, (query, keys, values))
 
 
-def _causal_row(soft_cap: float | None, row: tuple[Array, Array, Array]) -> Array:
-    """One row of causal attention `[H, T, D]`, in chunks of queries that skip later keys."""
+def within(query: Array, key: Array, window: int | None) -> Bool[Array, "T M"]:
+    """Which keys of a plain sequence a query sees, by their positions."""
+    before = query[:, None] - key
+    return before >= 0 if window is None else (before >= 0) & (before < window)
+
+
+def _causal_row(
+    soft_cap: float | None, window: int | None, row: tuple[Array, Array, Array]
+) -> Array:
+    """One row of causal attention `[H, T, D]`, in chunks of queries that skip unseen keys."""
     query, keys, values = row
     tokens, chunks = query.shape[1], []
     for start in range(0, tokens, _CHUNK):
         stop = min(start + _CHUNK, tokens)
-        visible = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
-        block = (query[None, :, start:stop], keys[None, :, :stop], values[None, :, :stop])
+        since = 0 if window is None else max(0, start - window + 1)
+        visible = within(jnp.arange(start, stop), jnp.arange(since, stop), window)
+        seen = keys[None, :, since:stop], values[None, :, since:stop]
+        block = (query[None, :, start:stop], *seen)
         chunks.append(tree_attention(Operands(*block, visible[None], soft_cap=soft_cap))[0])
     return jnp.concatenate(chunks, axis=1)
 

@@ -324,20 +324,13 @@ def _taken(held: Float[Array, "B K"], offered: Float[Array, "B C"]) -> _Taken:
     """
     budget = held.shape[1]
     best, index = lax.top_k(jnp.concatenate([held, offered], axis=1), budget)
-    least = best.min(axis=1, keepdims=True)  # the last one, but XLA:CPU would sort to find that
-    final = jnp.where(best == least, index, -1).max(axis=1, keepdims=True)
-
-    def among(score: Array, number: Array) -> Array:
-        above = (score > least) | ((score == least) & (number <= final))
-        return above & jnp.isfinite(score)
-
-    stays = among(held, jnp.arange(budget))
-    score, child = lax.top_k(offered, min(budget, offered.shape[1]))
-    joins = among(score, budget + child)
+    taken = (index[:, :, None] == jnp.arange(budget)).any(axis=1)
+    stays = taken & jnp.isfinite(held)
+    coming = ((index >= budget) & jnp.isfinite(best)).sum(axis=1, keepdims=True)
+    child = lax.top_k(offered, min(budget, offered.shape[1]))[1].astype(jnp.int32)
     number = jnp.cumsum(~stays, axis=1) - 1
     at = jnp.clip(number, 0, child.shape[1] - 1)
-    fresh = ~stays & (number == at) & jnp.take_along_axis(joins, at, axis=1)
-    return _Taken(stays, fresh, jnp.take_along_axis(child, at, axis=1).astype(jnp.int32))
+    return _Taken(stays, ~stays & (number < coming), jnp.take_along_axis(child, at, axis=1))
 
 
 def _slots_of(

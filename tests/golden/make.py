@@ -1,17 +1,19 @@
 """Rebuilds the golden files of test_parity.py with Hugging Face transformers.
 
 Needs torch, which the tests themselves do not:
-  pip install torch transformers safetensors numpy && python tests/golden/make.py
+  pip install torch transformers safetensors numpy && python tests/golden/make.py [CASE...]
 The committed files: torch 2.13.0 (CPU), transformers 5.23.0, float32, eager attention.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 HERE = Path(__file__).parent
+PROMPT, NEW = 9, 24
 BASE = {
     "vocab_size": 48,
     "hidden_size": 24,
@@ -40,13 +42,77 @@ CASES = {
     },
     # Plain multi-head attention, every optional key at its default.
     "plain": {"num_attention_heads": 3},
+    # Every bias; Llama 3.1's rotary scaling, past the original context.
+    "llama_biased": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "llama_linear": {
+        "num_attention_heads": 3,
+        "rope_parameters": {"rope_theta": 100.0, "rope_type": "linear", "factor": 3.0},
+    },
+    "llama_yarn": {
+        "num_attention_heads": 2,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "beta_fast": 4.0,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    # A window shorter than the prompt, and than a tree's path.
+    "mistral": {
+        "model_type": "mistral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "sliding_window": 5,
+    },
+    "qwen2": {"model_type": "qwen2", "num_attention_heads": 4, "num_key_value_heads": 2},
+    # Windows in some layers; tied.
+    "qwen2_windows": {
+        "model_type": "qwen2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    },
+    "qwen3": {
+        "model_type": "qwen3",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+    },
+    "qwen3_biased": {
+        "model_type": "qwen3",
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
 }
 
 
 def make(name: str, changes: dict) -> None:
     torch.manual_seed(len(name))
-    config = LlamaConfig(**(BASE | changes), attn_implementation="eager")
-    model = LlamaForCausalLM(config).eval().float()
+    config = AutoConfig.for_model(**({"model_type": "llama"} | BASE | changes))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in model.parameters():  # the initial 0.02 would hide errors
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
@@ -54,11 +120,15 @@ def make(name: str, changes: dict) -> None:
     tokens = torch.randint(0, config.vocab_size, (2, 19))
     with torch.no_grad():
         logits = model(tokens).logits
+    model.generation_config.eos_token_id = None  # texts run to their length
+    greedy = model.generate(tokens[:, :PROMPT], max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
+    model.generation_config.eos_token_id = config.eos_token_id
     shards = "20KB" if "untied" in name else "1GB"
     model.save_pretrained(HERE / name, max_shard_size=shards)
-    np.savez_compressed(HERE / f"{name}.npz", tokens=tokens.numpy(), logits=logits.numpy())
+    made = {"tokens": tokens, "logits": logits, "greedy": greedy}
+    np.savez_compressed(HERE / f"{name}.npz", **{key: made[key].numpy() for key in made})
 
 
 if __name__ == "__main__":
-    for case, options in CASES.items():
-        make(case, options)
+    for case in sys.argv[1:] or CASES:
+        make(case, CASES[case])
