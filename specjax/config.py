@@ -53,8 +53,10 @@ class ModelConfig:
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
         for window in self.windows:
-            if window is not None and window < 1:
-                raise ValueError(f"a layer's window is {window}; it must be at least 1.")
+            if window is not None and (type(window) is not int or window < 1):
+                raise ValueError(
+                    f"a layer's window is {window!r}; it must be a whole number above 0."
+                )
         for name in self.biases:
             if name not in MATRICES:
                 raise ValueError(f"there is no matrix {name!r}; there are {', '.join(MATRICES)}.")

@@ -2,16 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.config import MATRICES, ModelConfig
-from specjax.rope import Stretch
+from specjax.rope import KINDS, Stretch
 
 Shape = tuple[int, ...]
 Json = Mapping[str, Any]
 Windows = tuple[int | None, ...]
-_SLIDING = "sliding_attention"
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,31 +51,45 @@ def _whole_heads(config: Json) -> int:
 
 
 def _window_everywhere(config: Json) -> Windows:
-    window = config.get("sliding_window")
-    return () if window is None else (window,) * config["num_hidden_layers"]
+    """Mistral's: in every layer, or in those that are named (Ministral)."""
+    window, layers = config.get("sliding_window", 4096), config["num_hidden_layers"]
+    return _windows(window, config.get("layer_types") or [_SLIDING] * layers, layers)
 
 
 def _window_by_layer(config: Json) -> Windows:
     """Qwen's: off unless `use_sliding_window`, and then in the layers that are named or last."""
     window, layers = config.get("sliding_window", 4096), config["num_hidden_layers"]
-    if not config.get("use_sliding_window") or window is None:
+    if not config.get("use_sliding_window"):
         return ()
-    kinds = config.get("layer_types")
-    if kinds is None:
-        first = config.get("max_window_layers", 28)
-        kinds = ["full_attention"] * min(first, layers) + [_SLIDING] * (layers - first)
+    first = min(config.get("max_window_layers", 28), layers)
+    kinds = config.get("layer_types") or [_FULL] * first + [_SLIDING] * (layers - first)
+    return _windows(window, kinds, layers)
+
+
+def _windows(window: Any, kinds: Sequence[str], layers: int) -> Windows:
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types names {len(kinds)} layers; there are {layers}.")
     for kind in kinds:
-        if kind not in (_SLIDING, "full_attention"):
+        if kind not in (_SLIDING, _FULL):
             raise ValueError(f"layer_types has {kind!r}, which is not supported here.")
+    if window is None or _SLIDING not in kinds:
+        return ()
+    if type(window) is not int:
+        raise ValueError(f"sliding_window is {window!r}; it must be a whole number.")
     return tuple(window if kind == _SLIDING else None for kind in kinds)
 
 
-def _written_by_layer(config: ModelConfig) -> Json:
-    kinds = ["full_attention" if each is None else _SLIDING for each in config.windows]
+def _kinds(config: ModelConfig) -> Json:
+    """The window and the layers that have it."""
     window = next((each for each in config.windows if each is not None), None)
     if window is None:
-        return {"use_sliding_window": False}
-    return {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+        return {"sliding_window": None}
+    kinds = [_FULL if each is None else _SLIDING for each in config.windows]
+    return {"sliding_window": window, "layer_types": kinds}
+
+
+def _written_by_layer(config: ModelConfig) -> Json:
+    return {"use_sliding_window": bool(config.windows), **_kinds(config)}
 
 
 LLAMA = Family(
@@ -140,13 +154,19 @@ MISTRAL = dataclasses.replace(
     architecture="MistralForCausalLM",
     defaults={
         **LLAMA.defaults,
-        "num_key_value_heads": lambda config: 8,
+        "num_key_value_heads": lambda config: (
+            config["num_attention_heads"] if "num_key_value_heads" in config else 8
+        ),
         "max_position_embeddings": lambda config: 4096 * 32,
     },
     fixed={**_WINDOWED, "attention_bias": (False,), "mlp_bias": (False,)},
     biases=lambda config: (),
     windows=_window_everywhere,
-    written=lambda config: {"sliding_window": config.windows[0] if config.windows else None},
+    written=_kinds,
+)
+
+MINISTRAL = dataclasses.replace(
+    MISTRAL, model_type="ministral", architecture="MinistralForCausalLM"
 )
 
 QWEN2 = dataclasses.replace(
@@ -178,7 +198,7 @@ QWEN3 = dataclasses.replace(
     },
 )
 
-FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES = {family.model_type: family for family in (LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3)}
 
 
 def family_of(config: Json) -> Family:
@@ -227,11 +247,14 @@ def read_config(config: Json) -> ModelConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """A `config.json` of its family that reads back as `config`, in old and new spelling."""
+    """A `config.json` of its family that reads back as `config`, in old and new spelling.
+
+    Raises:
+      ValueError: the family has no keys for some of it.
+    """
     eos, family = config.eos_ids, FAMILIES[config.family]
     rope = _written_rope(config)
-    scaling = None if config.rope_stretch is None else rope
-    return {
+    made = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{key: getattr(config, field) for field, key in family.fields.items()},
@@ -239,10 +262,13 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         **family.written(config),
         "rope_theta": config.rope_theta,
         "rope_parameters": rope,
-        **({} if scaling is None else {"rope_scaling": scaling}),
+        **({} if config.rope_stretch is None else {"rope_scaling": rope}),
         "bos_token_id": None,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
     }
+    if read_config(made) != config:
+        raise ValueError(f"a {config.family} model cannot say what this one is: {config}.")
+    return made
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
@@ -282,7 +308,10 @@ def _value(family: Family, config: Json, key: str) -> Any:
 
 def _rope(config: Json, positions: int) -> tuple[float, Stretch | None]:
     """The rotary base and its stretch: of transformers 5, or with the base beside it (before)."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    if new and old and dict(old) != dict(new):
+        raise ValueError(f"rope_parameters are {new} and rope_scaling is {old}; give one of them.")
+    rope = new or old or {}
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError("rope_parameters that differ between layers are not supported here.")
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
@@ -291,20 +320,40 @@ def _rope(config: Json, positions: int) -> tuple[float, Stretch | None]:
         return theta, None
     if rope.get("partial_rotary_factor") not in (1, None):
         raise ValueError("rope_parameters with a partial_rotary_factor are not supported here.")
+    if kind not in _NEEDED:
+        raise ValueError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}.")
+    for name in _NEEDED[kind]:
+        if name not in rope:
+            raise ValueError(f"rope scaling {kind!r} has no {name!r}, which it needs.")
     original = rope.get("original_max_position_embeddings") or positions
-    factor = float(rope.get("factor") or positions / original)
-    if kind != "yarn":
-        low, high = rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0)
-        return theta, Stretch(kind, factor, original, float(low), float(high))
+    if config.get("original_max_position_embeddings", original) != original:
+        raise ValueError(
+            f"original_max_position_embeddings is {config['original_max_position_embeddings']}, "
+            f"and {original} in the rope parameters; give one of them."
+        )
+    factor = positions / original if kind == "yarn" and rope["factor"] is None else rope["factor"]
+    if kind == "llama3":
+        low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+        return theta, Stretch(kind, float(factor), original, low, high)
+    if kind == "linear":
+        return theta, Stretch(kind, float(factor), original)
     return theta, Stretch(
         kind,
-        factor,
+        float(factor),
         original,
         float(rope.get("beta_slow") or 1),
         float(rope.get("beta_fast") or 32),
-        _magnitude(rope, factor),
+        _magnitude(rope, float(factor)),
         rope.get("truncate", True),
     )
+
+
+_NEEDED = {
+    "linear": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+               "original_max_position_embeddings"),
+}  # fmt: skip
 
 
 def _magnitude(rope: Json, factor: float) -> float:

@@ -20,12 +20,6 @@ def inflate(model: Model, parameters: int) -> Model:
     Raises:
       ValueError: `model` has more weights than `parameters`, or biases, norms of heads or windows.
     """
-    config = model.config
-    if config.biases or config.head_norms or config.windows:
-        raise ValueError(
-            f"this {config.family} model has biases, norms of heads or windows; only a model "
-            "without them can be inflated."
-        )
     before = model.config.num_parameters
     if parameters < before:
         raise ValueError(f"the model has {before} weights; it cannot be inflated to {parameters}.")
@@ -45,6 +39,7 @@ def widen(model: Model, factor: int) -> Model:
     """
     if factor == 1:
         return model
+    _check_plain(model.config)
     return Model(
         embedding=jnp.tile(model.embedding, (1, factor)),
         layers=tuple(_wider_layer(weights, factor) for weights in model.layers),
@@ -60,6 +55,7 @@ def deepen(model: Model, parameters: int) -> Model:
     An added layer is a copy of a real one, in turn, whose output and down projections are zero.
     """
     config = model.config
+    _check_plain(config)
     deeper = dataclasses.replace(config, num_layers=config.num_layers + 1)
     each = deeper.num_parameters - config.num_parameters
     extra = max(0, round((parameters - config.num_parameters) / each))
@@ -69,6 +65,14 @@ def deepen(model: Model, parameters: int) -> Model:
         layers=model.layers + added,
         config=dataclasses.replace(config, num_layers=config.num_layers + extra),
     )
+
+
+def _check_plain(config: ModelConfig) -> None:
+    if config.biases or config.head_norms or config.windows:
+        raise ValueError(
+            f"this {config.family} model has biases, norms of heads or windows; only a model "
+            "without them can be inflated."
+        )
 
 
 def _wider(config: ModelConfig, factor: int) -> ModelConfig:

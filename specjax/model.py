@@ -120,7 +120,7 @@ def sight_of(
         )
     if columns == tokens:
         depth = visible.sum(axis=2)
-        visible &= depth[:, :, None] - depth[:, None] < window
+        visible = visible & (depth[:, :, None] - depth[:, None] < window)
     return Sight(visible, None if cache is None else positions - (window - 1))
 
 

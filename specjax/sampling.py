@@ -101,7 +101,7 @@ def warm(
     scaled = logits / temperature
     limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
     scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
-    best = logits.max(axis=-1, keepdims=True) / temperature  # no limit takes it away
+    best = logits.max(axis=-1, keepdims=True) / temperature  # no limit takes a number away
     p = jnp.exp(scaled - best)  # over that of the likeliest
     p = jnp.where(p >= wide.min_p, p, 0)
     return p / p.sum(axis=-1, keepdims=True)

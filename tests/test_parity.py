@@ -135,6 +135,44 @@ def test_configurations_read_as_transformers_means_them():
     assert (plain.head_dim, plain.num_kv_heads, plain.tie_embeddings) == (8, 3, False)
 
 
+@pytest.mark.parametrize("case", ["llama_biased", "llama_linear", "llama_yarn"])
+def test_rotary_scaling_beside_its_base_reads_the_same(case):
+    """As the files of LLaMA 3.1 to 3.2 and Qwen 2.5 spell it."""
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    old = config | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    read = families.read_config(old)
+    assert read == load_model(GOLDEN / case).config
+    assert read.rope_stretch is not None
+    assert read.rope_stretch.factor == rope["factor"]
+
+
+def test_layers_with_windows_are_the_last_where_they_are_not_named():
+    config = json.loads((GOLDEN / "qwen2_windows" / "config.json").read_text())
+    del config["layer_types"]
+    assert families.read_config(config).windows == (None, 4, 4)
+    assert families.read_config(config | {"max_window_layers": 3}).windows == ()
+    assert families.read_config(config | {"use_sliding_window": False}).windows == ()
+
+
+def test_mistral_has_a_window_unless_it_says_none():
+    config = json.loads((GOLDEN / "mistral" / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    assert families.read_config(config | {"sliding_window": None}).windows == ()
+    named = {"layer_types": ["full_attention", "sliding_attention"]}
+    assert families.read_config(config | named).windows == (None, 5)
+    config.pop("layer_types", None)
+    del config["sliding_window"]
+    assert families.read_config(config).windows == (4096,) * layers
+
+
+def test_what_a_family_cannot_say_is_not_written():
+    model = load_model(GOLDEN / "plain")
+    config = dataclasses.replace(model.config, windows=(4, 4))
+    with pytest.raises(ValueError, match="a llama model cannot say"):
+        families.write_config(config)
+
+
 if __name__ == "__main__":
     for each in itertools.product(CASES, METHODS):
         test_greedy_texts_are_those_of_transformers(*each)

@@ -236,11 +236,17 @@ def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
+_LATER = {"rope_stretch": None, "biases": (), "head_norms": False, "windows": (), "family": "llama"}
+"""Fields that a model's configuration has since runs were finished, and what they then were."""
+
+
 def _plain(value: Any) -> Any:
     """Settings as what JSON holds, without those that change no result."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = dataclasses.asdict(value)
-        return {name: found[name] for name in found if name not in COSMETIC}
+        later = _LATER if isinstance(value, ModelConfig) else {}
+        left_out = {name for name in later if found[name] == later[name]}.union(COSMETIC)
+        return {name: found[name] for name in found if name not in left_out}
     return value
 
 

@@ -154,10 +154,11 @@ def grow(
     growing: Bool[Array, " B"],
     drafter: int = 0,
 ) -> tuple[Nodes, Any]:
-    """Trees grown until no child is better than the nodes there are, and the source's carry.
+    """Trees grown until a round adds nothing, and the source's carry.
 
     A round takes the likeliest nodes not yet expanded, adds their likeliest children, and keeps
-    the best `budget` of all. New nodes are marked as `drafter`'s.
+    the best `budget` of all. A row of which a round adds none is done, whatever still waits in
+    it. New nodes are marked as `drafter`'s.
     """
 
     def more(at: tuple[Nodes, Any, Array, Array]) -> Array:

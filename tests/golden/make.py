@@ -52,9 +52,9 @@ CASES = {
             "rope_theta": 100.0,
             "rope_type": "llama3",
             "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8,
+            "low_freq_factor": 2.0,
+            "high_freq_factor": 8.0,
+            "original_max_position_embeddings": 40,
         },
     },
     "llama_linear": {
@@ -63,13 +63,35 @@ CASES = {
     },
     "llama_yarn": {
         "num_attention_heads": 2,
+        "head_dim": 32,
         "rope_parameters": {
-            "rope_theta": 100.0,
+            "rope_theta": 1000.0,
             "rope_type": "yarn",
             "factor": 4.0,
-            "beta_fast": 4.0,
-            "original_max_position_embeddings": 8,
+            "beta_fast": 8.0,
+            "original_max_position_embeddings": 256,
         },
+    },
+    "llama_yarn_exact": {
+        "num_attention_heads": 2,
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_theta": 1000.0,
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "attention_factor": 1.3,
+            "truncate": False,
+            "original_max_position_embeddings": 256,
+        },
+    },
+    # One kind of attention a layer, as Ministral has.
+    "mistral_layers": {
+        "model_type": "ministral",
+        "num_attention_heads": 2,
+        "head_dim": 12,
+        "num_key_value_heads": 2,
+        "sliding_window": 4,
+        "layer_types": ["full_attention", "sliding_attention"],
     },
     # A window shorter than the prompt, and than a tree's path.
     "mistral": {
