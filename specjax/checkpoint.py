@@ -91,7 +91,8 @@ def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
         shape differs from what the configuration says, or the configuration is not supported.
     """
     folder = Path(folder)
-    config, family = _read_config(folder)
+    config = _read_config(folder)
+    family = families.FAMILIES[config.family]
     kind = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     missing = families.tensor_shapes(config)
     found: dict[str, np.ndarray] = {}
@@ -110,7 +111,7 @@ def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
         raise CheckpointError(f"{folder} has no tensor {', '.join(sorted(missing))}.")
     if config.tie_embeddings:
         _drop_tied(found, family, folder)
-    return _assemble(found, config, family)
+    return _assemble(found, config)
 
 
 def save_model(
@@ -219,13 +220,13 @@ def tokenizer_of(folder: str | Path) -> "PreTrainedTokenizerFast":
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def _read_config(folder: Path) -> tuple[ModelConfig, families.Family]:
+def _read_config(folder: Path) -> ModelConfig:
     parsed = _config_of(folder)
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := _json(generation).get("eos_token_id")) is not None:
         parsed = parsed | {"eos_token_id": eos}
     try:
-        return families.read_config(parsed), families.family_of(parsed)
+        return families.read_config(parsed)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{folder / _CONFIG}: {error}") from error
 
@@ -319,9 +320,9 @@ def _drop_tied(found: dict[str, np.ndarray], family: families.Family, folder: Pa
         )
 
 
-def _assemble(
-    tensors: dict[str, np.ndarray], config: ModelConfig, family: families.Family
-) -> Model:
+def _assemble(tensors: dict[str, np.ndarray], config: ModelConfig) -> Model:
+    family = families.FAMILIES[config.family]
+
     def layer(index: int) -> LayerWeights:
         names = families.layer_names(index, config)
         return LayerWeights(**{leaf: jnp.asarray(tensors[name]) for leaf, name in names.items()})

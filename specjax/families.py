@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.config import MATRICES, ModelConfig
-from specjax.rope import KINDS, Stretch
+from specjax.rope import Stretch, check_kind
 
 Shape = tuple[int, ...]
 Json = Mapping[str, Any]
@@ -320,8 +320,7 @@ def _rope(config: Json, positions: int) -> tuple[float, Stretch | None]:
         return theta, None
     if rope.get("partial_rotary_factor") not in (1, None):
         raise ValueError("rope_parameters with a partial_rotary_factor are not supported here.")
-    if kind not in _NEEDED:
-        raise ValueError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}.")
+    check_kind(kind)
     for name in _NEEDED[kind]:
         if name not in rope:
             raise ValueError(f"rope scaling {kind!r} has no {name!r}, which it needs.")

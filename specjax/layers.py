@@ -108,18 +108,12 @@ def fast_columns(columns: int, dtype: jnp.dtype) -> int:
     return columns if columns <= exact or not _on_cpu() else -(-columns // 16) * 16
 
 
-def rms_norm(weight: Float[Array, " E"], x: Float[Array, "E C"], eps: float) -> Float[Array, "E C"]:
-    """Each column scaled to unit mean square, then by `weight`."""
-    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=0, keepdims=True) + eps)
-    return x * scale * weight.astype(x.dtype)[:, None]
-
-
-def head_norm(
-    weight: Float[Array, " D"], x: Float[Array, "H D B T"], eps: float
-) -> Float[Array, "H D B T"]:
-    """The features of each head scaled to unit mean square, then by `weight`."""
-    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=1, keepdims=True) + eps)
-    return x * scale * weight.astype(x.dtype)[:, None, None]
+def rms_norm(
+    weight: Float[Array, " E"], x: Float[Array, "*shape"], eps: float, axis: int = 0
+) -> Float[Array, "*shape"]:
+    """The features along `axis` scaled to unit mean square, then by `weight`."""
+    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True) + eps)
+    return x * scale * weight.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - axis - 1))
 
 
 def rotary_angles(
@@ -128,9 +122,8 @@ def rotary_angles(
     """Cosine and sine of each position's rotary angles, one per pair of features."""
     frequency = jnp.asarray(frequencies(head_dim, theta, stretch))
     angle = frequency[:, None, None] * positions.astype(jnp.float32)
-    if stretch is None or stretch.magnitude == 1:
-        return jnp.cos(angle), jnp.sin(angle)
-    return stretch.magnitude * jnp.cos(angle), stretch.magnitude * jnp.sin(angle)
+    magnitude = 1.0 if stretch is None else stretch.magnitude
+    return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
 
 
 def rotate(

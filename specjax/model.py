@@ -58,7 +58,7 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     keys = iter(jax.random.split(key, 2 + 7 * config.num_layers))
-    normed = 2 * config.head_norms
+    norms = ("query_norm", "key_norm") if config.head_norms else ()
 
     def normal(rows: int, columns: int, scale: float = 0.02) -> Array:
         return scale * jax.random.normal(next(keys), (rows, columns), dtype)
@@ -75,7 +75,7 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
             up=normal(f, d),
             down=normal(d, f, out_scale),
             **{f"{name}_bias": jnp.zeros(config.rows_of(name), dtype) for name in config.biases},
-            **{f"{name}_norm": jnp.ones(h, dtype) for name in ("query", "key")[:normed]},
+            **{name: jnp.ones(h, dtype) for name in norms},
         )
 
     return Model(
@@ -129,10 +129,10 @@ def attend(
     weights: LayerWeights,
     x: Float[Array, "E C"],
     angles: Angles,
+    sight: Sight,
     prefix: Prefix | None,
     block: tuple[Array, Array] | None,
     dtype: jnp.dtype | None,
-    sight: Sight,
 ) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
     """Attention of one layer before its output projection, and the pass's keys and values."""
     rows, tokens = angles[0].shape[1:]
@@ -140,7 +140,7 @@ def attend(
     def heads(matrix: str) -> Array:
         made = _product(weights, matrix, x, dtype).reshape(-1, config.head_dim, rows, tokens)
         norm = getattr(weights, f"{matrix}_norm", None)
-        return made if norm is None else layers.head_norm(norm, made, config.norm_eps)
+        return made if norm is None else layers.rms_norm(norm, made, config.norm_eps, axis=1)
 
     query = layers.rotate(heads("query"), angles).transpose(2, 0, 3, 1)
     key = layers.rotate(heads("key"), angles).transpose(2, 0, 3, 1)
@@ -169,7 +169,7 @@ def apply_layer(
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
     """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made."""
     normed = layers.rms_norm(weights.attention_norm, x, config.norm_eps)
-    mixed, new = attend(config, weights, normed, angles, prefix, block, dtype, sight)
+    mixed, new = attend(config, weights, normed, angles, sight, prefix, block, dtype)
     x = x + _product(weights, "output", mixed, dtype)
     normed = layers.rms_norm(weights.mlp_norm, x, config.norm_eps)
     hidden = jax.nn.silu(_product(weights, "gate", normed, dtype))

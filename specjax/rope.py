@@ -9,6 +9,16 @@ from jaxtyping import Float
 KINDS = ("linear", "llama3", "yarn")
 
 
+def check_kind(kind: str) -> None:
+    """Checks that frequencies can be stretched so.
+
+    Raises:
+      ValueError: they cannot.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"rope scaling {kind!r} is not supported; supported: {', '.join(KINDS)}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Stretch:
     """How rotary frequencies are stretched from `original` positions to more.
@@ -29,10 +39,7 @@ class Stretch:
     whole: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(
-                f"rope scaling {self.kind!r} is not supported; supported: {', '.join(KINDS)}."
-            )
+        check_kind(self.kind)
         if not self.factor >= 1:
             raise ValueError(f"rope scaling has factor {self.factor}; it must be at least 1.")
         if self.original < 1 or not 0 < self.low < self.high:

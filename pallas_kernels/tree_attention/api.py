@@ -1,6 +1,9 @@
 """The entry point of tree attention: picks an implementation by platform and shape."""
 
 import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,41 +15,33 @@ from pallas_kernels.tree_attention import reference, tpu, tuning, xla
 from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 
-def _triton(at: Operands, interpret: bool = False) -> Array:
-    """Imported when it runs: newer versions of jax are to drop its lowering."""
-    from pallas_kernels.tree_attention import triton
+def _later(file: str, name: str) -> Callable[..., Any]:
+    """A function of a kernel's file, which is imported when it is called.
 
-    return triton.tree_attention(at, interpret=interpret)
+    Mosaic GPU takes a while and packages that a CPU has no need of, and newer versions of jax are
+    to drop Triton's lowering.
+    """
 
+    def call(at: Operands, **options: Any) -> Any:
+        found = importlib.import_module(f"pallas_kernels.tree_attention.{file}")
+        return getattr(found, name)(at, **options)
 
-def _hopper(at: Operands) -> Array:
-    """Imported when it runs: Mosaic GPU takes a while, and packages that a CPU has no need of."""
-    from pallas_kernels.tree_attention import hopper
-
-    return hopper.tree_attention(at)
-
-
-def _hopper_interpreted(at: Operands) -> Array:
-    from pallas_kernels.tree_attention import hopper
-
-    return hopper.interpreted(at)
-
-
-def _hopper_unable(at: Operands) -> str | None:
-    from pallas_kernels.tree_attention import hopper
-
-    return hopper.unable(at)
+    return call
 
 
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.tree_attention),
     "xla": Implementation(xla.tree_attention),
     "tpu": Implementation(tpu.tree_attention, platforms=("tpu",), interpreted=tpu.interpreted),
-    "hopper": Implementation(_hopper, _hopper_unable, ("gpu",), interpreted=_hopper_interpreted),
-    "triton": Implementation(
-        _triton, platforms=("gpu",), interpreted=functools.partial(_triton, interpret=True)
+    "hopper": Implementation(
+        _later("hopper", "tree_attention"), _later("hopper", "unable"), ("gpu",),
+        interpreted=_later("hopper", "interpreted"),
     ),
-}
+    "triton": Implementation(
+        _later("triton", "tree_attention"), platforms=("gpu",),
+        interpreted=functools.partial(_later("triton", "tree_attention"), interpret=True),
+    ),
+}  # fmt: skip
 
 
 @functools.partial(jax.named_call, name="tree_attention")

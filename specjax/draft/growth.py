@@ -263,7 +263,8 @@ def join(
     def of_child(values: Array) -> Array:
         return jnp.take_along_axis(values.reshape(rows, -1), taken.child, axis=1)
 
-    up = inherited(scored, own[:, scored.slots.shape[1] :], _up_to(nodes, scored, own))
+    count = scored.slots.shape[1]
+    up = inherited(scored, own[:, count:], standing(nodes, scored) | own[:, :count])
     above = jnp.take_along_axis(up, parent[:, :, None], axis=1)
     joined = replace(
         nodes,
@@ -349,11 +350,6 @@ def _slots_of(
     child = jnp.where(taken.fresh, taken.child, children + 1)
     place = place.at[row, child].set(jnp.arange(budget, dtype=jnp.int32), mode="drop")
     return jnp.concatenate([old, jnp.take_along_axis(place, named, axis=1)], axis=1)
-
-
-def _up_to(nodes: Nodes, scored: Scored, own: Bool[Array, "B Q K"]) -> Bool[Array, "B n K"]:
-    """The slots of the scored nodes that stand, and of their ancestors."""
-    return standing(nodes, scored) | own[:, : scored.slots.shape[1]]
 
 
 def tree_of(
