@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.checkpoint import load, load_drafts, load_model, save_model
+    from specjax.checkpoint import load, load_drafts, load_model, save_model, save_sharded
     from specjax.config import ModelConfig
     from specjax.decode import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from specjax.pair import Pair, load_pair
     from specjax.sampling import Sampling
     from specjax.setting import Setting
+    from specjax.sharding import make_mesh
     from specjax.tree import TokenTree, TreeShape
 
 _HOMES = {
-    "checkpoint": ("load", "load_drafts", "load_model", "save_model"),
+    "checkpoint": ("load", "load_drafts", "load_model", "save_model", "save_sharded"),
     "config": ("ModelConfig",),
     "decode": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
@@ -25,6 +26,7 @@ _HOMES = {
     "pair": ("Pair", "load_pair"),
     "sampling": ("Sampling",),
     "setting": ("Setting",),
+    "sharding": ("make_mesh",),
     "tree": ("TokenTree", "TreeShape"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -48,7 +50,9 @@ __all__ = [
     "load_drafts",
     "load_model",
     "load_pair",
+    "make_mesh",
     "save_model",
+    "save_sharded",
     "setting_of",
     "stream",
 ]

@@ -19,7 +19,7 @@ from specjax import curves, measure, methods, prompts, records
 from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
-from specjax.options import Bench, count_of
+from specjax.options import Bench
 from specjax.pair import Pair, load_pair
 from specjax.plan import MIXED, PLAIN_DTYPES, Candidate, Plan, Temperature, plan_of
 from specjax.profile import profile
@@ -28,6 +28,7 @@ from specjax.report import table
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
 from specjax.setting import Setting, to_json
+from specjax.values import count_of
 
 _PHASE_REQUESTS = 8
 

@@ -54,10 +54,16 @@ def cache_dtype(weights: jnp.dtype) -> jnp.dtype:
     return jnp.dtype("float32" if jax.default_backend() == "cpu" else weights)
 
 
-def empty_cache(config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype) -> KVCache:
-    """A cache of `slots` slots for each of `rows` rows, holding nothing."""
-    shape = (rows, config.num_kv_heads, config.head_dim, slots)
-    turned = (rows, config.num_kv_heads, slots, config.head_dim)
+def empty_cache(
+    config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype, heads: int | None = None
+) -> KVCache:
+    """A cache of `slots` slots for each of `rows` rows, holding nothing.
+
+    `heads` are the key/value heads that a device has, by default all.
+    """
+    heads = heads or config.num_kv_heads
+    shape = (rows, heads, config.head_dim, slots)
+    turned = (rows, heads, slots, config.head_dim)
     each = range(config.num_layers)
     return KVCache(
         keys=tuple(jnp.zeros(shape, dtype) for _ in each),

@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax import decode, law, methods, prompts
+from specjax.distributed import devices_for
 from specjax.draft import Drafter
 from specjax.model import Model
-from specjax.options import Verify, at_least, check_seed, widths_of
+from specjax.options import Verify
 from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling, process
 from specjax.setting import Setting
 from specjax.tuned import read
+from specjax.values import at_least, check_seed, widths_of
 from specjax.verify import GREEDY, NAIVE, RULES, find_rule
 from specjax.widths import widest
 
@@ -299,7 +301,10 @@ def verify(options: Verify) -> int:
     widths_of(options.tree)
     _rules(options)
     check_seed(options.seed)
-    pair = load_pair(options.model, options.draft, "float32", options.stage)
+    mesh = devices_for(options.mesh, options.distributed)
+    pair = load_pair(
+        options.model, options.draft, "float32", options.stage, mesh, options.positions
+    )
     settings = settings_of(options, pair)
     _judged(pair, settings, options)
     chosen, _ = prompts.fitting(

@@ -1,7 +1,4 @@
-"""Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files.
-
-N-gram models lie in folders of the same look.
-"""
+"""Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files."""
 
 import json
 import os
@@ -12,66 +9,77 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from specjax import families
+from specjax import families, sharded, sharding
 from specjax.config import ModelConfig
-from specjax.draft import ngram
-from specjax.model import LayerWeights, Model
+from specjax.families import Family, Stored
+from specjax.folder import (
+    BUNDLED,
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    Files,
+    Name,
+    config_of,
+    find,
+    parsed,
+    tensors,
+)
+from specjax.model import Model, assemble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-BUNDLED = Path(__file__).parent / "bundled"
-"""The pair that comes with the package."""
-
 BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
 """What drafts for its first draft."""
 
-_CONFIG, _WEIGHTS = "config.json", "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-_NGRAM, _PER_NAT, _DEAREST = "ngram", 16, 255
-
-
-class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or not what its configuration says."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load(
-    name: str | Path = "bundled", dtype: str | None = None
+    name: Name | Sequence[Name] = "bundled",
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    positions: int | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
-    """The model and the tokenizer of a folder, or of the bundled target.
+    """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
-    `dtype` is "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere.
+    `dtype` is "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere. With a
+    `mesh` each weight is read straight into its shards (see `sharding`). `positions` is how many
+    of the model's are used, by default all; of a LongRoPE model those of its short factors, more
+    take the long ones.
 
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
     """
-    folder = BUNDLED / "target" if name == "bundled" else Path(name)
-    return load_model(folder, dtype), tokenizer_of(folder)
+    found = Files(BUNDLED / "target") if name == "bundled" else find(name)
+    return load_model(found, dtype, mesh, positions), tokenizer_of(found.folder)
 
 
 def load_drafts(
-    names: str | Path | Sequence[str | Path] = "bundled", dtype: str | None = None
+    names: Name | Sequence[Name] = "bundled",
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
 ) -> list[Model]:
     """The models of a folder or of several, or the whole bundled pool in numeric order.
 
-    "bundled/0" names the first draft of the bundled pool alone.
+    "bundled/0" names the first draft of the bundled pool alone. On a `mesh` every device holds
+    them whole.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
     """
     if names == "bundled":
-        return load_pool(BUNDLED / "drafts", dtype)
+        return load_pool(BUNDLED / "drafts", dtype, mesh)
     several = [names] if isinstance(names, str | Path) else names
-    return [load_model(folder_of(name, "drafts"), dtype) for name in several]
+    return [load_model(folder_of(name, "drafts"), dtype, mesh, split=False) for name in several]
 
 
-def load_pool(folder: Path, dtype: str | None = None) -> list[Model]:
+def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) -> list[Model]:
     """The models of the folders 0, 1, ... in `folder`, in numeric order.
 
     Raises:
@@ -80,38 +88,48 @@ def load_pool(folder: Path, dtype: str | None = None) -> list[Model]:
     found = [each for each in folder.glob("*") if each.name.isdigit()]
     if not found:
         raise CheckpointError(f"there are no drafts in {folder}: it needs folders 0, 1, ...")
-    return [load_model(each, dtype) for each in sorted(found, key=lambda each: int(each.name))]
+    in_order = sorted(found, key=lambda each: int(each.name))
+    return [load_model(each, dtype, mesh, split=False) for each in in_order]
 
 
-def load_model(folder: str | Path, dtype: str | None = "float32") -> Model:
-    """The weights in `folder`, rounded to `dtype` (None: as `load` does).
+def load_model(
+    name: Files | Name | Sequence[Name],
+    dtype: str | None = "float32",
+    mesh: Mesh | None = None,
+    positions: int | None = None,
+    split: bool = True,
+) -> Model:
+    """The weights of a folder, rounded to `dtype` (None: as `load` does).
+
+    Files are mapped, and a tensor at a time is rounded and placed: no more than the largest is
+    held beside what stays. On a `mesh` the model is `split`, or whole on every device.
 
     Raises:
       CheckpointError: a file is missing or damaged, a tensor is unused, a parameter unfilled, a
         shape differs from what the configuration says, or the configuration is not supported.
     """
-    folder = Path(folder)
-    config = _read_config(folder)
-    family = families.FAMILIES[config.family]
+    files = name if isinstance(name, Files) else find(name)
+    config, family = read_config(files.folder, positions)
     kind = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
-    missing = families.tensor_shapes(config)
-    found: dict[str, np.ndarray] = {}
-    for name, file, tensor in _tensors(folder, family.ignored):
-        expected = missing.pop(name, None)
-        if expected is None:
-            if name in found or not (config.tie_embeddings and name == family.unembedding):
-                raise CheckpointError(f"{file} holds {name}, which the model has no place for.")
-            expected = (config.vocab_size, config.hidden_size)
-        if tensor.shape != expected:
+    try:
+        placement = sharding.placement(config, mesh, split)
+    except ValueError as error:
+        raise CheckpointError(f"{files.folder}: {error}") from error
+    if (files.folder / sharded.FOLDER).is_dir() and not files.weights:
+        try:
+            return sharded.restore(files.folder, placement, config.num_kv_heads, kind)
+        except (ValueError, KeyError, OSError) as error:
+            said = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{name} in {file} has shape {tensor.shape}; {_CONFIG} asks for {expected}."
-            )
-        found[name] = tensor.astype(kind)
-    if missing:
-        raise CheckpointError(f"{folder} has no tensor {', '.join(sorted(missing))}.")
-    if config.tie_embeddings:
-        _drop_tied(found, family, folder)
-    return _assemble(found, config)
+                f"{files.folder / sharded.FOLDER} cannot be read: {said}"
+            ) from error
+    outer: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    for stored, tensor in _checked(files, config, family):
+        into = outer if stored.layer is None else layers[stored.layer]
+        for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
+            into[leaf] = placement.put(leaf, part, kind)
+    return assemble(placement.config, outer, layers, placement.axis)
 
 
 def save_model(
@@ -129,12 +147,43 @@ def save_model(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config = families.write_config(model.config) | {"dtype": dtype, "torch_dtype": dtype} | extras
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     kind = jnp.dtype(dtype)
-    tensors = {name: np.asarray(leaf).astype(kind) for name, leaf in named_leaves(model)}
-    (folder / _WEIGHTS).write_bytes(save(tensors, metadata={"format": "pt"}))
+    held = {name: np.asarray(tensor).astype(kind) for name, tensor in named_tensors(model)}
+    (folder / WEIGHTS).write_bytes(save(held, metadata={"format": "pt"}))
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder, model.config)
+
+
+def save_sharded(
+    model: Model,
+    folder: str | Path,
+    tokenizer: "Tokenizer | PreTrainedTokenizerFast | None" = None,
+) -> None:
+    """Writes `model` with Orbax, every process its own shards; `load` reads it onto any mesh.
+
+    Raises:
+      ValueError: the folder has such weights already, or the family cannot say what the model is.
+    """
+    folder = Path(folder)
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        config = families.write_config(model.config)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, folder, model.config)
+    sharded.save(model, folder)
+
+
+def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
+    """The weights as Hugging Face's files name and pack them; the arrays themselves where whole."""
+    for stored in families.stored(families.FAMILIES[model.config.family], model.config):
+        holder = model if stored.layer is None else model.layers[stored.layer]
+        leaves = [getattr(holder, leaf) for leaf in stored.leaves]
+        if stored.is_leaf:
+            yield stored.name, leaves[0]
+        else:
+            yield stored.name, np.ascontiguousarray(stored.join(list(map(np.asarray, leaves))))
 
 
 def folder_of(name: str | Path, *within: str) -> Path:
@@ -143,72 +192,13 @@ def folder_of(name: str | Path, *within: str) -> Path:
     return BUNDLED.joinpath(*within, *rest) if first == "bundled" and rest else Path(name)
 
 
-def is_ngram(folder: str | Path) -> bool:
-    """Whether a folder holds an n-gram model.
-
-    Raises:
-      CheckpointError: it holds no configuration.
-    """
-    return _config_of(Path(folder)).get("kind") == _NGRAM
-
-
-def load_ngram(name: str | Path = "bundled", vocab_size: int | None = None) -> ngram.NGram:
-    """The n-gram model of a folder, or the bundled one.
-
-    Raises:
-      CheckpointError: a file or a tensor is missing, damaged, or not what the configuration says,
-        or the model is not one of `vocab_size` tokens.
-    """
-    folder = BUNDLED / _NGRAM if name == "bundled" else Path(name)
-    config = _config_of(folder)
-    size, width, contexts = _ngram_sizes(config, folder / _CONFIG)
-    if vocab_size not in (None, size):
-        raise CheckpointError(
-            f"the n-gram model in {folder} is one of {size} tokens; {vocab_size} are asked for."
-        )
-    rows = size + contexts, width
-    found = _ngram_tensors(folder, {"contexts": (contexts, 2), "tokens": rows, "costs": rows})
-    largest = max(int(found[each].max(initial=0)) for each in ("contexts", "tokens"))
-    if largest >= size:
-        raise CheckpointError(f"{folder} names token {largest}; {_CONFIG} says {size} tokens.")
-    wide = {name: tensor.astype(np.int32) for name, tensor in found.items()}
-    log_q = wide["costs"].astype(np.float32) / -_PER_NAT
-    return ngram.pack(wide["contexts"], wide["tokens"], log_q)
-
-
-def save_ngram(table: ngram.NGram, folder: str | Path, **extras: Any) -> None:
-    """Writes `table` as a folder that `load_ngram` reads; `extras` are added to `config.json`.
-
-    Log probabilities are kept as `costs`, in sixteenths of a nat in a byte (at most 15.9 nats);
-    the hash table is made anew when the folder is read.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "kind": _NGRAM,
-        "order": ngram.ORDER,
-        "vocab_size": table.vocab_size,
-        "width": table.width,
-        "contexts": table.num_contexts,
-    }
-    (folder / _CONFIG).write_text(json.dumps(config | extras, indent=2) + "\n", encoding="utf-8")
-    small = np.min_scalar_type(table.vocab_size - 1)
-    costs = np.round(-_PER_NAT * np.asarray(table.log_q))
-    tensors = {
-        "contexts": ngram.contexts_of(table).astype(small),
-        "tokens": np.asarray(table.tokens).astype(small),
-        "costs": np.minimum(costs, _DEAREST).astype(np.uint8),
-    }
-    (folder / _WEIGHTS).write_bytes(save(tensors))
-
-
-def tokenizer_of(folder: str | Path) -> "PreTrainedTokenizerFast":
+def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
     """The transformers tokenizer stored in `folder`.
 
     Raises:
       CheckpointError: the folder holds no tokenizer, or one that cannot be read.
     """
-    folder = Path(folder)
+    folder = find(folder).folder
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise CheckpointError(f"no tokenizer in {folder}; it needs a {_TOKENIZER_FILES[0]}.")
     _quieten()
@@ -220,133 +210,63 @@ def tokenizer_of(folder: str | Path) -> "PreTrainedTokenizerFast":
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def _read_config(folder: Path) -> ModelConfig:
-    parsed = _config_of(folder)
+def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig, Family]:
+    """The configuration of a folder, and the family of its files.
+
+    Raises:
+      CheckpointError: it is missing, damaged or not supported.
+    """
+    found = config_of(folder)
     generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := _json(generation).get("eos_token_id")) is not None:
-        parsed = parsed | {"eos_token_id": eos}
+    if generation.is_file() and (eos := parsed(generation).get("eos_token_id")) is not None:
+        found = found | {"eos_token_id": eos}
     try:
-        return families.read_config(parsed)
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        raise CheckpointError(f"{folder / _CONFIG}: {error}") from error
+        return families.read_config(found, positions), families.family_of(found)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        if BUNDLED in folder.parents:
-            raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
-        raise CheckpointError(f"no model folder at {folder}; it must exist, or be 'bundled'.")
-    if not (folder / _CONFIG).is_file():
-        raise CheckpointError(f"{folder} has no {_CONFIG}, so it is not a model folder.")
-    return _json(folder / _CONFIG)
+def _checked(
+    files: Files, config: ModelConfig, family: Family
+) -> Iterator[tuple[Stored, np.ndarray]]:
+    """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
 
-
-def _ngram_sizes(config: dict[str, Any], file: Path) -> tuple[int, int, int]:
-    """Vocabulary, width and contexts of an n-gram model."""
-    for name, expected in (("kind", _NGRAM), ("order", ngram.ORDER)):
-        if config.get(name) != expected:
+    An unembedding that a tied model's file repeats must equal its embedding.
+    """
+    expected = {stored.name: stored for stored in families.stored(family, config)}
+    missing, tied = dict(expected), {}
+    repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
+    for found, file, tensor in tensors(files):
+        if found.endswith(family.ignored) or found.startswith(family.ignored):
+            continue
+        name = family.name_of(found, expected)
+        if repeated and name in repeated:
+            tied[name] = tensor
+        stored = missing.pop(name, None)
+        shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
+        if stored is not None:
+            shape = stored.shape
+        if shape is None:
+            raise CheckpointError(f"{file} holds {found}, which the model has no place for.")
+        if tensor.shape != shape:
             raise CheckpointError(
-                f"{file} says {name} {config.get(name)!r}; an n-gram model has {expected!r}."
+                f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
             )
-    for name, least in (("vocab_size", 1), ("width", 1), ("contexts", 0)):
-        if type(config.get(name)) is not int or config[name] < least:
-            raise CheckpointError(
-                f"{file} says {name} {config.get(name)!r}; it must be at least {least}."
-            )
-    return config["vocab_size"], config["width"], config["contexts"]
-
-
-def _ngram_tensors(folder: Path, missing: dict[str, tuple[int, int]]) -> dict[str, np.ndarray]:
-    """The tensors of an n-gram model, of the shapes given."""
-    found = {}
-    for name, file, tensor in _tensors(folder):
-        expected = missing.pop(name, None)
-        if expected is None:
-            raise CheckpointError(f"{file} holds {name}, which an n-gram model has no place for.")
-        if tensor.shape != expected:
-            raise CheckpointError(
-                f"{name} in {file} has shape {tensor.shape}; {_CONFIG} asks for {expected}."
-            )
-        found[name] = tensor
+        if stored is not None:
+            yield stored, tensor
     if missing:
-        raise CheckpointError(f"{folder} has no tensor {', '.join(sorted(missing))}.")
-    return found
+        raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
+    if repeated and len(tied) == 2:
+        _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        parsed = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
-    if not isinstance(parsed, dict):
-        raise CheckpointError(f"{path} holds a {type(parsed).__name__}, not an object.")
-    return parsed
-
-
-def _tensors(
-    folder: Path, ignored: str | tuple[str, ...] = ()
-) -> Iterator[tuple[str, Path, np.ndarray]]:
-    """Every tensor of the folder's safetensors files, with its name and file."""
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="np") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    if not name.endswith(ignored):
-                        yield name, file, opened.get_tensor(name)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{file} is missing, though {_INDEX} names it.") from error
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is truncated or damaged: {error}.") from error
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / _WEIGHTS).is_file():
-        return [folder / _WEIGHTS]
-    if not (folder / _INDEX).is_file():
-        raise CheckpointError(f"{folder} has neither {_WEIGHTS} nor {_INDEX}.")
-    weight_map = _json(folder / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{folder / _INDEX} has no weight_map.")
-    return [folder / name for name in sorted(set(weight_map.values()))]
-
-
-def _drop_tied(found: dict[str, np.ndarray], family: families.Family, folder: Path) -> None:
-    """Takes out an unembedding that a tied model's file repeats; it must equal the embedding."""
-    repeated = found.pop(family.unembedding, None)
-    if repeated is not None and not np.array_equal(repeated, found[family.embedding]):
+def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: Path) -> None:
+    blocks = range(0, first.shape[0], 4096)
+    if not all(np.array_equal(first[at : at + 4096], second[at : at + 4096]) for at in blocks):
         raise CheckpointError(
-            f"{folder} says tie_word_embeddings, but its {family.unembedding} differs from "
-            f"its {family.embedding}."
+            f"{folder} says tie_word_embeddings, but its {family.outer['unembedding']} differs "
+            f"from its {family.outer['embedding']}."
         )
-
-
-def _assemble(tensors: dict[str, np.ndarray], config: ModelConfig) -> Model:
-    family = families.FAMILIES[config.family]
-
-    def layer(index: int) -> LayerWeights:
-        names = families.layer_names(index, config)
-        return LayerWeights(**{leaf: jnp.asarray(tensors[name]) for leaf, name in names.items()})
-
-    tied = config.tie_embeddings
-    return Model(
-        embedding=jnp.asarray(tensors[family.embedding]),
-        layers=tuple(layer(index) for index in range(config.num_layers)),
-        final_norm=jnp.asarray(tensors[family.final_norm]),
-        unembedding=None if tied else jnp.asarray(tensors[family.unembedding]),
-        config=config,
-    )
-
-
-def named_leaves(model: Model) -> Iterator[tuple[str, Array]]:
-    """The weights under the names that Hugging Face's files give them."""
-    family = families.FAMILIES[model.config.family]
-    yield family.embedding, model.embedding
-    yield family.final_norm, model.final_norm
-    if model.unembedding is not None:
-        yield family.unembedding, model.unembedding
-    for index, weights in enumerate(model.layers):
-        for leaf, name in families.layer_names(index, model.config).items():
-            yield name, getattr(weights, leaf)
 
 
 def _save_tokenizer(
@@ -365,7 +285,7 @@ def _save_tokenizer(
         )
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    saved = _json(path)
+    saved = parsed(path)
     if saved.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows the old name
         saved["tokenizer_class"] = "PreTrainedTokenizerFast"
         path.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")

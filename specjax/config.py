@@ -1,23 +1,48 @@
 """What a decoder is, apart from its weights."""
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 from specjax.rope import Stretch
+
+Shape = tuple[int, ...]
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 """The matrices of a layer, any of which may have a bias."""
 
+NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+"""The norms of a layer: before and after attention, before and after the feed-forward part."""
+
+PRE_NORMS = ("attention_norm", "mlp_norm")
+
+NORM_KINDS = ("rms", "offset_rms", "layer")
+"""By root mean square, so with weights that are offsets from 1, or of mean and variance, biased."""
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Shape and constants of a LLaMA-shaped decoder. Hashable: it is part of what is compiled.
+    """Shape and constants of a decoder. Hashable: it is part of what is compiled.
 
     `rope_theta` is the base of the rotary frequencies and `rope_stretch` what they are stretched
-    by, `norm_eps` the epsilon inside RMSNorm, `max_positions` the longest context in tokens,
-    `eos_ids` the tokens that end a text. `biases` names the matrices of a layer that have one;
-    with `head_norms` the queries and keys of each head are normed before they are rotated.
+    by, `norm_eps` the epsilon inside norms, `max_positions` the longest context in tokens,
+    `eos_ids` the tokens that end a text. `family` is the table of `families`.
+
+    Layers: `norm` is the kind of their norms and `norms` says which of `NORMS` they have;
+    `activation` is that of the feed-forward part, whose gate only `gated` models have; `biases`
+    names the matrices that have one. In `parallel` models both parts of a layer read its input.
+
+    Attention: `head_norms` norms queries and keys before they are rotated, those of each "head" or
+    the "whole" width; the first `rotary_dim` features of a head are rotated (None: all).
     `windows` holds for each layer how many tokens up to its own a token sees, None for all of
-    them, and is empty where no layer has a window. `family` is the table of `families`.
+    them, and is empty where no layer has a window; layers that have one rotate by `window_theta`
+    and do not stretch, where it is given. Scores are scaled by `query_scale` (None: the root of
+    `head_dim`, inverted) and capped to ±`attention_cap`.
+
+    Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
+    of positions is added, position 0 at that row of it; logits are capped to ±`logit_cap`.
     """
 
     vocab_size: int
@@ -34,9 +59,21 @@ class ModelConfig:
     eos_ids: tuple[int, ...] = ()
     rope_stretch: Stretch | None = None
     biases: tuple[str, ...] = ()
-    head_norms: bool = False
+    head_norms: str | None = None
     windows: tuple[int | None, ...] = ()
     family: str = "llama"
+    norm: str = "rms"
+    norms: tuple[str, ...] = PRE_NORMS
+    activation: str = "silu"
+    gated: bool = True
+    parallel: bool = False
+    rotary_dim: int | None = None
+    window_theta: float | None = None
+    query_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
+    position_offset: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -48,8 +85,11 @@ class ModelConfig:
                 f"num_heads ({self.num_heads}) is not a multiple of "
                 f"num_kv_heads ({self.num_kv_heads})."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary embedding needs an even one.")
+        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
+            raise ValueError(
+                f"head_dim is {self.head_dim} and rotary_dim {self.rotary_dim}; rotary embedding "
+                "turns an even number of a head's features."
+            )
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
         for window in self.windows:
@@ -57,22 +97,64 @@ class ModelConfig:
                 raise ValueError(
                     f"a layer's window is {window!r}; it must be a whole number above 0."
                 )
-        for name in self.biases:
-            if name not in MATRICES:
-                raise ValueError(f"there is no matrix {name!r}; there are {', '.join(MATRICES)}.")
+        for what, names, known in (
+            ("matrix", self.biases, MATRICES),
+            ("norm", self.norms, NORMS),
+            ("kind of norm", (self.norm,), NORM_KINDS),
+            ("activation", (self.activation,), ACTIVATIONS),
+            ("norm of heads", (self.head_norms,), (None, "head", "whole")),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(
+                        f"there is no {what} {name!r}; there are {', '.join(map(str, known))}."
+                    )
+
+    @property
+    def rotated(self) -> int:
+        """How many features of a head are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def num_parameters(self) -> int:
         """Number of stored weights."""
-        d, f, h = self.hidden_size, self.intermediate_size, self.head_dim
-        layer = 2 * d * h * (self.num_heads + self.num_kv_heads) + 3 * d * f + 2 * d
-        layer += sum(self.rows_of(name) for name in self.biases) + 2 * h * self.head_norms
-        embeddings = self.vocab_size * d * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * layer + d
+        layer, outer = (
+            sum(math.prod(shape) for shape in shapes.values())
+            for shapes in (self.layer_shapes, self.outer_shapes)
+        )
+        return self.num_layers * layer + outer
 
-    def rows_of(self, matrix: str) -> int:
-        """How many features a matrix of a layer makes."""
-        heads = {"query": self.num_heads, "key": self.num_kv_heads, "value": self.num_kv_heads}
-        if matrix in heads:
-            return heads[matrix] * self.head_dim
-        return self.hidden_size if matrix in ("output", "down") else self.intermediate_size
+    @property
+    def layer_shapes(self) -> dict[str, Shape]:
+        """The shape of every leaf that a layer has, by its name in `LayerWeights`."""
+        d, f = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, Shape] = {
+            "query": (heads, d), "key": (kv_heads, d), "value": (kv_heads, d), "output": (d, heads),
+            "gate": (f, d), "up": (f, d), "down": (d, f),
+        }  # fmt: skip
+        if not self.gated:
+            del shapes["gate"]
+        shapes |= {f"{name}_bias": shapes[name][:1] for name in self.biases}
+        shapes |= self._norm_shapes(self.norms)
+        if self.head_norms is not None:
+            whole = self.head_norms == "whole"
+            shapes["query_norm"] = (heads if whole else self.head_dim,)
+            shapes["key_norm"] = (kv_heads if whole else self.head_dim,)
+        return shapes
+
+    @property
+    def outer_shapes(self) -> dict[str, Shape]:
+        """The shape of every leaf outside the layers, by its name in `Model`."""
+        table = self.vocab_size, self.hidden_size
+        shapes: dict[str, Shape] = {"embedding": table, **self._norm_shapes(("final_norm",))}
+        if not self.tie_embeddings:
+            shapes["unembedding"] = table
+        if self.position_offset is not None:
+            rows = self.max_positions + self.position_offset
+            shapes["position_embedding"] = (rows, self.hidden_size)
+        return shapes
+
+    def _norm_shapes(self, names: Sequence[str]) -> dict[str, Shape]:
+        ends = ("", "_bias") if self.norm == "layer" else ("",)
+        return {name + end: (self.hidden_size,) for name in names for end in ends}

@@ -15,15 +15,17 @@ from rich.text import Text
 from specjax import decode, measure, methods, records
 from specjax.cache import cache_dtype, empty_cache
 from specjax.choice import Asked, Choice, choose
+from specjax.distributed import devices_for
 from specjax.draft import Drafter, Step
 from specjax.model import Model
-from specjax.options import Generate, Info, at_least, check_seed, dtype_of, widths_of
+from specjax.options import Generate, Info
 from specjax.pair import Pair, load_pair
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
 from specjax.setting import to_json
 from specjax.tree import draw_tree, take_row
 from specjax.tuned import read
+from specjax.values import at_least, check_seed, dtype_of, widths_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -40,7 +42,11 @@ def generate(options: Generate) -> int:
     """
     _check(options)
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-    pair = load_pair(options.model, options.draft, dtype_of(options.dtype), options.stage)
+    mesh = devices_for(options.mesh, options.distributed)
+    pair = load_pair(
+        options.model, options.draft, dtype_of(options.dtype), options.stage, mesh,
+        options.positions,
+    )  # fmt: skip
     asked = Asked(
         options.method, widths_of(options.tree), options.budget, options.config, options.verify
     )
@@ -78,8 +84,9 @@ def _sampling(options: Generate) -> Sampling:
 
 
 def say(sentence: str) -> None:
-    """Prints a remark beside the result."""
-    print(f"specjax: {sentence}", file=sys.stderr, flush=True)
+    """Prints a remark beside the result, in the first of several processes."""
+    if jax.process_index() == 0:
+        print(f"specjax: {sentence}", file=sys.stderr, flush=True)
 
 
 def _answer(
@@ -172,7 +179,8 @@ def _narrate(
         f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
         f"{tokens / seconds:.1f} tokens/s."
     )
-    _say_split(pair.target, drafter, request, passes, seconds)
+    if request.layout is None:
+        _say_split(pair.target, drafter, request, passes, seconds)
 
 
 def _say_split(
@@ -226,7 +234,10 @@ def info(options: Info) -> int:
     Raises:
       ValueError: an option is wrong or the pair does not fit.
     """
-    pair = load_pair(options.model, options.draft, dtype_of(options.dtype))
+    mesh = devices_for(options.mesh, options.distributed)
+    pair = load_pair(
+        options.model, options.draft, dtype_of(options.dtype), None, mesh, options.positions
+    )
     facts = _facts(pair)
     if options.json:
         print(json.dumps(facts))

@@ -1,4 +1,4 @@
-"""One speculative step (guess, look, decide, commit), and the loop over it."""
+"""The loop over speculative steps: as one program, or a step at a time; on a device or a mesh."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -9,36 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax import layers
 from specjax.arrays import Key
-from specjax.cache import KVCache, NewKV, cache_dtype, empty_cache
-from specjax.draft.drafter import Drafter, DraftState, Step
-from specjax.model import Model, forward, trunk, unembed
-from specjax.pytree import pytree, replace
+from specjax.cache import KVCache
+from specjax.draft.drafter import Drafter, Step
+from specjax.model import Model
+from specjax.pytree import pytree, unchecked
 from specjax.request import Limits, prepare, window_of
-from specjax.sampling import Sampling, is_greedy, largest, most_likely, process
-from specjax.tree import TokenTree, ancestors, root_only
-from specjax.verify import Rule, decide
-from specjax.walk import Accepted, match
-
-_SEEN_BLOCK = 128
-"""Columns of a prompt that are unembedded at a time."""
-
-
-@pytree
-class DecodeState:
-    """Everything a batch of rows needs to go on.
-
-    `cache` holds each row's tokens but the last; `last` is that token, the root of the next tree,
-    and stands at position `cache.length`.
-    """
-
-    cache: KVCache
-    draft: DraftState
-    last: Int32[Array, " B"]
-    key: Key[Array, " B"]
+from specjax.sampling import Sampling
+from specjax.sharding import Layout
+from specjax.stepping import DecodeState, prefill, step
+from specjax.verify import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,191 +44,6 @@ class Generation:
         return self.lengths / np.maximum(self.steps, 1)
 
 
-def prefill(
-    target: Model,
-    drafter: Drafter | None,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
-    slots: int,
-) -> DecodeState:
-    """The state after prompts of `length` tokens, right-padded to `T`; `slots` cache slots a row.
-
-    The last prompt token is the first root, so the first token comes from a step like any other.
-    """
-    state, seen = read(target, prompt, length, key, slots, num_seen_by(drafter))
-    if drafter is None:
-        return state
-    return replace(state, draft=drafter.init(prompt, length, slots, seen))
-
-
-def read(
-    target: Model,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
-    slots: int,
-    num_seen: int,
-) -> tuple[DecodeState, Int32[Array, "B T k"]]:
-    """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
-    rows, tokens = prompt.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
-    x, new = trunk(target, prompt, positions, None, None)
-    cache = empty_cache(target.config, rows, slots, cache_dtype(target.embedding.dtype))
-    last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0]
-    state = DecodeState(cache.keep(new, None, length - 1), (), last, key)
-    return state, seen_in(target, x, prompt.shape, num_seen)
-
-
-def num_seen_by(drafter: Drafter | None) -> int:
-    """How many of the target's likeliest tokens the drafter wants to see."""
-    return 0 if drafter is None else drafter.num_seen
-
-
-def seen_in(
-    target: Model, x: Float[Array, "E C"], shape: tuple[int, ...], count: int
-) -> Int32[Array, "B T k"]:
-    """The target's `count` likeliest tokens after each column of a pass, a block at a time."""
-    if not count:
-        return jnp.zeros((*shape, 0), jnp.int32)
-    columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SEEN_BLOCK)))
-    blocks = columns.reshape(x.shape[0], -1, _SEEN_BLOCK).swapaxes(0, 1)
-    best = lax.map(lambda block: largest(unembed(target, block).T, count)[1], blocks)
-    return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count)
-
-
-def guess(
-    target: Model, drafter: Drafter | None, sampling: Sampling, state: DecodeState
-) -> tuple[TokenTree, DraftState]:
-    """A tree below each row's root, and the drafter's state; nothing but the root without one."""
-    if drafter is None:
-        return root_only(state.last, target.config.vocab_size), state.draft
-    return drafter.propose(state.key, state.cache.length, state.draft, state.last, sampling)
-
-
-def look(target: Model, tree: TokenTree, state: DecodeState) -> tuple[Float[Array, "B N V"], NewKV]:
-    """The target's logits after every node, in one pass.
-
-    Empty slots are added where the platform's products run faster with more columns.
-    """
-    rows, slots = tree.tokens.shape
-    spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
-    tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
-    visible = jnp.pad(ancestors(tree), ((0, 0), (0, spare), (0, spare)))
-    visible |= jnp.eye(slots + spare, dtype=bool)
-    positions = state.cache.length[:, None] + depth
-    logits, new = forward(target, tokens, positions, state.cache, visible)
-    return logits[:, :slots], new
-
-
-def judge(
-    rule: Rule,
-    sampling: Sampling,
-    state: DecodeState,
-    tree: TokenTree,
-    logits: Float[Array, "B N V"],
-    window: int,
-) -> Accepted:
-    """What `rule` accepts of every row's tree.
-
-    On rows of temperature 0 all rules decide as the greedy one does, which needs no law; where
-    there is no other row, none is made.
-    """
-
-    def by_rule(logits: Float[Array, "B N V"]) -> Accepted:
-        p = process(logits, sampling)
-        one = partial(decide, rule, window=window)
-        return jax.vmap(lambda key, at, t, law: one(key, at, t, law))(
-            state.key, state.cache.length, tree, p
-        )
-
-    def by_choice(logits: Float[Array, "B N V"]) -> Accepted:
-        return jax.vmap(lambda t, choice: match(t, choice, window))(tree, most_likely(logits))
-
-    return lax.cond(is_greedy(sampling).all(), by_choice, by_rule, logits)
-
-
-def commit(
-    drafter: Drafter | None, state: DecodeState, new: NewKV, draft: DraftState, step: Step
-) -> DecodeState:
-    """The state after a step's tokens, of which the last becomes the root.
-
-    `new` are the pass's keys and values, `draft` is the drafter's state after its guess.
-    """
-    count = step.count
-    last = jnp.take_along_axis(step.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
-    return replace(
-        state,
-        cache=state.cache.keep(new, step.accepted.path, count),
-        draft=draft if drafter is None else drafter.commit(draft, step),
-        last=jnp.where(count > 0, last, state.last),
-    )
-
-
-def emitted(tree: TokenTree, accepted: Accepted) -> Int32[Array, "B W"]:
-    """The tokens a step gives: those of the path below the root, then the token after it."""
-    along = jnp.take_along_axis(tree.tokens, jnp.roll(accepted.path, -1, axis=1), axis=1)
-    at_end = jnp.arange(along.shape[1]) == accepted.count[:, None] - 1
-    return jnp.where(at_end, accepted.token[:, None], along)
-
-
-def likeliest(logits: Float[Array, "B N V"], count: int) -> Int32[Array, "B N k"]:
-    """The tokens of the `count` largest logits of each node."""
-    if not count:  # most drafters ask for none, and a step should not pay for it
-        return jnp.zeros((*logits.shape[:2], 0), jnp.int32)
-    return largest(logits, count)[1]
-
-
-def truncate(
-    tokens: Int32[Array, "B W"],
-    count: Int32[Array, " B"],
-    made: Int32[Array, " B"],
-    done: Bool[Array, " B"],
-    limits: Limits,
-    eos_ids: tuple[int, ...],
-) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
-    """How many of a step's tokens count, and which rows are now done.
-
-    A row ends after the first end token inside the accepted path, or at exactly
-    `max_new_tokens`; a row that was done gives nothing.
-    """
-    is_end = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32)) & limits.stop
-    is_end &= jnp.arange(tokens.shape[1]) < count[:, None]
-    ended = is_end.any(axis=1)
-    count = jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, count)
-    full = made + count >= limits.max_new_tokens
-    count = jnp.where(done, 0, jnp.minimum(count, limits.max_new_tokens - made))
-    return count.astype(jnp.int32), done | ended | full
-
-
-def step(
-    target: Model,
-    drafter: Drafter | None,
-    rule: Rule,
-    sampling: Sampling,
-    limits: Limits,
-    state: DecodeState,
-    made: Int32[Array, " B"],
-    done: Bool[Array, " B"],
-) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
-    """One speculative step: guess, look, decide, commit.
-
-    The names of the scopes are what `specjax.profile` tells its parts by.
-    """
-    with jax.named_scope("guess"):
-        tree, draft = guess(target, drafter, sampling, state)
-    with jax.named_scope("look"):
-        logits, new = look(target, tree, state)
-    with jax.named_scope("judge"):
-        accepted = judge(rule, sampling, state, tree, logits, window_of(drafter))
-        tokens = emitted(tree, accepted)
-        count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
-        seen = likeliest(logits, num_seen_by(drafter))
-    gave = Step(tokens, count, tree, accepted, seen)
-    with jax.named_scope("commit"):
-        return commit(drafter, state, new, draft, gave), gave, done
-
-
 @pytree
 class _Loop:
     state: DecodeState
@@ -255,7 +54,7 @@ class _Loop:
     done: Array
 
 
-@partial(jax.jit, static_argnames=("rule", "outputs", "slots"))
+@partial(jax.jit, static_argnames=("rule", "outputs", "slots", "layout"))
 def run(
     target: Model,
     drafter: Drafter | None,
@@ -267,8 +66,32 @@ def run(
     key: Key[Array, " B"],
     outputs: int,
     slots: int,
+    layout: Layout | None = None,
 ) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
-    """Prefill and the whole loop as one program: tokens, how many, target passes, and nodes."""
+    """Prefill and the whole loop as one program: tokens, how many, target passes, and nodes.
+
+    On a mesh every device runs the loop on its own rows, and ends when these do.
+    """
+    whole = partial(_run, rule, outputs, slots)
+    if layout is None:
+        return whole(target, drafter, sampling, limits, prompt, length, key)
+    rows = layout.rows
+    over = layout.spread(whole, target, drafter, (rows, P(), rows, rows, rows), rows)
+    return layout.everywhere(over(target, drafter, sampling, limits, prompt, length, key))
+
+
+def _run(
+    rule: Rule,
+    outputs: int,
+    slots: int,
+    target: Model,
+    drafter: Drafter | None,
+    sampling: Sampling,
+    limits: Limits,
+    prompt: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    key: Key[Array, " B"],
+) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
     rows, window = prompt.shape[0], window_of(drafter)
 
     def body(at: _Loop) -> _Loop:
@@ -328,8 +151,59 @@ def generate(
     return Generation(tokens[:, :max_new_tokens], lengths, steps, nodes)
 
 
-prefill_jit = jax.jit(prefill, static_argnames="slots")
-step_jit = jax.jit(step, static_argnames="rule", donate_argnames="state")
+@partial(jax.jit, static_argnames=("slots", "layout"))
+def prefill_jit(
+    target: Model,
+    drafter: Drafter | None,
+    prompt: Int32[Array, "B T"],
+    length: Int32[Array, " B"],
+    key: Key[Array, " B"],
+    slots: int,
+    layout: Layout | None = None,
+) -> DecodeState:
+    """`prefill` as a program of its own, on one device or a mesh."""
+    whole = partial(prefill, slots=slots)
+    if layout is not None:
+        rows, states = layout.rows, _state_specs(layout, target, drafter)
+        whole = layout.spread(whole, target, drafter, (rows, rows, rows), states)
+    return whole(target, drafter, prompt, length, key)
+
+
+def step_on(
+    target: Model,
+    drafter: Drafter | None,
+    rule: Rule,
+    sampling: Sampling,
+    limits: Limits,
+    state: DecodeState,
+    made: Int32[Array, " B"],
+    done: Bool[Array, " B"],
+    layout: Layout | None = None,
+) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
+    """`step` on one device or a mesh; what it gave is on all of its devices."""
+
+    def whole(target: Model, drafter: Drafter | None, *more: Any) -> Any:
+        return step(target, drafter, rule, *more)
+
+    if layout is None:
+        return whole(target, drafter, sampling, limits, state, made, done)
+    rows, states = layout.rows, _state_specs(layout, target, drafter)
+    specs = (rows, P(), states, rows, rows)
+    over = layout.spread(whole, target, drafter, specs, (states, rows, rows))
+    state, gave, done = over(target, drafter, sampling, limits, state, made, done)
+    return state, layout.everywhere(gave), layout.everywhere(done)
+
+
+step_jit = jax.jit(step_on, static_argnames=("rule", "layout"), donate_argnames="state")
+
+
+def _state_specs(layout: Layout, target: Model, drafter: Drafter | None) -> DecodeState:
+    """How a state is spread: caches with their rows and heads, the rest with its rows."""
+    rows = layout.rows
+    held = P(*rows, target.axis)
+    draft = () if drafter is None else drafter.state_specs
+    cache = unchecked(KVCache, keys=held, values=held, length=rows)
+    return unchecked(DecodeState, cache=cache, draft=draft, last=rows, key=rows)
 
 
 def stream(
@@ -353,14 +227,18 @@ def stream(
     request = prepare(
         key, target, drafter, prompts, max_new_tokens, sampling or Sampling(), verify, stop_at_eos
     )
+    layout = request.layout
     state = prefill_jit(
-        target, drafter, request.prompt, request.length, request.key, slots=request.slots
+        target, drafter, request.prompt, request.length, request.key, request.slots, layout
     )
     made: Any = jnp.zeros(len(prompts), jnp.int32)
+    if layout is not None:
+        made = layout.placed(made, layout.rows)
     done: Any = made != 0
     while not np.asarray(done).all():
         state, gave, done = step_jit(
-            target, drafter, request.rule, request.sampling, request.limits, state, made, done
-        )
+            target, drafter, request.rule, request.sampling, request.limits, state, made, done,
+            layout,
+        )  # fmt: skip
         made = made + gave.count
         yield jax.device_get(gave)

@@ -10,6 +10,10 @@ from specjax.config import ModelConfig
 from specjax.model import LayerWeights, Model
 from specjax.pytree import replace
 
+_FORM = ("biases", "head_norms", "windows", "norm", "norms", "activation", "gated", "parallel",
+         "rotary_dim", "window_theta", "query_scale", "attention_cap", "logit_cap",
+         "embedding_scale", "position_offset")  # fmt: skip
+
 
 def inflate(model: Model, parameters: int) -> Model:
     """A model of about `parameters` weights with the logits of `model`, up to rounding.
@@ -18,7 +22,7 @@ def inflate(model: Model, parameters: int) -> Model:
     until it is as close as it gets. No rounding of weights is involved, in any dtype.
 
     Raises:
-      ValueError: `model` has more weights than `parameters`, or biases, norms of heads or windows.
+      ValueError: `model` has more weights than `parameters`, or is not of LLaMA's form.
     """
     before = model.config.num_parameters
     if parameters < before:
@@ -68,11 +72,13 @@ def deepen(model: Model, parameters: int) -> Model:
 
 
 def _check_plain(config: ModelConfig) -> None:
-    if config.biases or config.head_norms or config.windows:
-        raise ValueError(
-            f"this {config.family} model has biases, norms of heads or windows; only a model "
-            "without them can be inflated."
-        )
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if field.name in _FORM and value != field.default:
+            raise ValueError(
+                f"this {config.family} model has {field.name} {value!r}; only one with "
+                f"{field.default!r}, as LLaMA's, can be inflated."
+            )
 
 
 def _wider(config: ModelConfig, factor: int) -> ModelConfig:
@@ -92,6 +98,9 @@ def _wider_layer(weights: LayerWeights, factor: int) -> LayerWeights:
     def writes(matrix: Array) -> Array:
         return jnp.tile(_first_of(matrix, factor), (factor, 1))
 
+    assert weights.attention_norm is not None
+    assert weights.mlp_norm is not None
+    assert weights.gate is not None
     return LayerWeights(
         attention_norm=_first_of(weights.attention_norm, factor),
         query=reads(weights.query),

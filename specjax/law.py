@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import gammaincc
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from specjax import decode
@@ -16,6 +17,7 @@ from specjax.model import Model, forward
 from specjax.pytree import replace
 from specjax.request import PROMPT_BUCKETS, bucket, prepare
 from specjax.sampling import Purpose, Sampling, fold, process
+from specjax.sharding import Layout, layout_of
 
 _ROWS = 128
 _LEAST_EXPECTED = 5.0
@@ -31,11 +33,16 @@ class GTest(NamedTuple):
     draws: int
 
 
-@partial(jax.jit, static_argnames=("size",))
-def _logits_at(model: Model, tokens: Array, last: Array, size: int) -> Array:
-    positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
-    logits, _ = forward(model, tokens, positions, None, None)
-    return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+@partial(jax.jit, static_argnames=("size", "layout"))
+def _logits_at(model: Model, tokens: Array, last: Array, size: int, layout: Layout | None) -> Array:
+    def whole(model: Model, _: None, tokens: Array, last: Array) -> Array:
+        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
+        logits = forward(model, tokens, positions, None, None)[0]
+        return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
+
+    if layout is not None:
+        whole = layout.spread(whole, model, None, (P(), P()), P())
+    return whole(model, None, tokens, last)
 
 
 def logits_after(model: Model, prefixes: list[list[int]]) -> Float[np.ndarray, "B V"]:
@@ -45,10 +52,10 @@ def logits_after(model: Model, prefixes: list[list[int]]) -> Float[np.ndarray, "
     for row, prefix in enumerate(prefixes):
         padded[row, : len(prefix)] = prefix
     last = jnp.asarray([len(prefix) - 1 for prefix in prefixes], jnp.int32)
-    return np.asarray(_logits_at(model, jnp.asarray(padded), last, size))
+    return np.asarray(_logits_at(model, jnp.asarray(padded), last, size, layout_of(model, None)))
 
 
-_step = jax.jit(decode.step, static_argnames="rule")
+_step = jax.jit(decode.step_on, static_argnames=("rule", "layout"))
 
 
 def first_tokens(
@@ -67,19 +74,23 @@ def first_tokens(
     keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(-(-samples // _ROWS) * _ROWS))
     many = [prompt] * _ROWS
     asked = prepare(keys[:_ROWS], target, drafter, many, 2, sampling, rule, False)
+    layout = asked.layout
     start = decode.prefill_jit(
-        target, drafter, asked.prompt, asked.length, asked.key, slots=asked.slots
+        target, drafter, asked.prompt, asked.length, asked.key, asked.slots, layout
     )
     drawn = []
     for chunk in range(0, len(keys), _ROWS):
-        state = replace(start, key=keys[chunk : chunk + _ROWS])
+        own, made = keys[chunk : chunk + _ROWS], jnp.zeros(_ROWS, jnp.int32)
+        if layout is not None:
+            own, made = layout.placed((own, made), layout.rows)
+        state = replace(start, key=own)
         tokens = np.zeros((_ROWS, 2), np.int64)
-        made = jnp.zeros(_ROWS, jnp.int32)
         done = made != 0
         while not np.asarray(done).all():
             state, gave, done = _step(
-                target, drafter, asked.rule, asked.sampling, asked.limits, state, made, done
-            )
+                target, drafter, asked.rule, asked.sampling, asked.limits, state, made, done,
+                layout,
+            )  # fmt: skip
             _append(tokens, np.asarray(made), np.asarray(gave.tokens), np.asarray(gave.count))
             made = made + gave.count
         drawn.append(tokens)

@@ -108,19 +108,51 @@ def fast_columns(columns: int, dtype: jnp.dtype) -> int:
     return columns if columns <= exact or not _on_cpu() else -(-columns // 16) * 16
 
 
-def rms_norm(
-    weight: Float[Array, " E"], x: Float[Array, "*shape"], eps: float, axis: int = 0
+def normed(
+    kind: str,
+    weight: Float[Array, " E"],
+    bias: Float[Array, " E"] | None,
+    x: Float[Array, "*shape"],
+    eps: float,
+    axis: int = 0,
+    across: str | None = None,
 ) -> Float[Array, "*shape"]:
-    """The features along `axis` scaled to unit mean square, then by `weight`."""
-    scale = lax.rsqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True) + eps)
-    return x * scale * weight.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - axis - 1))
+    """The features along `axis` scaled to unit mean square, then by `weight` (see `NORM_KINDS`).
+
+    `across` is the mesh axis that the features are spread over, if any.
+    """
+
+    def mean(x: Array) -> Array:
+        own = jnp.mean(x, axis=axis, keepdims=True)
+        return own if across is None else lax.pmean(own, across)
+
+    def beside(leaf: Array) -> Array:
+        return leaf.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - axis - 1))
+
+    if kind == "layer":
+        x = x - mean(x)
+    x = x * lax.rsqrt(mean(jnp.square(x)) + eps)
+    x = x * (1 + beside(weight) if kind == "offset_rms" else beside(weight))
+    return x if bias is None else x + beside(bias)
+
+
+def activate(kind: str, x: Float[Array, "F C"]) -> Float[Array, "F C"]:
+    """The activation of a feed-forward layer, by its name in `ACTIVATIONS`."""
+    if kind == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=kind == "gelu_tanh")
+
+
+def capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    """`x` within ±`cap`, by a tangent; as it is where that is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def rotary_angles(
-    positions: Int32[Array, "B T"], head_dim: int, theta: float, stretch: Stretch | None = None
+    positions: Int32[Array, "B T"], features: int, theta: float, stretch: Stretch | None = None
 ) -> tuple[Float[Array, "half B T"], Float[Array, "half B T"]]:
     """Cosine and sine of each position's rotary angles, one per pair of features."""
-    frequency = jnp.asarray(frequencies(head_dim, theta, stretch))
+    frequency = jnp.asarray(frequencies(features, theta, stretch))
     angle = frequency[:, None, None] * positions.astype(jnp.float32)
     magnitude = 1.0 if stretch is None else stretch.magnitude
     return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
@@ -130,10 +162,15 @@ def rotate(
     x: Float[Array, "H D B T"],
     angles: tuple[Float[Array, "half B T"], Float[Array, "half B T"]],
 ) -> Float[Array, "H D B T"]:
-    """Rotary position embedding, pairing feature `i` with `i + D/2` (Hugging Face's LLaMA)."""
+    """Rotary position embedding, pairing feature `i` with `i + half` (Hugging Face's LLaMA).
+
+    Features past the angles stay as they are.
+    """
     cos, sin = angles
-    first, second = jnp.split(x, 2, axis=1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=1)
+    half = cos.shape[0]
+    first, second, rest = jnp.split(x, (half, 2 * half), axis=1)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate([part for part in turned if part.shape[1]], axis=1)
 
 
 def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
-from specjax import decode
+from specjax import decode, stepping
 from specjax.cache import NewKV
-from specjax.decode import DecodeState
 from specjax.draft import Drafter, Step
 from specjax.draft.drafter import DraftState
 from specjax.model import Model
 from specjax.pytree import replace
 from specjax.request import Request, window_of
 from specjax.sampling import Sampling
+from specjax.stepping import DecodeState
 from specjax.tree import TokenTree
 from specjax.verify import Rule
 
@@ -75,7 +75,8 @@ def clocked(work: Callable[[], _T]) -> tuple[_T, float]:
 
 def warm(target: Model, drafter: Drafter | None, request: Request) -> None:
     """Compiles the program that `timed` runs for such a request, and runs it for one token."""
-    one = request._replace(limits=replace(request.limits, max_new_tokens=jnp.int32(1)))
+    one_token = jnp.minimum(request.limits.max_new_tokens, 1)  # where the request's lies
+    one = request._replace(limits=replace(request.limits, max_new_tokens=one_token))
     jax.block_until_ready(decode.run(target, drafter, **one._asdict()))
 
 
@@ -86,9 +87,9 @@ def timed(target: Model, drafter: Drafter | None, request: Request) -> Timed:
     return Timed(tokens[:, : int(request.limits.max_new_tokens)], lengths, steps, nodes, seconds)
 
 
-_guess = jax.jit(decode.guess)
-_look = jax.jit(decode.look)
-_read = jax.jit(decode.read, static_argnames=("slots", "num_seen"))
+_guess = jax.jit(stepping.guess)
+_look = jax.jit(stepping.look)
+_read = jax.jit(stepping.read, static_argnames=("slots", "num_seen"))
 
 
 @partial(jax.jit, static_argnames="slots")
@@ -113,10 +114,10 @@ def _settle(
     num_seen: int,
 ) -> tuple[DecodeState, Step]:
     """Decides and commits, but for the drafter's part."""
-    accepted = decode.judge(rule, sampling, state, tree, looked[0], window)
-    seen = decode.likeliest(looked[0], num_seen)
-    gave = Step(decode.emitted(tree, accepted), accepted.count, tree, accepted, seen)
-    return decode.commit(None, state, looked[1], state.draft, gave), gave
+    accepted = stepping.judge(rule, sampling, state, tree, looked[0], window)
+    seen = stepping.likeliest(looked[0], num_seen)
+    gave = Step(stepping.emitted(tree, accepted), accepted.count, tree, accepted, seen)
+    return stepping.commit(None, state, looked[1], state.draft, gave), gave
 
 
 @partial(jax.jit, donate_argnames="draft")
@@ -173,7 +174,7 @@ def _prefill(target: Model, drafter: Drafter | None, request: Request) -> Decode
     """The target's part is one program for all drafters."""
     state, seen = _read(
         target, request.prompt, request.length, request.key,
-        slots=request.slots, num_seen=decode.num_seen_by(drafter),
+        slots=request.slots, num_seen=stepping.num_seen_by(drafter),
     )  # fmt: skip
     if drafter is None:
         return state
@@ -189,7 +190,7 @@ def _step(
     (tree, draft), guessing = clocked(lambda: _guess(target, drafter, request.sampling, state))
     state = replace(state, draft=())
     looked, looking = clocked(lambda: _look(target, tree, state))
-    window, num_seen = window_of(drafter), decode.num_seen_by(drafter)
+    window, num_seen = window_of(drafter), stepping.num_seen_by(drafter)
     (state, gave), settling = clocked(
         lambda: _settle(request.rule, request.sampling, state, tree, looked, window, num_seen)
     )

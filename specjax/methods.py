@@ -21,6 +21,7 @@ from specjax.model import Model
 from specjax.pair import Pair
 from specjax.setting import DRAFT, METHODS, TABLE, Setting
 from specjax.shape import most_tokens
+from specjax.sharding import mesh_of, settled
 from specjax.tree import TreeShape
 from specjax.verify import DISTINCT, DRAWN, NAIVE, ONE_HOT, RECURSIVE, RULES, TOP_K, TRAVERSAL
 from specjax.widths import Widths, canonical, spelled, widest
@@ -202,6 +203,10 @@ def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter | None:
     check_method(setting.method)
     if missing := lacking(setting.method, pair):
         raise ValueError(f"the method {setting.method} needs {missing}.")
+    return settled(_built(setting, pair, verify), mesh_of(pair.target))
+
+
+def _built(setting: Setting, pair: Pair, verify: str) -> Drafter | None:
     if setting.method == "none":
         return None
     if setting.method == "recycle":

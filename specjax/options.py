@@ -4,30 +4,39 @@ import contextlib
 import dataclasses
 import io
 import itertools
-import math
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated, Any, TypeAlias, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
 
 import tyro
 
-from specjax.widths import Widths, read
-
-_T = TypeVar("_T")
 _FRAME = "│ "
 _RULE = "╰─╯-"
-_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a model runs on, and how much of its context is used."""
+
+    mesh: str | None = None
+    """Devices along the axes data (rows), model (heads and features of the target) and draft (the
+    drafts of a pool), such as data=2,model=4."""
+    distributed: str | None = None
+    """One command a host, HOST:PORT,PROCESSES,PROCESS with the coordinator's address; or auto, from
+    SPECJAX_COORDINATOR, SPECJAX_PROCESSES and SPECJAX_PROCESS, or the cluster."""
+    positions: int | None = None
+    """Positions of the model's context to use; a LongRoPE model takes its long factors for more
+    than the original ones. By default all, or those."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate:
+class Generate(Devices):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """The text to continue; - reads it from standard input."""
     model: str = "bundled"
-    """"bundled", or a Hugging Face folder."""
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas. By default the bundled ones, for the bundled
     model."""
@@ -102,7 +111,7 @@ class Bench:
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
-    """"bundled", or a Hugging Face folder."""
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
     stage: str | None = None
@@ -141,7 +150,7 @@ class Tune:
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
-    """"bundled", or a Hugging Face folder."""
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
     stage: str | None = None
@@ -152,11 +161,11 @@ class Tune:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify:
+class Verify(Devices):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
-    """"bundled", or a Hugging Face folder."""
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
     stage: str | None = None
@@ -187,11 +196,11 @@ class Verify:
 
 
 @dataclasses.dataclass(frozen=True)
-class Info:
+class Info(Devices):
     """Show a model, its drafts, the memory they take, and the method that auto would choose."""
 
     model: str = "bundled"
-    """"bundled", or a Hugging Face folder."""
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
     dtype: str | None = None
@@ -270,112 +279,3 @@ def _sentence(panel: str, prog: str) -> str:
         del lines[0]
     said = " ".join(" ".join(itertools.takewhile(lambda line: line.strip(_RULE), lines)).split())
     return f"{said.rstrip('.')}; see {prog} --help."
-
-
-def items(text: str, convert: Callable[[str], _T], what: str) -> tuple[_T, ...]:
-    """The values of a list separated by commas.
-
-    Raises:
-      ValueError: one cannot be read; `what` names the option in the sentence.
-    """
-    try:
-        return tuple(convert(item.strip()) for item in text.split(","))
-    except ValueError as error:
-        raise ValueError(f"{what} is {text!r}; it must be numbers separated by commas.") from error
-
-
-def widths_of(text: str | None) -> Widths | None:
-    """The widths that `--tree` names, or None.
-
-    Raises:
-      ValueError: they are no tree's.
-    """
-    return None if text is None else read(text, "--tree")
-
-
-def dtypes_of(text: str | None) -> tuple[str, ...]:
-    """The dtypes that `--dtype` names; none by default.
-
-    Raises:
-      ValueError: one is neither float32 nor bfloat16.
-    """
-    if text is None:
-        return ()
-    names = tuple(name.strip() for name in text.split(","))
-    for name in names:
-        if name not in ("float32", "bfloat16"):
-            raise ValueError(f"no dtype {name!r}; there are float32 and bfloat16.")
-    return names
-
-
-def dtype_of(text: str | None) -> str | None:
-    """The one dtype that `--dtype` names, or None.
-
-    Raises:
-      ValueError: it is neither float32 nor bfloat16, or there are several.
-    """
-    names = dtypes_of(text)
-    if len(names) > 1:
-        raise ValueError(f"--dtype is {text!r}; it must be one of float32 and bfloat16.")
-    return names[0] if names else None
-
-
-def temperatures_in(text: str) -> tuple[float, ...]:
-    """The temperatures that `--temperatures` names.
-
-    Raises:
-      ValueError: one is no number, or below 0.
-    """
-    found = items(text, float, "--temperatures")
-    if not all(0 <= temperature < math.inf for temperature in found):
-        raise ValueError(f"--temperatures is {text!r}; none may be below 0.")
-    return found
-
-
-def count_of(text: str) -> int:
-    """The number of parameters that a text such as 100M names.
-
-    Raises:
-      ValueError: it is not a positive number with an optional K, M or B.
-    """
-    scale = _SUFFIXES.get(text[-1:].upper(), 1)
-    digits = text[:-1] if scale > 1 else text
-    try:
-        count = float(digits) * scale
-    except ValueError:
-        count = 0.0
-    if not 1 <= count < math.inf:
-        raise ValueError(f"--inflate is {text!r}; it must be a number such as 100M.")
-    return round(count)
-
-
-def check_seed(seed: int) -> None:
-    """Checks that `--seed` names a key of its own.
-
-    Raises:
-      ValueError: it is below 0, or of more than 32 bits, which keys would cut off.
-    """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"--seed is {seed}; it must lie between 0 and {2**32 - 1}.")
-
-
-def check_target_file(name: str, file: str | None) -> None:
-    """Checks that option `name`, if it is given, names a file that can be written.
-
-    Raises:
-      ValueError: its folder does not exist, or it is a folder itself.
-    """
-    if file and not Path(file).absolute().parent.is_dir():
-        raise ValueError(f"{name} is {file}, in a folder that does not exist.")
-    if file and Path(file).is_dir():
-        raise ValueError(f"{name} is {file}, which is a folder.")
-
-
-def at_least(name: str, value: int | None, lowest: int) -> None:
-    """Checks that an option is not below `lowest`.
-
-    Raises:
-      ValueError: it is.
-    """
-    if value is not None and value < lowest:
-        raise ValueError(f"{name} is {value}; it must be at least {lowest}.")

@@ -4,9 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax import checkpoint
+from jax.sharding import Mesh
+
+from specjax import checkpoint, ngram_folder
 from specjax.draft.ngram import NGram
 from specjax.model import Model
+from specjax.sharding import settled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -30,8 +33,10 @@ def load_pair(
     draft: str | None = None,
     dtype: str | None = None,
     stage: str | None = None,
+    mesh: Mesh | None = None,
+    positions: int | None = None,
 ) -> Pair:
-    """The target and drafts that `--model`, `--draft` and `--stage` name.
+    """The target and drafts that `--model`, `--draft` and `--stage` name, on a mesh if given one.
 
     Draft folders are separated by commas, as are an n-gram folder and that of a smaller draft
     (bundled/ngram and bundled/stage2 are the bundled ones). Without them the bundled target comes
@@ -41,25 +46,25 @@ def load_pair(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: a draft has another vocabulary than the target.
     """
-    target, tokenizer = checkpoint.load(model, dtype)
+    target, tokenizer = checkpoint.load(model, dtype, mesh, positions)
     bundled = model == "bundled" and draft in (None, "bundled")
     drafts = [] if draft is None and not bundled else checkpoint.load_drafts(
-        "bundled" if bundled or draft == "bundled" else names_in(draft), None)  # fmt: skip
+        "bundled" if bundled or draft == "bundled" else names_in(draft), None, mesh)  # fmt: skip
     check_vocabularies(target, drafts)
     folders = [checkpoint.folder_of(name) for name in names_in(stage)]
     if bundled and stage is None:
         folders = [folder for folder in checkpoint.BUNDLED_STAGES if folder.is_dir()]
-    return _with_stages(Pair(target, tokenizer, drafts), folders)
+    return _with_stages(Pair(target, tokenizer, drafts), folders, mesh)
 
 
-def _with_stages(pair: Pair, folders: Sequence[Path]) -> Pair:
+def _with_stages(pair: Pair, folders: Sequence[Path], mesh: Mesh | None) -> Pair:
     """The pair with the n-gram model and the smaller draft of some folders."""
     for folder in folders:
-        if checkpoint.is_ngram(folder):
-            table = checkpoint.load_ngram(folder, pair.target.config.vocab_size)
-            pair = pair._replace(table=table)
+        if ngram_folder.is_ngram(folder):
+            table = ngram_folder.load_ngram(folder, pair.target.config.vocab_size)
+            pair = pair._replace(table=settled(table, mesh))
         else:
-            smaller = checkpoint.load_model(folder)
+            smaller = checkpoint.load_model(folder, mesh=mesh, split=False)
             check_vocabularies(pair.target, [smaller])
             pair = pair._replace(smaller=smaller)
     return pair

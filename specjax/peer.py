@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax import checkpoint, families
@@ -68,10 +69,11 @@ class Peer:
         finally:
             torch.set_default_dtype(before)
         weights = {
-            name: torch.utils.dlpack.from_dlpack(leaf)
-            for name, leaf in checkpoint.named_leaves(model)
+            name: torch.utils.dlpack.from_dlpack(jnp.asarray(leaf))
+            for name, leaf in checkpoint.named_tensors(model)
         }
-        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+        outer = families.FAMILIES[model.config.family].outer
+        weights.setdefault(outer["unembedding"], weights[outer["embedding"]])
         module.load_state_dict(weights, assign=True)
         module.tie_weights()
         return module.eval()

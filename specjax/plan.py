@@ -6,8 +6,10 @@ from typing import NamedTuple
 import jax
 
 from specjax import curves, methods, tuned
-from specjax.options import (
-    Bench,
+from specjax.options import Bench
+from specjax.pair import Pair
+from specjax.setting import Setting
+from specjax.values import (
     at_least,
     check_seed,
     check_target_file,
@@ -15,8 +17,6 @@ from specjax.options import (
     items,
     temperatures_in,
 )
-from specjax.pair import Pair
-from specjax.setting import Setting
 from specjax.widths import read
 
 PLAIN_DTYPES = ("float32", "bfloat16")

@@ -33,15 +33,18 @@ def pytree(cls: _Cls) -> _Cls:
         return tuple(getattr(tree, n) for n in leaves), tuple(getattr(tree, n) for n in statics)
 
     def unflatten(aux: tuple[Any, ...], children: Any) -> Any:
-        tree = object.__new__(cls)
-        for name, value in zip(leaves, children, strict=True):
-            object.__setattr__(tree, name, value)
-        for name, value in zip(statics, aux, strict=True):
-            object.__setattr__(tree, name, value)
-        return tree
+        return unchecked(cls, **dict(zip((*leaves, *statics), (*children, *aux), strict=True)))
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
     return cls
+
+
+def unchecked(cls: type, **fields: Any) -> Any:
+    """An instance whose fields may be placeholders, such as partition specs."""
+    tree = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(tree, name, value)
+    return tree
 
 
 def replace(tree: Any, **changes: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
 from specjax.arrays import Key
@@ -14,6 +15,7 @@ from specjax.draft.drafter import Drafter
 from specjax.model import Model
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
+from specjax.sharding import Layout, layout_of
 from specjax.verify import DRAWN, NAIVE, Construction, Rule, find_rule
 
 PROMPT_BUCKETS = (
@@ -48,6 +50,7 @@ class Request(NamedTuple):
     key: Array
     outputs: int
     slots: int
+    layout: Layout | None = None
 
 
 def check_prompts(
@@ -95,7 +98,7 @@ def prepare(
     Raises:
       ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
         draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
-        out of its range.
+        out of its range; a mesh's axis does not divide the rows.
     """
     config = target.config
     lengths = check_prompts(target, prompts, max_new_tokens)
@@ -113,21 +116,31 @@ def prepare(
             "the greedy rule needs temperature 0; "
             f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use auto or naive."
         )
+    layout = layout_of(target, drafter)
+    if layout is not None:
+        layout.check_rows(len(prompts))
     width = bucket(max(lengths), PROMPT_BUCKETS)
     outputs = bucket(max_new_tokens, OUTPUT_BUCKETS)
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
     slots = width + outputs + window_of(drafter)
+    by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32),
+                   row_keys(key, len(prompts)))  # fmt: skip
+    limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
+    if layout is not None:
+        by_row, limits = layout.placed(by_row, layout.rows), layout.placed(limits, P())
+    rows, padded, length, keys = by_row
     return Request(
         rule=rule,
         sampling=rows,
-        limits=Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos)),
-        prompt=jnp.asarray(padded),
-        length=jnp.asarray(lengths, jnp.int32),
-        key=row_keys(key, len(prompts)),
+        limits=limits,
+        prompt=padded,
+        length=length,
+        key=keys,
         outputs=outputs,
         slots=-(-slots // _SLOT_MULTIPLE) * _SLOT_MULTIPLE,
+        layout=layout,
     )
 
 

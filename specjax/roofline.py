@@ -26,13 +26,14 @@ from specjax.cache import cache_dtype, empty_cache
 from specjax.config import ModelConfig
 from specjax.inflate import inflate
 from specjax.model import Model, forward, initialize
-from specjax.options import Bench, Roofline, at_least, check_target_file, count_of, items
+from specjax.options import Bench, Roofline
 from specjax.pair import Pair, load_pair
 from specjax.plan import default_dtype, plan_of
 from specjax.prompts import Prompt
 from specjax.pytree import replace
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
+from specjax.values import at_least, check_target_file, count_of, items
 
 SHAPES = {
     "llama-3.1-8b": ModelConfig(

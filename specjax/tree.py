@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from specjax.pytree import pytree
+from specjax.pytree import pytree, replace
 from specjax.widths import Widths, canonical, counts, widest
 
 NO_PARENT = -1
@@ -155,6 +155,13 @@ def root_only(last: Int32[Array, " B"], vocabulary: int) -> TokenTree:
         q=jnp.zeros((last.shape[0], 0, vocabulary)),
         certain=jnp.zeros(last.shape[0], bool),
     )
+
+
+def shallower(tree: TokenTree, room: Int32[Array, " B"]) -> TokenTree:
+    """Trees without their nodes at depth `room` and below, which a context has no position for."""
+    valid = tree.valid & (tree.depth < room[:, None])
+    there = jnp.take_along_axis(valid, tree.trial_node, axis=1)
+    return replace(tree, valid=valid, trial_node=jnp.where(there, tree.trial_node, 0))
 
 
 def chosen(

@@ -26,17 +26,7 @@ from specjax.decode import run
 from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.model import Model
-from specjax.options import (
-    Bench,
-    Tune,
-    at_least,
-    check_seed,
-    check_target_file,
-    count_of,
-    dtype_of,
-    items,
-    temperatures_in,
-)
+from specjax.options import Bench, Tune
 from specjax.pair import Pair, load_pair
 from specjax.plan import Plan, default_dtype
 from specjax.prompts import Prompt
@@ -46,6 +36,15 @@ from specjax.setting import Setting, from_json, to_json
 from specjax.shape import best_shape, expected_tokens
 from specjax.tree import TreeShape
 from specjax.tuned import Entry
+from specjax.values import (
+    at_least,
+    check_seed,
+    check_target_file,
+    count_of,
+    dtype_of,
+    items,
+    temperatures_in,
+)
 
 # A promise was off by 22 % (chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so those
 # within 30 % of the best are run; 6 and 4 are bounds on the time, chosen and not measured.

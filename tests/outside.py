@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import decode, measure, methods
+from specjax import decode, measure, methods, stepping
 from specjax.draft import Drafter
 from specjax.draft.best_first import BestFirstDrafter, ModelSource
 from specjax.draft.expansion import ExpansionDrafter, ModelState, prefill
@@ -164,12 +164,12 @@ def passes_only() -> Iterator[None]:
         cache = replace(state.cache, length=state.cache.length + count)
         return replace(state, cache=cache, draft=drafter.commit(draft, step))
 
-    kept = decode.judge, decode.commit
-    decode.judge, decode.commit = judge, commit
+    kept = stepping.judge, stepping.commit
+    stepping.judge, stepping.commit = judge, commit
     try:
         yield
     finally:
-        decode.judge, decode.commit = kept
+        stepping.judge, stepping.commit = kept
 
 
 def loop_of(target: Model, drafter: Drafter, request: Request) -> Callable[[bool], tuple]:

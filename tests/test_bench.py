@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import machine
-from specjax import bench, measure, methods, options, prompts, request, tuned
+from specjax import bench, measure, methods, prompts, request, tuned, values
 from specjax.__main__ import main
 from specjax.choice import Asked, choose
 from specjax.pair import Pair, load_pair
@@ -243,7 +243,7 @@ def test_prompts_come_with_the_package(prompt_file):
 
 @pytest.mark.parametrize(("text", "count"), [("100M", 10**8), ("1.5k", 1500), ("7", 7)])
 def test_parameter_counts_are_read(text, count):
-    assert options.count_of(text) == count
+    assert values.count_of(text) == count
 
 
 def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path, monkeypatch):

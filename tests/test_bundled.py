@@ -6,6 +6,7 @@ import pytest
 from specjax import certify, checkpoint, prompts
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
+from specjax.folder import BUNDLED
 from specjax.options import Verify
 from specjax.pair import Pair, load_pair
 
@@ -39,7 +40,7 @@ def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys)
 
 def test_the_second_stage_drafts_for_the_first_draft(pair, chosen):
     """The smaller draft's chains are worth a few tokens to draft 0, which stays as it is."""
-    draft, small = pair.drafts[0], checkpoint.load_model(checkpoint.BUNDLED / "stage2")
+    draft, small = pair.drafts[0], checkpoint.load_model(BUNDLED / "stage2")
     assert small.config.vocab_size == draft.config.vocab_size
     assert 3 * small.config.num_parameters < 1.1 * draft.config.num_parameters
     key, texts = jax.random.key(0), [prompt.tokens for prompt in chosen]

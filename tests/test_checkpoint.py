@@ -11,7 +11,9 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specjax import checkpoint, families
-from specjax.checkpoint import CheckpointError, load, load_drafts, load_model, save_model
+from specjax import folder as folder_module
+from specjax.checkpoint import load, load_drafts, load_model, save_model
+from specjax.folder import CheckpointError
 from tests.conftest import tiny_config, tiny_model
 
 TEXTS = [
@@ -129,7 +131,8 @@ def test_drafts_load_from_one_folder_or_several(written):
 
 
 def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
-    monkeypatch.setattr(checkpoint, "BUNDLED", tmp_path)
+    for module in (checkpoint, folder_module):
+        monkeypatch.setattr(module, "BUNDLED", tmp_path)
     with pytest.raises(CheckpointError, match=r"no drafts in .*drafts"):
         load_drafts("bundled")
     with pytest.raises(CheckpointError, match=r"no bundled pair: .*target is missing"):
@@ -204,8 +207,8 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "gpt2"}, "'gpt2' is not supported; supported: llama"),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' is not supported"),
+        ({"model_type": "bloom"}, "'bloom' is not supported; supported: llama"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' .*not supported"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope scaling 'su'"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5.*at least 1"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 8,
@@ -227,14 +230,15 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
          "layer_types has 'chunked'"),
         ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
          "layer_types names 1 layers; there are 2"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*'silu'"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'.*silu"),
         ({"sliding_window": 128}, "sliding_window is 128"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": "absent"}, "no 'vocab_size'"),
         ({"num_key_value_heads": 3}, r"num_heads \(4\)"),
         ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; it must be a whole number"),
-        ({"rope_parameters": None, "rope_scaling": "linear"}, "'str' object"),
+        ({"rope_parameters": None, "rope_scaling": "linear"},
+         "rope_scaling is 'linear'; it must be an object"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_with_the_path(folder, changes, words):

@@ -6,7 +6,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from specjax import checkpoint, console, decode, records
+from specjax import checkpoint, console, decode, folder, records
 from specjax.__main__ import main
 from specjax.sampling import Sampling
 from tests.folders import answer, own_cache, pair_flags, pair_folder
@@ -153,7 +153,8 @@ def test_memory_that_is_not_there_is_said_in_a_sentence(capsys, monkeypatch):
 
 def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypatch, capsys):
     refused(["info", "--model", str(tmp_path)], "config.json", capsys)
-    monkeypatch.setattr(checkpoint, "BUNDLED", tmp_path / "bundled")
+    for module in (checkpoint, folder):
+        monkeypatch.setattr(module, "BUNDLED", tmp_path / "bundled")
     refused(["info"], "no bundled pair", capsys)
     model = ["--model", str(pair_folder() / "target")]
     refused(["generate", "x", "--method", "tree", *model], "needs a draft model", capsys)

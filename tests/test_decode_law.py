@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import decode, sampling, verify, walk
+from specjax import decode, sampling, stepping, verify, walk
 from specjax.draft import ExpansionDrafter, expansion
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
@@ -107,9 +107,9 @@ def law_after(texts: list[list[int]]) -> np.ndarray:
     @jax.jit
     def law(prompt, length):
         keys = jax.random.split(jax.random.key(0), len(texts))
-        state = decode.prefill(target(), None, prompt, length, keys, SLOTS)
+        state = stepping.prefill(target(), None, prompt, length, keys, SLOTS)
         tree = root_only(state.last, target().config.vocab_size)
-        return process(decode.look(target(), tree, state)[0], warm(len(texts)))[:, 0]
+        return process(stepping.look(target(), tree, state)[0], warm(len(texts)))[:, 0]
 
     return np.asarray(law(jnp.asarray(padded), length), float)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from specjax import checkpoint, choice, methods, records
 from specjax.choice import Asked, Choice, choose
 from specjax.draft.ngram import pack
+from specjax.folder import CheckpointError
 from specjax.pair import Pair, load_pair
 from specjax.setting import METHODS, Setting, from_json, to_json
 from specjax.verify import DISTINCT, DRAWN, TOP_K
@@ -127,7 +128,7 @@ def test_one_bundled_draft_is_loaded_by_its_number():
     one, pool = methods.load_drafter("bundled/1", (1, 1)), methods.load_drafter("bundled")
     assert (len(one.trees), len(pool.trees)) == (1, 3)
     assert (one.groups[0].embedding == pool.groups[1].embedding).all()
-    with pytest.raises(checkpoint.CheckpointError, match=r"drafts/7"):
+    with pytest.raises(CheckpointError, match=r"drafts/7"):
         methods.load_drafter("bundled/7")
 
 

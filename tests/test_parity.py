@@ -34,6 +34,10 @@ def golden(case):
     return tokens, logits, 60 * np.finfo(np.float32).eps * np.abs(logits).max()
 
 
+def loaded(case, mesh=None):
+    return load_model(GOLDEN / case, mesh=mesh, positions={"phi3_long": 64}.get(case))
+
+
 def columns(tokens, start):
     """Tokens of a sequence and their positions."""
     positions = np.broadcast_to(start + np.arange(tokens.shape[1]), tokens.shape)
@@ -47,14 +51,14 @@ def logits_of(model, tokens):
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case):
     tokens, expected, tolerance = golden(case)
-    logits = logits_of(load_model(GOLDEN / case), tokens)
+    logits = logits_of(loaded(case), tokens)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_decoding_and_trees_have_the_logits_of_transformers(case):
     tokens, expected, tolerance = golden(case)
-    model = load_model(GOLDEN / case)
+    model = loaded(case)
     rows, whole = tokens.shape
     new = jax.jit(trunk, static_argnums=(3, 4))(model, *columns(tokens[:, :CUT], 0), None, None)[1]
     cache = empty_cache(model.config, rows, whole, jnp.dtype("float32"))
@@ -96,7 +100,7 @@ def pair_of(target):
 def test_greedy_texts_are_those_of_transformers(case, method):
     with np.load(GOLDEN / f"{case}.npz") as held:
         prompts, expected = held["tokens"][:, :CUT].tolist(), held["greedy"]
-    pair = pair_of(load_model(GOLDEN / case))
+    pair = pair_of(loaded(case))
     drafter = methods.build(methods.setting_of(method, batch=len(prompts)), pair)
     made = generate(pair.target, drafter, prompts, max_new_tokens=expected.shape[1])
     np.testing.assert_array_equal(made.tokens, expected)
@@ -115,7 +119,7 @@ def test_a_draft_with_a_window_drafts_within_it():
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_written_here_reads_back_the_same(case, tmp_path):
-    model = load_model(GOLDEN / case)
+    model = loaded(case)
     save_model(model, tmp_path, dtype="float32")
     again = load_model(tmp_path)
     assert again.config == model.config
@@ -142,7 +146,7 @@ def test_rotary_scaling_beside_its_base_reads_the_same(case):
     rope = config.pop("rope_parameters")
     old = config | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     read = families.read_config(old)
-    assert read == load_model(GOLDEN / case).config
+    assert read == loaded(case).config
     assert read.rope_stretch is not None
     assert read.rope_stretch.factor == rope["factor"]
 

@@ -18,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from specjax import checkpoint, prompts
+from specjax.folder import BUNDLED
 from specjax.measure import environment
 from specjax.model import Model
-from specjax.options import at_least, check_seed, check_target_file, parsed
+from specjax.options import parsed
 from specjax.pair import check_vocabularies
 from specjax.records import use_compilation_cache
+from specjax.values import at_least, check_seed, check_target_file
 from train import tables
 from train.chunks import write_text
 from train.config import TABLES
@@ -251,7 +253,7 @@ def _few(task: Task) -> Task:
 def _pair_folder(name: str) -> Path:
     """The folder of a pair: the bundled one, a run's export, or the run that holds it."""
     if name == "bundled":
-        return checkpoint.BUNDLED
+        return BUNDLED
     folder = Path(name)
     if not (folder / "drafts").is_dir() and (folder / "export" / "drafts").is_dir():
         return folder / "export"

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from specjax.checkpoint import BUNDLED, load
+from specjax.checkpoint import load
 from specjax.config import ModelConfig
+from specjax.folder import BUNDLED
 from specjax.model import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
@@ -236,16 +237,19 @@ def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     return [found.ids for found in tokenizer.encode_batch(texts, add_special_tokens=False)]
 
 
-_LATER = {"rope_stretch": None, "biases": (), "head_norms": False, "windows": (), "family": "llama"}
-"""Fields that a model's configuration has since runs were finished, and what they then were."""
+_FIRST = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+          "num_kv_heads", "head_dim", "rope_theta", "norm_eps", "tie_embeddings", "max_positions",
+          "eos_ids")  # fmt: skip
+"""What a model's configuration had when runs were first finished; the rest then had its default."""
 
 
 def _plain(value: Any) -> Any:
     """Settings as what JSON holds, without those that change no result."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         found = dataclasses.asdict(value)
-        later = _LATER if isinstance(value, ModelConfig) else {}
-        left_out = {name for name in later if found[name] == later[name]}.union(COSMETIC)
+        fields = dataclasses.fields(value) if isinstance(value, ModelConfig) else ()
+        later = {field.name: field.default for field in fields if field.name not in _FIRST}
+        left_out = {name for name in later if getattr(value, name) == later[name]}.union(COSMETIC)
         return {name: found[name] for name in found if name not in left_out}
     return value
 

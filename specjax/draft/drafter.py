@@ -3,11 +3,13 @@
 import abc
 from typing import Any
 
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
 from specjax.arrays import Key
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
+from specjax.sharding import DATA
 from specjax.tree import TokenTree
 from specjax.verify import Construction
 from specjax.walk import Accepted
@@ -43,6 +45,11 @@ class Drafter(abc.ABC):
     def num_seen(self) -> int:
         """How many of the target's likeliest tokens it wants to see; most want none."""
         return 0
+
+    @property
+    def state_specs(self) -> Any:
+        """How its state is spread over a mesh: rows first, unless another is said."""
+        return P(DATA)
 
     @property
     @abc.abstractmethod

@@ -7,6 +7,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from specjax.arrays import Key
@@ -25,6 +26,7 @@ from specjax.sampling import (
     most_likely,
     warm,
 )
+from specjax.sharding import DATA, DRAFT, gathered, mesh_of, place_along, size_of, stacked
 from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge, unmerged
 from specjax.verify import DISTINCT, DRAWN, TOP_K, Construction
 from specjax.widths import Widths
@@ -44,13 +46,14 @@ class ExpansionDrafter(Drafter):
 
     `groups` are equal models with equal trees: a single one, or several stacked on a leading axis
     and run as one `vmap`; `sizes` says how many a group holds (1: not stacked), `shapes` which
-    tree its members expand.
+    tree its members expand. `axis` is the mesh axis over which stacked ones are spread, if any.
     """
 
     groups: tuple[Model, ...]
     sizes: tuple[int, ...] = static()
     shapes: tuple[TreeShape, ...] = static()
     children: str = static(default=DRAWN)
+    axis: str | None = static(default=None)
 
     @classmethod
     def of(
@@ -66,18 +69,22 @@ class ExpansionDrafter(Drafter):
         tuple of each model's own; `children` says how children are made (`DRAWN`, `DISTINCT` or
         `TOP_K` of `verify`). On 2
         CPU cores a batched dot made three stacked drafts cost as much as four to six single
-        ones, so there they are unrolled.
+        ones, so there they are unrolled. On a mesh with a `draft` axis they are stacked, and each
+        device of it runs its share.
 
         Raises:
-          ValueError: there is no model, vocabularies differ, or trees are not one a model.
+          ValueError: there is no model, vocabularies differ, trees are not one a model, or the
+            mesh's axis does not divide a number of equal drafts.
         """
         if not models:
             raise ValueError("a pool needs at least one draft model.")
         sizes = {m.config.vocab_size for m in models}
         if len(sizes) > 1:
             raise ValueError(f"the drafts have different vocabulary sizes: {sorted(sizes)}.")
+        mesh = mesh_of(models)
+        devices = size_of(mesh, DRAFT)
         if stack is None:
-            stack = jax.default_backend() != "cpu"
+            stack = jax.default_backend() != "cpu" or devices > 1
         alike: list[tuple[TreeShape, list[Model]]] = []
         for model, shape in zip(models, _shapes(widths, len(models)), strict=True):
             group = next(
@@ -87,17 +94,26 @@ class ExpansionDrafter(Drafter):
                 alike.append((shape, [model]))
             else:
                 group.append(model)
-        groups = tuple(
-            g[0] if len(g) == 1 else jax.tree.map(lambda *leaves: jnp.stack(leaves), *g)
-            for _, g in alike
-        )
-        return cls(groups, tuple(len(g) for _, g in alike), tuple(s for s, _ in alike), children)
+        for _, group in alike:
+            if len(group) > 1 and len(group) % devices:
+                raise ValueError(
+                    f"mesh axis draft={devices} does not divide {len(group)} equal drafts."
+                )
+        axis = DRAFT if devices > 1 and any(len(g) > 1 for _, g in alike) else None
+        groups = tuple(g[0] if len(g) == 1 else stacked(g, mesh, axis) for _, g in alike)
+        sizes, shapes = tuple(len(g) for _, g in alike), tuple(s for s, _ in alike)
+        return cls(groups, sizes, shapes, children, axis)
 
     @property
     def construction(self) -> Construction:
         """How trees are made."""
         chain = all(shape.widest == 1 for shape in self.shapes)
         return Construction(self.children, sum(self.sizes), chain)
+
+    @property
+    def state_specs(self) -> tuple[P, ...]:
+        """Stacked drafts first, then rows."""
+        return tuple(P(DATA) if size == 1 else P(self.axis, DATA) for size in self.sizes)
 
     @property
     def trees(self) -> tuple[TreeShape, ...]:
@@ -149,7 +165,8 @@ class ExpansionDrafter(Drafter):
         tokens, laws, first = [], [], 0
         groups = zip(self.groups, self.sizes, self.shapes, state, strict=True)
         for model, size, shape, held in groups:
-            numbers = first + jnp.arange(size)
+            here = size if size == 1 else model.embedding.shape[0]
+            numbers = first + place_along(self.axis if size > 1 else None) * here + jnp.arange(here)
             first += size
 
             def one(
@@ -161,7 +178,7 @@ class ExpansionDrafter(Drafter):
             if size == 1:
                 made = jax.tree.map(lambda x: x[None], one(model, held, numbers[0]))
             else:
-                made = jax.vmap(one)(model, held, numbers)
+                made = gathered(jax.vmap(one)(model, held, numbers), self.axis)
             tokens.extend(made[0])
             laws.extend(made[1])
         tree = self._merged(jnp.concatenate(tokens, 1), jnp.concatenate(laws, 1), last, certain)
@@ -235,7 +252,7 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
     x, new = trunk(model, prompt, positions, None, None)
     dtype = cache_dtype(model.embedding.dtype)
-    cache = empty_cache(model.config, rows, slots, dtype).keep(new, None, length)
+    cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads).keep(new, None, length)
     return ModelState(cache, _logits_at(model, x, length - 1, tokens))
 
 

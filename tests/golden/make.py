@@ -128,6 +128,104 @@ CASES = {
         "attention_bias": True,
         "tie_word_embeddings": True,
     },
+    # Fused projections, a window, half of a head rotated.
+    "phi3": {
+        "model_type": "phi3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "sliding_window": 5,
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": 0,
+    },
+    # Texts within the original length have the short factors, longer ones the long factors.
+    "phi3_short": {
+        "model_type": "phi3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "pad_token_id": 0,
+        "max_position_embeddings": 160,
+        "original_max_position_embeddings": 40,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.5],
+            "long_factor": [1.0, 1.5, 3.0, 4.0],
+            "original_max_position_embeddings": 40,
+        },
+    },
+    "phi3_long": {
+        "model_type": "phi3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "pad_token_id": 0,
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 8,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.5],
+            "long_factor": [1.0, 1.5, 3.0, 4.0],
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "olmo2": {
+        "model_type": "olmo2",
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "hidden_size": 48,
+        "pad_token_id": 0,
+    },
+    # Soft caps, every second layer with a window, heads that do not share the hidden size.
+    "gemma2": {
+        "model_type": "gemma2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 7,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "pad_token_id": 0,
+    },
+    # A base for layers with a window, another and a stretch for the others.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "num_hidden_layers": 3,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 1000.0, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+        },
+        "pad_token_id": 0,
+    },
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_positions": 64,
+    },
+    "opt": {
+        "model_type": "opt",
+        "num_attention_heads": 3,
+        "ffn_dim": 40,
+        "pad_token_id": 1,
+    },
+    "neox": {"model_type": "gpt_neox", "num_attention_heads": 3, "rotary_pct": 0.5},
+    # One part of a layer after the other, every feature rotated.
+    "neox_serial": {
+        "model_type": "gpt_neox",
+        "num_attention_heads": 3,
+        "rotary_pct": 1.0,
+        "use_parallel_residual": False,
+    },
 }
 
 
@@ -143,7 +241,13 @@ def make(name: str, changes: dict) -> None:
     with torch.no_grad():
         logits = model(tokens).logits
     model.generation_config.eos_token_id = None  # texts run to their length
-    greedy = model.generate(tokens[:, :PROMPT], max_new_tokens=NEW, do_sample=False)[:, PROMPT:]
+    prompts = tokens[:, :PROMPT]
+    greedy = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),  # else it leaves out padding tokens
+        max_new_tokens=NEW,
+        do_sample=False,
+    )[:, PROMPT:]
     model.generation_config.eos_token_id = config.eos_token_id
     shards = "20KB" if "untied" in name else "1GB"
     model.save_pretrained(HERE / name, max_shard_size=shards)

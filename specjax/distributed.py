@@ -1,0 +1,105 @@
+"""Devices that a command asks for: a mesh of them, and several processes that share one."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+import jax
+from jax.sharding import Mesh
+
+from specjax import sharding
+
+COORDINATOR, PROCESSES, PROCESS = (
+    *("SPECJAX_COORDINATOR", "SPECJAX_PROCESSES", "SPECJAX_PROCESS"),
+)
+_PATIENCE = 60
+"""Seconds to wait for the coordinator, and until a process that says nothing is given up."""
+
+
+def sizes_of(text: str | None) -> dict[str, int]:
+    """The axes that `--mesh` names, such as data=2,model=4.
+
+    Raises:
+      ValueError: an axis is unknown or named twice, or has no size.
+    """
+    found: dict[str, int] = {}
+    for item in (text or "").split(",") if text is not None else ():
+        name, _, size = (part.strip() for part in item.partition("="))
+        if name not in sharding.AXES or name in found or not size.isdecimal() or not int(size):
+            raise ValueError(
+                f"--mesh is {text!r}; it must be axes among {', '.join(sharding.AXES)}, each once "
+                "and with a size, such as data=2,model=4."
+            )
+        found[name] = int(size)
+    return found
+
+
+def processes_of(text: str | None, environment: Mapping[str, str]) -> tuple[str, int, int] | None:
+    """Coordinator, number of processes and this one's own that `--distributed` names.
+
+    "auto" takes them from the environment; None is left to what jax finds out by itself.
+
+    Raises:
+      ValueError: they are not HOST:PORT, a number, and a smaller one.
+    """
+    if text == "auto":
+        given = [environment.get(name, "") for name in (COORDINATOR, PROCESSES, PROCESS)]
+        if not any(given):
+            return None
+        text = ",".join(given)
+    parts = [part.strip() for part in (text or "").split(",")]
+    numbers = [int(part) for part in parts[1:] if part.isdecimal()]
+    if len(parts) != 3 or len(numbers) != 2 or ":" not in parts[0] or numbers[1] >= numbers[0]:
+        raise ValueError(
+            f"--distributed is {text!r}; it must be HOST:PORT,PROCESSES,PROCESS with the last from "
+            f"0 on, or auto with {COORDINATOR}, {PROCESSES} and {PROCESS} set or on a cluster that "
+            "jax knows."
+        )
+    return parts[0], numbers[0], numbers[1]
+
+
+def devices_for(mesh: str | None, distributed: str | None = None) -> Mesh | None:
+    """The mesh that `--mesh` names, of all processes that `--distributed` brings together.
+
+    Nothing of jax may have run before. On a CPU there are as many devices as the mesh needs.
+
+    Raises:
+      ValueError: an option is wrong, the coordinator does not answer, or devices are too few.
+    """
+    sizes, count = sizes_of(mesh), 1
+    if distributed is not None:
+        count = _join(processes_of(distributed, os.environ))
+        sizes = sizes or {sharding.DATA: 0}
+    if not sizes:
+        return None
+    needed = 1
+    for size in sizes.values():
+        needed *= size
+    if needed and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", -(-needed // count))
+    if not needed:
+        sizes = {sharding.DATA: jax.device_count()}
+    return sharding.make_mesh(**sizes)
+
+
+def _join(place: tuple[str, int, int] | None) -> int:
+    """Joins the other processes; gives how many there are.
+
+    Raises:
+      ValueError: the coordinator does not answer.
+    """
+    coordinator, count, own = place or (None, None, None)
+    try:
+        jax.distributed.initialize(
+            coordinator, count, own,
+            initialization_timeout=_PATIENCE, heartbeat_timeout_seconds=_PATIENCE,
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise ValueError(
+            f"process {own} could not join the coordinator at {coordinator} within {_PATIENCE} s: "
+            f"{first}"
+        ) from error
+    if jax.process_index() > 0:  # one of them answers
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    return jax.process_count()

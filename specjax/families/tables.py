@@ -1,0 +1,100 @@
+"""The families, and their configurations read and written."""
+
+import dataclasses
+from typing import Any
+
+from specjax.config import ModelConfig
+from specjax.families import rotary
+from specjax.families.family import ACTIVATION_KEYS, Family, Json, value_of
+from specjax.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
+from specjax.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from specjax.families.older import GPT2, NEOX, OPT
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
+        *(GPT2, OPT, NEOX),
+    )
+}
+
+
+def family_of(config: Json) -> Family:
+    """The table for a parsed `config.json`.
+
+    Raises:
+      ValueError: its `model_type` has no table.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[model_type]
+
+
+def read_config(config: Json, positions: int | None = None) -> ModelConfig:
+    """The `ModelConfig` a parsed `config.json` describes, of `positions` (None: see `rotary`).
+
+    Raises:
+      ValueError: a key that is needed is missing, or a value is not supported.
+    """
+    family = family_of(config)
+    config = family.older(config)
+    for key, supported in family.fixed.items():
+        if key in config and config[key] not in supported:
+            raise ValueError(
+                f"{key} is {config[key]!r}, which {family.model_type} models do not support "
+                f"here; supported: {supported[0]!r}."
+            )
+    values = {field: value_of(family, config, key) for field, key in family.fields.items()}
+    whole = {field.name for field in dataclasses.fields(ModelConfig) if field.type is int}
+    for field, value in values.items():
+        if field in whole and type(value) is not int:
+            raise ValueError(f"{family.fields[field]} is {value!r}; it must be a whole number.")
+    values.setdefault("num_kv_heads", values["num_heads"])
+    values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
+    length = rotary.used(config, values["max_positions"], positions)
+    values["max_positions"] = length.used
+    values["activation"] = _activation(family, values["activation"])
+    features = family.features(config, length)
+    return ModelConfig(**values, **features, eos_ids=_eos_ids(config), family=config["model_type"])
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A `config.json` of its family that reads back as `config`, in old and new spelling.
+
+    Raises:
+      ValueError: the family has no keys for some of it.
+    """
+    eos, family = config.eos_ids, FAMILIES[config.family]
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATION_KEYS.items())}
+    values = {key: getattr(config, field) for field, key in family.fields.items()}
+    made = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **values,
+        family.fields["activation"]: names[config.activation],
+        **family.written(config),
+        "bos_token_id": None,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+    }
+    if read_config(made) != config:
+        raise ValueError(f"a {config.family} model cannot say what this one is: {config}.")
+    return made
+
+
+def _activation(family: Family, named: Any) -> str:
+    if named not in ACTIVATION_KEYS:
+        raise ValueError(
+            f"{family.fields['activation']} is {named!r}, which is not supported; "
+            f"supported: {', '.join(ACTIVATION_KEYS)}."
+        )
+    return ACTIVATION_KEYS[named]
+
+
+def _eos_ids(config: Json) -> tuple[int, ...]:
+    eos = config.get("eos_token_id")
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (eos,)

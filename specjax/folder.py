@@ -1,0 +1,181 @@
+"""Where a model's files are, and what they hold: folders, lists of files, and names of a hub."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+BUNDLED = Path(__file__).parent / "bundled"
+"""The pair that comes with the package."""
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+Name = str | Path
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or not what its configuration says."""
+
+
+class Files(NamedTuple):
+    """A folder with a configuration, and its weights where they were named one by one."""
+
+    folder: Path
+    weights: tuple[Path, ...] = ()
+
+
+def find(name: Name | Sequence[Name]) -> Files:
+    """The files that a name means: a folder, safetensors files of one, or a hub's id.
+
+    An id is `org/name` or `org/name@revision`; what it names is downloaded unless it is there
+    already, with huggingface_hub, which must be installed and may be set to be offline.
+
+    Raises:
+      CheckpointError: there is nothing of that name.
+    """
+    if not isinstance(name, str | Path):
+        files = tuple(Path(each) for each in name)
+        folders = {file.parent for file in files}
+        if len(folders) != 1 or any(file.suffix != ".safetensors" for file in files):
+            raise CheckpointError(
+                f"a list of files must be of safetensors files in one folder, not "
+                f"{', '.join(map(str, files)) or 'empty'}."
+            )
+        return Files(folders.pop(), files)
+    path = Path(name)
+    if path.is_dir() or not _is_id(str(name)):
+        return Files(path)
+    return Files(_download(str(name)))
+
+
+def _is_id(name: str) -> bool:
+    """Whether a name that is no folder can be one of a hub's."""
+    first, *rest = name.split("/")
+    local = first in ("", ".", "..", "~", "bundled") or Path(first).exists()
+    return len(rest) == 1 and bool(rest[0]) and not local and "\\" not in name
+
+
+def _download(name: str) -> Path:
+    repository, _, revision = name.partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"no model folder at {name}; to take it from a hub, install huggingface_hub."
+        ) from error
+    try:
+        found = snapshot_download(repository, revision=revision or None, allow_patterns=_WANTED)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise CheckpointError(
+            f"no model folder at {name}, and none of that name could be had from the hub"
+            f"{offline}: {first}"
+        ) from error
+    return Path(found)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """A folder's parsed `config.json`.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be read.
+    """
+    if not folder.is_dir():
+        if BUNDLED in folder.parents:
+            raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
+        raise CheckpointError(
+            f"no model folder at {folder}; it must exist, or be 'bundled' or a hub's org/name."
+        )
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}, so it is not a model folder.")
+    return parsed(folder / CONFIG)
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+      CheckpointError: it holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object.")
+    return found
+
+
+def tensors(files: Files) -> Iterator[tuple[str, Path, np.ndarray]]:
+    """Every tensor with its name and file, as a view of the file that is mapped, not read.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or holds something that is no array.
+    """
+    for file in files.weights or _weight_files(files.folder):
+        yield from _mapped(file)
+
+
+def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
+    try:
+        with safe_open(file, framework="np"):  # checks the header against the file's size
+            pass
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing, though {INDEX} names it.") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is truncated or damaged: {error}.") from error
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    data = np.zeros(0, np.uint8)
+    if file.stat().st_size > 8 + size:
+        data = np.asarray(np.memmap(file, np.uint8, "r", offset=8 + size))
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        kind = _DTYPES.get(about["dtype"])
+        if kind is None:
+            raise CheckpointError(f"{name} in {file} is {about['dtype']}, which is not supported.")
+        start, stop = about["data_offsets"]
+        yield name, file, data[start:stop].view(kind).reshape(about["shape"])
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if not (folder / INDEX).is_file():
+        pickles = sorted(file.name for kind in _PICKLES for file in folder.glob(kind))
+        if pickles:
+            raise CheckpointError(
+                f"{folder} has weights only in {pickles[0]}, which could run code when it is "
+                "read; save them as safetensors (transformers' save_pretrained does)."
+            )
+        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
+    weight_map = parsed(folder / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
+    return [folder / name for name in sorted(set(weight_map.values()))]

@@ -1,0 +1,73 @@
+"""A model's weights as Orbax keeps them: by shards, each process its own, on any mesh."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from specjax.config import Shape
+from specjax.model import Model, assemble
+from specjax.sharding import Placement
+
+FOLDER = "weights.orbax"
+"""Where they lie beside the configuration."""
+
+
+def save(model: Model, folder: Path) -> None:
+    """Writes the weights; every process that holds some calls it.
+
+    Raises:
+      ValueError: weights are there already.
+    """
+    import orbax.checkpoint as ocp
+
+    outer, layer = model.config.outer_shapes, model.config.layer_shapes
+    held = {
+        "outer": {name: getattr(model, name) for name in outer},
+        "layers": [{name: getattr(each, name) for name in layer} for each in model.layers],
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save((folder / FOLDER).absolute(), held)
+
+
+def restore(folder: Path, placement: Placement, stored_kv_heads: int, dtype: jnp.dtype) -> Model:
+    """The weights that `save` wrote, each shard read where it is to lie.
+
+    Key and value heads that are to be held several times are read whole.
+
+    Raises:
+      ValueError: the weights are not those of the configuration.
+    """
+    import orbax.checkpoint as ocp
+
+    config = placement.config
+    shrink = stored_kv_heads / config.num_kv_heads
+
+    def leaf(name: str, shape: Shape) -> Any:
+        spec = placement.spec(name)
+        if shrink != 1 and placement.is_repeated(name):
+            shape, spec = (round(shape[0] * shrink), *shape[1:]), P()
+        if placement.mesh is None:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=_alone())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(placement.mesh, spec))
+
+    layer = {name: leaf(name, shape) for name, shape in config.layer_shapes.items()}
+    wanted = {
+        "outer": {name: leaf(name, shape) for name, shape in config.outer_shapes.items()},
+        "layers": [layer] * config.num_layers,
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        found: Any = checkpointer.restore((folder / FOLDER).absolute(), wanted)
+    if shrink != 1:
+        for one in found["layers"]:
+            for name in filter(placement.is_repeated, one):
+                one[name] = placement.put(name, np.asarray(one[name]), dtype)
+    return assemble(config, found["outer"], found["layers"], placement.axis)
+
+
+def _alone() -> jax.sharding.Sharding:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -1,0 +1,293 @@
+"""Arrays over many devices: logical axes, the mesh axes that they are spread over, placement.
+
+A program over a mesh is one `shard_map`: every device runs what a single one would, on its own
+rows (`data`), its own part of each layer of the target (`model`) and its own drafts (`draft`), and
+what passes between devices is written where it happens (`all_sum`, `gathered`): two sums a layer.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from specjax.config import ModelConfig
+
+AXES = DATA, MODEL, DRAFT = "data", "model", "draft"
+
+MESH_AXES: Mapping[str, str] = {
+    "rows": DATA,
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "features": MODEL,
+    "vocabulary": MODEL,
+    "drafts": DRAFT,
+}
+"""Logical axes, and the mesh axis that each is spread over."""
+
+LEAF_AXES: Mapping[str, tuple[str | None, ...]] = {
+    "embedding": ("vocabulary", None),
+    "unembedding": ("vocabulary", None),
+    "query": ("heads", None),
+    "key": ("kv_heads", None),
+    "value": ("kv_heads", None),
+    "output": (None, "heads"),
+    "gate": ("features", None),
+    "up": ("features", None),
+    "down": (None, "features"),
+    "query_bias": ("heads",),
+    "key_bias": ("kv_heads",),
+    "value_bias": ("kv_heads",),
+    "gate_bias": ("features",),
+    "up_bias": ("features",),
+}
+"""Logical axes of a model's leaves; those that are not here are whole everywhere."""
+
+
+def make_mesh(data: int = 1, model: int = 1, draft: int = 1) -> Mesh:
+    """A mesh of the first devices there are, of all processes.
+
+    Raises:
+      ValueError: there are too few devices, or a size is below 1.
+    """
+    sizes = {DATA: data, MODEL: model, DRAFT: draft}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"mesh axis {name} is {size}; it must be at least 1.")
+    needed, devices = data * model * draft, jax.devices()
+    if needed > len(devices):
+        shape = ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise ValueError(f"mesh {shape} needs {needed} devices; there are {len(devices)}.")
+    return jax.make_mesh(
+        tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:needed]
+    )
+
+
+def with_all_axes(mesh: Mesh | None) -> Mesh | None:
+    """A mesh with the axes `data`, `model` and `draft`, those that it lacks of size 1.
+
+    Raises:
+      ValueError: it has an axis of another name.
+    """
+    if mesh is None:
+        return None
+    for name in mesh.axis_names:
+        if name not in AXES:
+            raise ValueError(f"a mesh has axes data, model and draft, not {name!r}.")
+    order = [mesh.axis_names.index(name) for name in AXES if name in mesh.axis_names]
+    shape = [mesh.shape.get(name, 1) for name in AXES]
+    devices = mesh.devices.transpose(order).reshape(shape)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def size_of(mesh: Mesh | None, axis: str) -> int:
+    """Devices along an axis; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[axis]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a model lies on a mesh.
+
+    `config` is the model's with as many key/value heads as are held: where devices outnumber them,
+    each is held `repeats` times. `axis` is the mesh axis that layers are split over, if any.
+    """
+
+    config: ModelConfig
+    mesh: Mesh | None = None
+    axis: str | None = None
+    repeats: int = 1
+
+    def spec(self, leaf: str) -> P:
+        """How a leaf is spread."""
+        axes = LEAF_AXES.get(leaf, ())
+        if leaf in ("query_norm", "key_norm") and self.config.head_norms == "whole":
+            axes = ("heads",)
+        if "vocabulary" in axes and self.config.vocab_size % size_of(self.mesh, MODEL):
+            axes = ()
+        if self.axis is None:
+            axes = ()
+        return P(*(None if axis is None else MESH_AXES[axis] for axis in axes))
+
+    def put(self, leaf: str, value: np.ndarray, dtype: Any) -> Array:
+        """A leaf on its devices, rounded to `dtype` a shard at a time."""
+        if self.is_repeated(leaf):
+            value = self._repeated(value)
+        if self.mesh is None:
+            made = jax.device_put(np.array(value, dtype))
+        else:
+            placed = NamedSharding(self.mesh, self.spec(leaf))
+            made = jax.make_array_from_callback(
+                value.shape, placed, lambda index: np.array(value[index], dtype)
+            )
+        return made.block_until_ready()
+
+    def is_repeated(self, leaf: str) -> bool:
+        """Whether a leaf has key/value heads, each of which is held several times."""
+        per_head = leaf == "key_norm" and self.config.head_norms == "head"
+        return self.repeats > 1 and leaf.split("_")[0] in ("key", "value") and not per_head
+
+    def _repeated(self, value: np.ndarray) -> np.ndarray:
+        heads = self.config.num_kv_heads // self.repeats
+        parts = value.reshape(heads, -1, *value.shape[1:])
+        return np.repeat(parts, self.repeats, axis=0).reshape(-1, *value.shape[1:])
+
+
+def placement(config: ModelConfig, mesh: Mesh | None, split: bool = True) -> Placement:
+    """How a model of `config` is `split` over the `model` axis of a mesh, or whole on all of it.
+
+    Raises:
+      ValueError: the axis does not divide its heads, key/value heads or features.
+    """
+    mesh = with_all_axes(mesh)
+    devices = size_of(mesh, MODEL)
+    if not split or devices == 1:
+        return Placement(config, mesh)
+    for what, count in (("heads", config.num_heads), ("features", config.intermediate_size)):
+        if count % devices:
+            raise ValueError(
+                f"mesh axis model={devices} does not divide the model's {count} {what}."
+            )
+    kv_heads = config.num_kv_heads
+    if kv_heads % devices and devices % kv_heads:
+        raise ValueError(
+            f"mesh axis model={devices} and the model's {kv_heads} key/value heads do not divide "
+            "one another."
+        )
+    repeats = max(1, devices // kv_heads)
+    held = dataclasses.replace(config, num_kv_heads=kv_heads * repeats)
+    return Placement(held, mesh, MODEL, repeats)
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """The mesh of several devices that the arrays of a tree lie on, if any of them does."""
+    for leaf in jax.tree.leaves(tree):
+        placed = getattr(leaf, "sharding", None)
+        if isinstance(placed, NamedSharding) and placed.mesh.size > 1:
+            assert isinstance(placed.mesh, Mesh)
+            return placed.mesh
+    return None
+
+
+def put(value: Any, mesh: Mesh, spec: P) -> Array:
+    """An array on a mesh, the same in every process."""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        data = put(jax.random.key_data(value), mesh, spec)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+    held = np.asarray(value)
+    placed = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(held.shape, placed, lambda index: held[index])
+
+
+def settled(tree: Any, mesh: Mesh | None) -> Any:
+    """The tree with every array on the mesh: where it is, or else whole on all devices."""
+    if mesh is None:
+        return tree
+
+    def settle(leaf: Any) -> Any:
+        placed = getattr(leaf, "sharding", None)
+        if isinstance(placed, NamedSharding) and placed.mesh == mesh:
+            return leaf
+        return put(leaf, mesh, P())
+
+    return jax.tree.map(settle, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a program's target and drafter lie on a mesh. Hashable: it is part of what is compiled.
+
+    `target` and `drafter` are the specs of their leaves, in order.
+    """
+
+    mesh: Mesh
+    target: tuple[P, ...]
+    drafter: tuple[P, ...]
+
+    @property
+    def rows(self) -> P:
+        """How arrays with rows first are spread."""
+        return P(DATA)
+
+    def check_rows(self, rows: int) -> None:
+        """Checks that the data axis takes as many rows.
+
+        Raises:
+          ValueError: it does not divide them.
+        """
+        devices = size_of(self.mesh, DATA)
+        if rows % devices:
+            raise ValueError(f"mesh axis data={devices} does not divide {rows} prompts.")
+
+    def spread(
+        self, function: Callable[..., Any], target: Any, drafter: Any, specs: Any, out: Any
+    ) -> Callable[..., Any]:
+        """`function` of a target, a drafter and more, each device on what it has of them.
+
+        `specs` are those of the further arguments and `out` those of the result.
+        """
+        own = (
+            jax.tree.unflatten(jax.tree.structure(tree), leaves)
+            for tree, leaves in ((target, self.target), (drafter, self.drafter))
+        )
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=(*own, *specs), out_specs=out, check_vma=False
+        )
+
+    def placed(self, tree: Any, spec: P) -> Any:
+        """The tree's arrays on the mesh."""
+        return jax.tree.map(lambda leaf: put(leaf, self.mesh, spec), tree)
+
+    def everywhere(self, tree: Any) -> Any:
+        """The tree's arrays on every device, so that each process can read them."""
+        return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
+
+
+def layout_of(target: Any, drafter: Any) -> Layout | None:
+    """How a target and a drafter lie on the mesh of the target; None on a single device.
+
+    Raises:
+      ValueError: the drafter is on another mesh.
+    """
+    mesh = mesh_of(target)
+    other = mesh_of(drafter)
+    if mesh is None and other is None:
+        return None
+    if mesh is None or other not in (None, mesh):
+        raise ValueError(f"the target is on {mesh} and the drafts are on {other}; they must agree.")
+
+    def specs(tree: Any) -> tuple[P, ...]:
+        placed = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
+        return tuple(s.spec if isinstance(s, NamedSharding) else P() for s in placed)
+
+    return Layout(mesh, specs(target), specs(drafter))
+
+
+def all_sum(x: Array, axis: str | None) -> Array:
+    """The sum over the devices along `axis`; `x` itself where that is None."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def gathered(tree: Any, axis: str | None) -> Any:
+    """The parts of all devices along `axis`, one after the other; as it is where that is None."""
+    if axis is None:
+        return tree
+    return jax.tree.map(lambda x: lax.all_gather(x, axis, axis=0, tiled=True), tree)
+
+
+def place_along(axis: str | None) -> Array | int:
+    """The number of this device along `axis`; 0 where that is None."""
+    return 0 if axis is None else lax.axis_index(axis)
+
+
+def stacked(trees: Sequence[Any], mesh: Mesh | None, axis: str | None) -> Any:
+    """Equal trees on a leading axis, which is spread over a mesh's `axis`."""
+    placed = None if mesh is None else NamedSharding(mesh, P(axis))
+    together = jax.jit(lambda *leaves: jnp.stack(leaves), out_shardings=placed)
+    return jax.tree.map(together, *trees)

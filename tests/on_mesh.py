@@ -1,0 +1,113 @@
+"""What test_sharding.py asks of eight virtual devices, as JSON; a process of its own.
+
+The number of a CPU's devices is set once for a process, and one is right for all other tests:
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.on_mesh FOLDER
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from specjax import checkpoint, decode, methods, sharding
+from specjax.folder import CheckpointError
+from specjax.law import logits_after
+from specjax.pair import Pair
+from specjax.request import prepare
+from specjax.sampling import Sampling
+from tests.test_parity import CASES, golden, loaded
+
+ROWS, NEW = 8, 16
+PROMPTS = [[1 + row, 2, 3, row] for row in range(ROWS)]
+MIXED = Sampling(temperature=np.resize(np.float32([0, 0.8]), ROWS))
+MESHES = {
+    "data=8": ({"data": 8}, ("none", "specexec")),
+    "model=8": ({"model": 8}, ("none", "chain", "specexec")),
+    "data=2,model=4": ({"data": 2, "model": 4}, ("chain",)),
+    "draft=3": ({"draft": 3}, ("pool",)),
+    "data=2,draft=3": ({"data": 2, "draft": 3}, ("pool",)),
+}
+
+
+def pair_on(folder: Path, mesh) -> Pair:
+    drafts = checkpoint.load_drafts([folder / "drafts" / str(n) for n in range(3)], "float32", mesh)
+    return Pair(checkpoint.load_model(folder / "target", mesh=mesh), None, drafts)
+
+
+def drafter_of(pair: Pair, method: str):
+    return methods.build(methods.setting_of(method, batch=ROWS), pair)
+
+
+def texts(pair: Pair, method: str) -> dict:
+    """Tokens and steps of a mixed batch, and the same tokens as they are streamed."""
+    drafter, key = drafter_of(pair, method), jax.random.key(0)
+    asked = {"max_new_tokens": NEW, "sampling": MIXED, "stop_at_eos": False}
+    made = decode.generate(key, pair.target, drafter, PROMPTS, **asked)
+    streamed = [[] for _ in PROMPTS]
+    if method == "pool":  # of all states the one with an axis before its rows
+        for step in decode.stream(key, pair.target, drafter, PROMPTS, **asked):
+            for row, tokens in enumerate(streamed):
+                tokens.extend(step.tokens[row, : step.count[row]].tolist())
+    return {"tokens": made.tokens.tolist(), "steps": made.steps.tolist(), "streamed": streamed}
+
+
+def programs(folder: Path) -> dict:
+    """What devices exchange in the loop of a target split over all of them."""
+    found = {}
+    for layers in (2, 3):
+        mesh = sharding.make_mesh(model=8)
+        target = checkpoint.load_model(folder / f"layers{layers}", mesh=mesh)
+        asked = prepare(jax.random.key(0), target, None, PROMPTS, NEW, MIXED, "auto", False)
+        text = decode.run.lower(target, None, **asked._asdict()).compile().as_text()
+        sums = len(re.findall(r" all-reduce(?:-start)?\(", text))
+        shapes = re.findall(r"f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
+        sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes]
+        others = re.findall(r" (all-to-all|collective-permute|reduce-scatter)", text)
+        found[layers] = {"sums": sums, "gathered": sizes, "others": others}
+    return found
+
+
+def families() -> dict:
+    """How far the logits of every family are from transformers', as a share of what is allowed."""
+    found, mesh = {}, sharding.make_mesh(model=2)
+    for case in CASES:
+        config = loaded(case).config
+        tokens, expected, tolerance = golden(case)
+        try:
+            model = loaded(case, mesh)
+        except CheckpointError as error:
+            found[case] = {"refused": str(error), "heads": config.num_heads}
+            continue
+        error = np.abs(logits_after(model, tokens.tolist()) - expected[:, -1]).max()
+        found[case] = {"share": float(error / tolerance), "heads": config.num_heads}
+    return found
+
+
+def moved(folder: Path) -> dict:
+    """Logits of a model that was kept from one mesh and restored onto others."""
+    first = checkpoint.load_model(folder / "target", mesh=sharding.make_mesh(data=2, model=4))
+    checkpoint.save_sharded(first, folder / "kept")
+    expected = logits_after(checkpoint.load_model(folder / "target"), PROMPTS)
+    found = {}
+    for name, sizes in {"one": None, "model=8": {"model": 8}, "data=8": {"data": 8}}.items():
+        mesh = sizes and sharding.make_mesh(**sizes)
+        model = checkpoint.load_model(folder / "kept", mesh=mesh)
+        shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in [model.layers[0].up]}
+        error = float(np.abs(logits_after(model, PROMPTS) - expected).max())
+        found[name] = {"error": error, "up": list(*shards)}
+    return found
+
+
+if __name__ == "__main__":
+    at = Path(sys.argv[1])
+    alone = pair_on(at, None)
+    used = {method for _, names in MESHES.values() for method in names}
+    made = {"alone": {method: texts(alone, method) for method in sorted(used)}}
+    for name, (sizes, names) in MESHES.items():
+        pair = pair_on(at, sharding.make_mesh(**sizes))
+        made[name] = {method: texts(pair, method) for method in names}
+    made |= {"programs": programs(at), "families": families(), "moved": moved(at)}
+    json.dump(made, sys.stdout)

@@ -1,0 +1,113 @@
+"""Meshes of virtual devices give the tokens of one, and exchange no more than they must."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from specjax import sharding
+from specjax.checkpoint import save_model
+from tests.conftest import tiny_config, tiny_model
+from tests.pairs import near
+
+ROOT = Path(__file__).parent.parent
+WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """What `on_mesh` finds with eight devices, in a process of its own."""
+    folder = tmp_path_factory.mktemp("mesh")
+    target = tiny_model(0, **WIDE)
+    save_model(target, folder / "target", dtype="float32")
+    for number in range(3):
+        save_model(near(target, number), folder / "drafts" / str(number), dtype="float32")
+    for layers in (2, 3):
+        deep = tiny_model(0, num_layers=layers, **WIDE)
+        save_model(deep, folder / f"layers{layers}", dtype="float32")
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.on_mesh", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"XLA_FLAGS": flags},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "method"),
+    [
+        *(("data=8", "none"), ("data=8", "specexec"), ("model=8", "none"), ("model=8", "chain")),
+        *(("model=8", "specexec"), ("data=2,model=4", "chain"), ("draft=3", "pool")),
+        ("data=2,draft=3", "pool"),
+    ],
+)
+def test_tokens_are_those_of_one_device(facts, mesh, method):
+    alone, spread = facts["alone"][method], facts[mesh][method]
+    assert spread["tokens"] == alone["tokens"]
+    assert spread["steps"] == alone["steps"]
+
+
+def test_streams_on_a_mesh_give_the_same(facts):
+    for where in ("alone", "draft=3", "data=2,draft=3"):
+        made = facts[where]["pool"]
+        assert made["streamed"] == made["tokens"]
+
+
+def test_a_layer_sums_twice_and_no_weights_are_gathered(facts):
+    config = tiny_config(**WIDE)
+    for layers, found in facts["programs"].items():
+        # A step: embeddings, and two a layer. The prompts' pass: of the last layer only keys and
+        # values are used, which are each device's own.
+        step, prompts = 1 + 2 * int(layers), 1 + 2 * (int(layers) - 1)
+        assert found["sums"] == step + prompts
+        assert found["gathered"] == [8 * config.vocab_size]  # the logits of a step
+        assert not found["others"]
+
+
+def test_every_family_splits_over_two_devices(facts):
+    found = facts["families"]
+    split = {case for case in found if "share" in found[case]}
+    assert all(found[case]["heads"] % 2 for case in set(found) - split)
+    assert all("does not divide" in found[case]["refused"] for case in set(found) - split)
+    assert {"olmo2", "gemma2", "gemma3", "phi3", "qwen2", "qwen3_biased", "mistral"} <= split
+    assert max(found[case]["share"] for case in split) <= 1
+
+
+def test_a_model_is_restored_onto_another_mesh(facts):
+    for name, devices in (("one", 1), ("model=8", 8), ("data=8", 1)):
+        assert facts["moved"][name]["error"] < 1e-3, name
+        assert facts["moved"][name]["up"] == [WIDE["intermediate_size"] // devices, 32]
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "words"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 2}, 4, "model=4 does not divide the model's 6 heads"),
+        ({"intermediate_size": 50}, 4, "model=4 does not divide the model's 50 features"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "2 and the model's 3 key/value heads"),
+    ],
+)
+def test_what_a_mesh_cannot_split_is_refused(changes, devices, words, monkeypatch):
+    monkeypatch.setattr(sharding, "size_of", lambda mesh, axis: devices)
+    mesh = sharding.make_mesh()
+    with pytest.raises(ValueError, match=words):
+        sharding.placement(tiny_config(**changes), mesh)
+
+
+def test_meshes_of_other_axes_or_too_many_devices_are_refused():
+    with pytest.raises(ValueError, match="data=2,model=4 needs 8 devices; there are 1"):
+        sharding.make_mesh(data=2, model=4)
+    with pytest.raises(ValueError, match="axis model is 0"):
+        sharding.make_mesh(model=0)
+    odd = jax.make_mesh((1,), ("rows",))
+    with pytest.raises(ValueError, match="not 'rows'"):
+        sharding.with_all_axes(odd)
