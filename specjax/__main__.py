@@ -1,4 +1,4 @@
-"""The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and `roofline`."""
+"""The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and their like."""
 
 import io
 import os
@@ -7,7 +7,17 @@ from collections.abc import Callable, Sequence
 
 import tyro
 
-from specjax.options import VERBS, Bench, Generate, Options, Roofline, Tune, Verify, parsed
+from specjax.options import (
+    VERBS,
+    Bench,
+    CheckPair,
+    Generate,
+    Options,
+    Roofline,
+    Tune,
+    Verify,
+    parsed,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,11 +69,15 @@ def _command(options: Options) -> Callable[[], int]:
         from specjax import certify
 
         return lambda: certify.verify(options)
-    from specjax import console
-
     if isinstance(options, Generate):
+        from specjax import console
+
         return lambda: console.generate(options)
-    return lambda: console.info(options)
+    from specjax import about
+
+    if isinstance(options, CheckPair):
+        return lambda: about.check_pair(options)
+    return lambda: about.info(options)
 
 
 if __name__ == "__main__":

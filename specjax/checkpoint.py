@@ -14,7 +14,7 @@ from jaxtyping import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from specjax import families, sharded, sharding
+from specjax import families, memory, sharded, sharding
 from specjax.config import ModelConfig
 from specjax.families import Family, Stored
 from specjax.folder import (
@@ -85,11 +85,19 @@ def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) 
     Raises:
       CheckpointError: there is none, or one is not supported.
     """
+    return [load_model(each, dtype, mesh, split=False) for each in pool_in(folder)]
+
+
+def pool_in(folder: Path) -> list[Path]:
+    """The folders 0, 1, ... in `folder`, in numeric order.
+
+    Raises:
+      CheckpointError: there is none.
+    """
     found = [each for each in folder.glob("*") if each.name.isdigit()]
     if not found:
         raise CheckpointError(f"there are no drafts in {folder}: it needs folders 0, 1, ...")
-    in_order = sorted(found, key=lambda each: int(each.name))
-    return [load_model(each, dtype, mesh, split=False) for each in in_order]
+    return sorted(found, key=lambda each: int(each.name))
 
 
 def load_model(
@@ -113,6 +121,11 @@ def load_model(
     kind = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
     try:
         placement = sharding.placement(config, mesh, split)
+        memory.check(
+            memory.Load(placement, kind).weights,
+            memory.available(placement.mesh),
+            f"its weights in {kind}",
+        )
     except ValueError as error:
         raise CheckpointError(f"{files.folder}: {error}") from error
     if (files.folder / sharded.FOLDER).is_dir() and not files.weights:

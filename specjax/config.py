@@ -42,7 +42,8 @@ class ModelConfig:
     `head_dim`, inverted) and capped to ±`attention_cap`.
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
-    of positions is added, position 0 at that row of it; logits are capped to ±`logit_cap`.
+    of positions is added, position 0 at that row of it; logits are capped to ±`logit_cap`, and of
+    tokens past the first `num_known` they are the lowest there is (None: there are none).
     """
 
     vocab_size: int
@@ -74,6 +75,7 @@ class ModelConfig:
     logit_cap: float | None = None
     embedding_scale: float = 1.0
     position_offset: int | None = None
+    num_known: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",

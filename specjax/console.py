@@ -1,6 +1,5 @@
 """`specjax generate` and `info`: text as it is committed, and what it cost."""
 
-import dataclasses
 import json
 import sys
 import time
@@ -8,17 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from specjax import decode, measure, methods, records
-from specjax.cache import cache_dtype, empty_cache
+from specjax import decode, measure, methods
 from specjax.choice import Asked, Choice, choose
 from specjax.distributed import devices_for
 from specjax.draft import Drafter, Step
 from specjax.model import Model
-from specjax.options import Generate, Info
+from specjax.options import Generate
 from specjax.pair import Pair, load_pair
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
@@ -52,7 +49,7 @@ def generate(options: Generate) -> int:
     )
     choice = choose(asked, pair, options.temperature)
     drafter = methods.build(choice.setting, pair, options.verify)
-    ids = pair.tokenizer(prompt).input_ids
+    ids = _ids(options, pair.tokenizer, prompt)
     request = prepare(
         jax.random.key(options.seed), pair.target, drafter, [ids], options.max_new_tokens,
         _sampling(options), options.verify, True,
@@ -63,6 +60,16 @@ def generate(options: Generate) -> int:
     else:
         _narrate(options, pair, drafter, ids, request)
     return 0
+
+
+def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
+    if not options.chat:
+        return tokenizer(prompt).input_ids
+    if not tokenizer.chat_template:
+        raise ValueError(f"--chat needs a chat template, and {options.model} has none.")
+    talk = [{"role": "user", "content": prompt}]
+    text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def _check(options: Generate) -> None:
@@ -226,60 +233,3 @@ def _show_tree(step: Step, tokenizer: "PreTrainedTokenizerFast") -> None:
         return decoded if isinstance(decoded, str) else "".join(decoded)
 
     print(draw_tree(take_row(step.tree, 0), text))
-
-
-def info(options: Info) -> int:
-    """Runs `specjax info`; gives the exit code.
-
-    Raises:
-      ValueError: an option is wrong or the pair does not fit.
-    """
-    mesh = devices_for(options.mesh, options.distributed)
-    pair = load_pair(
-        options.model, options.draft, dtype_of(options.dtype), None, mesh, options.positions
-    )
-    facts = _facts(pair)
-    if options.json:
-        print(json.dumps(facts))
-        return 0
-    for name, value in facts.items():
-        print(f"{name.replace('_', ' ')}: {_readable(name, value)}")
-    return 0
-
-
-def _facts(pair: Pair) -> dict[str, Any]:
-    models = (pair.target, *pair.drafts)
-
-    def chosen(temperature: float) -> str:
-        choice = choose(Asked(), pair, temperature)
-        return f"{choice.setting.label} ({choice.reason})"
-
-    return {
-        "config": dataclasses.asdict(pair.target.config),
-        "parameters": pair.target.config.num_parameters,
-        "dtype": str(pair.target.embedding.dtype),
-        "drafts": [model.config.num_parameters for model in pair.drafts],
-        "weights_bytes": sum(leaf.nbytes for model in models for leaf in jax.tree.leaves(model)),
-        "caches_bytes": sum(_cache_bytes(model, pair.target) for model in models),
-        "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "method_greedy": chosen(0.0),
-        "method_sampled": chosen(0.8),
-        "cache_folder": str(records.cache_folder()),
-    }
-
-
-def _cache_bytes(model: Model, target: Model) -> int:
-    """Bytes of one row's keys and values at the target's full context."""
-    slots, dtype = target.config.max_positions, cache_dtype(model.embedding.dtype)
-    shapes = jax.eval_shape(lambda: empty_cache(model.config, 1, slots, dtype))
-    return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in (*shapes.keys, *shapes.values))
-
-
-def _readable(name: str, value: Any) -> str:
-    if name.endswith("_bytes"):
-        return f"{value / 2**20:.1f} MiB"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items())
-    if isinstance(value, list):
-        return ", ".join(f"{entry:,}" for entry in value) or "none"
-    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,7 +1,9 @@
 """Devices that a command asks for: a mesh of them, and several processes that share one."""
 
+import math
 import os
 import sys
+import threading
 from collections.abc import Mapping
 
 import jax
@@ -12,8 +14,8 @@ from specjax import sharding
 COORDINATOR, PROCESSES, PROCESS = (
     *("SPECJAX_COORDINATOR", "SPECJAX_PROCESSES", "SPECJAX_PROCESS"),
 )
-_PATIENCE = 60
-"""Seconds to wait for the coordinator, and until a process that says nothing is given up."""
+_PATIENCE = int(os.environ.get("SPECJAX_PATIENCE", "60"))
+"""Seconds to wait for the other processes, and until one that says nothing is given up."""
 
 
 def sizes_of(text: str | None) -> dict[str, int]:
@@ -66,40 +68,60 @@ def devices_for(mesh: str | None, distributed: str | None = None) -> Mesh | None
     Raises:
       ValueError: an option is wrong, the coordinator does not answer, or devices are too few.
     """
-    sizes, count = sizes_of(mesh), 1
+    sizes = sizes_of(mesh)
+    place = None if distributed is None else processes_of(distributed, os.environ)
+    needed = math.prod(sizes.values())
+    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if sizes and not chosen:
+        jax.config.update("jax_num_cpu_devices", -(-needed // (place[1] if place else 1)))
     if distributed is not None:
-        count = _join(processes_of(distributed, os.environ))
-        sizes = sizes or {sharding.DATA: 0}
-    if not sizes:
-        return None
-    needed = 1
-    for size in sizes.values():
-        needed *= size
-    if needed and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", -(-needed // count))
-    if not needed:
-        sizes = {sharding.DATA: jax.device_count()}
-    return sharding.make_mesh(**sizes)
+        _join(place)
+        sizes = sizes or {sharding.DATA: jax.device_count()}
+    return sharding.make_mesh(**sizes) if sizes else None
 
 
-def _join(place: tuple[str, int, int] | None) -> int:
-    """Joins the other processes; gives how many there are.
+def _join(place: tuple[str, int, int] | None) -> None:
+    """Joins the other processes, of which one prints its answer.
+
+    Who waits in vain ends the process with a sentence: what jax does then is to abort.
 
     Raises:
-      ValueError: the coordinator does not answer.
+      ValueError: the address or the processes' numbers cannot be.
     """
     coordinator, count, own = place or (None, None, None)
+
+    def give_up() -> None:
+        missing = "the other processes" if own == 0 else f"the coordinator at {coordinator}"
+        print(
+            f"specjax: process {own} of {count} waited {_PATIENCE} s for {missing} in vain.",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        os._exit(2)
+
+    watch = threading.Timer(_PATIENCE, give_up)
+    watch.daemon = True
+    watch.start()
     try:
         jax.distributed.initialize(
             coordinator, count, own,
-            initialization_timeout=_PATIENCE, heartbeat_timeout_seconds=_PATIENCE,
+            initialization_timeout=2 * _PATIENCE, heartbeat_timeout_seconds=_PATIENCE,
         )  # fmt: skip
-    except (RuntimeError, ValueError) as error:
+    except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise ValueError(
-            f"process {own} could not join the coordinator at {coordinator} within {_PATIENCE} s: "
-            f"{first}"
-        ) from error
-    if jax.process_index() > 0:  # one of them answers
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    return jax.process_count()
+        raise ValueError(f"process {own} could not join {coordinator}: {first}") from error
+    finally:
+        watch.cancel()
+    _answer_alone()
+
+
+def _answer_alone() -> None:
+    """Leaves standard output to Python, and of several processes to the first.
+
+    The libraries below jax print there when processes connect.
+    """
+    sys.stdout.flush()
+    own = os.dup(1)
+    os.dup2(2, 1)
+    if jax.process_index() > 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), own)
+    sys.stdout = os.fdopen(own, "w")

@@ -316,8 +316,12 @@ def unembed(
     """Logits of each column, float32."""
     table = model.embedding if model.unembedding is None else model.unembedding
     logits = layers.capped(layers.linear(table, x, dtype), model.config.logit_cap)
-    whole = table.shape[0] == model.config.vocab_size
-    return logits if whole else gathered(logits, model.axis)
+    if table.shape[0] < model.config.vocab_size:
+        logits = gathered(logits, model.axis)
+    if model.config.num_known is None:
+        return logits
+    known = jnp.arange(logits.shape[0]) < model.config.num_known
+    return jnp.where(known[:, None], logits, jnp.finfo(logits.dtype).min)
 
 
 def forward(

@@ -70,6 +70,8 @@ class Generate(Devices):
     """Names the random numbers: the row's key is fold_in(jax.random.key(seed), 0)."""
     max_new_tokens: int = 128
     """Longest continuation, in tokens."""
+    chat: bool = False
+    """Give the prompt as a user's message, by the model's chat template."""
     json: bool = False
     """Print one JSON object and nothing else on standard output."""
     show_tree: bool = False
@@ -197,7 +199,7 @@ class Verify(Devices):
 
 @dataclasses.dataclass(frozen=True)
 class Info(Devices):
-    """Show a model, its drafts, the memory they take, and the method that auto would choose."""
+    """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
@@ -205,6 +207,24 @@ class Info(Devices):
     """Draft model folders, separated by commas."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    batch: int = 1
+    """Texts at once, for the memory they take."""
+    length: int | None = None
+    """Tokens of a text, prompt and continuation; by default the model's whole context."""
+    nodes: int = 16
+    """Nodes of a tree, its root included."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPair:
+    """Say whether drafts can work for a model: their vocabularies, contexts and memory."""
+
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
+    """A Hugging Face folder, a hub's org/name or org/name@revision, or "bundled"."""
+    drafts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="DRAFT")]
+    """Drafts, named likewise."""
     json: bool = False
     """Print one JSON object and nothing else on standard output."""
 
@@ -240,13 +260,14 @@ class Roofline:
     """Write the measurements to this file, row by row."""
 
 
-Options: TypeAlias = Generate | Bench | Tune | Verify | Info | Roofline
+Options: TypeAlias = Generate | Bench | Tune | Verify | Info | CheckPair | Roofline
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[CheckPair, tyro.conf.subcommand("check-pair")]
     | Annotated[Roofline, tyro.conf.subcommand("roofline")]
 )
 

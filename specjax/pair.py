@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import Mesh
 
-from specjax import checkpoint, ngram_folder
+from specjax import checkpoint, folder, ngram_folder, vocabulary
 from specjax.draft.ngram import NGram
+from specjax.folder import Files, find
 from specjax.model import Model
 from specjax.sharding import settled
 
@@ -46,25 +47,70 @@ def load_pair(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: a draft has another vocabulary than the target.
     """
-    target, tokenizer = checkpoint.load(model, dtype, mesh, positions)
+    found = named(model, draft, stage)
+    target = checkpoint.load_model(found.target, dtype, mesh, positions)
+    tokenizer = checkpoint.tokenizer_of(found.target.folder)
+    drafts = [
+        _draft(target, found.target, files, number, mesh)
+        for number, files in enumerate(found.drafts)
+    ]
+    return _with_stages(Pair(target, tokenizer, drafts), found.stages, mesh)
+
+
+class Named(NamedTuple):
+    """The files that `--model`, `--draft` and `--stage` name."""
+
+    target: Files
+    drafts: tuple[Files, ...]
+    stages: tuple[Path, ...]
+
+
+def named(model: str = "bundled", draft: str | None = None, stage: str | None = None) -> Named:
+    """What the options name: with the bundled target what is bundled, with any other nothing.
+
+    Raises:
+      CheckpointError: there is nothing of a name.
+    """
     bundled = model == "bundled" and draft in (None, "bundled")
-    drafts = [] if draft is None and not bundled else checkpoint.load_drafts(
-        "bundled" if bundled or draft == "bundled" else names_in(draft), None, mesh)  # fmt: skip
-    check_vocabularies(target, drafts)
-    folders = [checkpoint.folder_of(name) for name in names_in(stage)]
+    target = Files(folder.BUNDLED / "target") if model == "bundled" else find(model)
+    if bundled or draft == "bundled":
+        drafts = tuple(map(Files, checkpoint.pool_in(folder.BUNDLED / "drafts")))
+    else:
+        drafts = tuple(find(checkpoint.folder_of(name, "drafts")) for name in names_in(draft))
+    stages = [checkpoint.folder_of(name) for name in names_in(stage)]
     if bundled and stage is None:
-        folders = [folder for folder in checkpoint.BUNDLED_STAGES if folder.is_dir()]
-    return _with_stages(Pair(target, tokenizer, drafts), folders, mesh)
+        stages = [each for each in checkpoint.BUNDLED_STAGES if each.is_dir()]
+    return Named(target, drafts, tuple(stages))
+
+
+def _draft(target: Model, of: Files, files: Files, number: int, mesh: Mesh | None) -> Model:
+    """A draft whose tokens are those of the target; tables may be padded differently.
+
+    Raises:
+      ValueError: they are not.
+    """
+    model = checkpoint.load_model(files, None, mesh, split=False)
+    mine, theirs = vocabulary.contents_of(of), vocabulary.contents_of(files)
+    if mine is not None and theirs is not None:
+        if found := vocabulary.difference(mine, theirs):
+            raise ValueError(
+                f"draft {number} ({files.folder}) has another vocabulary than the model: {found}; "
+                "see specjax check-pair."
+            )
+        if vocabulary.known(mine) <= model.config.vocab_size:
+            model = vocabulary.fitted(model, target.config.vocab_size, vocabulary.known(mine))
+    check_vocabularies(target, [model])
+    return model
 
 
 def _with_stages(pair: Pair, folders: Sequence[Path], mesh: Mesh | None) -> Pair:
     """The pair with the n-gram model and the smaller draft of some folders."""
-    for folder in folders:
-        if ngram_folder.is_ngram(folder):
-            table = ngram_folder.load_ngram(folder, pair.target.config.vocab_size)
+    for each in folders:
+        if ngram_folder.is_ngram(each):
+            table = ngram_folder.load_ngram(each, pair.target.config.vocab_size)
             pair = pair._replace(table=settled(table, mesh))
         else:
-            smaller = checkpoint.load_model(folder, mesh=mesh, split=False)
+            smaller = checkpoint.load_model(each, mesh=mesh, split=False)
             check_vocabularies(pair.target, [smaller])
             pair = pair._replace(smaller=smaller)
     return pair

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
+from specjax import memory
 from specjax.arrays import Key
 from specjax.draft.drafter import Drafter
 from specjax.model import Model
@@ -98,7 +99,8 @@ def prepare(
     Raises:
       ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
         draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
-        out of its range; a mesh's axis does not divide the rows.
+        out of its range; a mesh's axis does not divide the rows; the texts
+        would take more memory than there is.
     """
     config = target.config
     lengths = check_prompts(target, prompts, max_new_tokens)
@@ -124,7 +126,8 @@ def prepare(
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
-    slots = width + outputs + window_of(drafter)
+    slots = -(-(width + outputs + window_of(drafter)) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+    _check_memory(target, drafter, len(prompts), width, slots)
     by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32),
                    row_keys(key, len(prompts)))  # fmt: skip
     limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
@@ -139,9 +142,19 @@ def prepare(
         length=length,
         key=keys,
         outputs=outputs,
-        slots=-(-slots // _SLOT_MULTIPLE) * _SLOT_MULTIPLE,
+        slots=slots,
         layout=layout,
     )
+
+
+def _check_memory(
+    target: Model, drafter: Drafter | None, rows: int, width: int, slots: int
+) -> None:
+    nodes = 1 if drafter is None else drafter.num_slots
+    held, drafts = memory.load_of(target), memory.loads_in(drafter)
+    needed = memory.plan(held, drafts, rows, width, slots, nodes)
+    what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
+    memory.check(needed.beside_weights, needed.available, what)
 
 
 def bucket(size: int, buckets: Sequence[int]) -> int:

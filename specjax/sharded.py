@@ -1,5 +1,6 @@
 """A model's weights as Orbax keeps them: by shards, each process its own, on any mesh."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ def save(model: Model, folder: Path) -> None:
     Raises:
       ValueError: weights are there already.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = _orbax()
     outer, layer = model.config.outer_shapes, model.config.layer_shapes
     held = {
         "outer": {name: getattr(model, name) for name in outer},
@@ -42,8 +42,7 @@ def restore(folder: Path, placement: Placement, stored_kv_heads: int, dtype: jnp
     Raises:
       ValueError: the weights are not those of the configuration.
     """
-    import orbax.checkpoint as ocp
-
+    ocp = _orbax()
     config = placement.config
     shrink = stored_kv_heads / config.num_kv_heads
 
@@ -60,13 +59,41 @@ def restore(folder: Path, placement: Placement, stored_kv_heads: int, dtype: jnp
         "outer": {name: leaf(name, shape) for name, shape in config.outer_shapes.items()},
         "layers": [layer] * config.num_layers,
     }
+    at = (folder / FOLDER).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
-        found: Any = checkpointer.restore((folder / FOLDER).absolute(), wanted)
+        _check(wanted, checkpointer.metadata(at).item_metadata)
+        found: Any = checkpointer.restore(at, wanted)
     if shrink != 1:
         for one in found["layers"]:
             for name in filter(placement.is_repeated, one):
                 one[name] = placement.put(name, np.asarray(one[name]), dtype)
     return assemble(config, found["outer"], found["layers"], placement.axis)
+
+
+def _orbax() -> Any:
+    try:
+        return importlib.import_module("orbax.checkpoint")
+    except ImportError as error:
+        raise ValueError(
+            "weights by shards need orbax-checkpoint; install specjax[train]."
+        ) from error
+
+
+def _check(wanted: Any, there: Any) -> None:
+    """Checks that exactly the arrays that are wanted are there, of their shapes."""
+
+    def shapes(tree: Any) -> dict[str, Shape]:
+        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "shape"))
+        return {jax.tree_util.keystr(path, simple=True, separator="."): leaf.shape
+                for path, leaf in leaves}  # fmt: skip
+
+    asked, held = shapes(wanted), shapes(getattr(there, "tree", there))
+    for name in sorted({*asked, *held}):
+        if asked.get(name) != held.get(name):
+            raise ValueError(
+                f"{name} has shape {held.get(name)} there; the configuration asks for "
+                f"{asked.get(name)}."
+            )
 
 
 def _alone() -> jax.sharding.Sharding:

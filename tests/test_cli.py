@@ -6,7 +6,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from specjax import checkpoint, console, decode, folder, records
+from specjax import about, checkpoint, console, decode, folder, records
 from specjax.__main__ import main
 from specjax.sampling import Sampling
 from tests.folders import answer, own_cache, pair_flags, pair_folder
@@ -147,7 +147,7 @@ def test_memory_that_is_not_there_is_said_in_a_sentence(capsys, monkeypatch):
     def greedy_for_memory(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
 
-    monkeypatch.setattr(console, "info", greedy_for_memory)
+    monkeypatch.setattr(about, "info", greedy_for_memory)
     refused(["info"], "not enough memory: RESOURCE_EXHAUSTED: Out of memory", capsys)
 
 

@@ -4,6 +4,7 @@
 of all rows are counted. Top-k leaves 3 tokens, hence 27 cells.
 """
 
+import dataclasses
 import functools
 from functools import partial
 
@@ -128,8 +129,11 @@ def expected() -> dict[tuple[int, ...], float]:
     return found
 
 
-def texts_of(drafter, rule, run=decode.run, batches=BATCHES) -> tuple[np.ndarray, float]:
+def texts_of(
+    drafter, rule, run=decode.run, batches=BATCHES, model=None
+) -> tuple[np.ndarray, float]:
     """The cell of each row's text among `expected`, and the mean of tokens per step."""
+    model = target() if model is None else model
     prompt = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (ROWS, 1))
     length = jnp.full(ROWS, len(PROMPT), jnp.int32)
     limits = Limits(jnp.int32(TOKENS), jnp.asarray(False))
@@ -138,7 +142,7 @@ def texts_of(drafter, rule, run=decode.run, batches=BATCHES) -> tuple[np.ndarray
     for batch in range(batches):
         keys = jax.random.split(jax.random.key(batch), ROWS)
         tokens, made, steps, _ = run(
-            target(), drafter, rule=rule, sampling=warm(ROWS), limits=limits,
+            model, drafter, rule=rule, sampling=warm(ROWS), limits=limits,
             prompt=prompt, length=length, key=keys, outputs=TOKENS, slots=SLOTS,
         )  # fmt: skip
         assert (made == TOKENS).all()
@@ -172,6 +176,18 @@ def test_sampled_law_is_that_of_plain_decoding(name):
         assert per_step == 1
     else:
         assert 1.1 < per_step < 2.2
+
+
+@pytest.mark.parametrize("name", ["tree", "from the leaves", "a block"])
+def test_trees_cut_off_by_the_context_keep_the_law(name):
+    """A first tree has positions for its first level, those after it have none."""
+    config = dataclasses.replace(target().config, max_positions=len(PROMPT) + 1)
+    make, rule = CASES[name]
+    found, per_step = texts_of(
+        make(target()), rule, batches=4, model=replace(target(), config=config)
+    )
+    assert g_test(found, laws()).p_value > LEVEL
+    assert 1.1 < per_step < texts_of(make(target()), rule, batches=1)[1] - 0.05
 
 
 def keep_p(law, q, token):

@@ -106,6 +106,22 @@ def test_greedy_texts_are_those_of_transformers(case, method):
     np.testing.assert_array_equal(made.tokens, expected)
 
 
+@pytest.mark.parametrize("case", ["gpt2", "opt", "neox"])
+def test_trees_at_the_end_of_a_context_are_cut_off_there(case):
+    """A table of positions ends with the context; what lies past it is never NaN, nor taken."""
+    model = loaded(case)
+    limit = model.config.max_positions
+    prompts = [[1, 2, 3], [4] * 40]
+    many = {"max_new_tokens": limit - 40}
+    plain = generate(model, None, prompts, **many)
+    made = generate(model, alone(model, (1,) * 9), prompts, **many)
+    np.testing.assert_array_equal(made.tokens, plain.tokens)
+    assert made.steps[1] == -(-many["max_new_tokens"] // 10)
+    past = jnp.asarray([[limit - 1, limit, limit + 7]])
+    logits = jax.jit(forward)(model, jnp.asarray([[1, 2, 3]]), past, None, None)[0]
+    assert np.isfinite(logits).all()
+
+
 def test_a_draft_with_a_window_drafts_within_it():
     model = load_model(GOLDEN / "mistral")
     with np.load(GOLDEN / "mistral.npz") as held:

@@ -1,0 +1,168 @@
+"""Loads a sharded checkpoint of random weights: peak memory and time, against the disk's own rate.
+
+  python -m tests.loading [--gib 2.0] [--folder FOLDER] [--dtype bfloat16] [--rounds 4]
+
+Memory is what the process has for itself (`RssAnon` of Linux; mapped file pages are not counted),
+sampled every two milliseconds. The disk's rate is that of reading the same files once from the
+start to the end, after the system was asked to forget them (`posix_fadvise`), as it is before each
+load. Reads and loads take turns; a virtual machine is slow to give memory the first time, which is
+why the first round stands apart. Prints one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from specjax import families
+from specjax.checkpoint import load_model
+from specjax.config import ModelConfig
+
+BLOCK = 16 << 20
+SHARD = 400 << 20
+
+
+def config_of(size: int) -> ModelConfig:
+    """A model of about `size` bytes in bfloat16, with a large vocabulary as real ones have."""
+    width = 2048 if size >= 1 << 30 else 256
+    config = ModelConfig(
+        vocab_size=16 * width, hidden_size=width, intermediate_size=3 * width, num_layers=1,
+        num_heads=width // 64, num_kv_heads=width // 256, head_dim=64, tie_embeddings=False,
+    )  # fmt: skip
+    layer = sum(int(np.prod(shape)) for shape in config.layer_shapes.values())
+    outer = config.num_parameters - layer
+    layers = max(1, round((size / 2 - outer) / layer))
+    return ModelConfig(**(vars(config) | {"num_layers": layers}))
+
+
+def write(folder: Path, config: ModelConfig) -> int:
+    """Writes random weights in shards of 400 MiB; gives their bytes."""
+    rng, shards, held, total = np.random.default_rng(0), [], {}, 0
+
+    def flush() -> None:
+        shards.append(dict.fromkeys(held, f"model-{len(shards):05d}.safetensors"))
+        save_file(held, folder / next(iter(shards[-1].values())), metadata={"format": "pt"})
+        held.clear()
+
+    for stored in families.stored(families.FAMILIES[config.family], config):
+        values = rng.standard_normal(stored.shape, np.float32)
+        held[stored.name] = (0.02 * values).astype(ml_dtypes.bfloat16)
+        total += held[stored.name].nbytes
+        if sum(tensor.nbytes for tensor in held.values()) > SHARD:
+            flush()
+    if held:
+        flush()
+    index = {"weight_map": {name: file for shard in shards for name, file in shard.items()}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(families.write_config(config)))
+    return total
+
+
+def forget(folder: Path) -> None:
+    """Asks the system to drop the files from its cache."""
+    for file in folder.glob("*.safetensors"):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def read_through(folder: Path) -> float:
+    """Seconds to read the files once."""
+    start = time.perf_counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb", buffering=0) as opened:
+            while opened.read(BLOCK):
+                pass
+    return time.perf_counter() - start
+
+
+def anonymous() -> int:
+    """Bytes that the process has for itself."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("this system does not tell RssAnon.")
+
+
+class Peak:
+    """The most anonymous memory within a block of statements, above what there was before."""
+
+    def __enter__(self):
+        self.before = self.most = anonymous()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.002):
+            self.most = max(self.most, anonymous())
+
+    def __exit__(self, *_):
+        self._stop.set()
+        self._thread.join()
+        self.most = max(self.most, anonymous())
+        self.above = self.most - self.before
+
+
+def measured(folder: Path, dtype: str) -> dict:
+    """One load: seconds, bytes of the model and of its largest tensor, and the peak."""
+    jax.block_until_ready(jax.numpy.zeros(8))  # the client is there before the clock starts
+    with Peak() as peak:
+        start = time.perf_counter()
+        model = load_model(folder, dtype)
+        seconds = time.perf_counter() - start
+    sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
+    return {
+        "seconds": seconds,
+        "model_bytes": sum(sizes),
+        "largest_bytes": max(sizes),
+        "peak_bytes": peak.above,
+        "beside_model_over_largest": (peak.above - sum(sizes)) / max(sizes),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gib", type=float, default=2.0)
+    parser.add_argument("--folder")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=4)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        size = write(folder, config_of(int(options.gib * 2**30)))
+        reads, loads = [], []
+        for _ in range(options.rounds):
+            forget(folder)
+            reads.append(read_through(folder))
+            forget(folder)
+            loads.append(measured(folder, options.dtype))
+    seconds = [load["seconds"] for load in loads]
+    report = {
+        "file_bytes": size,
+        "model_bytes": loads[0]["model_bytes"],
+        "largest_bytes": loads[0]["largest_bytes"],
+        "peak_beside_model_over_largest": [load["beside_model_over_largest"] for load in loads],
+        "read_seconds": reads,
+        "load_seconds": seconds,
+        "median_of_later_loads_over_reads": statistics.median(seconds[1:])
+        / statistics.median(reads[1:]),
+        "disk_mb_per_s": size / statistics.median(reads[1:]) / 1e6,
+        "load_mb_per_s": size / statistics.median(seconds[1:]) / 1e6,
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

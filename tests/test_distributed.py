@@ -1,0 +1,91 @@
+"""Processes that share a mesh: flags and environment, equal tokens, and failures that are told."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from specjax.distributed import processes_of, sizes_of
+from tests.folders import pair_folder
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def command(*more):
+    """`specjax generate` of the tiny pair, to be run by every process."""
+    pair = ["--model", str(pair_folder() / "target"), "--draft", str(pair_folder() / "two")]
+    wanted = ["--max-new-tokens", "12", "--method", "chain", "--json", *pair]
+    return [sys.executable, "-m", "specjax", "generate", "def add(a, b):", *wanted, *more]
+
+
+def begun(arguments, **environment):
+    return subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"SPECJAX_PATIENCE": "90"} | environment,
+    )  # fmt: skip
+
+
+def test_two_processes_give_the_tokens_of_one():
+    alone = begun(command())
+    address = f"127.0.0.1:{free_port()}"
+    by_flag = begun(command("--mesh", "model=2", "--distributed", f"{address},2,0"))
+    by_environment = begun(
+        command("--mesh", "model=2", "--distributed", "auto"),
+        SPECJAX_COORDINATOR=address, SPECJAX_PROCESSES="2", SPECJAX_PROCESS="1",
+    )  # fmt: skip
+    (expected, _), (first, said), (second, also) = (
+        each.communicate(timeout=300) for each in (alone, by_flag, by_environment)
+    )
+    assert by_flag.returncode == 0, said
+    assert by_environment.returncode == 0, also
+    assert json.loads(first)["token_ids"] == json.loads(expected)["token_ids"]
+    assert json.loads(first)["target_steps"] == json.loads(expected)["target_steps"]
+    assert second == ""
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        (0, "process 0 of 2 waited 4 s for the other processes in vain"),
+        (1, "process 1 of 2 waited 4 s for the coordinator at 127.0.0.1"),
+    ],
+)
+def test_who_waits_in_vain_says_so_and_ends(own, sentence):
+    flags = ["--distributed", f"127.0.0.1:{free_port()},2,{own}", "--mesh", "model=2"]
+    waiting = begun(command(*flags), SPECJAX_PATIENCE="4")
+    printed, said = waiting.communicate(timeout=120)
+    assert waiting.returncode == 2
+    assert printed == ""
+    assert sentence in said
+
+
+@pytest.mark.parametrize(
+    "text", ["host,2,0", "host:1,2", "host:1,2,2", "host:1,two,0", "host:1,2,-1", ""]
+)
+def test_what_names_no_processes_is_refused(text):
+    with pytest.raises(ValueError, match="it must be HOST:PORT,PROCESSES,PROCESS"):
+        processes_of(text, {})
+
+
+def test_processes_are_named_by_flag_or_environment():
+    assert processes_of("a:1,4,3", {}) == ("a:1", 4, 3)
+    given = {"SPECJAX_COORDINATOR": "b:2", "SPECJAX_PROCESSES": "2", "SPECJAX_PROCESS": "1"}
+    assert processes_of("auto", given) == ("b:2", 2, 1)
+    assert processes_of("auto", {}) is None  # a cluster that jax knows
+    with pytest.raises(ValueError, match="SPECJAX_PROCESS"):
+        processes_of("auto", {"SPECJAX_COORDINATOR": "b:2"})
+
+
+def test_meshes_are_named_by_their_axes():
+    assert sizes_of("data=2, model=4") == {"data": 2, "model": 4}
+    assert sizes_of(None) == {}
+    for wrong in ("", "model", "model=0", "rows=2", "model=2,model=2", "model=x"):
+        with pytest.raises(ValueError, match=r"--mesh is .*data=2,model=4"):
+            sizes_of(wrong)

@@ -1,0 +1,213 @@
+"""Files read straight into place: how much memory that takes, and every name and packing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax import checkpoint, families, memory
+from specjax.checkpoint import load_model, save_sharded
+from specjax.folder import CheckpointError, find
+from specjax.model import initialize
+from tests.conftest import tiny_config, tiny_model
+from tests.loading import config_of, write
+from tests.test_parity import GOLDEN, golden, logits_of
+
+ROOT = Path(__file__).parent.parent
+MEASURE = """
+import sys
+from tests.loading import measured
+import json
+print(json.dumps(measured(__import__("pathlib").Path(sys.argv[1]), sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_no_more_than_the_largest_tensor_is_held_beside_the_model(tmp_path, dtype):
+    write(tmp_path, config_of(100 << 20))
+    command = [sys.executable, "-c", MEASURE, str(tmp_path), dtype]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout)
+    assert found["model_bytes"] >= 90 << 20
+    # 8 MiB for what Python and jax allocate of their own on the way.
+    allowed = 1.3 * found["largest_bytes"] + (8 << 20)
+    assert found["peak_bytes"] - found["model_bytes"] <= allowed
+    assert found["peak_bytes"] >= found["model_bytes"]  # or nothing was measured
+
+
+def renamed(case, folder, rename, **changes):
+    """A copy of a golden checkpoint with other names of tensors, and more of them."""
+    shutil.copytree(GOLDEN / case, folder)
+    held = load_file(folder / "model.safetensors")
+    extra = changes.pop("extra", {})
+    save_file({rename(name): held[name] for name in held} | extra, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(changes.pop("config", lambda c: c)(config)))
+    return folder
+
+
+def same_logits(folder, case):
+    tokens, expected, tolerance = golden(case)
+    np.testing.assert_allclose(
+        logits_of(load_model(folder), tokens), expected, rtol=0, atol=tolerance
+    )
+
+
+def test_gpt2_reads_without_its_first_name_and_with_its_masks(tmp_path):
+    def rename(name):
+        return name.removeprefix("transformer.")
+
+    mask = {f"h.{n}.attn.bias": np.tril(np.ones((1, 1, 64, 64), np.float32)) for n in range(2)}
+    same_logits(renamed("gpt2", tmp_path / "copy", rename, extra=mask), "gpt2")
+
+
+def test_gpt_neox_reads_by_either_name_of_its_unembedding(tmp_path):
+    def rename(name):
+        return name.replace("embed_out", "lm_head")
+
+    same_logits(renamed("neox", tmp_path / "copy", rename), "neox")
+
+
+@pytest.mark.parametrize("generation", [4, 5])
+def test_of_a_gemma_3_with_eyes_the_text_is_read(tmp_path, generation):
+    first = "language_model.model." if generation == 4 else "model.language_model."
+    eye = "vision_tower.patch.weight"
+    folder = renamed(
+        "gemma3",
+        tmp_path / "copy",
+        lambda name: name.replace("model.", first, 1),
+        extra={eye if generation == 4 else f"model.{eye}": np.zeros((2, 2), np.float32)},
+        config=lambda c: {
+            "model_type": "gemma3",
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [0],
+            "text_config": c,
+        },
+    )
+    same_logits(folder, "gemma3")
+
+
+def test_phi_3_knows_its_scaling_by_its_first_name(tmp_path):
+    def older(config):
+        rope = config.pop("rope_parameters")
+        theta = rope.pop("rope_theta")
+        del rope["rope_type"], rope["original_max_position_embeddings"]
+        return config | {"rope_theta": theta, "rope_scaling": rope | {"type": "su"}}
+
+    same_logits(renamed("phi3_short", tmp_path / "copy", str, config=older), "phi3_short")
+
+
+def test_positions_beyond_a_models_are_refused():
+    assert load_model(GOLDEN / "phi3_short").config.max_positions == 40
+    assert load_model(GOLDEN / "phi3_short", positions=160).config.rope_stretch.factors[1] == 1.5
+    assert load_model(GOLDEN / "plain", positions=9).config.max_positions == 9
+    with pytest.raises(CheckpointError, match="65 positions are asked for; the model has 64"):
+        load_model(GOLDEN / "plain", positions=65)
+
+
+def test_what_opt_and_others_cannot_be_is_refused(tmp_path):
+    for case, changes, words in (
+        ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim is 8 and hidden_size 24"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),
+        ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention is True"),
+        ("gemma3", {"layer_types": ["chunked"] * 3}, "layer_types has 'chunked'"),
+        ("phi3_short", {"rope_parameters": {"rope_type": "longrope"}}, "has no 'short_factor'"),
+    ):
+        config = json.loads((GOLDEN / case / "config.json").read_text()) | changes
+        with pytest.raises(ValueError, match=words):
+            families.read_config(config)
+
+
+def test_a_list_of_files_is_a_model():
+    files = sorted((GOLDEN / "single_kv_untied").glob("*.safetensors"))
+    assert len(files) > 1
+    listed = load_model(files)
+    jax.tree.map(np.testing.assert_array_equal, listed, load_model(GOLDEN / "single_kv_untied"))
+    with pytest.raises(CheckpointError, match="has no tensor"):
+        load_model(files[:1])
+    for wrong in ([], [files[0], GOLDEN / "plain" / "model.safetensors"], [GOLDEN / "plain"]):
+        with pytest.raises(CheckpointError, match="safetensors files in one folder"):
+            find(wrong)
+
+
+def test_pickles_are_not_opened(tmp_path):
+    shutil.copy(GOLDEN / "plain" / "config.json", tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    with pytest.raises(CheckpointError, match=r"only in pytorch_model\.bin, which could run code"):
+        load_model(tmp_path)
+
+
+def test_a_name_of_a_hub_is_found_in_its_cache(tmp_path):
+    """Offline, by name and revision, as huggingface_hub lays its cache out."""
+    home = tmp_path / "hub" / "models--org--tiny"
+    for revision, case in (("a" * 40, "plain"), ("b" * 40, "qwen3")):
+        shutil.copytree(GOLDEN / case, home / "snapshots" / revision)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text("a" * 40)
+    (home / "refs" / "v2").write_text("b" * 40)
+    code = """
+from specjax.checkpoint import load_model
+for name in ("org/tiny", "org/tiny@v2", "org/tiny@v3"):
+    try:
+        print(load_model(name).config.family)
+    except ValueError as error:
+        print(error)
+"""
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+    first, second, third = done.stdout.splitlines()
+    assert (first, second) == ("llama", "qwen3")
+    assert "no model folder at org/tiny@v3" in third
+    assert "HF_HUB_OFFLINE is set" in third
+
+
+def test_weights_kept_by_shards_read_back_and_must_be_the_configurations(tmp_path):
+    model = tiny_model()
+    save_sharded(model, tmp_path / "kept")
+    again = load_model(tmp_path / "kept")
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, again, model)
+    config = json.loads((tmp_path / "kept" / "config.json").read_text())
+    (tmp_path / "kept" / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
+    with pytest.raises(CheckpointError, match=r"orbax cannot be read: outer\.embedding .*64.*65"):
+        load_model(tmp_path / "kept")
+    with pytest.raises(ValueError, match="already exists"):
+        save_sharded(model, tmp_path / "kept")
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda mesh: 1000)
+    with pytest.raises(CheckpointError, match=r"its weights in float32 would take .* to spare"):
+        load_model(GOLDEN / "plain")
+
+
+def test_a_plan_counts_what_is_held():
+    model = initialize(jax.random.key(0), tiny_config())
+    held = memory.load_of(model)
+    assert held.weights == sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    config = model.config
+    assert held.caches(3, 50) == 3 * 50 * 2 * 2 * config.num_kv_heads * config.head_dim * 4
+
+
+def test_chat_templates_render_as_transformers_renders_them(tmp_path):
+    from transformers import AutoTokenizer
+
+    shutil.copytree(checkpoint.BUNDLED / "target", tmp_path / "chat")
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    talk = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y = 2"}]
+    ours = checkpoint.tokenizer_of(tmp_path / "chat")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "chat")
+    made = ours.apply_chat_template(talk, tokenize=False)
+    assert made == theirs.apply_chat_template(talk, tokenize=False)
+    assert made == "<user>x = 1\n<assistant>y = 2\n"
