@@ -14,7 +14,7 @@ from specjax.choice import Asked, choose
 from specjax.config import ModelConfig
 from specjax.distributed import devices_for
 from specjax.folder import Files
-from specjax.memory import Load, Plan, draft_load, readable
+from specjax.memory import Load, Plan, readable
 from specjax.options import CheckPair, Info
 from specjax.pair import load_pair, named
 from specjax.sharding import placement
@@ -36,7 +36,7 @@ def info(options: Info) -> int:
     found = named(options.model, options.draft)
     target = checkpoint.read_config(found.target.folder, options.positions)[0]
     drafts = [checkpoint.read_config(each.folder)[0] for each in found.drafts]
-    needed = _plan(options, target, drafts, jnp.dtype(kind or default_dtype()), mesh)
+    needed = _plan(options, target, drafts, jnp.dtype(kind or checkpoint.default_dtype()), mesh)
     facts = _sizes(target, drafts, needed)
     if not options.json:
         _print(facts)
@@ -50,11 +50,6 @@ def info(options: Info) -> int:
     return 0
 
 
-def default_dtype() -> str:
-    """The dtype of weights where none is named."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
-
-
 def _plan(
     options: Info,
     target: ModelConfig,
@@ -64,7 +59,8 @@ def _plan(
 ) -> Plan:
     length = min(options.length or target.max_positions, target.max_positions)
     held = Load(placement(target, mesh), dtype)
-    pool = [draft_load(draft, mesh, dtype) for draft in drafts]
+    small = jnp.dtype(checkpoint.default_dtype())  # which drafts keep, whatever the target's
+    pool = [Load(placement(draft, mesh, split=False), small) for draft in drafts]
     return memory.plan(held, pool, options.batch, length, length, options.nodes)
 
 
@@ -151,7 +147,7 @@ def check_pair(options: CheckPair) -> int:
 
 
 def _described(files: Files, config: ModelConfig) -> str:
-    kind = default_dtype()
+    kind = checkpoint.default_dtype()
     size = memory.Load(placement(config, None), jnp.dtype(kind)).weights
     return (
         f"{files.folder}: {config.family}, {config.num_parameters:,} parameters "
@@ -183,7 +179,7 @@ def _on_vocabulary(of: Files, target: ModelConfig, files: Files, draft: ModelCon
     if found := vocabulary.difference(mine, theirs):
         return Finding(what, f"{found} (the model's first)", True)
     known = vocabulary.known(mine)
-    if min(sizes) < known:
+    if sizes[0] != sizes[1] and min(sizes) < known:
         return Finding(what, f"{known:,} tokens, and tables of {sizes[0]:,} and {sizes[1]:,}", True)
     padded = "" if sizes[0] == sizes[1] else f"; tables padded to {sizes[0]:,} and {sizes[1]:,}"
     return Finding(what, f"the same {known:,} tokens{padded}")
@@ -214,7 +210,7 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
 
 
 def _on_memory(target: ModelConfig, draft: ModelConfig) -> Finding:
-    kind, slots = jnp.dtype(default_dtype()), target.max_positions
+    kind, slots = jnp.dtype(checkpoint.default_dtype()), target.max_positions
     whole, small = (Load(placement(config, None), kind) for config in (target, draft))
     needed = memory.plan(whole, [small], 1, slots, slots, 16)
     said = (

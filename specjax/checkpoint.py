@@ -60,6 +60,11 @@ def load(
     return load_model(found, dtype, mesh, positions), tokenizer_of(found.folder)
 
 
+def default_dtype() -> str:
+    """The dtype of weights where none is named."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
 def load_drafts(
     names: Name | Sequence[Name] = "bundled",
     dtype: str | None = None,
@@ -118,7 +123,7 @@ def load_model(
     """
     files = name if isinstance(name, Files) else find(name)
     config, family = read_config(files.folder, positions)
-    kind = jnp.dtype(dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16"))
+    kind = jnp.dtype(dtype or default_dtype())
     try:
         placement = sharding.placement(config, mesh, split)
         memory.check(
@@ -129,6 +134,10 @@ def load_model(
     except ValueError as error:
         raise CheckpointError(f"{files.folder}: {error}") from error
     if (files.folder / sharded.FOLDER).is_dir() and not files.weights:
+        if any(files.folder.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{files.folder} holds weights twice, {sharded.FOLDER} and safetensors files."
+            )
         try:
             return sharded.restore(files.folder, placement, config.num_kv_heads, kind)
         except (ValueError, KeyError, OSError) as error:
@@ -138,10 +147,12 @@ def load_model(
             ) from error
     outer: dict[str, Any] = {}
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
-    for stored, tensor in _checked(files, config, family):
+    whole = read_config(files.folder)[0]  # of a table of positions the file has all
+    for stored, tensor in _checked(files, whole, family):
         into = outer if stored.layer is None else layers[stored.layer]
         for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
-            into[leaf] = placement.put(leaf, part, kind)
+            rows = config.outer_shapes[leaf][0] if stored.layer is None else len(part)
+            into[leaf] = placement.put(leaf, part[:rows], kind)
     return assemble(placement.config, outer, layers, placement.axis)
 
 
@@ -176,9 +187,12 @@ def save_sharded(
     """Writes `model` with Orbax, every process its own shards; `load` reads it onto any mesh.
 
     Raises:
-      ValueError: the folder has such weights already, or the family cannot say what the model is.
+      CheckpointError: the folder has such weights already.
+      ValueError: the family cannot say what the model is.
     """
     folder = Path(folder)
+    if (folder / sharded.FOLDER).exists():
+        raise CheckpointError(f"{folder / sharded.FOLDER} exists already; name another folder.")
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         config = families.write_config(model.config)
@@ -218,7 +232,7 @@ def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
 

@@ -100,6 +100,8 @@ def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice
 
 def _measured(pair: Pair, temperature: float, batch: int, verify: str) -> Choice | None:
     """The fastest setting of a measurement that included plain decoding, if there is one."""
+    if jax.process_count() > 1:  # each host has measurements of its own, and all must run the same
+        return None
     found = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
     nearest = min((entry["temperature"] for entry in found), default=temperature,
                   key=lambda measured: abs(measured - temperature))  # fmt: skip

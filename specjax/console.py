@@ -1,4 +1,4 @@
-"""`specjax generate` and `info`: text as it is committed, and what it cost."""
+"""`specjax generate`: text as it is committed, and what it cost."""
 
 import json
 import sys

@@ -231,14 +231,14 @@ def stream(
     state = prefill_jit(
         target, drafter, request.prompt, request.length, request.key, request.slots, layout
     )
-    made: Any = jnp.zeros(len(prompts), jnp.int32)
-    if layout is not None:
-        made = layout.placed(made, layout.rows)
-    done: Any = made != 0
-    while not np.asarray(done).all():
-        state, gave, done = step_jit(
-            target, drafter, request.rule, request.sampling, request.limits, state, made, done,
-            layout,
-        )  # fmt: skip
-        made = made + gave.count
-        yield jax.device_get(gave)
+    made, done = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), bool)
+    while not done.all():
+        so_far = made, done
+        if layout is not None:
+            so_far = layout.placed(so_far, layout.rows)
+        state, gave, ended = step_jit(
+            target, drafter, request.rule, request.sampling, request.limits, state, *so_far, layout
+        )
+        gave = jax.device_get(gave)
+        made, done = made + gave.count, np.asarray(ended)
+        yield gave

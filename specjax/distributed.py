@@ -14,8 +14,8 @@ from specjax import sharding
 COORDINATOR, PROCESSES, PROCESS = (
     *("SPECJAX_COORDINATOR", "SPECJAX_PROCESSES", "SPECJAX_PROCESS"),
 )
-_PATIENCE = int(os.environ.get("SPECJAX_PATIENCE", "60"))
-"""Seconds to wait for the other processes, and until one that says nothing is given up."""
+PATIENCE = "SPECJAX_PATIENCE"
+"""Seconds to wait for the other processes, and until one that says nothing is given up; 60."""
 
 
 def sizes_of(text: str | None) -> dict[str, int]:
@@ -75,9 +75,19 @@ def devices_for(mesh: str | None, distributed: str | None = None) -> Mesh | None
     if sizes and not chosen:
         jax.config.update("jax_num_cpu_devices", -(-needed // (place[1] if place else 1)))
     if distributed is not None:
+        if not sizes:
+            raise ValueError("--distributed needs --mesh, which says what the processes share.")
         _join(place)
-        sizes = sizes or {sharding.DATA: jax.device_count()}
-    return sharding.make_mesh(**sizes) if sizes else None
+    if not sizes:
+        return None
+    made = sharding.make_mesh(**sizes)
+    taking_part = {device.process_index for device in made.devices.flat}
+    if len(taking_part) < jax.process_count():
+        raise ValueError(
+            f"--mesh {mesh} has devices of {len(taking_part)} processes; there are "
+            f"{jax.process_count()}, and each must have some."
+        )
+    return made
 
 
 def _join(place: tuple[str, int, int] | None) -> None:
@@ -89,22 +99,23 @@ def _join(place: tuple[str, int, int] | None) -> None:
       ValueError: the address or the processes' numbers cannot be.
     """
     coordinator, count, own = place or (None, None, None)
+    seconds = patience(os.environ)
 
     def give_up() -> None:
         missing = "the other processes" if own == 0 else f"the coordinator at {coordinator}"
         print(
-            f"specjax: process {own} of {count} waited {_PATIENCE} s for {missing} in vain.",
+            f"specjax: process {own} of {count} waited {seconds} s for {missing} in vain.",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(2)
 
-    watch = threading.Timer(_PATIENCE, give_up)
+    watch = threading.Timer(seconds, give_up)
     watch.daemon = True
     watch.start()
     try:
         jax.distributed.initialize(
             coordinator, count, own,
-            initialization_timeout=2 * _PATIENCE, heartbeat_timeout_seconds=_PATIENCE,
+            initialization_timeout=2 * seconds, heartbeat_timeout_seconds=seconds,
         )  # fmt: skip
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
@@ -112,6 +123,18 @@ def _join(place: tuple[str, int, int] | None) -> None:
     finally:
         watch.cancel()
     _answer_alone()
+
+
+def patience(environment: Mapping[str, str]) -> int:
+    """Seconds to wait for other processes.
+
+    Raises:
+      ValueError: the environment names no number.
+    """
+    text = environment.get(PATIENCE, "60")
+    if not text.isdecimal() or not int(text):
+        raise ValueError(f"{PATIENCE} is {text!r}; it must be a number of seconds.")
+    return int(text)
 
 
 def _answer_alone() -> None:

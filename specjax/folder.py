@@ -1,5 +1,6 @@
 """Where a model's files are, and what they hold: folders, lists of files, and names of a hub."""
 
+import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ BUNDLED = Path(__file__).parent / "bundled"
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 _DTYPES = {
     "F64": np.float64,
@@ -73,7 +74,7 @@ def find(name: Name | Sequence[Name]) -> Files:
 
 def _is_id(name: str) -> bool:
     """Whether a name that is no folder can be one of a hub's."""
-    first, *rest = name.split("/")
+    first, *rest = name.partition("@")[0].split("/")
     local = first in ("", ".", "..", "~", "bundled") or Path(first).exists()
     return len(rest) == 1 and bool(rest[0]) and not local and "\\" not in name
 
@@ -87,7 +88,15 @@ def _download(name: str) -> Path:
             f"no model folder at {name}; to take it from a hub, install huggingface_hub."
         ) from error
     try:
-        found = snapshot_download(repository, revision=revision or None, allow_patterns=_WANTED)
+        found = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=_WANTED,
+            ignore_patterns=["consolidated*"],  # the same weights in another form
+        )
+        if not any(Path(found).glob("*.safetensors")):
+            wanted = [*_WANTED, "pytorch_model*.bin"]
+            found = snapshot_download(repository, revision=revision or None, allow_patterns=wanted)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
@@ -137,7 +146,7 @@ def tensors(files: Files) -> Iterator[tuple[str, Path, np.ndarray]]:
       CheckpointError: a file is missing or damaged, or holds something that is no array.
     """
     for file in files.weights or _weight_files(files.folder):
-        yield from _mapped(file)
+        yield from _mapped(file) if file.suffix == ".safetensors" else _pickled(file)
 
 
 def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
@@ -145,7 +154,7 @@ def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
         with safe_open(file, framework="np"):  # checks the header against the file's size
             pass
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing, though {INDEX} names it.") from error
+        raise CheckpointError(f"{file} is missing, though it is named.") from error
     except SafetensorError as error:
         raise CheckpointError(f"{file} is truncated or damaged: {error}.") from error
     with file.open("rb") as opened:
@@ -164,18 +173,42 @@ def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
         yield name, file, data[start:stop].view(kind).reshape(about["shape"])
 
 
+def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
+    """Tensors of PyTorch's own format, mapped; its reader of weights alone runs nothing."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file} is of PyTorch's own format; install torch to read it (weights only, nothing "
+            "in it is run), or save it as safetensors (transformers' save_pretrained does)."
+        ) from error
+    try:
+        held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing, though it is named.") from error
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise CheckpointError(f"{file} cannot be read as weights alone: {said}") from error
+    for name, tensor in held.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{name} in {file} is a {type(tensor).__name__}, not a tensor.")
+        tensor = tensor.detach()
+        if tensor.dtype == torch.bfloat16:  # which numpy has from elsewhere
+            yield name, file, tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        else:
+            yield name, file, tensor.numpy()
+
+
 def _weight_files(folder: Path) -> list[Path]:
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    if not (folder / INDEX).is_file():
-        pickles = sorted(file.name for kind in _PICKLES for file in folder.glob(kind))
-        if pickles:
-            raise CheckpointError(
-                f"{folder} has weights only in {pickles[0]}, which could run code when it is "
-                "read; save them as safetensors (transformers' save_pretrained does)."
-            )
-        raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
-    weight_map = parsed(folder / INDEX).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
-    return [folder / name for name in sorted(set(weight_map.values()))]
+    """The files of a folder that hold weights, safetensors before others."""
+    for whole, index in ((WEIGHTS, INDEX), (PICKLE, PICKLE_INDEX)):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            weight_map = parsed(folder / index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(name, str) for name in weight_map.values()
+            ):
+                raise CheckpointError(f"{folder / index} has no weight_map of file names.")
+            return [folder / name for name in sorted(set(weight_map.values()))]
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")

@@ -80,19 +80,17 @@ def first_tokens(
     )
     drawn = []
     for chunk in range(0, len(keys), _ROWS):
-        own, made = keys[chunk : chunk + _ROWS], jnp.zeros(_ROWS, jnp.int32)
-        if layout is not None:
-            own, made = layout.placed((own, made), layout.rows)
-        state = replace(start, key=own)
+        own = keys[chunk : chunk + _ROWS]
+        state = replace(start, key=own if layout is None else layout.placed(own, layout.rows))
         tokens = np.zeros((_ROWS, 2), np.int64)
-        done = made != 0
-        while not np.asarray(done).all():
-            state, gave, done = _step(
-                target, drafter, asked.rule, asked.sampling, asked.limits, state, made, done,
-                layout,
-            )  # fmt: skip
-            _append(tokens, np.asarray(made), np.asarray(gave.tokens), np.asarray(gave.count))
-            made = made + gave.count
+        made, done = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, bool)
+        while not done.all():
+            so_far = (made, done) if layout is None else layout.placed((made, done), layout.rows)
+            state, gave, ended = _step(
+                target, drafter, asked.rule, asked.sampling, asked.limits, state, *so_far, layout
+            )
+            _append(tokens, made, np.asarray(gave.tokens), np.asarray(gave.count))
+            made, done = made + np.asarray(gave.count), np.asarray(ended)
         drawn.append(tokens)
     return np.concatenate(drawn)[:samples]
 

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specjax.cache import cache_dtype
-from specjax.config import ModelConfig
 from specjax.model import Model
-from specjax.sharding import DATA, DRAFT, Placement, mesh_of, placement, size_of
+from specjax.sharding import DATA, DRAFT, Placement, mesh_of, size_of
 
 _LAWS = 3
 """Arrays over a tree's nodes and the vocabulary that live at once: logits, the law, the drafts'."""
@@ -94,17 +93,13 @@ class Plan(NamedTuple):
         return self.total - self.weights - self.draft_weights
 
 
-def draft_load(config: ModelConfig, mesh: Mesh | None, dtype: jnp.dtype, pool: int = 1) -> Load:
-    """A draft, or each device's share of a pool of equal ones."""
-    return Load(placement(config, mesh, split=False), dtype, -(-pool // size_of(mesh, DRAFT)))
-
-
 def plan(
     target: Load, drafts: Sequence[Load], rows: int, prompt: int, slots: int, nodes: int
 ) -> Plan:
     """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
 
-    Prompts of `prompt` tokens are read in one pass.
+    Prompts of `prompt` tokens are read in one pass. Tables that draft without a model are left out,
+    and that a pool which is stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
     return Plan(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specjax import checkpoint
 from specjax.acceptance import Measured
@@ -280,16 +281,17 @@ def load_drafter(
     widths: Widths | None = None,
     verify: str = AUTO,
     dtype: str | None = None,
+    mesh: Mesh | None = None,
 ) -> Drafter:
     """A pool of the drafts in a folder or several, or of all bundled ones.
 
     `widths` are those of each draft's tree (see `TreeShape`); `verify` is the rule that will judge
     them, which names how children are made (see `build`). Drafts stay float32 on a CPU, where
-    small bfloat16 products are slow.
+    small bfloat16 products are slow. On a `mesh`, the target's, a `draft` axis shares the pool.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: the drafts have different vocabularies.
     """
-    drafts = checkpoint.load_drafts(names, dtype)
+    drafts = checkpoint.load_drafts(names, dtype, mesh)
     return _expansion(drafts, widths or _WIDTHS["pool"], verify)

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from specjax import checkpoint, folder, ngram_folder, vocabulary
 from specjax.draft.ngram import NGram
-from specjax.folder import Files, find
+from specjax.folder import Files, config_of, find
 from specjax.model import Model
 from specjax.sharding import settled
 
@@ -74,6 +74,7 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
     bundled = model == "bundled" and draft in (None, "bundled")
     target = Files(folder.BUNDLED / "target") if model == "bundled" else find(model)
     if bundled or draft == "bundled":
+        config_of(target.folder)  # an installation may lack the bundled pair
         drafts = tuple(map(Files, checkpoint.pool_in(folder.BUNDLED / "drafts")))
     else:
         drafts = tuple(find(checkpoint.folder_of(name, "drafts")) for name in names_in(draft))

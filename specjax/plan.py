@@ -3,9 +3,8 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
-
 from specjax import curves, methods, tuned
+from specjax.checkpoint import default_dtype
 from specjax.options import Bench
 from specjax.pair import Pair
 from specjax.setting import Setting
@@ -58,11 +57,6 @@ class Plan:
         """The temperatures; for a batch above 1 also half greedy and half sampled."""
         mixed = self.with_mixed and batch > 1 and max(self.temperatures) > 0
         return (*self.temperatures, MIXED) if mixed else self.temperatures
-
-
-def default_dtype() -> str:
-    """The dtype of a run where none is named."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def plan_of(options: Bench, pair: Pair | None = None) -> Plan:

@@ -33,7 +33,7 @@ def profile(target: Model, drafter: Drafter | None, request: Request) -> dict[st
     compiled = decode.run.lower(target, drafter, **request._asdict()).compile()
     arguments = {
         name: value for name, value in request._asdict().items()
-        if name not in ("rule", "outputs", "slots")
+        if name not in ("rule", "outputs", "slots", "layout")
     }  # fmt: skip
 
     def work() -> int:

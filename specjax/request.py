@@ -100,15 +100,10 @@ def prepare(
       ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
         draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
         out of its range; a mesh's axis does not divide the rows; the texts
-        would take more memory than there is.
+        would take more memory than there is; a draft is split over a mesh.
     """
-    config = target.config
     lengths = check_prompts(target, prompts, max_new_tokens)
-    if drafter is not None and drafter.vocab_size != config.vocab_size:
-        raise ValueError(
-            f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
-            f"the target one of {config.vocab_size}."
-        )
+    _check_drafter(target, drafter)
     rows = sampling.rows(len(prompts))
     trees = Construction(DRAWN, chain=True) if drafter is None else drafter.construction
     rule = find_rule(verify, trees)
@@ -145,6 +140,18 @@ def prepare(
         slots=slots,
         layout=layout,
     )
+
+
+def _check_drafter(target: Model, drafter: Drafter | None) -> None:
+    if drafter is None:
+        return
+    if drafter.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
+            f"the target one of {target.config.vocab_size}."
+        )
+    if any(draft.placed.axis is not None for draft in memory.loads_in(drafter)):
+        raise ValueError("a draft is split over the mesh; load_drafts gives drafts that are whole.")
 
 
 def _check_memory(

@@ -23,12 +23,13 @@ from pallas_kernels.machine import read_bandwidth
 from specjax import measure, peer, prompts
 from specjax.bench import Bencher
 from specjax.cache import cache_dtype, empty_cache
+from specjax.checkpoint import default_dtype
 from specjax.config import ModelConfig
 from specjax.inflate import inflate
 from specjax.model import Model, forward, initialize
 from specjax.options import Bench, Roofline
 from specjax.pair import Pair, load_pair
-from specjax.plan import default_dtype, plan_of
+from specjax.plan import plan_of
 from specjax.prompts import Prompt
 from specjax.pytree import replace
 from specjax.request import Request, prepare

@@ -2,7 +2,8 @@
 
 A program over a mesh is one `shard_map`: every device runs what a single one would, on its own
 rows (`data`), its own part of each layer of the target (`model`) and its own drafts (`draft`), and
-what passes between devices is written where it happens (`all_sum`, `gathered`): two sums a layer.
+what passes between devices is written where it happens (`all_sum`, `gathered`): two sums a layer,
+and two means more where norms of heads span all of them (OLMo-2).
 """
 
 import dataclasses

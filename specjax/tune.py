@@ -22,13 +22,14 @@ from rich.table import Table
 from specjax import measure, methods, prompts, tuned
 from specjax.acceptance import measured
 from specjax.bench import Bencher
+from specjax.checkpoint import default_dtype
 from specjax.decode import run
 from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.model import Model
 from specjax.options import Bench, Tune
 from specjax.pair import Pair, load_pair
-from specjax.plan import Plan, default_dtype
+from specjax.plan import Plan
 from specjax.prompts import Prompt
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling

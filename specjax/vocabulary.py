@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from tokenizers import Tokenizer
 
-from specjax.folder import Files
+from specjax.folder import CheckpointError, Files
 from specjax.model import Model
 from specjax.pytree import replace
 
@@ -18,11 +18,18 @@ _SHOWN = 3
 
 
 def contents_of(files: Files) -> Contents | None:
-    """The tokens of a folder's tokenizer with their numbers; None where it has none to compare."""
+    """The tokens of a folder's tokenizer with their numbers; None where it has none to compare.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
     file = files.folder / _FILE
     if not file.is_file():
         return None
-    return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # what the library raises has no type of its own
+        raise CheckpointError(f"{file} cannot be read: {error}.") from error
 
 
 def known(contents: Contents) -> int:

@@ -18,15 +18,15 @@ from specjax.law import logits_after
 from specjax.pair import Pair
 from specjax.request import prepare
 from specjax.sampling import Sampling
-from tests.test_parity import CASES, golden, loaded
+from tests.test_parity import FAMILIES, golden, loaded
 
 ROWS, NEW = 8, 16
 PROMPTS = [[1 + row, 2, 3, row] for row in range(ROWS)]
 MIXED = Sampling(temperature=np.resize(np.float32([0, 0.8]), ROWS))
 MESHES = {
-    "data=8": ({"data": 8}, ("none", "specexec")),
-    "model=8": ({"model": 8}, ("none", "chain", "specexec")),
-    "data=2,model=4": ({"data": 2, "model": 4}, ("chain",)),
+    "data=8": ({"data": 8}, ("specexec",)),
+    "model=8": ({"model": 8}, ("none", "specexec")),
+    "data=2,model=4": ({"data": 2, "model": 4}, ("chain", "hybrid", "recycle")),
     "draft=3": ({"draft": 3}, ("pool",)),
     "data=2,draft=3": ({"data": 2, "draft": 3}, ("pool",)),
 }
@@ -73,7 +73,7 @@ def programs(folder: Path) -> dict:
 def families() -> dict:
     """How far the logits of every family are from transformers', as a share of what is allowed."""
     found, mesh = {}, sharding.make_mesh(model=2)
-    for case in CASES:
+    for case in FAMILIES:
         config = loaded(case).config
         tokens, expected, tolerance = golden(case)
         try:

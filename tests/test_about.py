@@ -115,6 +115,12 @@ def test_a_draft_of_other_tokens_is_refused_when_it_is_loaded(folders):
         load_pair(str(folders / "target"), str(folders / "other"))
 
 
+def test_a_tokenizer_that_cannot_be_read_is_named(folders, capsys):
+    (folders / "other" / "tokenizer.json").write_text("{")
+    assert main(["check-pair", str(folders / "target"), str(folders / "other")]) == 2
+    assert "other/tokenizer.json cannot be read" in capsys.readouterr().err
+
+
 def test_special_tokens_count():
     contents = vocabulary.contents_of(Files(pair_folder() / "target"))
     assert len(contents) == vocabulary.known(contents) == VOCABULARY

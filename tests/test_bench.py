@@ -10,6 +10,7 @@ from pallas_kernels import machine
 from specjax import bench, measure, methods, prompts, request, tuned, values
 from specjax.__main__ import main
 from specjax.choice import Asked, choose
+from specjax.options import Bench
 from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling
@@ -155,7 +156,7 @@ def test_batches_are_full_and_of_similar_length():
 
 
 def test_a_plan_holds_every_setting_and_both_plain_loops():
-    plan = bench.plan_of(options.Bench(batch="1,4", temperatures="0,0.5", dtype="bfloat16"))
+    plan = bench.plan_of(Bench(batch="1,4", temperatures="0,0.5", dtype="bfloat16"))
     assert plan.temperatures_of(1) == (0.0, 0.5)
     assert plan.temperatures_of(4) == (0.0, 0.5, bench.MIXED)
     named = plan.candidates(4)
@@ -166,7 +167,7 @@ def test_a_plan_holds_every_setting_and_both_plain_loops():
 
 def test_shapes_to_compare_replace_the_default_ones():
     shapes = (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
-    plan = bench.plan_of(options.Bench(trees="chain:1,1;tree:2/2,1;tree"))
+    plan = bench.plan_of(Bench(trees="chain:1,1;tree:2/2,1;tree"))
     assert settings(plan) == [methods.setting_of(*shape) for shape in shapes]
 
 
@@ -175,13 +176,13 @@ def settings(plan) -> list[Setting]:
 
 
 def test_every_method_takes_every_budget():
-    plan = bench.plan_of(options.Bench(methods="all", budgets="4,9"))
+    plan = bench.plan_of(Bench(methods="all", budgets="4,9"))
     named = [(name, budget) for name in METHODS[1:] for budget in (4, 9)]
     assert settings(plan) == [methods.setting_of(name, None, budget) for name, budget in named]
 
 
 def test_shapes_are_measured_beside_budgets():
-    plan = bench.plan_of(options.Bench(methods="lookup", trees="tree:2,1", budgets="3"))
+    plan = bench.plan_of(Bench(methods="lookup", trees="tree:2,1", budgets="3"))
     assert settings(plan) == [
         methods.setting_of("tree", (2, 1)),
         methods.setting_of("lookup", None, 3),
@@ -192,7 +193,7 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
     setting = methods.setting_of("hybrid", None, 5)
     entries = [Entry(0.0, 1, setting, {}, {}), Entry(0.8, 1, Setting(), {}, {})]
     tuned.write(tmp_path / "tuned.json", entries, {})
-    plan = bench.plan_of(options.Bench(methods="none", config=str(tmp_path / "tuned.json")))
+    plan = bench.plan_of(Bench(methods="none", config=str(tmp_path / "tuned.json")))
     assert settings(plan) == [setting]
 
 
@@ -215,7 +216,7 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
 )
 def test_a_wrong_plan_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        bench.plan_of(options.Bench(**changes))
+        bench.plan_of(Bench(**changes))
 
 
 @pytest.mark.parametrize(

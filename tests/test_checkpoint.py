@@ -235,7 +235,7 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"vocab_size": "absent"}, "no 'vocab_size'"),
         ({"num_key_value_heads": 3}, r"num_heads \(4\)"),
-        ({"num_attention_heads": 0, "head_dim": None}, "by zero"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; it must be"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; it must be a whole number"),
         ({"rope_parameters": None, "rope_scaling": "linear"},
          "rope_scaling is 'linear'; it must be an object"),

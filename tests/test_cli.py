@@ -89,7 +89,8 @@ def test_characters_are_shown_whole():
 def test_info_shows_the_pair(capsys):
     found = answer(capsys, "info")
     assert found["config"]["vocab_size"] == 272
-    assert found["caches_bytes"] == 256 * 2 * 2 * 8 * 4 * (1 + 1 + 1)
+    assert found["caches_bytes"] == 256 * 2 * 2 * 8 * 4
+    assert found["draft_caches_bytes"] == 2 * found["caches_bytes"]
     assert main(["info", *pair_flags()]) == 0
     assert f"parameters: {found['parameters']:,}" in capsys.readouterr().out
 

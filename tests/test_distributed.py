@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from specjax.distributed import processes_of, sizes_of
+from specjax.distributed import devices_for, patience, processes_of, sizes_of
 from tests.folders import pair_folder
 
 
@@ -50,6 +50,17 @@ def test_two_processes_give_the_tokens_of_one():
     assert second == ""
 
 
+def test_two_processes_with_rows_of_their_own_give_the_tokens_of_one():
+    address = f"127.0.0.1:{free_port()}"
+    script = [sys.executable, "-m", "tests.on_processes"]
+    several = [begun([*script, address, str(own)], JAX_NUM_CPU_DEVICES="1") for own in (0, 1)]
+    told = [each.communicate(timeout=300) for each in several]
+    assert [each.returncode for each in several] == [0, 0], told
+    found = [json.loads(printed.splitlines()[-1]) for printed, _ in told]
+    assert found[0] == found[1]
+    assert found[0]["made"] == found[0]["streamed"] == found[0]["alone"]
+
+
 @pytest.mark.parametrize(
     ("own", "sentence"),
     [
@@ -81,6 +92,13 @@ def test_processes_are_named_by_flag_or_environment():
     assert processes_of("auto", {}) is None  # a cluster that jax knows
     with pytest.raises(ValueError, match="SPECJAX_PROCESS"):
         processes_of("auto", {"SPECJAX_COORDINATOR": "b:2"})
+
+
+def test_processes_must_share_a_mesh_and_wait_for_a_while():
+    with pytest.raises(ValueError, match="--distributed needs --mesh"):
+        devices_for(None, "a:1,2,0")
+    with pytest.raises(ValueError, match="SPECJAX_PATIENCE is 'long'"):
+        patience({"SPECJAX_PATIENCE": "long"})
 
 
 def test_meshes_are_named_by_their_axes():

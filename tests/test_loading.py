@@ -1,7 +1,9 @@
 """Files read straight into place: how much memory that takes, and every name and packing."""
 
+import importlib.util
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import checkpoint, families, memory
-from specjax.checkpoint import load_model, save_sharded
+from specjax.checkpoint import load_model, save_model, save_sharded
 from specjax.folder import CheckpointError, find
 from specjax.model import initialize
 from tests.conftest import tiny_config, tiny_model
@@ -21,6 +23,18 @@ from tests.loading import config_of, write
 from tests.test_parity import GOLDEN, golden, logits_of
 
 ROOT = Path(__file__).parent.parent
+
+
+class Runs:
+    """Runs a statement when it is unpickled."""
+
+    def __init__(self, statement: str) -> None:
+        self.statement = statement
+
+    def __reduce__(self):
+        return exec, (self.statement,)
+
+
 MEASURE = """
 import sys
 from tests.loading import measured
@@ -87,11 +101,13 @@ def test_of_a_gemma_3_with_eyes_the_text_is_read(tmp_path, generation):
         config=lambda c: {
             "model_type": "gemma3",
             "architectures": ["Gemma3ForConditionalGeneration"],
-            "eos_token_id": [0],
+            "eos_token_id": [1, 7],
             "text_config": c,
         },
     )
     same_logits(folder, "gemma3")
+    (folder / "generation_config.json").unlink()
+    assert load_model(folder).config.eos_ids == (1, 7)
 
 
 def test_phi_3_knows_its_scaling_by_its_first_name(tmp_path):
@@ -112,13 +128,27 @@ def test_positions_beyond_a_models_are_refused():
         load_model(GOLDEN / "plain", positions=65)
 
 
+@pytest.mark.parametrize("case", ["gpt2", "opt", "gemma3", "mistral"])
+def test_fewer_positions_change_nothing_within_them(case):
+    """A table of positions is cut; windows that nobody is outside of go, but not their rotation."""
+    model = load_model(GOLDEN / case, positions=4)
+    tokens, expected, tolerance = golden(case)
+    logits = logits_of(model, tokens[:, :4])
+    np.testing.assert_allclose(logits, expected[:, :4], rtol=0, atol=tolerance)
+    assert bool(model.config.windows) == (case == "gemma3")
+
+
 def test_what_opt_and_others_cannot_be_is_refused(tmp_path):
     for case, changes, words in (
         ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim is 8 and hidden_size 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
+        ("plain", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
+        ("plain", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true"),
+        ("plain", {"hidden_size": "24"}, "hidden_size is '24'; it must be a whole number"),
+        ("plain", {"eos_token_id": "x"}, "eos_token_id is 'x'; it must be a token's number"),
+        ("gemma3", {"model_type": "gemma3"}, "text_config is None; it must be an object"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),
         ("gemma2", {"use_bidirectional_attention": True}, "bidirectional_attention is True"),
-        ("gemma3", {"layer_types": ["chunked"] * 3}, "layer_types has 'chunked'"),
         ("phi3_short", {"rope_parameters": {"rope_type": "longrope"}}, "has no 'short_factor'"),
     ):
         config = json.loads((GOLDEN / case / "config.json").read_text()) | changes
@@ -133,16 +163,38 @@ def test_a_list_of_files_is_a_model():
     jax.tree.map(np.testing.assert_array_equal, listed, load_model(GOLDEN / "single_kv_untied"))
     with pytest.raises(CheckpointError, match="has no tensor"):
         load_model(files[:1])
+    with pytest.raises(CheckpointError, match=r"absent\.safetensors is missing, though it is"):
+        load_model([*files, files[0].with_name("absent.safetensors")])
     for wrong in ([], [files[0], GOLDEN / "plain" / "model.safetensors"], [GOLDEN / "plain"]):
         with pytest.raises(CheckpointError, match="safetensors files in one folder"):
             find(wrong)
 
 
-def test_pickles_are_not_opened(tmp_path):
+def test_pickles_need_torch_and_run_nothing(tmp_path, monkeypatch):
     shutil.copy(GOLDEN / "plain" / "config.json", tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
-    with pytest.raises(CheckpointError, match=r"only in pytorch_model\.bin, which could run code"):
+    ran = tmp_path / "ran"
+    with (tmp_path / "pytorch_model.bin").open("wb") as file:
+        pickle.dump(Runs(f"open({str(ran)!r}, 'w')"), file)
+    if importlib.util.find_spec("torch"):
+        with pytest.raises(CheckpointError, match="cannot be read as weights alone"):
+            load_model(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(CheckpointError, match=r"install torch to read it \(weights only"):
         load_model(tmp_path)
+    assert not ran.exists()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="torch writes such files")
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_weights_of_pytorchs_own_format_are_those_of_safetensors(tmp_path, kind):
+    torch = importlib.import_module("torch")
+    shutil.copy(GOLDEN / "opt" / "config.json", tmp_path)
+    held = load_file(GOLDEN / "opt" / "model.safetensors")
+    older = {name.removeprefix("model."): torch.tensor(held[name]) for name in held}
+    dtype = getattr(torch, kind)
+    torch.save({n: older[n].to(dtype) for n in older}, tmp_path / "pytorch_model.bin")
+    expected = load_model(GOLDEN / "opt", kind)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, kind), expected)
 
 
 def test_a_name_of_a_hub_is_found_in_its_cache(tmp_path):
@@ -181,8 +233,11 @@ def test_weights_kept_by_shards_read_back_and_must_be_the_configurations(tmp_pat
     (tmp_path / "kept" / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
     with pytest.raises(CheckpointError, match=r"orbax cannot be read: outer\.embedding .*64.*65"):
         load_model(tmp_path / "kept")
-    with pytest.raises(ValueError, match="already exists"):
+    with pytest.raises(CheckpointError, match="exists already; name another folder"):
         save_sharded(model, tmp_path / "kept")
+    save_model(model, tmp_path / "kept")
+    with pytest.raises(CheckpointError, match="holds weights twice"):
+        load_model(tmp_path / "kept")
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):

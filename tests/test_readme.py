@@ -1,11 +1,20 @@
 """The README's Python runs, and its commands are those of `.ci/run`."""
 
+import dataclasses
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+
+from specjax import vocabulary
+from specjax.__main__ import main
+from specjax.checkpoint import load_model, save_model, tokenizer_of
+from specjax.model import initialize
+from specjax.pytree import replace
+from tests.folders import pair_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -15,9 +24,40 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
+@pytest.fixture(scope="module")
+def stand_ins(tmp_path_factory):
+    """Small folders for the hub's names: their vocabularies padded as those models' are."""
+    at = tmp_path_factory.mktemp("hub")
+    tokenizer = tokenizer_of(pair_folder() / "target")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    target = load_model(pair_folder() / "target")
+    small = initialize(jax.random.key(1), dataclasses.replace(target.config, num_layers=2))
+    folders = {}
+    for size, model, rows in (("7B", target, 288), ("0.5B", target, 272), ("1.5B", small, 280)):
+        folders[f"Qwen/Qwen2.5-{size}-Instruct"] = at / size
+        padded = vocabulary.fitted(model, rows, 272)
+        config = dataclasses.replace(padded.config, num_known=None)
+        save_model(replace(padded, config=config), at / size, tokenizer)
+    return folders
+
+
+def stood_in(code, folders):
+    for name, folder in folders.items():
+        code = code.replace(name, str(folder))
+    return code
+
+
 @pytest.mark.parametrize("code", blocks("python"))
-def test_python_blocks_run(code):
-    exec(compile(code, "README.md", "exec"), {})
+def test_python_blocks_run(code, stand_ins):
+    exec(compile(stood_in(code, stand_ins), "README.md", "exec"), {})
+
+
+def test_the_pair_of_the_second_example_is_checked_first(stand_ins, capsys):
+    line = next(line for line in blocks("sh") if line.startswith("specjax check-pair"))
+    assert main(stood_in(line, stand_ins).split()[1:]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("  can draft for the model") == 2
+    assert "tables padded to 288 and 272" in printed
 
 
 def test_the_test_command_is_what_ci_runs():

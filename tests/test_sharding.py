@@ -11,8 +11,9 @@ import pytest
 
 from specjax import sharding
 from specjax.checkpoint import save_model
+from specjax.pytree import replace
 from tests.conftest import tiny_config, tiny_model
-from tests.pairs import near
+from tests.pairs import alone, generate, near
 
 ROOT = Path(__file__).parent.parent
 WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
@@ -45,9 +46,9 @@ def facts(tmp_path_factory):
 @pytest.mark.parametrize(
     ("mesh", "method"),
     [
-        *(("data=8", "none"), ("data=8", "specexec"), ("model=8", "none"), ("model=8", "chain")),
-        *(("model=8", "specexec"), ("data=2,model=4", "chain"), ("draft=3", "pool")),
-        ("data=2,draft=3", "pool"),
+        *(("data=8", "specexec"), ("model=8", "none"), ("model=8", "specexec")),
+        *(("data=2,model=4", "chain"), ("draft=3", "pool")),
+        *(("data=2,model=4", "hybrid"), ("data=2,model=4", "recycle"), ("data=2,draft=3", "pool")),
     ],
 )
 def test_tokens_are_those_of_one_device(facts, mesh, method):
@@ -78,7 +79,7 @@ def test_every_family_splits_over_two_devices(facts):
     split = {case for case in found if "share" in found[case]}
     assert all(found[case]["heads"] % 2 for case in set(found) - split)
     assert all("does not divide" in found[case]["refused"] for case in set(found) - split)
-    assert {"olmo2", "gemma2", "gemma3", "phi3", "qwen2", "qwen3_biased", "mistral"} <= split
+    assert {"olmo2", "gemma2", "gemma3", "phi3", "qwen2_windows", "qwen3", "mistral"} <= split
     assert max(found[case]["share"] for case in split) <= 1
 
 
@@ -86,6 +87,13 @@ def test_a_model_is_restored_onto_another_mesh(facts):
     for name, devices in (("one", 1), ("model=8", 8), ("data=8", 1)):
         assert facts["moved"][name]["error"] < 1e-3, name
         assert facts["moved"][name]["up"] == [WIDE["intermediate_size"] // devices, 32]
+
+
+def test_a_draft_that_is_split_is_refused():
+    model = tiny_model()
+    split = replace(near(model, 1), axis="model")
+    with pytest.raises(ValueError, match="a draft is split over the mesh; load_drafts gives"):
+        generate(model, alone(split))
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,9 @@ class Family:
     and `written` gives the keys from which these read back.
 
     `outer` maps leaves of `Model` to tensor names, `layer` those of `LayerWeights` to names within
-    `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says
-    (see `stored`). Tensors of biases follow from those of their weights. `ignored` are ends of
+    `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says:
+    "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
+    leaves of each. Tensors of biases follow from those of their weights. `ignored` are ends of
     the names of constants that files carry along; `renamed` are beginnings that files have, and
     what they stand for; `base` is a beginning that some files leave out. `older` makes a
     configuration of before one of today.

@@ -113,14 +113,21 @@ GEMMA3 = dataclasses.replace(
     features=_of_gemma3,
 )
 
+
+def _text_of(config: Json) -> Json:
+    """The part of a Gemma 3 with eyes that speaks; what is said of both ends a text."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config is {text!r}; it must be an object.")
+    ends = config.get("eos_token_id")
+    whole = text if ends is None else {**text, "eos_token_id": ends}
+    return {**whole, "model_type": GEMMA3.model_type}
+
+
 GEMMA3_WHOLE = dataclasses.replace(
     GEMMA3,
     model_type="gemma3",
-    older=lambda config: {
-        **{key: config[key] for key in config if key != "text_config"},
-        **config["text_config"],
-        "model_type": GEMMA3.model_type,
-    },
+    older=_text_of,
     renamed={"language_model.": "", "model.language_model.": "model."},
     ignored=(*GEMMA3.ignored, "vision_tower.", "multi_modal_projector.",
              "model.vision_tower.", "model.multi_modal_projector."),

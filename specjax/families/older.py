@@ -71,13 +71,14 @@ GPT2 = Family(
 
 def _of_opt(config: Json, positions: Positions) -> Json:
     del positions
-    if config.get("word_embed_proj_dim", config["hidden_size"]) != config["hidden_size"]:
+    if (config.get("word_embed_proj_dim") or config["hidden_size"]) != config["hidden_size"]:
         raise ValueError(
             f"word_embed_proj_dim is {config['word_embed_proj_dim']} and hidden_size "
             f"{config['hidden_size']}; embeddings that are projected are not supported here."
         )
     biases = _UNGATED if config.get("enable_bias", True) else ()
-    return {**_COMMON, "biases": biases, "rotary_dim": 0, "position_offset": 2}
+    own = {"norm_eps": 1e-5, "rotary_dim": 0, "position_offset": 2}  # no key says otherwise
+    return {**_COMMON, **own, "biases": biases}
 
 
 OPT = Family(

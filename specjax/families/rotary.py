@@ -49,7 +49,7 @@ def read(
     if turned is None and share not in (1, None):
         raise ValueError(f"partial_rotary_factor is {share}; this family turns all features.")
     share = (turned or 1.0) if share is None else float(share)
-    theta = float(rope.get("rope_theta", config.get("rope_theta", theta)))
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or theta)
     features = int((config.get("head_dim") or whole_heads(config)) * share)
     return {
         "rope_theta": theta,

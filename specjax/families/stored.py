@@ -9,10 +9,6 @@ import numpy as np
 from specjax.config import ModelConfig, Shape
 from specjax.families.family import Family
 
-PACKINGS = ("rows", "turned", "heads")
-"""Leaves one after the other; so and every matrix [in, out]; or head by head, all leaves of each.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class Stored:

@@ -47,17 +47,20 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
                 f"{key} is {config[key]!r}, which {family.model_type} models do not support "
                 f"here; supported: {supported[0]!r}."
             )
-    values = {field: value_of(family, config, key) for field, key in family.fields.items()}
-    whole = {field.name for field in dataclasses.fields(ModelConfig) if field.type is int}
-    for field, value in values.items():
-        if field in whole and type(value) is not int:
-            raise ValueError(f"{family.fields[field]} is {value!r}; it must be a whole number.")
+    values: dict[str, Any] = {}
+    kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+    for field, key in family.fields.items():
+        values[field] = value_of(family, config, key)
+        _check(key, values[field], kinds[field])
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
     length = rotary.used(config, values["max_positions"], positions)
     values["max_positions"] = length.used
     values["activation"] = _activation(family, values["activation"])
-    features = family.features(config, length)
+    features = dict(family.features(config, length))
+    seen = (window is None or window >= length.used for window in features.get("windows", ()))
+    if features.get("window_theta") is None and all(seen):
+        features["windows"] = ()  # nobody is ever outside
     return ModelConfig(**values, **features, eos_ids=_eos_ids(config), family=config["model_type"])
 
 
@@ -84,6 +87,16 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     return made
 
 
+def _check(key: str, value: Any, kind: Any) -> None:
+    """Checks a value against the type of the field that it fills."""
+    if kind is int and (type(value) is not int or value < 1):
+        raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1.")
+    if kind is float and (type(value) not in (int, float) or value <= 0):
+        raise ValueError(f"{key} is {value!r}; it must be a number above 0.")
+    if kind is bool and type(value) is not bool:
+        raise ValueError(f"{key} is {value!r}; it must be true or false.")
+
+
 def _activation(family: Family, named: Any) -> str:
     if named not in ACTIVATION_KEYS:
         raise ValueError(
@@ -97,4 +110,8 @@ def _eos_ids(config: Json) -> tuple[int, ...]:
     eos = config.get("eos_token_id")
     if eos is None:
         return ()
-    return tuple(eos) if isinstance(eos, list) else (eos,)
+    ends = eos if isinstance(eos, list) else [eos]
+    for end in ends:
+        if type(end) is not int:
+            raise ValueError(f"eos_token_id is {eos!r}; it must be a token's number, or several.")
+    return tuple(ends)
