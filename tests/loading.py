@@ -6,7 +6,8 @@ Memory is what the process has for itself (`RssAnon` of Linux; mapped file pages
 sampled every two milliseconds. The disk's rate is that of reading the same files once from the
 start to the end, after the system was asked to forget them (`posix_fadvise`), as it is before each
 load. Reads and loads take turns; a virtual machine is slow to give memory the first time, which is
-why the first round stands apart. Prints one JSON object.
+why the first round stands apart. The peak is that of the first load: later ones find memory that
+the process kept. Prints one JSON object.
 """
 
 import argparse
@@ -153,7 +154,7 @@ def main() -> None:
         "file_bytes": size,
         "model_bytes": loads[0]["model_bytes"],
         "largest_bytes": loads[0]["largest_bytes"],
-        "peak_beside_model_over_largest": [load["beside_model_over_largest"] for load in loads],
+        "peak_beside_model_over_largest": loads[0]["beside_model_over_largest"],
         "read_seconds": reads,
         "load_seconds": seconds,
         "median_of_later_loads_over_reads": statistics.median(seconds[1:])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import families, methods
+from specjax import families, measure, methods
 from specjax.cache import empty_cache
 from specjax.checkpoint import load_model, save_model
 from specjax.draft.ngram import pack
@@ -203,4 +203,6 @@ def test_what_a_family_cannot_say_is_not_written():
 if __name__ == "__main__":
     for each in itertools.product(sys.argv[1:] or CASES, METHODS):
         test_greedy_texts_are_those_of_transformers(*each)
-        print("equal:", *each)
+        print("equal:", *each, flush=True)
+        if measure.mapped() > measure.MOST_MAPS:
+            jax.clear_caches()
