@@ -1,13 +1,12 @@
 """Model families as tables: Hugging Face configuration keys, tensor names and their packing."""
 
-from specjax.families.family import Family, Positions
+from specjax.families.family import Family
 from specjax.families.stored import Stored, stored
 from specjax.families.tables import FAMILIES, family_of, read_config, write_config
 
 __all__ = [
     "FAMILIES",
     "Family",
-    "Positions",
     "Stored",
     "family_of",
     "read_config",

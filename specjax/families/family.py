@@ -37,8 +37,8 @@ class Family:
 
     `fields` maps `ModelConfig` fields to configuration keys, `defaults` gives what an absent key
     stands for, `fixed` the values that are supported of keys whose other values would change the
-    function. `features` reads the other fields of `ModelConfig` of a file with so many positions,
-    and `written` gives the keys from which these read back.
+    function. `features` reads the other fields of `ModelConfig`, of a file with so many positions
+    and with every key of `fields`, and `written` gives the keys from which these read back.
 
     `outer` maps leaves of `Model` to tensor names, `layer` those of `LayerWeights` to names within
     `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says:

@@ -24,8 +24,7 @@ def _defaults(**more: object) -> Json:
 
 def _features(config: Json, period: int) -> Json:
     """What Gemma's versions share; each `period`-th layer has no window."""
-    layers = config.get("num_hidden_layers") or _SIZES["num_hidden_layers"]
-    hidden = config.get("hidden_size") or _SIZES["hidden_size"]
+    layers = config["num_hidden_layers"]
     kinds = config.get("layer_types")
     if not kinds:
         kinds = [SLIDING if (index + 1) % period else FULL for index in range(layers)]
@@ -33,7 +32,7 @@ def _features(config: Json, period: int) -> Json:
         "biases": ATTENTION * bool(config.get("attention_bias")),
         "norm": "offset_rms",
         "norms": NORMS,
-        "embedding_scale": float(hidden) ** 0.5,
+        "embedding_scale": config["hidden_size"] ** 0.5,
         "query_scale": float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
         "windows": windows_of(config.get("sliding_window", 4096), kinds, layers),
     }
@@ -84,7 +83,7 @@ GEMMA2 = dataclasses.replace(
         "mlp_post_norm": "post_feedforward_layernorm.weight",
     },
     features=lambda config, positions: {
-        **rotary.read({"head_dim": 256, **config}, positions),
+        **rotary.read(config, positions),
         **_features(config, 2),
         **_caps(config, 50.0, 30.0),
     },
@@ -94,7 +93,7 @@ GEMMA2 = dataclasses.replace(
 
 def _of_gemma3(config: Json, positions: Positions) -> Json:
     return {
-        **rotary.read_by_layer({"head_dim": 256, **config}, positions),
+        **rotary.read_by_layer(config, positions),
         **_features(config, config.get("sliding_window_pattern") or 6),
         **_caps(config, None, None),
         "head_norms": "head",

@@ -153,7 +153,7 @@ QWEN3 = dataclasses.replace(
     defaults={**QWEN2.defaults, "head_dim": lambda config: 128},
     layer={**LLAMA.layer, **HEAD_NORMS},
     features=lambda config, positions: {
-        **rotary.read({"head_dim": 128, **config}, positions),
+        **rotary.read(config, positions),
         "biases": ATTENTION * bool(config.get("attention_bias")),
         "head_norms": "head",
         "windows": _window_by_layer(config),

@@ -4,7 +4,7 @@ import dataclasses
 
 from specjax.config import MATRICES, ModelConfig
 from specjax.families import rotary
-from specjax.families.family import Family, Json, Positions
+from specjax.families.family import Family, Json, Positions, whole_heads
 from specjax.families.llama import LLAMA
 
 _UNGATED = tuple(name for name in MATRICES if name != "gate")
@@ -27,7 +27,7 @@ GPT2 = Family(
     defaults={
         "vocab_size": lambda config: 50257,
         "n_embd": lambda config: 768,
-        "n_inner": lambda config: 4 * (config.get("n_embd") or 768),
+        "n_inner": lambda config: 4 * config["n_embd"],
         "n_layer": lambda config: 12,
         "n_head": lambda config: 12,
         "layer_norm_epsilon": lambda config: 1e-5,
@@ -133,6 +133,7 @@ OPT = Family(
 
 def _of_neox(config: Json, positions: Positions) -> Json:
     share = config.get("rotary_pct", 0.25)
+    config = {**config, "head_dim": whole_heads(config)}
     biases = MATRICES[:4] * bool(config.get("attention_bias", True)) + ("up", "down")
     return {
         **_COMMON,

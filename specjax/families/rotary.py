@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from specjax.config import ModelConfig
-from specjax.families.family import FULL, SLIDING, Json, Positions, whole_heads
+from specjax.families.family import FULL, SLIDING, Json, Positions
 from specjax.rope import Stretch, check_kind
 
 _NEEDED = {
@@ -19,14 +19,20 @@ _NEEDED = {
 def used(config: Json, whole: int, asked: int | None) -> Positions:
     """The positions of a file of `whole`: those asked for, or all that one set of factors serves.
 
-    LongRoPE has factors for texts within the original length and others for longer ones.
+    LongRoPE has factors for texts within the original length and others for longer ones. Where a
+    file names a stretch and no longer context (Qwen's with YaRN), all that is stretched may be
+    asked for.
 
     Raises:
       ValueError: more are asked for than there are.
     """
-    if asked is not None and not 1 <= asked <= whole:
-        raise ValueError(f"{asked} positions are asked for; the model has {whole}.")
-    if asked is None and _kind(rope := _given(config)) == "longrope":
+    rope = _given(config)
+    most = whole
+    if _kind(rope) in ("linear", "yarn") and rope.get("factor"):
+        most = max(whole, int(_original(rope, config, whole) * rope["factor"]))
+    if asked is not None and not 1 <= asked <= most:
+        raise ValueError(f"{asked} positions are asked for; the model has {most}.")
+    if asked is None and _kind(rope) == "longrope":
         asked = min(_original(rope, config, whole), whole)
     return Positions(whole, asked or whole)
 
@@ -50,7 +56,7 @@ def read(
         raise ValueError(f"partial_rotary_factor is {share}; this family turns all features.")
     share = (turned or 1.0) if share is None else float(share)
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or theta)
-    features = int((config.get("head_dim") or whole_heads(config)) * share)
+    features = int(config["head_dim"] * share)
     return {
         "rope_theta": theta,
         "rope_stretch": _stretch(rope, config, positions),

@@ -51,6 +51,7 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
     kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
     for field, key in family.fields.items():
         values[field] = value_of(family, config, key)
+        config = {**config, key: values[field]}
         _check(key, values[field], kinds[field])
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])

@@ -23,6 +23,27 @@ BASE = {
     "bos_token_id": None,
     "eos_token_id": 0,
 }
+
+
+def phi3(positions: int, original: int) -> dict[str, object]:
+    """A Phi-3 whose texts within `original` tokens have factors of their own."""
+    return {
+        "model_type": "phi3",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "pad_token_id": 0,
+        "max_position_embeddings": positions,
+        "original_max_position_embeddings": original,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "longrope",
+            "short_factor": [1.0, 1.1, 1.2, 1.5],
+            "long_factor": [1.0, 1.5, 3.0, 4.0],
+            "original_max_position_embeddings": original,
+        },
+    }
+
+
 CASES = {
     # Query heads per key/value head 3, heads wider than hidden / heads, tied.
     "grouped_tied": {
@@ -139,36 +160,8 @@ CASES = {
         "pad_token_id": 0,
     },
     # Texts within the original length have the short factors, longer ones the long factors.
-    "phi3_short": {
-        "model_type": "phi3",
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "pad_token_id": 0,
-        "max_position_embeddings": 160,
-        "original_max_position_embeddings": 40,
-        "rope_parameters": {
-            "rope_theta": 100.0,
-            "rope_type": "longrope",
-            "short_factor": [1.0, 1.1, 1.2, 1.5],
-            "long_factor": [1.0, 1.5, 3.0, 4.0],
-            "original_max_position_embeddings": 40,
-        },
-    },
-    "phi3_long": {
-        "model_type": "phi3",
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-        "pad_token_id": 0,
-        "max_position_embeddings": 64,
-        "original_max_position_embeddings": 8,
-        "rope_parameters": {
-            "rope_theta": 100.0,
-            "rope_type": "longrope",
-            "short_factor": [1.0, 1.1, 1.2, 1.5],
-            "long_factor": [1.0, 1.5, 3.0, 4.0],
-            "original_max_position_embeddings": 8,
-        },
-    },
+    "phi3_short": phi3(160, 40),
+    "phi3_long": phi3(64, 8),
     "olmo2": {
         "model_type": "olmo2",
         "num_attention_heads": 6,
