@@ -6,8 +6,10 @@ import shutil
 import tempfile
 from importlib.metadata import version
 
-# Most of the suite's time is compilation; LLVM's first level takes a quarter off it. What is
-# measured and certified (`specjax bench`, `specjax verify`) is compiled as usual.
+# Most of the suite's time is compilation. LLVM's first level takes a quarter off it, its lowest
+# another third, at which what runs long takes twice as long; so only tests that are marked as
+# `long_running` have the first (see below), and processes of their own. What is measured and
+# certified (`specjax bench`, `specjax verify`) is compiled as usual.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
 
 # A GPU kernel's interpreter runs its three warpgroups as programs that wait for one another; with
@@ -26,6 +28,17 @@ import pytest
 from specjax import measure
 from specjax.config import ModelConfig
 from specjax.model import Model, initialize
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compiles at LLVM's lowest level, fixtures included, what does not run long."""
+    runs_long = item.get_closest_marker("long_running") is not None
+    jax.config.update("jax_disable_most_optimizations", not runs_long)
+
+
+QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""The same for a process of a test's own, which compiles more than it runs."""
 
 
 def pytest_runtest_teardown() -> None:

@@ -17,6 +17,7 @@ from specjax.sampling import Purpose, draw, fold
 from tests.folders import answer, own_cache, pair_flags
 
 __all__ = ["own_cache"]
+pytestmark = pytest.mark.long_running
 TRAVERSE = verify.traverse
 MATCH = verify.match
 SMALL = Verify(methods="tree", tree="2,1", prompts=2, max_new_tokens=8, samples=1024)

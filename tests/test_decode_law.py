@@ -37,6 +37,7 @@ from specjax.verify import (
 )
 from tests.pairs import alone, broken, near, varied_model
 
+pytestmark = pytest.mark.long_running
 PROMPT = [7, 41, 3, 19]
 KEPT, TOKENS = 3, 3
 ROWS, BATCHES = 8192, 12

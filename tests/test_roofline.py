@@ -15,6 +15,7 @@ from specjax.peer import Peer, available
 from specjax.sampling import Sampling
 from tests.conftest import tiny_model
 
+pytestmark = pytest.mark.long_running
 BANDWIDTH = 1e9
 
 
