@@ -14,6 +14,7 @@ from specjax.options import (
     Generate,
     Options,
     Roofline,
+    Shard,
     Tune,
     Verify,
     parsed,
@@ -73,6 +74,10 @@ def _command(options: Options) -> Callable[[], int]:
         from specjax import console
 
         return lambda: console.generate(options)
+    if isinstance(options, Shard):
+        from specjax import reshard
+
+        return lambda: reshard.shard(options)
     from specjax import about
 
     if isinstance(options, CheckPair):

@@ -1,5 +1,6 @@
 """`specjax info` and `specjax check-pair`: what a pair is, what it takes, and whether it fits."""
 
+import bisect
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -31,37 +32,44 @@ def info(options: Info) -> int:
     """
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
-    kind = dtype_of(options.dtype)
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft)
     target = checkpoint.read_config(found.target.folder, options.positions)[0]
     drafts = [checkpoint.read_config(each.folder)[0] for each in found.drafts]
-    needed = _plan(options, target, drafts, jnp.dtype(kind or checkpoint.default_dtype()), mesh)
-    facts = _sizes(target, drafts, needed)
+    loads = _loads(target, drafts, options.dtype, mesh)
+    length = min(options.length or target.max_positions, target.max_positions)
+    needed = memory.plan(*loads, options.batch, length, length, options.nodes)
+    longest = _longest(loads, needed.available, options.batch, options.nodes, target.max_positions)
+    facts = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
+    fits = longest >= (1 if options.length is None else length)
+    if fits and options.json:
+        facts |= _chosen(options, mesh)
+    print(json.dumps(facts)) if options.json else _print(facts)
+    if not fits:
+        memory.check(needed.total, needed.available, f"texts of {length} tokens and the weights")
     if not options.json:
-        _print(facts)
-    if needed.available is not None and needed.total > needed.available:
-        raise ValueError(
-            f"all of it takes {readable(needed.total)} of each device, which has "
-            f"{readable(needed.available)} to spare."
-        )
-    chosen = _chosen(options, mesh)
-    print(json.dumps(facts | chosen)) if options.json else _print(chosen)
+        _print(_chosen(options, mesh))
     return 0
 
 
-def _plan(
-    options: Info,
-    target: ModelConfig,
-    drafts: Sequence[ModelConfig],
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-) -> Plan:
-    length = min(options.length or target.max_positions, target.max_positions)
-    held = Load(placement(target, mesh), dtype)
-    small = jnp.dtype(checkpoint.default_dtype())  # which drafts keep, whatever the target's
-    pool = [Load(placement(draft, mesh, split=False), small) for draft in drafts]
-    return memory.plan(held, pool, options.batch, length, length, options.nodes)
+def _loads(
+    target: ModelConfig, drafts: Sequence[ModelConfig], dtype: str | None, mesh: Mesh | None
+) -> tuple[Load, list[Load]]:
+    """How a target and its drafts are held, these in the default dtype whatever the target's."""
+    small = checkpoint.default_dtype()
+    held = Load(placement(target, mesh), jnp.dtype(dtype_of(dtype) or small))
+    return held, [Load(placement(each, mesh, split=False), jnp.dtype(small)) for each in drafts]
+
+
+def _longest(
+    loads: tuple[Load, list[Load]], spare: int | None, rows: int, nodes: int, most: int
+) -> int:
+    """The longest texts, of `most` tokens at most, that fit into `spare` bytes."""
+    if spare is None:
+        return most
+    return bisect.bisect_right(
+        range(1, most + 1), spare, key=lambda n: memory.plan(*loads, rows, n, n, nodes).total
+    )
 
 
 def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> dict[str, Any]:
@@ -116,6 +124,10 @@ def _readable(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+_NODES = 16
+"""Nodes of the trees that `check-pair` reckons with, root included."""
+
+
 class Finding(NamedTuple):
     """Something about a draft beside its target; `obstacle` if they cannot work together."""
 
@@ -131,58 +143,39 @@ def check_pair(options: CheckPair) -> int:
 
     Raises:
       CheckpointError: a folder or file is missing or damaged, or an architecture not supported.
+      ValueError: an option is wrong, or the mesh does not divide the target.
     """
+    kind = dtype_of(options.dtype)
+    mesh = devices_for(options.mesh)
     found = named(options.target, ",".join(options.drafts))
-    target = checkpoint.read_config(found.target.folder)[0]
-    report = {"target": _described(found.target, target), "drafts": []}
+    target = checkpoint.read_config(found.target.folder, options.positions)[0]
+    report = {"target": _described(found.target, target, kind), "drafts": []}
     for files in found.drafts:
         draft = checkpoint.read_config(files.folder)[0]
-        findings = [*_findings(found.target, target, files, draft)]
+        vocabularies = vocabulary.compared(found.target, target, files, draft)
+        findings = [
+            Finding("vocabulary", vocabularies.said, not vocabularies.same),
+            _on_ends(target, draft),
+            _on_context(target, draft),
+            *_on_windows(draft),
+            _on_memory(_loads(target, [draft], kind, mesh), target.max_positions),
+        ]
         works = not any(finding.obstacle for finding in findings)
-        one = {"draft": _described(files, draft), "works": works}
+        one = {"draft": _described(files, draft, None), "works": works}
         report["drafts"].append(one | {"findings": [each._asdict() for each in findings]})
     report["works"] = all(one["works"] for one in report["drafts"])
     print(json.dumps(report)) if options.json else _tell(report)
     return 0 if report["works"] else 1
 
 
-def _described(files: Files, config: ModelConfig) -> str:
-    kind = checkpoint.default_dtype()
+def _described(files: Files, config: ModelConfig, dtype: str | None) -> str:
+    kind = dtype or checkpoint.default_dtype()
     size = memory.Load(placement(config, None), jnp.dtype(kind)).weights
     return (
         f"{files.folder}: {config.family}, {config.num_parameters:,} parameters "
         f"({readable(size)} in {kind}), {config.vocab_size:,} rows of vocabulary, "
         f"{config.max_positions:,} positions"
     )
-
-
-def _findings(
-    of: Files, target: ModelConfig, files: Files, draft: ModelConfig
-) -> Sequence[Finding]:
-    return (
-        _on_vocabulary(of, target, files, draft),
-        _on_ends(target, draft),
-        _on_context(target, draft),
-        *_on_windows(draft),
-        _on_memory(target, draft),
-    )
-
-
-def _on_vocabulary(of: Files, target: ModelConfig, files: Files, draft: ModelConfig) -> Finding:
-    what, sizes = "vocabulary", (target.vocab_size, draft.vocab_size)
-    mine, theirs = vocabulary.contents_of(of), vocabulary.contents_of(files)
-    if mine is None or theirs is None:
-        which = of.folder if mine is None else files.folder
-        same = sizes[0] == sizes[1]
-        rows = f"{sizes[0]:,} and {sizes[1]:,} rows"
-        return Finding(what, f"{which} has no tokenizer.json to compare; {rows}", not same)
-    if found := vocabulary.difference(mine, theirs):
-        return Finding(what, f"{found} (the model's first)", True)
-    known = vocabulary.known(mine)
-    if sizes[0] != sizes[1] and min(sizes) < known:
-        return Finding(what, f"{known:,} tokens, and tables of {sizes[0]:,} and {sizes[1]:,}", True)
-    padded = "" if sizes[0] == sizes[1] else f"; tables padded to {sizes[0]:,} and {sizes[1]:,}"
-    return Finding(what, f"the same {known:,} tokens{padded}")
 
 
 def _on_ends(target: ModelConfig, draft: ModelConfig) -> Finding:
@@ -209,17 +202,20 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
     return (Finding("windows", f"trees grown in several passes have at most {min(windows)} nodes"),)
 
 
-def _on_memory(target: ModelConfig, draft: ModelConfig) -> Finding:
-    kind, slots = jnp.dtype(checkpoint.default_dtype()), target.max_positions
-    whole, small = (Load(placement(config, None), kind) for config in (target, draft))
-    needed = memory.plan(whole, [small], 1, slots, slots, 16)
+def _on_memory(loads: tuple[Load, list[Load]], most: int) -> Finding:
+    """What one text takes; an obstacle where not even its first token fits."""
+    needed = memory.plan(*loads, 1, most, most, _NODES)
+    longest = _longest(loads, needed.available, 1, _NODES, most)
     said = (
-        f"{readable(needed.total)} with a text of {slots:,} tokens, of which the draft takes "
-        f"{readable(needed.draft_weights + needed.draft_caches)}"
+        f"{readable(needed.total)} of each device with a text of {most:,} tokens, of which the "
+        f"draft takes {readable(needed.draft_weights + needed.draft_caches)}"
     )
-    if needed.available is None:
-        return Finding("memory", said)
-    return Finding("memory", f"{said}; {readable(needed.available)} to spare here")
+    if needed.available is not None:
+        said += f"; here are {readable(needed.available)} to spare"
+    if longest < most:
+        weights = readable(needed.weights + needed.draft_weights)
+        said += f", for {longest:,} tokens" if longest else f", and the weights take {weights}"
+    return Finding("memory", said, not longest)
 
 
 def _tell(report: dict[str, Any]) -> None:

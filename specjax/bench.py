@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from pallas_kernels.machine import read_bandwidth
 from specjax import curves, measure, methods, prompts, records
+from specjax.distributed import devices_for
 from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
@@ -187,7 +188,8 @@ class Bencher:
         run = measure.timed(target, drafter, request)
         if common and self.plan.options.profile and not tally.parts:
             tally.parts = profile(target, drafter, request)
-        wanted = common and not self.plan.options.skip_phases
+        # The phases are compiled for a single device.
+        wanted = common and not self.plan.options.skip_phases and request.layout is None
         if wanted and len(tally.phases) < _PHASE_REQUESTS:
             tally.phases.append(measure.phases(target, drafter, request))
         return run
@@ -303,9 +305,12 @@ def bench(options: Bench) -> int:
       ValueError: an option or a prompt file is wrong, or no prompt fits.
     """
     plan_of(options)
+    mesh = devices_for(options.mesh)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    pair = load_pair(options.model, options.draft, "float32", options.stage)
+    pair = load_pair(
+        options.model, options.draft, "float32", options.stage, mesh, options.positions
+    )
     plan = plan_of(options, pair)
     if parameters:
         pair = pair._replace(target=inflate(pair.target, parameters))

@@ -1,14 +1,14 @@
 """Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files."""
 
 import json
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jaxtyping import Array
 from safetensors.numpy import save
@@ -30,14 +30,13 @@ from specjax.folder import (
     tensors,
 )
 from specjax.model import Model, assemble
+from specjax.vocabulary import save_tokenizer, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
 """What drafts for its first draft."""
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load(
@@ -56,7 +55,7 @@ def load(
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
     """
-    found = Files(BUNDLED / "target") if name == "bundled" else find(name)
+    found = find(name)
     return load_model(found, dtype, mesh, positions), tokenizer_of(found.folder)
 
 
@@ -123,6 +122,8 @@ def load_model(
     """
     files = name if isinstance(name, Files) else find(name)
     config, family = read_config(files.folder, positions)
+    # Of a table of positions the file has all.
+    whole = config if positions is None else read_config(files.folder)[0]
     kind = jnp.dtype(dtype or default_dtype())
     try:
         placement = sharding.placement(config, mesh, split)
@@ -139,7 +140,7 @@ def load_model(
                 f"{files.folder} holds weights twice, {sharded.FOLDER} and safetensors files."
             )
         try:
-            return sharded.restore(files.folder, placement, config.num_kv_heads, kind)
+            return sharded.restore(files.folder, whole, placement, kind)
         except (ValueError, KeyError, OSError) as error:
             said = str(error).partition("\n")[0]
             raise CheckpointError(
@@ -147,13 +148,12 @@ def load_model(
             ) from error
     outer: dict[str, Any] = {}
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
-    whole = read_config(files.folder)[0]  # of a table of positions the file has all
     for stored, tensor in _checked(files, whole, family):
         into = outer if stored.layer is None else layers[stored.layer]
         for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
             rows = config.outer_shapes[leaf][0] if stored.layer is None else len(part)
             into[leaf] = placement.put(leaf, part[:rows], kind)
-    return assemble(placement.config, outer, layers, placement.axis)
+    return assemble(placement.config, outer, layers, placement.axis, placement.repeats)
 
 
 def save_model(
@@ -170,36 +170,53 @@ def save_model(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    model = sharded.once(model)
     config = families.write_config(model.config) | {"dtype": dtype, "torch_dtype": dtype} | extras
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     kind = jnp.dtype(dtype)
     held = {name: np.asarray(tensor).astype(kind) for name, tensor in named_tensors(model)}
     (folder / WEIGHTS).write_bytes(save(held, metadata={"format": "pt"}))
     if tokenizer is not None:
-        _save_tokenizer(tokenizer, folder, model.config)
+        save_tokenizer(tokenizer, folder, model.config)
 
 
 def save_sharded(
     model: Model,
     folder: str | Path,
     tokenizer: "Tokenizer | PreTrainedTokenizerFast | None" = None,
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes `model` with Orbax, every process its own shards; `load` reads it onto any mesh.
 
+    `config` is what its `config.json` is to say; by default what the model knows of itself, which
+    of LongRoPE is one set of factors.
+
     Raises:
-      CheckpointError: the folder has such weights already.
+      CheckpointError: the folder has a model already.
       ValueError: the family cannot say what the model is.
     """
-    folder = Path(folder)
-    if (folder / sharded.FOLDER).exists():
-        raise CheckpointError(f"{folder / sharded.FOLDER} exists already; name another folder.")
+    folder, model = Path(folder), sharded.once(model)
+    check_free(folder)
+    if jax.process_count() > 1:  # before one writes, all have looked
+        multihost_utils.sync_global_devices(f"{folder} is free")
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        config = families.write_config(model.config)
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        said = families.write_config(model.config) if config is None else config
+        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
         if tokenizer is not None:
-            _save_tokenizer(tokenizer, folder, model.config)
+            save_tokenizer(tokenizer, folder, model.config)
     sharded.save(model, folder)
+
+
+def check_free(folder: Path) -> None:
+    """Checks that a folder holds no model yet.
+
+    Raises:
+      CheckpointError: it does.
+    """
+    there = [*folder.glob(CONFIG), *folder.glob(sharded.FOLDER), *folder.glob("*.safetensors")]
+    if there:
+        raise CheckpointError(f"{there[0]} exists already; name another folder.")
 
 
 def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
@@ -219,22 +236,17 @@ def folder_of(name: str | Path, *within: str) -> Path:
     return BUNDLED.joinpath(*within, *rest) if first == "bundled" and rest else Path(name)
 
 
-def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
-    """The transformers tokenizer stored in `folder`.
+def described(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`, with the end tokens of its `generation_config.json`.
 
     Raises:
-      CheckpointError: the folder holds no tokenizer, or one that cannot be read.
+      CheckpointError: one is missing or damaged.
     """
-    folder = find(folder).folder
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise CheckpointError(f"no tokenizer in {folder}; it needs a {_TOKENIZER_FILES[0]}.")
-    _quieten()
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
+    found = config_of(folder)
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (eos := parsed(generation).get("eos_token_id")) is not None:
+        found = found | {"eos_token_id": eos}
+    return found
 
 
 def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig, Family]:
@@ -243,10 +255,7 @@ def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig
     Raises:
       CheckpointError: it is missing, damaged or not supported.
     """
-    found = config_of(folder)
-    generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := parsed(generation).get("eos_token_id")) is not None:
-        found = found | {"eos_token_id": eos}
+    found = described(folder)
     try:
         return families.read_config(found, positions), families.family_of(found)
     except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
@@ -294,30 +303,3 @@ def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: P
             f"{folder} says tie_word_embeddings, but its {family.outer['unembedding']} differs "
             f"from its {family.outer['embedding']}."
         )
-
-
-def _save_tokenizer(
-    tokenizer: "Tokenizer | PreTrainedTokenizerFast", folder: Path, config: ModelConfig
-) -> None:
-    _quieten()
-    from transformers import PreTrainedTokenizerFast
-
-    if isinstance(tokenizer, Tokenizer):
-        eos = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            eos_token=eos,
-            clean_up_tokenization_spaces=False,
-            model_max_length=config.max_positions,
-        )
-    tokenizer.save_pretrained(folder)
-    path = folder / "tokenizer_config.json"
-    saved = parsed(path)
-    if saved.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows the old name
-        saved["tokenizer_class"] = "PreTrainedTokenizerFast"
-        path.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
-
-
-def _quieten() -> None:
-    """Keeps transformers from advising, at import, to install PyTorch."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -20,7 +20,7 @@ from specjax.model import Model
 from specjax.pytree import pytree, unchecked
 from specjax.request import Limits, prepare, window_of
 from specjax.sampling import Sampling
-from specjax.sharding import Layout
+from specjax.sharding import ROWS, Layout, everywhere, laid_out, spread
 from specjax.stepping import DecodeState, prefill, step
 from specjax.verify import Rule
 
@@ -73,11 +73,8 @@ def run(
     On a mesh every device runs the loop on its own rows, and ends when these do.
     """
     whole = partial(_run, rule, outputs, slots)
-    if layout is None:
-        return whole(target, drafter, sampling, limits, prompt, length, key)
-    rows = layout.rows
-    over = layout.spread(whole, target, drafter, (rows, P(), rows, rows, rows), rows)
-    return layout.everywhere(over(target, drafter, sampling, limits, prompt, length, key))
+    over = spread(layout, whole, (target, drafter), (ROWS, P(), ROWS, ROWS, ROWS), ROWS)
+    return everywhere(layout, over(target, drafter, sampling, limits, prompt, length, key))
 
 
 def _run(
@@ -162,11 +159,9 @@ def prefill_jit(
     layout: Layout | None = None,
 ) -> DecodeState:
     """`prefill` as a program of its own, on one device or a mesh."""
-    whole = partial(prefill, slots=slots)
-    if layout is not None:
-        rows, states = layout.rows, _state_specs(layout, target, drafter)
-        whole = layout.spread(whole, target, drafter, (rows, rows, rows), states)
-    return whole(target, drafter, prompt, length, key)
+    whole, states = partial(prefill, slots=slots), _state_specs(target, drafter)
+    over = spread(layout, whole, (target, drafter), (ROWS, ROWS, ROWS), states)
+    return over(target, drafter, prompt, length, key)
 
 
 def step_on(
@@ -185,25 +180,22 @@ def step_on(
     def whole(target: Model, drafter: Drafter | None, *more: Any) -> Any:
         return step(target, drafter, rule, *more)
 
-    if layout is None:
-        return whole(target, drafter, sampling, limits, state, made, done)
-    rows, states = layout.rows, _state_specs(layout, target, drafter)
-    specs = (rows, P(), states, rows, rows)
-    over = layout.spread(whole, target, drafter, specs, (states, rows, rows))
+    states = _state_specs(target, drafter)
+    specs, out = (ROWS, P(), states, ROWS, ROWS), (states, ROWS, ROWS)
+    over = spread(layout, whole, (target, drafter), specs, out)
     state, gave, done = over(target, drafter, sampling, limits, state, made, done)
-    return state, layout.everywhere(gave), layout.everywhere(done)
+    return state, *everywhere(layout, (gave, done))
 
 
 step_jit = jax.jit(step_on, static_argnames=("rule", "layout"), donate_argnames="state")
 
 
-def _state_specs(layout: Layout, target: Model, drafter: Drafter | None) -> DecodeState:
+def _state_specs(target: Model, drafter: Drafter | None) -> DecodeState:
     """How a state is spread: caches with their rows and heads, the rest with its rows."""
-    rows = layout.rows
-    held = P(*rows, target.axis)
+    held = P(*ROWS, target.axis)
     draft = () if drafter is None else drafter.state_specs
-    cache = unchecked(KVCache, keys=held, values=held, length=rows)
-    return unchecked(DecodeState, cache=cache, draft=draft, last=rows, key=rows)
+    cache = unchecked(KVCache, keys=held, values=held, length=ROWS)
+    return unchecked(DecodeState, cache=cache, draft=draft, last=ROWS, key=ROWS)
 
 
 def stream(
@@ -233,9 +225,7 @@ def stream(
     )
     made, done = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), bool)
     while not done.all():
-        so_far = made, done
-        if layout is not None:
-            so_far = layout.placed(so_far, layout.rows)
+        so_far = laid_out(layout, (made, done), ROWS)
         state, gave, ended = step_jit(
             target, drafter, request.rule, request.sampling, request.limits, state, *so_far, layout
         )

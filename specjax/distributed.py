@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 
 from specjax import sharding
 
-COORDINATOR, PROCESSES, PROCESS = (
-    *("SPECJAX_COORDINATOR", "SPECJAX_PROCESSES", "SPECJAX_PROCESS"),
-)
+COORDINATOR = "SPECJAX_COORDINATOR"
+PROCESSES = "SPECJAX_PROCESSES"
+PROCESS = "SPECJAX_PROCESS"
 PATIENCE = "SPECJAX_PATIENCE"
 """Seconds to wait for the other processes, and until one that says nothing is given up; 60."""
 
@@ -102,9 +102,11 @@ def _join(place: tuple[str, int, int] | None) -> None:
     seconds = patience(os.environ)
 
     def give_up() -> None:
-        missing = "the other processes" if own == 0 else f"the coordinator at {coordinator}"
+        missing = "the coordinator" if coordinator is None else f"the coordinator at {coordinator}"
+        missing = "the other processes" if own == 0 else missing
+        which = "this process" if own is None else f"process {own} of {count}"
         print(
-            f"specjax: process {own} of {count} waited {seconds} s for {missing} in vain.",
+            f"specjax: {which} waited {seconds} s for {missing} in vain.",
             file=sys.stderr, flush=True,
         )  # fmt: skip
         os._exit(2)
@@ -117,6 +119,11 @@ def _join(place: tuple[str, int, int] | None) -> None:
             coordinator, count, own,
             initialization_timeout=2 * seconds, heartbeat_timeout_seconds=seconds,
         )  # fmt: skip
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed is auto, {COORDINATOR}, {PROCESSES} and {PROCESS} are not set, and jax "
+            f"knows no cluster here: {error}"
+        ) from error
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
         raise ValueError(f"process {own} could not join {coordinator}: {first}") from error

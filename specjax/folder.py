@@ -51,8 +51,9 @@ class Files(NamedTuple):
 def find(name: Name | Sequence[Name]) -> Files:
     """The files that a name means: a folder, safetensors files of one, or a hub's id.
 
-    An id is `org/name` or `org/name@revision`; what it names is downloaded unless it is there
-    already, with huggingface_hub, which must be installed and may be set to be offline.
+    "bundled" is the target that comes with the package. An id is `org/name` or
+    `org/name@revision`; what it names is downloaded unless it is there already, with
+    huggingface_hub, which must be installed and may be set to be offline.
 
     Raises:
       CheckpointError: there is nothing of that name.
@@ -66,6 +67,8 @@ def find(name: Name | Sequence[Name]) -> Files:
                 f"{', '.join(map(str, files)) or 'empty'}."
             )
         return Files(folders.pop(), files)
+    if name == "bundled":
+        return Files(BUNDLED / "target")
     path = Path(name)
     if path.is_dir() or not _is_id(str(name)):
         return Files(path)
@@ -189,6 +192,8 @@ def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
     except Exception as error:
         said = str(error).partition("\n")[0]
         raise CheckpointError(f"{file} cannot be read as weights alone: {said}") from error
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{file} holds a {type(held).__name__}, not tensors by name.")
     for name, tensor in held.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(f"{name} in {file} is a {type(tensor).__name__}, not a tensor.")

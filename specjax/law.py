@@ -17,7 +17,7 @@ from specjax.model import Model, forward
 from specjax.pytree import replace
 from specjax.request import PROMPT_BUCKETS, bucket, prepare
 from specjax.sampling import Purpose, Sampling, fold, process
-from specjax.sharding import Layout, layout_of
+from specjax.sharding import ROWS, Layout, laid_out, layout_of, spread
 
 _ROWS = 128
 _LEAST_EXPECTED = 5.0
@@ -35,14 +35,12 @@ class GTest(NamedTuple):
 
 @partial(jax.jit, static_argnames=("size", "layout"))
 def _logits_at(model: Model, tokens: Array, last: Array, size: int, layout: Layout | None) -> Array:
-    def whole(model: Model, _: None, tokens: Array, last: Array) -> Array:
+    def whole(model: Model, tokens: Array, last: Array) -> Array:
         positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
         logits = forward(model, tokens, positions, None, None)[0]
         return jnp.take_along_axis(logits, last[:, None, None], axis=1)[:, 0]
 
-    if layout is not None:
-        whole = layout.spread(whole, model, None, (P(), P()), P())
-    return whole(model, None, tokens, last)
+    return spread(layout, whole, (model,), (P(), P()), P())(model, tokens, last)
 
 
 def logits_after(model: Model, prefixes: list[list[int]]) -> Float[np.ndarray, "B V"]:
@@ -52,7 +50,7 @@ def logits_after(model: Model, prefixes: list[list[int]]) -> Float[np.ndarray, "
     for row, prefix in enumerate(prefixes):
         padded[row, : len(prefix)] = prefix
     last = jnp.asarray([len(prefix) - 1 for prefix in prefixes], jnp.int32)
-    return np.asarray(_logits_at(model, jnp.asarray(padded), last, size, layout_of(model, None)))
+    return np.asarray(_logits_at(model, jnp.asarray(padded), last, size, layout_of(model)))
 
 
 _step = jax.jit(decode.step_on, static_argnames=("rule", "layout"))
@@ -80,12 +78,11 @@ def first_tokens(
     )
     drawn = []
     for chunk in range(0, len(keys), _ROWS):
-        own = keys[chunk : chunk + _ROWS]
-        state = replace(start, key=own if layout is None else layout.placed(own, layout.rows))
+        state = replace(start, key=laid_out(layout, keys[chunk : chunk + _ROWS], ROWS))
         tokens = np.zeros((_ROWS, 2), np.int64)
         made, done = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, bool)
         while not done.all():
-            so_far = (made, done) if layout is None else layout.placed((made, done), layout.rows)
+            so_far = laid_out(layout, (made, done), ROWS)
             state, gave, ended = _step(
                 target, drafter, asked.rule, asked.sampling, asked.limits, state, *so_far, layout
             )

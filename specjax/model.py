@@ -55,6 +55,7 @@ class Model:
 
     Within a program over a mesh the leaves are a device's own; `axis` is the mesh axis over which
     heads, features and the vocabulary are spread, None where each device has all of them.
+    `config` counts the key/value heads that are held, `repeats` times as many as the checkpoint's.
     """
 
     embedding: Float[Array, "V E"]
@@ -65,6 +66,7 @@ class Model:
     final_norm_bias: Float[Array, " E"] | None = None
     position_embedding: Float[Array, "P E"] | None = None
     axis: str | None = static(default=None)
+    repeats: int = static(default=1)
 
     @property
     def kv_heads(self) -> int:
@@ -77,11 +79,13 @@ def assemble(
     outer: Mapping[str, Any],
     layers: Sequence[Mapping[str, Any]],
     axis: str | None = None,
+    repeats: int = 1,
 ) -> Model:
     """A model of named leaves: those outside its layers, and those of each layer."""
     absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
     made = tuple(LayerWeights(**{**absent, **layer}) for layer in layers)
-    return Model(**{"unembedding": None, **outer}, layers=made, config=config, axis=axis)
+    whole = {"unembedding": None, **outer}
+    return Model(**whole, layers=made, config=config, axis=axis, repeats=repeats)
 
 
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:

@@ -15,22 +15,34 @@ _RULE = "╰─╯-"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Devices:
-    """What a model runs on, and how much of its context is used."""
+class Context:
+    """How much of a model's context is used."""
 
-    mesh: str | None = None
-    """Devices along the axes data (rows), model (heads and features of the target) and draft (the
-    drafts of a pool), such as data=2,model=4."""
-    distributed: str | None = None
-    """One command a host, HOST:PORT,PROCESSES,PROCESS with the coordinator's address; or auto, from
-    SPECJAX_COORDINATOR, SPECJAX_PROCESSES and SPECJAX_PROCESS, or the cluster."""
     positions: int | None = None
     """Positions of the model's context to use; a LongRoPE model takes its long factors for more
     than the original ones. By default all, or those."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a model runs on."""
+
+    mesh: str | None = None
+    """Devices along the axes data (rows), model (heads and features of the target) and draft (the
+    drafts of a pool), such as data=2,model=4."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hosts(Devices):
+    """What a model runs on, of several hosts perhaps."""
+
+    distributed: str | None = None
+    """One command a host, HOST:PORT,PROCESSES,PROCESS with the coordinator's address; or auto, from
+    SPECJAX_COORDINATOR, SPECJAX_PROCESSES and SPECJAX_PROCESS, or the cluster."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Generate(Devices):
+class Generate(Context, Hosts):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
@@ -79,7 +91,7 @@ class Generate(Devices):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class Bench(Context, Devices):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
     prompts: str | None = None
@@ -95,14 +107,16 @@ class Bench:
     config: str | None = None
     """Measure what this file, written by tune, names, beside the methods."""
     skip_phases: bool = False
-    """Leave out the phases of a step, whose compilation takes longer than the rest."""
+    """Leave out the phases of a step, whose compilation takes longer than the rest; on a mesh they
+    are always left out."""
     profile: bool = False
     """Trace the loop too, and tell how long the passes of target and drafts, drafting beside
     them, deciding and committing take of a step; tracing slows small operations down most."""
     temperatures: str = "0,0.8"
     """Temperatures, separated by commas."""
-    batch: str = "1,8"
-    """Rows per batch, separated by commas; above 1 a half greedy, half sampled batch is added."""
+    batch: str | None = None
+    """Rows per batch, separated by commas; above 1 a half greedy, half sampled batch is added. By
+    default 1 and 8, or what of them a mesh can divide."""
     dtype: str | None = None
     """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both."""
     verify: str = "auto"
@@ -163,7 +177,7 @@ class Tune:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(Devices):
+class Verify(Context, Hosts):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
@@ -198,7 +212,7 @@ class Verify(Devices):
 
 
 @dataclasses.dataclass(frozen=True)
-class Info(Devices):
+class Info(Context, Hosts):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
@@ -218,15 +232,30 @@ class Info(Devices):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckPair:
+class CheckPair(Context, Devices):
     """Say whether drafts can work for a model: their vocabularies, contexts and memory."""
 
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """A Hugging Face folder, a hub's org/name or org/name@revision, or "bundled"."""
     drafts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="DRAFT")]
     """Drafts, named likewise."""
+    dtype: str | None = None
+    """What the model's weights would be held in: float32 or bfloat16. By default float32 on a CPU,
+    else bfloat16."""
     json: bool = False
     """Print one JSON object and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(Hosts):
+    """Write a model with Orbax, by shards that every process reads its own of, on any mesh."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """Where to write it; --model takes this folder then."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +289,7 @@ class Roofline:
     """Write the measurements to this file, row by row."""
 
 
-Options: TypeAlias = Generate | Bench | Tune | Verify | Info | CheckPair | Roofline
+Options: TypeAlias = Generate | Bench | Tune | Verify | Info | CheckPair | Shard | Roofline
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
@@ -268,6 +297,7 @@ VERBS = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[CheckPair, tyro.conf.subcommand("check-pair")]
+    | Annotated[Shard, tyro.conf.subcommand("shard")]
     | Annotated[Roofline, tyro.conf.subcommand("roofline")]
 )
 

@@ -49,7 +49,7 @@ def load_pair(
     """
     found = named(model, draft, stage)
     target = checkpoint.load_model(found.target, dtype, mesh, positions)
-    tokenizer = checkpoint.tokenizer_of(found.target.folder)
+    tokenizer = vocabulary.tokenizer_of(found.target.folder)
     drafts = [
         _draft(target, found.target, files, number, mesh)
         for number, files in enumerate(found.drafts)
@@ -72,36 +72,33 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
       CheckpointError: there is nothing of a name.
     """
     bundled = model == "bundled" and draft in (None, "bundled")
-    target = Files(folder.BUNDLED / "target") if model == "bundled" else find(model)
-    if bundled or draft == "bundled":
-        config_of(target.folder)  # an installation may lack the bundled pair
-        drafts = tuple(map(Files, checkpoint.pool_in(folder.BUNDLED / "drafts")))
-    else:
-        drafts = tuple(find(checkpoint.folder_of(name, "drafts")) for name in names_in(draft))
+    target, drafts = find(model), []
+    for name in ["bundled"] if bundled else names_in(draft):
+        if name == "bundled":
+            config_of(folder.BUNDLED / "target")  # an installation may lack the bundled pair
+            drafts += map(Files, checkpoint.pool_in(folder.BUNDLED / "drafts"))
+        else:
+            drafts.append(find(checkpoint.folder_of(name, "drafts")))
     stages = [checkpoint.folder_of(name) for name in names_in(stage)]
     if bundled and stage is None:
         stages = [each for each in checkpoint.BUNDLED_STAGES if each.is_dir()]
-    return Named(target, drafts, tuple(stages))
+    return Named(target, tuple(drafts), tuple(stages))
 
 
 def _draft(target: Model, of: Files, files: Files, number: int, mesh: Mesh | None) -> Model:
-    """A draft whose tokens are those of the target; tables may be padded differently.
+    """A draft whose tokens are those of the target; tables may have other numbers of rows.
 
     Raises:
       ValueError: they are not.
     """
     model = checkpoint.load_model(files, None, mesh, split=False)
-    mine, theirs = vocabulary.contents_of(of), vocabulary.contents_of(files)
-    if mine is not None and theirs is not None:
-        if found := vocabulary.difference(mine, theirs):
-            raise ValueError(
-                f"draft {number} ({files.folder}) has another vocabulary than the model: {found}; "
-                "see specjax check-pair."
-            )
-        if vocabulary.known(mine) <= model.config.vocab_size:
-            model = vocabulary.fitted(model, target.config.vocab_size, vocabulary.known(mine))
-    check_vocabularies(target, [model])
-    return model
+    verdict = vocabulary.compared(of, target.config, files, model.config)
+    if not verdict.same:
+        raise ValueError(
+            f"draft {number} ({files.folder}) has another vocabulary than the model: "
+            f"{verdict.said}; see specjax check-pair."
+        )
+    return vocabulary.fitted(model, target.config.vocab_size, verdict.known)
 
 
 def _with_stages(pair: Pair, folders: Sequence[Path], mesh: Mesh | None) -> Pair:

@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax.model import Model
 from specjax.setting import from_json
+from specjax.sharding import mesh_of
 
 _FILE = "measured.json"
 _ENTRY = {"setting", "temperature", "tokens_per_second"}
@@ -34,7 +35,10 @@ def use_compilation_cache() -> None:
 
 
 def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -> str:
-    """The name under which measurements of a pair are kept: machine, versions, models, rows."""
+    """The name under which measurements of a pair are kept: machine, versions, models, rows.
+
+    On a mesh also its axes: what is fastest on one device need not be on several.
+    """
     models = hashlib.sha256()
     for model in (target, *drafts):
         models.update(repr(model.config).encode())
@@ -49,6 +53,8 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
         f"batch {batch}",
         "sampled" if sampled else "greedy",
     )
+    if (mesh := mesh_of(target)) is not None:
+        parts += tuple(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return ", ".join(parts)
 
 

@@ -16,7 +16,7 @@ from specjax.draft.drafter import Drafter
 from specjax.model import Model
 from specjax.pytree import pytree
 from specjax.sampling import Sampling
-from specjax.sharding import Layout, layout_of
+from specjax.sharding import ROWS, Layout, check_rows, laid_out, layout_of
 from specjax.verify import DRAWN, NAIVE, Construction, Rule, find_rule
 
 PROMPT_BUCKETS = (
@@ -114,8 +114,7 @@ def prepare(
             f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use auto or naive."
         )
     layout = layout_of(target, drafter)
-    if layout is not None:
-        layout.check_rows(len(prompts))
+    check_rows(layout, len(prompts))
     width = bucket(max(lengths), PROMPT_BUCKETS)
     outputs = bucket(max_new_tokens, OUTPUT_BUCKETS)
     padded = np.zeros((len(prompts), width), np.int32)
@@ -126,13 +125,11 @@ def prepare(
     by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32),
                    row_keys(key, len(prompts)))  # fmt: skip
     limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
-    if layout is not None:
-        by_row, limits = layout.placed(by_row, layout.rows), layout.placed(limits, P())
-    rows, padded, length, keys = by_row
+    rows, padded, length, keys = laid_out(layout, by_row, ROWS)
     return Request(
         rule=rule,
         sampling=rows,
-        limits=limits,
+        limits=laid_out(layout, limits, P()),
         prompt=padded,
         length=length,
         key=keys,

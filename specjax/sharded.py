@@ -1,5 +1,6 @@
 """A model's weights as Orbax keeps them: by shards, each process its own, on any mesh."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from specjax.config import Shape
+from specjax.config import ModelConfig, Shape
 from specjax.model import Model, assemble
-from specjax.sharding import Placement
+from specjax.pytree import replace
+from specjax.sharding import Placement, mesh_of
 
 FOLDER = "weights.orbax"
 """Where they lie beside the configuration."""
+
+
+def once(model: Model) -> Model:
+    """The model with every key/value head once, as its checkpoint has it."""
+    placement = Placement(model.config, mesh_of(model), model.axis, model.repeats)
+    names = [name for name in model.config.layer_shapes if placement.is_repeated(name)]
+    if not names:
+        return model
+    layers = tuple(
+        replace(layer, **{name: placement.once(getattr(layer, name)) for name in names})
+        for layer in model.layers
+    )
+    heads = model.config.num_kv_heads // model.repeats
+    config = dataclasses.replace(model.config, num_kv_heads=heads)
+    return replace(model, layers=layers, config=config, repeats=1)
 
 
 def save(model: Model, folder: Path) -> None:
@@ -34,40 +51,43 @@ def save(model: Model, folder: Path) -> None:
         checkpointer.save((folder / FOLDER).absolute(), held)
 
 
-def restore(folder: Path, placement: Placement, stored_kv_heads: int, dtype: jnp.dtype) -> Model:
-    """The weights that `save` wrote, each shard read where it is to lie.
+def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.dtype) -> Model:
+    """The weights that `save` wrote of a model of config `whole`, each shard read where it is to
+    lie.
 
-    Key and value heads that are to be held several times are read whole.
+    Key and value heads that are to be held several times are read whole, and of a table of
+    positions all are, though fewer may be held.
 
     Raises:
       ValueError: the weights are not those of the configuration.
     """
     ocp = _orbax()
-    config = placement.config
-    shrink = stored_kv_heads / config.num_kv_heads
+    config, mesh = placement.config, placement.mesh
 
     def leaf(name: str, shape: Shape) -> Any:
         spec = placement.spec(name)
-        if shrink != 1 and placement.is_repeated(name):
-            shape, spec = (round(shape[0] * shrink), *shape[1:]), P()
-        if placement.mesh is None:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=_alone())
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(placement.mesh, spec))
+        if placement.is_repeated(name):
+            shape, spec = (shape[0] // placement.repeats, *shape[1:]), P()
+        alone = SingleDeviceSharding(jax.local_devices()[0])
+        lies = alone if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=lies)
 
     layer = {name: leaf(name, shape) for name, shape in config.layer_shapes.items()}
     wanted = {
-        "outer": {name: leaf(name, shape) for name, shape in config.outer_shapes.items()},
+        "outer": {name: leaf(name, shape) for name, shape in whole.outer_shapes.items()},
         "layers": [layer] * config.num_layers,
     }
     at = (folder / FOLDER).absolute()
     with ocp.StandardCheckpointer() as checkpointer:
         _check(wanted, checkpointer.metadata(at).item_metadata)
         found: Any = checkpointer.restore(at, wanted)
-    if shrink != 1:
-        for one in found["layers"]:
-            for name in filter(placement.is_repeated, one):
-                one[name] = placement.put(name, np.asarray(one[name]), dtype)
-    return assemble(config, found["outer"], found["layers"], placement.axis)
+    for name, shape in config.outer_shapes.items():
+        if found["outer"][name].shape != shape:
+            found["outer"][name] = found["outer"][name][: shape[0]]
+    for one in found["layers"]:
+        for name in filter(placement.is_repeated, one):
+            one[name] = placement.put(name, np.asarray(one[name]), dtype)
+    return assemble(config, found["outer"], found["layers"], placement.axis, placement.repeats)
 
 
 def _orbax() -> Any:
@@ -94,7 +114,3 @@ def _check(wanted: Any, there: Any) -> None:
                 f"{name} has shape {held.get(name)} there; the configuration asks for "
                 f"{asked.get(name)}."
             )
-
-
-def _alone() -> jax.sharding.Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

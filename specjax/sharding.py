@@ -22,15 +22,16 @@ from specjax.config import ModelConfig
 
 AXES = DATA, MODEL, DRAFT = "data", "model", "draft"
 
+ROWS = P(DATA)
+"""How arrays with rows first are spread."""
+
 MESH_AXES: Mapping[str, str] = {
-    "rows": DATA,
     "heads": MODEL,
     "kv_heads": MODEL,
     "features": MODEL,
     "vocabulary": MODEL,
-    "drafts": DRAFT,
 }
-"""Logical axes, and the mesh axis that each is spread over."""
+"""Logical axes of weights, and the mesh axis that each is spread over."""
 
 LEAF_AXES: Mapping[str, tuple[str | None, ...]] = {
     "embedding": ("vocabulary", None),
@@ -134,6 +135,17 @@ class Placement:
         per_head = leaf == "key_norm" and self.config.head_norms == "head"
         return self.repeats > 1 and leaf.split("_")[0] in ("key", "value") and not per_head
 
+    def once(self, value: Array) -> Array:
+        """One copy of each head of a leaf that has each several times, whole on all devices."""
+
+        def first(value: Array) -> Array:
+            heads = self.config.num_kv_heads // self.repeats
+            parts = value.reshape(heads, self.repeats, -1, *value.shape[1:])
+            return parts[:, 0].reshape(-1, *value.shape[1:])
+
+        placed = None if self.mesh is None else NamedSharding(self.mesh, P())
+        return jax.jit(first, out_shardings=placed)(value)
+
     def _repeated(self, value: np.ndarray) -> np.ndarray:
         heads = self.config.num_kv_heads // self.repeats
         parts = value.reshape(heads, -1, *value.shape[1:])
@@ -202,62 +214,22 @@ def settled(tree: Any, mesh: Mesh | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a program's target and drafter lie on a mesh. Hashable: it is part of what is compiled.
+    """How the models of a program lie on a mesh. Hashable: it is part of what is compiled.
 
-    `target` and `drafter` are the specs of their leaves, in order.
+    `held` are the specs of each one's leaves, in order.
     """
 
     mesh: Mesh
-    target: tuple[P, ...]
-    drafter: tuple[P, ...]
-
-    @property
-    def rows(self) -> P:
-        """How arrays with rows first are spread."""
-        return P(DATA)
-
-    def check_rows(self, rows: int) -> None:
-        """Checks that the data axis takes as many rows.
-
-        Raises:
-          ValueError: it does not divide them.
-        """
-        devices = size_of(self.mesh, DATA)
-        if rows % devices:
-            raise ValueError(f"mesh axis data={devices} does not divide {rows} prompts.")
-
-    def spread(
-        self, function: Callable[..., Any], target: Any, drafter: Any, specs: Any, out: Any
-    ) -> Callable[..., Any]:
-        """`function` of a target, a drafter and more, each device on what it has of them.
-
-        `specs` are those of the further arguments and `out` those of the result.
-        """
-        own = (
-            jax.tree.unflatten(jax.tree.structure(tree), leaves)
-            for tree, leaves in ((target, self.target), (drafter, self.drafter))
-        )
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=(*own, *specs), out_specs=out, check_vma=False
-        )
-
-    def placed(self, tree: Any, spec: P) -> Any:
-        """The tree's arrays on the mesh."""
-        return jax.tree.map(lambda leaf: put(leaf, self.mesh, spec), tree)
-
-    def everywhere(self, tree: Any) -> Any:
-        """The tree's arrays on every device, so that each process can read them."""
-        return lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
+    held: tuple[tuple[P, ...], ...]
 
 
-def layout_of(target: Any, drafter: Any) -> Layout | None:
-    """How a target and a drafter lie on the mesh of the target; None on a single device.
+def layout_of(target: Any, *drafters: Any) -> Layout | None:
+    """How a target and drafters lie on the mesh of the target; None on a single device.
 
     Raises:
-      ValueError: the drafter is on another mesh.
+      ValueError: a drafter is on another mesh.
     """
-    mesh = mesh_of(target)
-    other = mesh_of(drafter)
+    mesh, other = mesh_of(target), mesh_of(drafters)
     if mesh is None and other is None:
         return None
     if mesh is None or other not in (None, mesh):
@@ -267,7 +239,49 @@ def layout_of(target: Any, drafter: Any) -> Layout | None:
         placed = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(tree))
         return tuple(s.spec if isinstance(s, NamedSharding) else P() for s in placed)
 
-    return Layout(mesh, specs(target), specs(drafter))
+    return Layout(mesh, tuple(map(specs, (target, *drafters))))
+
+
+def check_rows(layout: Layout | None, rows: int) -> None:
+    """Checks that the data axis takes as many rows.
+
+    Raises:
+      ValueError: it does not divide them.
+    """
+    devices = 1 if layout is None else size_of(layout.mesh, DATA)
+    if rows % devices:
+        raise ValueError(f"mesh axis data={devices} does not divide {rows} prompts.")
+
+
+def spread(
+    layout: Layout | None, function: Callable[..., Any], held: Sequence[Any], specs: Any, out: Any
+) -> Callable[..., Any]:
+    """`function` of the models that are `held` and of more, each device on what it has of them.
+
+    `specs` are those of the further arguments and `out` those of the result. Without a layout it
+    is the function itself.
+    """
+    if layout is None:
+        return function
+    own = (
+        jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        for tree, leaves in zip(held, layout.held, strict=True)
+    )
+    return jax.shard_map(
+        function, mesh=layout.mesh, in_specs=(*own, *specs), out_specs=out, check_vma=False
+    )
+
+
+def laid_out(layout: Layout | None, tree: Any, spec: P) -> Any:
+    """The tree's arrays on the mesh; as they are without a layout."""
+    return tree if layout is None else jax.tree.map(lambda x: put(x, layout.mesh, spec), tree)
+
+
+def everywhere(layout: Layout | None, tree: Any) -> Any:
+    """The tree's arrays on every device, so that each process can read them."""
+    if layout is None:
+        return tree
+    return lax.with_sharding_constraint(tree, NamedSharding(layout.mesh, P()))
 
 
 def all_sum(x: Array, axis: str | None) -> Array:
@@ -289,6 +303,10 @@ def place_along(axis: str | None) -> Array | int:
 
 def stacked(trees: Sequence[Any], mesh: Mesh | None, axis: str | None) -> Any:
     """Equal trees on a leading axis, which is spread over a mesh's `axis`."""
-    placed = None if mesh is None else NamedSharding(mesh, P(axis))
-    together = jax.jit(lambda *leaves: jnp.stack(leaves), out_shardings=placed)
-    return jax.tree.map(together, *trees)
+
+    def together(*trees: Any) -> Any:
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    if mesh is None:
+        return together(*trees)
+    return jax.jit(together, out_shardings=NamedSharding(mesh, P(axis)))(*trees)

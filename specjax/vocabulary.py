@@ -1,20 +1,69 @@
-"""Whether two models mean the same by their tokens, and drafts fitted to their target's tables."""
+"""Tokenizers of folders, whether two models mean the same by them, and drafts fitted to that."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import NamedTuple
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
 from tokenizers import Tokenizer
 
-from specjax.folder import CheckpointError, Files
+from specjax.config import ModelConfig
+from specjax.folder import CheckpointError, Files, Name, find, parsed
 from specjax.model import Model
 from specjax.pytree import replace
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
 Contents = Mapping[str, int]
 _FILE = "tokenizer.json"
+_FILES = (_FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SHOWN = 3
+
+
+def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
+    """The transformers tokenizer stored in `folder`.
+
+    Raises:
+      CheckpointError: the folder holds no tokenizer, or one that cannot be read.
+    """
+    folder = find(folder).folder
+    if not any((folder / name).is_file() for name in _FILES):
+        raise CheckpointError(f"no tokenizer in {folder}; it needs a {_FILE}.")
+    _quieten()
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def save_tokenizer(
+    tokenizer: "Tokenizer | PreTrainedTokenizerFast", folder: Path, config: ModelConfig
+) -> None:
+    """Writes a tokenizer as transformers reads it; a bare one adds no special tokens."""
+    _quieten()
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, Tokenizer):
+        eos = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            eos_token=eos,
+            clean_up_tokenization_spaces=False,
+            model_max_length=config.max_positions,
+        )
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    saved = parsed(path)
+    if saved.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows the old name
+        saved["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
 
 
 def contents_of(files: Files) -> Contents | None:
@@ -25,16 +74,12 @@ def contents_of(files: Files) -> Contents | None:
     """
     file = files.folder / _FILE
     if not file.is_file():
-        return None
+        others = any((files.folder / name).is_file() for name in _FILES)
+        return tokenizer_of(files.folder).get_vocab() if others else None
     try:
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # what the library raises has no type of its own
         raise CheckpointError(f"{file} cannot be read: {error}.") from error
-
-
-def known(contents: Contents) -> int:
-    """How many numbers of a vocabulary mean something; a table's rows past them are padding."""
-    return max(contents.values()) + 1
 
 
 class Difference(NamedTuple):
@@ -58,10 +103,43 @@ def difference(target: Contents, draft: Contents) -> Difference | None:
     return Difference(len(differing), len({*names, *others}), shown)
 
 
-def fitted(model: Model, size: int, known: int) -> Model:
-    """A draft with tables of `size` rows, of which it proposes the first `known`.
+class Verdict(NamedTuple):
+    """Whether a draft's tokens are its target's, what is to be said, and how many are known."""
 
-    What it has beyond is cut off, what it lacks filled up: both are padding.
+    same: bool
+    said: str
+    known: int
+
+
+def compared(of: Files, target: ModelConfig, files: Files, draft: ModelConfig) -> Verdict:
+    """Whether a draft means by its tokens what its target does.
+
+    Tables may have other numbers of rows: those past the known tokens are padding, and tokens that
+    a draft has no row for are never proposed. Without contents on both sides, tables must be equal.
+
+    Raises:
+      CheckpointError: a tokenizer cannot be read.
+    """
+    sizes = f"{target.vocab_size:,} and {draft.vocab_size:,} rows"
+    mine, theirs = contents_of(of), contents_of(files)
+    if mine is None or theirs is None:
+        which = of.folder if mine is None else files.folder
+        equal = target.vocab_size == draft.vocab_size
+        said = f"{which} has no tokenizer to compare; tables of {sizes}"
+        return Verdict(equal, said, target.vocab_size)
+    known = max(mine.values()) + 1
+    if found := difference(mine, theirs):
+        return Verdict(False, f"{found} (the model's first)", known)
+    said = f"the same {known:,} tokens"
+    if target.vocab_size != draft.vocab_size:
+        said += f"; tables of {sizes}"
+    return Verdict(True, said, known)
+
+
+def fitted(model: Model, size: int, known: int) -> Model:
+    """A draft with tables of `size` rows, of which it proposes those of the `known` that it has.
+
+    What it has beyond is cut off, what it lacks filled up.
     """
     if model.config.vocab_size == size:
         return model
@@ -72,8 +150,12 @@ def fitted(model: Model, size: int, known: int) -> Model:
         spare = max(0, size - table.shape[0])
         return jnp.pad(table, ((0, spare), (0, 0)))[:size]
 
-    config = dataclasses.replace(
-        model.config, vocab_size=size, num_known=min(known, model.config.vocab_size)
-    )
+    proposed = min(known, size, model.config.vocab_size)
+    config = dataclasses.replace(model.config, vocab_size=size, num_known=proposed)
     embedding, unembedding = rows(model.embedding), rows(model.unembedding)
     return replace(model, embedding=embedding, unembedding=unembedding, config=config)
+
+
+def _quieten() -> None:
+    """Keeps transformers from advising, at import, to install PyTorch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

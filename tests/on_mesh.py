@@ -90,6 +90,7 @@ def moved(folder: Path) -> dict:
     """Logits of a model that was kept from one mesh and restored onto others."""
     first = checkpoint.load_model(folder / "target", mesh=sharding.make_mesh(data=2, model=4))
     checkpoint.save_sharded(first, folder / "kept")
+    checkpoint.save_model(first, folder / "written", dtype="float32")
     expected = logits_after(checkpoint.load_model(folder / "target"), PROMPTS)
     found = {}
     for name, sizes in {"one": None, "model=8": {"model": 8}, "data=8": {"data": 8}}.items():
@@ -97,8 +98,11 @@ def moved(folder: Path) -> dict:
         model = checkpoint.load_model(folder / "kept", mesh=mesh)
         shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in [model.layers[0].up]}
         error = float(np.abs(logits_after(model, PROMPTS) - expected).max())
-        found[name] = {"error": error, "up": list(*shards)}
-    return found
+        found[name] = {"error": error, "up": list(*shards), "repeats": model.repeats}
+    written = checkpoint.load_model(folder / "written")
+    whole = checkpoint.load_model(folder / "target")
+    equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), written, whole)
+    return found | {"written": written.config == whole.config and all(jax.tree.leaves(equal))}
 
 
 if __name__ == "__main__":

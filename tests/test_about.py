@@ -11,7 +11,7 @@ import pytest
 
 from specjax import memory, vocabulary
 from specjax.__main__ import main
-from specjax.checkpoint import load_model, save_model, tokenizer_of
+from specjax.checkpoint import load_model, save_model
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.folder import Files
@@ -20,12 +20,13 @@ from specjax.pair import load_pair
 from specjax.pytree import replace
 from specjax.request import prepare
 from specjax.sampling import Sampling
+from specjax.vocabulary import tokenizer_of
 from tests.folders import VOCABULARY, pair_folder
 
 
 @pytest.fixture
 def folders(tmp_path):
-    """A target, a draft as it is, one with a padded table, and one with other tokens."""
+    """A target, and drafts: as it is, with a padded table, with a cut one, with other tokens."""
     model = load_model(pair_folder() / "target")
     tokenizer = tokenizer_of(pair_folder() / "target")
     save_model(model, tmp_path / "target", tokenizer, dtype="float32")
@@ -34,6 +35,12 @@ def folders(tmp_path):
     config = dataclasses.replace(model.config, vocab_size=VOCABULARY + 16)
     padded = replace(model, embedding=table, config=config)
     save_model(padded, tmp_path / "padded", tokenizer, dtype="float32")
+    small = replace(
+        model,
+        embedding=model.embedding[:250],
+        config=dataclasses.replace(model.config, vocab_size=250),
+    )
+    save_model(small, tmp_path / "small", tokenizer, dtype="float32")
     shutil.copytree(tmp_path / "same", tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     told = json.loads(file.read_text())
@@ -57,7 +64,7 @@ def test_check_pair_tells_padding_from_other_tokens(folders, capsys):
     assert [one["works"] for one in report["drafts"]] == [True, True, False]
     said = [one["findings"][0]["said"] for one in report["drafts"]]
     assert said[0] == f"the same {VOCABULARY} tokens"
-    assert said[1] == f"the same {VOCABULARY} tokens; tables padded to 272 and 288"
+    assert said[1] == f"the same {VOCABULARY} tokens; tables of 272 and 288 rows"
     assert said[2].startswith(f"2 of {VOCABULARY} tokens differ, such as 5 is ")
     code, report = checked(capsys, folders / "target", folders / "same", folders / "padded")
     assert (code, report["works"]) == (0, True)
@@ -74,17 +81,64 @@ def test_check_pair_reads_no_weights(folders, capsys):
 
 
 def test_check_pair_names_tables_too_small_and_contexts_too_short(folders, capsys):
-    changed = {"small": {"vocab_size": 250}, "short": {"max_position_embeddings": 9}}
-    for name, changes in changed.items():
-        shutil.copytree(folders / "same", folders / name)
-        file = folders / name / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    _, report = checked(capsys, folders / "target", folders / "small", folders / "short")
+    file = folders / "same" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": 9}))
+    _, report = checked(capsys, folders / "target", folders / "small", folders / "same")
     small, short = report["drafts"]
-    assert not small["works"]
-    assert small["findings"][0]["said"] == "272 tokens, and tables of 272 and 250"
+    assert small["works"]
+    assert small["findings"][0]["said"] == "the same 272 tokens; tables of 272 and 250 rows"
     assert short["works"]
     assert "9 positions for 256: past them" in short["findings"][2]["said"]
+
+
+def test_tokens_are_compared_whatever_file_they_are_in(folders, capsys):
+    """As OPT's are: `vocab.json` and `merges.txt`, and nothing that the library writes today."""
+    for name in ("target", "same", "other"):
+        told = json.loads((folders / name / "tokenizer.json").read_text())["model"]
+        (folders / name / "tokenizer.json").unlink()
+        (folders / name / "vocab.json").write_text(json.dumps(told["vocab"]))
+        merges = (merge if isinstance(merge, str) else " ".join(merge) for merge in told["merges"])
+        (folders / name / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+        config = {"tokenizer_class": "GPT2Tokenizer"}
+        (folders / name / "tokenizer_config.json").write_text(json.dumps(config))
+    code, report = checked(capsys, folders / "target", folders / "same", folders / "other")
+    assert code == 1
+    same, other = (one["findings"][0]["said"] for one in report["drafts"])
+    assert same.startswith(f"the same {VOCABULARY} tokens")
+    assert other.startswith(f"2 of {VOCABULARY} tokens differ, such as 5 is ")
+
+
+def test_check_pair_says_whether_there_is_memory_for_it(folders, capsys, monkeypatch):
+    needed = checked(capsys, folders / "target", folders / "same", "--dtype", "bfloat16")[1]
+    assert "in bfloat16" in needed["target"]
+    for spare, works, words in (
+        (1 << 10, False, "here are 0.0 MiB to spare, and the weights take 0.1 MiB"),
+        (1 << 18, True, "here are 0.2 MiB to spare, for "),
+        (1 << 30, True, "here are 1.00 GiB to spare"),
+    ):
+        monkeypatch.setattr(memory, "available", lambda mesh, spare=spare: spare)
+        code, report = checked(capsys, folders / "target", folders / "same")
+        assert (code, report["works"]) == (1 - works, works)
+        assert words in report["drafts"][0]["findings"][-1]["said"]
+
+
+def test_the_bundled_pool_may_be_one_of_several(capsys):
+    code, report = checked(capsys, "bundled", "bundled", "bundled/0")
+    assert code == 0
+    assert [one["draft"].partition(":")[0].rsplit("/", 1)[1] for one in report["drafts"]] == [
+        "0", "1", "2", "0",
+    ]  # fmt: skip
+
+
+def test_a_draft_with_rows_for_some_tokens_only_changes_no_text(folders):
+    pair = load_pair(str(folders / "target"), str(folders / "small"), "float32")
+    assert pair.drafts[0].config.num_known == 250
+    drafter = ExpansionDrafter.of(pair.drafts, (1, 1, 1))
+    prompts = [[3, 4, 5], [260, 271]]  # of which it has none
+    asked = {"max_new_tokens": 12, "stop_at_eos": False}
+    plain = generate(jax.random.key(0), pair.target, None, prompts, **asked)
+    made = generate(jax.random.key(0), pair.target, drafter, prompts, **asked)
+    np.testing.assert_array_equal(made.tokens, plain.tokens)
 
 
 @pytest.mark.parametrize("name", ["same", "padded"])
@@ -123,7 +177,7 @@ def test_a_tokenizer_that_cannot_be_read_is_named(folders, capsys):
 
 def test_special_tokens_count():
     contents = vocabulary.contents_of(Files(pair_folder() / "target"))
-    assert len(contents) == vocabulary.known(contents) == VOCABULARY
+    assert sorted(contents.values()) == list(range(VOCABULARY))
     assert vocabulary.contents_of(Files(pair_folder())) is None
 
 
@@ -133,11 +187,28 @@ def test_info_tells_the_plan_and_refuses_before_it_loads(capsys, monkeypatch):
     assert main(["info", "--model", model, "--batch", "512", "--json"]) == 2
     printed = capsys.readouterr()
     assert "which has 1.0 MiB to spare" in printed.err
+    assert json.loads(printed.out)["available_bytes"] == 1 << 20
     assert main(["info", "--model", model, "--batch", "512"]) == 2
     printed = capsys.readouterr().out
     assert "caches: 16.0 MiB of each device" in printed
     assert "available: 1.0 MiB of each device" in printed
+    assert "longest text: 0" in printed
     assert "method" not in printed
+
+
+def test_info_says_how_long_a_text_may_be(capsys, monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda mesh: 3 << 20)
+    flags = ["info", "--model", str(pair_folder() / "target"), "--batch", "16", "--json"]
+    assert main(flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    longest = found["longest_text"]
+    assert 1 < longest < found["length"] == 256
+    assert found["total_bytes"] > found["available_bytes"]
+    assert "method_greedy" in found
+    assert main([*flags, "--length", str(longest)]) == 0
+    assert json.loads(capsys.readouterr().out)["total_bytes"] <= 3 << 20
+    assert main([*flags, "--length", str(longest + 1)]) == 2
+    assert f"texts of {longest + 1} tokens and the weights would take" in capsys.readouterr().err
 
 
 def test_generate_refuses_with_numbers_what_cannot_fit(monkeypatch):

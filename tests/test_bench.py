@@ -198,6 +198,13 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("mesh", "batches"), [(None, (1, 8)), ("model=4", (1, 8)), ("data=4", (8,)), ("data=3", (3,))]
+)
+def test_batches_are_those_that_a_mesh_divides(mesh, batches):
+    assert bench.plan_of(Bench(mesh=mesh)).batches == batches
+
+
+@pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"verify": "greedy"}, "needs --temperatures 0"),
@@ -212,6 +219,9 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
         ({"trees": "tree:a"}, "--trees is 'a'"),
         ({"dtype": "float64"}, "no dtype 'float64'"),
         ({"temperatures": "-1"}, "--temperatures is '-1'"),
+        ({"mesh": "data=2", "batch": "2,3"}, "--mesh has data=2, which does not divide --batch 3"),
+        ({"mesh": "model=2", "inflate": "1M"}, "--inflate is for one device"),
+        ({"mesh": "model=2", "profile": True}, "--profile is for one device"),
     ],
 )
 def test_a_wrong_plan_is_refused(changes, sentence):

@@ -14,6 +14,7 @@ from specjax import checkpoint, families
 from specjax import folder as folder_module
 from specjax.checkpoint import load, load_drafts, load_model, save_model
 from specjax.folder import CheckpointError
+from specjax.vocabulary import tokenizer_of
 from tests.conftest import tiny_config, tiny_model
 
 TEXTS = [
@@ -121,8 +122,8 @@ def test_tokenizer_gives_plain_ids_and_exact_text(written, tokenizer):
 
 
 def test_a_loaded_tokenizer_saves_again(original, written, tmp_path):
-    save_model(original, tmp_path, checkpoint.tokenizer_of(written))
-    assert checkpoint.tokenizer_of(tmp_path)(TEXTS[0]) == checkpoint.tokenizer_of(written)(TEXTS[0])
+    save_model(original, tmp_path, tokenizer_of(written))
+    assert tokenizer_of(tmp_path)(TEXTS[0]) == tokenizer_of(written)(TEXTS[0])
 
 
 def test_drafts_load_from_one_folder_or_several(written):
@@ -195,7 +196,7 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).unlink()
     with pytest.raises(CheckpointError, match=r"no tokenizer in .*copy"):
-        checkpoint.tokenizer_of(folder)
+        tokenizer_of(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         load_model(folder)

@@ -9,6 +9,7 @@ from rich.console import Console
 from specjax import about, checkpoint, console, decode, folder, records
 from specjax.__main__ import main
 from specjax.sampling import Sampling
+from specjax.vocabulary import tokenizer_of
 from tests.folders import answer, own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
@@ -24,7 +25,7 @@ POOL = ["--method", "pool", "--tree", "1,1"]  # one shape in all tests: it compi
 def test_json_holds_what_the_contract_says(capsys):
     found = answer(capsys, "generate", PROMPT, *POOL, *SHORT)
     assert found.keys() >= KEYS
-    tokenizer = checkpoint.tokenizer_of(pair_folder() / "target")
+    tokenizer = tokenizer_of(pair_folder() / "target")
     assert found["text"] == tokenizer.decode(found["token_ids"], skip_special_tokens=True)
     assert found["new_tokens"] == len(found["token_ids"]) <= 12
     assert found["tokens_per_step"] == found["new_tokens"] / found["target_steps"]
@@ -77,7 +78,7 @@ def test_trees_are_drawn_and_a_terminal_shows_drafters_in_colour(capsys, monkeyp
 
 
 def test_characters_are_shown_whole():
-    tokenizer = checkpoint.tokenizer_of(pair_folder() / "target")
+    tokenizer = tokenizer_of(pair_folder() / "target")
     tokens = tokenizer("naïve 😀!").input_ids
     assert len(tokens) > len("naïve 😀!")
     continuation = console.Continuation(tokenizer, tokenizer("x").input_ids)

@@ -6,9 +6,15 @@ import socket
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
+from specjax.__main__ import main
+from specjax.checkpoint import load_model
 from specjax.distributed import devices_for, patience, processes_of, sizes_of
+from specjax.vocabulary import tokenizer_of
+from tests.conftest import QUICKLY
 from tests.folders import pair_folder
 
 
@@ -28,7 +34,7 @@ def command(*more):
 def begun(arguments, **environment):
     return subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"SPECJAX_PATIENCE": "90"} | environment,
+        env=os.environ | QUICKLY | {"SPECJAX_PATIENCE": "90"} | environment,
     )  # fmt: skip
 
 
@@ -59,6 +65,41 @@ def test_two_processes_with_rows_of_their_own_give_the_tokens_of_one():
     found = [json.loads(printed.splitlines()[-1]) for printed, _ in told]
     assert found[0] == found[1]
     assert found[0]["made"] == found[0]["streamed"] == found[0]["alone"]
+
+
+def test_bench_measures_on_a_mesh_and_auto_tells_it_from_one_device(tmp_path):
+    asked = ["--model", str(pair_folder() / "target"), "--draft", str(pair_folder() / "one")]
+    small = ["--limit", "2", "--max-new-tokens", "8", "--temperatures", "0", "--methods", "chain"]
+    flags = [*asked, *small, "--batch", "2", "--skip-phases"]
+    bench = [sys.executable, "-m", "specjax", "bench", *flags]
+    cache, steps = {"SPECJAX_CACHE": str(tmp_path / "cache")}, []
+    for name, axes in {"one": [], "mesh": ["--mesh", "data=2,model=2"]}.items():
+        file = tmp_path / f"{name}.json"
+        told = begun([*bench, "--json", str(file), *axes], **cache)
+        assert told.communicate(timeout=300) is not None
+        assert told.returncode == 0
+        rows = json.loads(file.read_text())["rows"]
+        steps.append([(row["label"], row["target_steps"], row["new_tokens"])
+                      for row in rows if row["dtype"] == "float32"])  # fmt: skip
+    assert len(steps[0]) == 2
+    assert steps[0] == steps[1]
+    names = json.loads((tmp_path / "cache" / "measured.json").read_text())
+    assert sorted(name.endswith("greedy, data=2, model=2") for name in names) == [False, True]
+
+
+def test_two_processes_write_a_model_by_shards(tmp_path, capsys):
+    source, out = pair_folder() / "target", tmp_path / "kept"
+    shard = [sys.executable, "-m", "specjax", "shard", str(source), str(out), "--mesh", "model=2"]
+    address = f"127.0.0.1:{free_port()}"
+    several = [begun([*shard, "--distributed", f"{address},2,{own}"]) for own in (0, 1)]
+    told = [each.communicate(timeout=300) for each in several]
+    assert [each.returncode for each in several] == [0, 0], told
+    assert told[0][0].startswith(f"wrote {out}: ")
+    assert told[1][0] == ""
+    jax.tree.map(np.testing.assert_array_equal, load_model(out), load_model(source))
+    assert tokenizer_of(out)("def add(").input_ids == tokenizer_of(source)("def add(").input_ids
+    assert main(["shard", str(source), str(out)]) == 2
+    assert "exists already; name another folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import checkpoint, families, memory
+from specjax.__main__ import main
 from specjax.checkpoint import load_model, save_model, save_sharded
 from specjax.folder import CheckpointError, find
 from specjax.model import initialize
+from specjax.vocabulary import tokenizer_of
 from tests.conftest import tiny_config, tiny_model
+from tests.folders import pair_folder
 from tests.loading import config_of, write
 from tests.test_parity import GOLDEN, golden, logits_of
 
@@ -128,6 +131,21 @@ def test_positions_beyond_a_models_are_refused():
         load_model(GOLDEN / "plain", positions=65)
 
 
+def test_what_a_file_stretches_may_be_used_though_it_counts_less():
+    """Qwen's models are told to stretch by YaRN and left to say that they have the original."""
+    config = json.loads((GOLDEN / "qwen3" / "config.json").read_text())
+    original = config["max_position_embeddings"]
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
+    stretched = {**config, "rope_parameters": rope | {"rope_theta": 100.0}}
+    assert families.read_config(stretched).max_positions == original
+    long = families.read_config(stretched, 4 * original)
+    assert long.max_positions == 4 * original
+    assert long.rope_stretch == families.read_config(stretched).rope_stretch
+    assert families.read_config(families.write_config(long)) == long
+    with pytest.raises(ValueError, match=f"the model has {4 * original}"):
+        families.read_config(stretched, 4 * original + 1)
+
+
 @pytest.mark.parametrize("case", ["gpt2", "opt", "gemma3", "mistral"])
 def test_fewer_positions_change_nothing_within_them(case):
     """A table of positions is cut; windows that nobody is outside of go, but not their rotation."""
@@ -195,6 +213,9 @@ def test_weights_of_pytorchs_own_format_are_those_of_safetensors(tmp_path, kind)
     torch.save({n: older[n].to(dtype) for n in older}, tmp_path / "pytorch_model.bin")
     expected = load_model(GOLDEN / "opt", kind)
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, kind), expected)
+    torch.save(list(older.values()), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="holds a list, not tensors by name"):
+        load_model(tmp_path, kind)
 
 
 def test_a_name_of_a_hub_is_found_in_its_cache(tmp_path):
@@ -240,6 +261,34 @@ def test_weights_kept_by_shards_read_back_and_must_be_the_configurations(tmp_pat
         load_model(tmp_path / "kept")
 
 
+def test_shard_keeps_the_configuration_word_for_word(tmp_path, capsys):
+    """Both sets of LongRoPE's factors, of which a model has one."""
+    source, kept = tmp_path / "source", tmp_path / "kept"
+    shutil.copytree(GOLDEN / "phi3_short", source)
+    for file in (pair_folder() / "target").glob("tokenizer*"):
+        shutil.copy(file, source)
+    assert main(["shard", str(source), str(kept)]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {kept}: ")
+    told = [json.loads((folder / "config.json").read_text()) for folder in (source, kept)]
+    assert told[0] == told[1]
+    for positions in (None, 160):
+        models = [load_model(folder, positions=positions) for folder in (source, kept)]
+        assert models[0].config == models[1].config
+        jax.tree.map(np.testing.assert_array_equal, *models)
+    before = sorted(source.iterdir())
+    assert main(["shard", str(kept), str(source)]) == 2
+    assert "exists already; name another folder" in capsys.readouterr().err
+    assert sorted(source.iterdir()) == before
+
+
+def test_a_table_of_positions_kept_by_shards_may_be_cut(tmp_path):
+    save_sharded(load_model(GOLDEN / "gpt2"), tmp_path / "kept")
+    cut = load_model(tmp_path / "kept", positions=4)
+    expected = load_model(GOLDEN / "gpt2", positions=4)
+    assert cut.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, cut, expected)
+
+
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda mesh: 1000)
     with pytest.raises(CheckpointError, match=r"its weights in float32 would take .* to spare"):
@@ -261,7 +310,7 @@ def test_chat_templates_render_as_transformers_renders_them(tmp_path):
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     talk = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y = 2"}]
-    ours = checkpoint.tokenizer_of(tmp_path / "chat")
+    ours = tokenizer_of(tmp_path / "chat")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "chat")
     made = ours.apply_chat_template(talk, tokenize=False)
     assert made == theirs.apply_chat_template(talk, tokenize=False)

@@ -11,11 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax import prompts
-from specjax.checkpoint import load_drafts, tokenizer_of
+from specjax.checkpoint import load_drafts
 from specjax.decode import generate
 from specjax.draft.ngram import NO_TOKEN, contexts_of, pack, successors
 from specjax.folder import BUNDLED, CheckpointError
 from specjax.ngram_folder import load_ngram, save_ngram
+from specjax.vocabulary import tokenizer_of
 from train.ngram import Counts, Katz, Successors, back_off, joined, materialize, said_after, said_in
 
 V, W = 13, 5

@@ -11,9 +11,10 @@ import pytest
 
 from specjax import vocabulary
 from specjax.__main__ import main
-from specjax.checkpoint import load_model, save_model, tokenizer_of
+from specjax.checkpoint import load_model, save_model
 from specjax.model import initialize
 from specjax.pytree import replace
+from specjax.vocabulary import tokenizer_of
 from tests.folders import pair_folder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ import pytest
 from specjax import sharding
 from specjax.checkpoint import save_model
 from specjax.pytree import replace
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import QUICKLY, tiny_config, tiny_model
 from tests.pairs import alone, generate, near
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ def facts(tmp_path_factory):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        env=os.environ | {"XLA_FLAGS": flags},
+        env=os.environ | QUICKLY | {"XLA_FLAGS": flags},
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -87,6 +87,9 @@ def test_a_model_is_restored_onto_another_mesh(facts):
     for name, devices in (("one", 1), ("model=8", 8), ("data=8", 1)):
         assert facts["moved"][name]["error"] < 1e-3, name
         assert facts["moved"][name]["up"] == [WIDE["intermediate_size"] // devices, 32]
+        # Heads that the first mesh held twice were kept once.
+        assert facts["moved"][name]["repeats"] == max(1, devices // WIDE["num_kv_heads"])
+    assert facts["moved"]["written"]
 
 
 def test_a_draft_that_is_split_is_refused():

@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from specjax import prompts
-from specjax.checkpoint import load_model, tokenizer_of
+from specjax.checkpoint import load_model
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.model import initialize
+from specjax.vocabulary import tokenizer_of
 from train import run
 from train.collect import load_collected
 from train.config import load_recipe

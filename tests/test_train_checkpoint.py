@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from specjax.checkpoint import load_drafts, load_model, save_model, tokenizer_of
+from specjax.checkpoint import load_drafts, load_model, save_model
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.model import initialize
 from specjax.sampling import Sampling
+from specjax.vocabulary import tokenizer_of
 from tests.conftest import tiny_config
 from train import evaluate, run
 from train.collect import load_collected

@@ -1,0 +1,37 @@
+"""`specjax shard`: a model written by shards, for any mesh."""
+
+from pathlib import Path
+
+from specjax.checkpoint import (
+    check_free,
+    described,
+    load_model,
+    read_config,
+    save_sharded,
+)
+from specjax.distributed import devices_for
+from specjax.folder import find
+from specjax.memory import readable
+from specjax.options import Shard
+from specjax.values import dtype_of
+from specjax.vocabulary import tokenizer_of
+
+
+def shard(options: Shard) -> int:
+    """Runs `specjax shard`; gives the exit code. The configuration is kept word for word.
+
+    Raises:
+      CheckpointError: the model is missing, damaged or not supported, or one is written already.
+      ValueError: an option is wrong, or the mesh does not divide the model.
+    """
+    kind, out = dtype_of(options.dtype), Path(options.out)
+    mesh = devices_for(options.mesh, options.distributed)
+    files = find(options.model)
+    config, tokenizer = read_config(files.folder)[0], tokenizer_of(files.folder)
+    check_free(out)
+    model = load_model(files, kind, mesh)
+    save_sharded(model, out, tokenizer, described(files.folder))
+    held = model.embedding.dtype
+    size = readable(config.num_parameters * held.itemsize)
+    print(f"wrote {out}: {config.num_parameters:,} parameters in {held}, {size}.")
+    return 0
