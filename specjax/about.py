@@ -18,8 +18,15 @@ from specjax.folder import Files
 from specjax.memory import Load, Plan, readable
 from specjax.options import CheckPair, Info
 from specjax.pair import load_pair, named
+from specjax.request import PROMPT_BUCKETS, room
 from specjax.sharding import placement
 from specjax.values import at_least, dtype_of
+
+_NEW = 128
+"""New tokens of a text that memory is reckoned for: what `generate` makes unless told otherwise."""
+
+_NODES = 16
+"""Nodes of the trees that `check-pair` reckons with, root included."""
 
 
 def info(options: Info) -> int:
@@ -37,9 +44,10 @@ def info(options: Info) -> int:
     target = checkpoint.read_config(found.target.folder, options.positions)[0]
     drafts = [checkpoint.read_config(each.folder)[0] for each in found.drafts]
     loads = _loads(target, drafts, options.dtype, mesh)
-    length = min(options.length or target.max_positions, target.max_positions)
-    needed = memory.plan(*loads, options.batch, length, length, options.nodes)
-    longest = _longest(loads, needed.available, options.batch, options.nodes, target.max_positions)
+    most = _most(target)
+    length = min(options.length or most, most)
+    needed = _plan(loads, options.batch, length, options.nodes)
+    longest = _longest(loads, needed.available, options.batch, options.nodes, most)
     facts = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
     fits = longest >= (1 if options.length is None else length)
     if fits and options.json:
@@ -61,6 +69,18 @@ def _loads(
     return held, [Load(placement(each, mesh, split=False), jnp.dtype(small)) for each in drafts]
 
 
+def _most(target: ModelConfig) -> int:
+    """Tokens of the longest text that a model can have."""
+    return min(target.max_positions, PROMPT_BUCKETS[-1])
+
+
+def _plan(loads: tuple[Load, list[Load]], rows: int, length: int, nodes: int) -> Plan:
+    """The memory of texts of which the last `_NEW` tokens at most are new, as it is rounded up."""
+    new = min(_NEW, max(1, length - 1))
+    width, _, slots = room(max(1, length - new), new, nodes)
+    return memory.plan(*loads, rows, width, slots, nodes)
+
+
 def _longest(
     loads: tuple[Load, list[Load]], spare: int | None, rows: int, nodes: int, most: int
 ) -> int:
@@ -68,7 +88,7 @@ def _longest(
     if spare is None:
         return most
     return bisect.bisect_right(
-        range(1, most + 1), spare, key=lambda n: memory.plan(*loads, rows, n, n, nodes).total
+        range(1, most + 1), spare, key=lambda n: _plan(loads, rows, n, nodes).total
     )
 
 
@@ -95,7 +115,7 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
     pair = load_pair(options.model, options.draft, kind, None, mesh, options.positions)
 
     def chosen(temperature: float) -> str:
-        choice = choose(Asked(), pair, temperature)
+        choice = choose(Asked(), pair, temperature, options.batch)
         return f"{choice.setting.label} ({choice.reason})"
 
     return {
@@ -122,10 +142,6 @@ def _readable(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(f"{entry:,}" for entry in value) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-_NODES = 16
-"""Nodes of the trees that `check-pair` reckons with, root included."""
 
 
 class Finding(NamedTuple):
@@ -158,7 +174,7 @@ def check_pair(options: CheckPair) -> int:
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
-            _on_memory(_loads(target, [draft], kind, mesh), target.max_positions),
+            _on_memory(_loads(target, [draft], kind, mesh), _most(target)),
         ]
         works = not any(finding.obstacle for finding in findings)
         one = {"draft": _described(files, draft, None), "works": works}
@@ -204,7 +220,7 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
 
 def _on_memory(loads: tuple[Load, list[Load]], most: int) -> Finding:
     """What one text takes; an obstacle where not even its first token fits."""
-    needed = memory.plan(*loads, 1, most, most, _NODES)
+    needed = _plan(loads, 1, most, _NODES)
     longest = _longest(loads, needed.available, 1, _NODES, most)
     said = (
         f"{readable(needed.total)} of each device with a text of {most:,} tokens, of which the "

@@ -50,7 +50,7 @@ def load(
     `dtype` is "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere. With a
     `mesh` each weight is read straight into its shards (see `sharding`). `positions` is how many
     of the model's are used, by default all; of a LongRoPE model those of its short factors, more
-    take the long ones.
+    take the long ones. Where a file stretches a context that it names, all of that may be used.
 
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
@@ -197,23 +197,25 @@ def save_sharded(
     """
     folder, model = Path(folder), sharded.once(model)
     check_free(folder)
+    said = families.write_config(model.config) if config is None else config
+    folder.mkdir(parents=True, exist_ok=True)
     if jax.process_count() > 1:  # before one writes, all have looked
         multihost_utils.sync_global_devices(f"{folder} is free")
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        said = families.write_config(model.config) if config is None else config
-        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    sharded.save(model, folder)
+    if jax.process_index() == 0:  # last, as a folder without it can be written to again
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder, model.config)
-    sharded.save(model, folder)
+        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
 
 def check_free(folder: Path) -> None:
-    """Checks that a folder holds no model yet.
+    """Checks that a model can be written into a folder: it holds none, and Orbax is installed.
 
     Raises:
       CheckpointError: it does.
+      ValueError: Orbax is not installed.
     """
+    sharded.orbax()
     there = [*folder.glob(CONFIG), *folder.glob(sharded.FOLDER), *folder.glob("*.safetensors")]
     if there:
         raise CheckpointError(f"{there[0]} exists already; name another folder.")

@@ -126,7 +126,9 @@ def _join(place: tuple[str, int, int] | None) -> None:
         ) from error
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        raise ValueError(f"process {own} could not join {coordinator}: {first}") from error
+        which = "this process" if own is None else f"process {own}"
+        where = "the coordinator" if coordinator is None else coordinator
+        raise ValueError(f"{which} could not join {where}: {first}") from error
     finally:
         watch.cancel()
     _answer_alone()

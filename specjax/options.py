@@ -20,7 +20,8 @@ class Context:
 
     positions: int | None = None
     """Positions of the model's context to use; a LongRoPE model takes its long factors for more
-    than the original ones. By default all, or those."""
+    than the original ones. By default all, or those. Where a model's file stretches a context that
+    it names, all of that may be used."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,7 +225,7 @@ class Info(Context, Hosts):
     batch: int = 1
     """Texts at once, for the memory they take."""
     length: int | None = None
-    """Tokens of a text, prompt and continuation; by default the model's whole context."""
+    """Tokens of a text, of which 128 are new; by default the model's whole context."""
     nodes: int = 16
     """Nodes of a tree, its root included."""
     json: bool = False

@@ -51,10 +51,10 @@ def load_pair(
     target = checkpoint.load_model(found.target, dtype, mesh, positions)
     tokenizer = vocabulary.tokenizer_of(found.target.folder)
     drafts = [
-        _draft(target, found.target, files, number, mesh)
+        _draft(target, found.target, files, f"draft {number}", mesh)
         for number, files in enumerate(found.drafts)
     ]
-    return _with_stages(Pair(target, tokenizer, drafts), found.stages, mesh)
+    return _with_stages(Pair(target, tokenizer, drafts), found, mesh)
 
 
 class Named(NamedTuple):
@@ -85,7 +85,7 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
     return Named(target, tuple(drafts), tuple(stages))
 
 
-def _draft(target: Model, of: Files, files: Files, number: int, mesh: Mesh | None) -> Model:
+def _draft(target: Model, of: Files, files: Files, name: str, mesh: Mesh | None) -> Model:
     """A draft whose tokens are those of the target; tables may have other numbers of rows.
 
     Raises:
@@ -95,21 +95,20 @@ def _draft(target: Model, of: Files, files: Files, number: int, mesh: Mesh | Non
     verdict = vocabulary.compared(of, target.config, files, model.config)
     if not verdict.same:
         raise ValueError(
-            f"draft {number} ({files.folder}) has another vocabulary than the model: "
+            f"{name} ({files.folder}) has another vocabulary than the model: "
             f"{verdict.said}; see specjax check-pair."
         )
     return vocabulary.fitted(model, target.config.vocab_size, verdict.known)
 
 
-def _with_stages(pair: Pair, folders: Sequence[Path], mesh: Mesh | None) -> Pair:
-    """The pair with the n-gram model and the smaller draft of some folders."""
-    for each in folders:
+def _with_stages(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
+    """The pair with the n-gram model and the smaller draft that are named."""
+    for each in found.stages:
         if ngram_folder.is_ngram(each):
             table = ngram_folder.load_ngram(each, pair.target.config.vocab_size)
             pair = pair._replace(table=settled(table, mesh))
         else:
-            smaller = checkpoint.load_model(each, mesh=mesh, split=False)
-            check_vocabularies(pair.target, [smaller])
+            smaller = _draft(pair.target, found.target, Files(each), "the smaller draft", mesh)
             pair = pair._replace(smaller=smaller)
     return pair
 

@@ -115,12 +115,10 @@ def prepare(
         )
     layout = layout_of(target, drafter)
     check_rows(layout, len(prompts))
-    width = bucket(max(lengths), PROMPT_BUCKETS)
-    outputs = bucket(max_new_tokens, OUTPUT_BUCKETS)
+    width, outputs, slots = room(max(lengths), max_new_tokens, window_of(drafter))
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
-    slots = -(-(width + outputs + window_of(drafter)) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
     _check_memory(target, drafter, len(prompts), width, slots)
     by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32),
                    row_keys(key, len(prompts)))  # fmt: skip
@@ -159,6 +157,25 @@ def _check_memory(
     needed = memory.plan(held, drafts, rows, width, slots, nodes)
     what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
     memory.check(needed.beside_weights, needed.available, what)
+
+
+class Room(NamedTuple):
+    """Tokens of prompts and of what is made, and slots of the caches, as programs have them."""
+
+    prompt: int
+    outputs: int
+    slots: int
+
+
+def room(prompt: int, new_tokens: int, window: int) -> Room:
+    """What so many tokens are rounded up to, where a step commits `window` at most.
+
+    Raises:
+      ValueError: they exceed the largest bucket.
+    """
+    width, outputs = bucket(prompt, PROMPT_BUCKETS), bucket(new_tokens, OUTPUT_BUCKETS)
+    slots = -(-(width + outputs + window) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+    return Room(width, outputs, slots)
 
 
 def bucket(size: int, buckets: Sequence[int]) -> int:

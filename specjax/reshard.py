@@ -18,7 +18,9 @@ from specjax.vocabulary import tokenizer_of
 
 
 def shard(options: Shard) -> int:
-    """Runs `specjax shard`; gives the exit code. The configuration is kept word for word.
+    """Runs `specjax shard`; gives the exit code.
+
+    The configuration is kept word for word, but for end tokens that stood in a file of their own.
 
     Raises:
       CheckpointError: the model is missing, damaged or not supported, or one is written already.
@@ -27,8 +29,8 @@ def shard(options: Shard) -> int:
     kind, out = dtype_of(options.dtype), Path(options.out)
     mesh = devices_for(options.mesh, options.distributed)
     files = find(options.model)
-    config, tokenizer = read_config(files.folder)[0], tokenizer_of(files.folder)
     check_free(out)
+    config, tokenizer = read_config(files.folder)[0], tokenizer_of(files.folder)
     model = load_model(files, kind, mesh)
     save_sharded(model, out, tokenizer, described(files.folder))
     held = model.embedding.dtype

@@ -41,7 +41,7 @@ def save(model: Model, folder: Path) -> None:
     Raises:
       ValueError: weights are there already.
     """
-    ocp = _orbax()
+    ocp = orbax()
     outer, layer = model.config.outer_shapes, model.config.layer_shapes
     held = {
         "outer": {name: getattr(model, name) for name in outer},
@@ -61,7 +61,7 @@ def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.d
     Raises:
       ValueError: the weights are not those of the configuration.
     """
-    ocp = _orbax()
+    ocp = orbax()
     config, mesh = placement.config, placement.mesh
 
     def leaf(name: str, shape: Shape) -> Any:
@@ -90,7 +90,12 @@ def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.d
     return assemble(config, found["outer"], found["layers"], placement.axis, placement.repeats)
 
 
-def _orbax() -> Any:
+def orbax() -> Any:
+    """The library.
+
+    Raises:
+      ValueError: it is not installed.
+    """
     try:
         return importlib.import_module("orbax.checkpoint")
     except ImportError as error:

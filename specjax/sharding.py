@@ -8,6 +8,7 @@ and two means more where norms of heads span all of them (OLMo-2).
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -136,20 +137,24 @@ class Placement:
         return self.repeats > 1 and leaf.split("_")[0] in ("key", "value") and not per_head
 
     def once(self, value: Array) -> Array:
-        """One copy of each head of a leaf that has each several times, whole on all devices."""
-
-        def first(value: Array) -> Array:
-            heads = self.config.num_kv_heads // self.repeats
-            parts = value.reshape(heads, self.repeats, -1, *value.shape[1:])
-            return parts[:, 0].reshape(-1, *value.shape[1:])
-
-        placed = None if self.mesh is None else NamedSharding(self.mesh, P())
-        return jax.jit(first, out_shardings=placed)(value)
+        """One copy of each head of a leaf that has each several times, spread if that divides."""
+        heads, devices = self.config.num_kv_heads // self.repeats, size_of(self.mesh, MODEL)
+        spec = P() if value.shape[0] // self.repeats % devices else P(MODEL)
+        placed = None if self.mesh is None else NamedSharding(self.mesh, spec)
+        return _first(value, heads, self.repeats, placed)
 
     def _repeated(self, value: np.ndarray) -> np.ndarray:
         heads = self.config.num_kv_heads // self.repeats
         parts = value.reshape(heads, -1, *value.shape[1:])
         return np.repeat(parts, self.repeats, axis=0).reshape(-1, *value.shape[1:])
+
+
+@partial(jax.jit, static_argnames=("heads", "repeats", "placed"))
+def _first(value: Array, heads: int, repeats: int, placed: NamedSharding | None) -> Array:
+    """Of each of `heads` that come `repeats` times the first."""
+    parts = value.reshape(heads, repeats, -1, *value.shape[1:])
+    made = parts[:, 0].reshape(-1, *value.shape[1:])
+    return made if placed is None else lax.with_sharding_constraint(made, placed)
 
 
 def placement(config: ModelConfig, mesh: Mesh | None, split: bool = True) -> Placement:

@@ -69,13 +69,17 @@ def save_tokenizer(
 def contents_of(files: Files) -> Contents | None:
     """The tokens of a folder's tokenizer with their numbers; None where it has none to compare.
 
+    Other files than `tokenizer.json` may need packages that are not here; then there is none.
+
     Raises:
       CheckpointError: it cannot be read.
     """
     file = files.folder / _FILE
     if not file.is_file():
-        others = any((files.folder / name).is_file() for name in _FILES)
-        return tokenizer_of(files.folder).get_vocab() if others else None
+        try:
+            return tokenizer_of(files.folder).get_vocab()
+        except CheckpointError:
+            return None
     try:
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
     except Exception as error:  # what the library raises has no type of its own
@@ -125,7 +129,7 @@ def compared(of: Files, target: ModelConfig, files: Files, draft: ModelConfig) -
     if mine is None or theirs is None:
         which = of.folder if mine is None else files.folder
         equal = target.vocab_size == draft.vocab_size
-        said = f"{which} has no tokenizer to compare; tables of {sizes}"
+        said = f"{which} has no tokenizer that can be compared; tables of {sizes}"
         return Verdict(equal, said, target.vocab_size)
     known = max(mine.values()) + 1
     if found := difference(mine, theirs):

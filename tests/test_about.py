@@ -15,11 +15,13 @@ from specjax.checkpoint import load_model, save_model
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.folder import Files
+from specjax.law import first_tokens, g_test, logits_after
 from specjax.model import initialize, unembed
 from specjax.pair import load_pair
 from specjax.pytree import replace
 from specjax.request import prepare
-from specjax.sampling import Sampling
+from specjax.sampling import Sampling, process
+from specjax.verify import DISTINCT, DRAWN
 from specjax.vocabulary import tokenizer_of
 from tests.folders import VOCABULARY, pair_folder
 
@@ -141,6 +143,21 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_text(folders):
     np.testing.assert_array_equal(made.tokens, plain.tokens)
 
 
+@pytest.mark.parametrize(("shape", "children"), [((1, 1), DRAWN), ((2, 1), DISTINCT)])
+def test_a_draft_with_rows_for_some_tokens_only_changes_no_law(folders, shape, children):
+    """Tokens that it cannot propose are likely here, and come as often as the target has them."""
+    pair = load_pair(str(folders / "target"), str(folders / "small"), "float32")
+    table = pair.target.embedding.at[250:260].mul(3)
+    target = replace(pair.target, embedding=table)
+    drafter = ExpansionDrafter.of(pair.drafts, shape, children)
+    sampling = Sampling(temperature=1.0)
+    logits = logits_after(target, [[3, 4, 5]])
+    p = np.asarray(process(jnp.asarray(logits)[None], sampling.rows(1)))[0, 0]
+    assert 0.1 < p[250:].sum() < 0.9
+    drawn = first_tokens(jax.random.key(1), target, drafter, [3, 4, 5], sampling, "auto", 4096)
+    assert g_test(drawn[:, 0], p).p_value > 1e-6
+
+
 @pytest.mark.parametrize("name", ["same", "padded"])
 def test_padded_tables_draft_as_well_as_others(folders, name):
     pair = load_pair(str(folders / "target"), str(folders / name), "float32")
@@ -190,14 +207,14 @@ def test_info_tells_the_plan_and_refuses_before_it_loads(capsys, monkeypatch):
     assert json.loads(printed.out)["available_bytes"] == 1 << 20
     assert main(["info", "--model", model, "--batch", "512"]) == 2
     printed = capsys.readouterr().out
-    assert "caches: 16.0 MiB of each device" in printed
+    assert "caches: 20.0 MiB of each device" in printed  # 128 + 128 + 16 tokens, to 320 slots
     assert "available: 1.0 MiB of each device" in printed
     assert "longest text: 0" in printed
     assert "method" not in printed
 
 
 def test_info_says_how_long_a_text_may_be(capsys, monkeypatch):
-    monkeypatch.setattr(memory, "available", lambda mesh: 3 << 20)
+    monkeypatch.setattr(memory, "available", lambda mesh: 5 << 19)
     flags = ["info", "--model", str(pair_folder() / "target"), "--batch", "16", "--json"]
     assert main(flags) == 0
     found = json.loads(capsys.readouterr().out)
@@ -206,7 +223,11 @@ def test_info_says_how_long_a_text_may_be(capsys, monkeypatch):
     assert found["total_bytes"] > found["available_bytes"]
     assert "method_greedy" in found
     assert main([*flags, "--length", str(longest)]) == 0
-    assert json.loads(capsys.readouterr().out)["total_bytes"] <= 3 << 20
+    assert json.loads(capsys.readouterr().out)["total_bytes"] <= 5 << 19
+    target, key = load_model(pair_folder() / "target"), jax.random.key(0)
+    new = min(128, longest - 1)
+    prompts = [[1] * (longest - new)] * 16
+    prepare(key, target, None, prompts, new, Sampling(), "auto", True)  # which it takes
     assert main([*flags, "--length", str(longest + 1)]) == 2
     assert f"texts of {longest + 1} tokens and the weights would take" in capsys.readouterr().err
 

@@ -76,8 +76,8 @@ def test_bench_measures_on_a_mesh_and_auto_tells_it_from_one_device(tmp_path):
     for name, axes in {"one": [], "mesh": ["--mesh", "data=2,model=2"]}.items():
         file = tmp_path / f"{name}.json"
         told = begun([*bench, "--json", str(file), *axes], **cache)
-        assert told.communicate(timeout=300) is not None
-        assert told.returncode == 0
+        _, said = told.communicate(timeout=300)
+        assert told.returncode == 0, said
         rows = json.loads(file.read_text())["rows"]
         steps.append([(row["label"], row["target_steps"], row["new_tokens"])
                       for row in rows if row["dtype"] == "float32"])  # fmt: skip

@@ -58,7 +58,7 @@ def test_the_pair_of_the_second_example_is_checked_first(stand_ins, capsys):
     assert main(stood_in(line, stand_ins).split()[1:]) == 0
     printed = capsys.readouterr().out
     assert printed.count("  can draft for the model") == 2
-    assert "tables padded to 288 and 272" in printed
+    assert "tables of 288 and 272 rows" in printed
 
 
 def test_the_test_command_is_what_ci_runs():

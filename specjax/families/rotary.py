@@ -20,16 +20,16 @@ def used(config: Json, whole: int, asked: int | None) -> Positions:
     """The positions of a file of `whole`: those asked for, or all that one set of factors serves.
 
     LongRoPE has factors for texts within the original length and others for longer ones. Where a
-    file names a stretch and no longer context (Qwen's with YaRN), all that is stretched may be
-    asked for.
+    file names the context that it stretches, and counts no more (Qwen's with YaRN), all that is
+    stretched may be asked for.
 
     Raises:
       ValueError: more are asked for than there are.
     """
     rope = _given(config)
-    most = whole
-    if _kind(rope) in ("linear", "yarn") and rope.get("factor"):
-        most = max(whole, int(_original(rope, config, whole) * rope["factor"]))
+    named, most = rope.get("original_max_position_embeddings"), whole
+    if _kind(rope) in ("linear", "yarn") and named and rope.get("factor"):
+        most = max(whole, int(named * rope["factor"]))
     if asked is not None and not 1 <= asked <= most:
         raise ValueError(f"{asked} positions are asked for; the model has {most}.")
     if asked is None and _kind(rope) == "longrope":
