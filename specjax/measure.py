@@ -66,6 +66,12 @@ def mapped() -> int:
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 
 
+def forget_programs() -> None:
+    """Forgets what is compiled, if that is more than `MOST_MAPS`."""
+    if mapped() > MOST_MAPS:
+        jax.clear_caches()
+
+
 def clocked(work: Callable[[], _T]) -> tuple[_T, float]:
     """What `work` gives once it is ready, and the seconds it took."""
     start = time.perf_counter()

@@ -102,7 +102,7 @@ class Tuner:
             for setting in alike:
                 found.append(self._promise(setting, temperature, found))
                 self.progress.advance(task)
-            jax.clear_caches()  # dozens of programs are more than Linux lets a process map
+            measure.forget_programs()
         return sorted(found, key=lambda promise: -promise.rate)
 
     def _promise(self, setting: Setting, temperature: float, others: Sequence[Promise]) -> Promise:

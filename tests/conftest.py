@@ -46,8 +46,7 @@ def pytest_runtest_teardown() -> None:
 
     Past 65,530 a compilation ends in a segmentation fault, and every loop is thousands of them.
     """
-    if measure.mapped() > measure.MOST_MAPS:
-        jax.clear_caches()
+    measure.forget_programs()
 
 
 def tiny_config(**changes) -> ModelConfig:

@@ -30,6 +30,7 @@ from train.loop import Log, finished, fit, steps_done
 from train.pretrain import Batches, corpus_loss
 from train.work import Work
 
+pytestmark = pytest.mark.long_running  # as the processes are with which bits are compared
 ROOT = Path(__file__).parent.parent
 CONFIG = str(ROOT / "configs" / "boost" / "tiny.py")
 RECIPE = load_recipe(CONFIG)

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from specjax import checkpoint, prompts
 from specjax.folder import BUNDLED
-from specjax.measure import environment
+from specjax.measure import environment, forget_programs
 from specjax.model import Model
 from specjax.options import parsed
 from specjax.pair import check_vocabularies
@@ -216,7 +216,7 @@ def _fill(
         for name in missing:
             progress.update(bar, note=name)
             found[name] = makers[name]()
-            jax.clear_caches()  # a loop is mapped in thousands of pieces, of which so many may be
+            forget_programs()
             progress.advance(bar)
             if options.json:
                 write_text(Path(options.json), json.dumps(found, indent=1) + "\n")

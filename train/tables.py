@@ -9,9 +9,9 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
+from specjax import measure
 from specjax.draft import ExpansionDrafter
 from specjax.model import Model
 from specjax.verify import BLOCK, DISTINCT, DRAWN, MULTI_STEP, NAIVE, RECURSIVE, TOP_K, TRAVERSAL
@@ -127,7 +127,7 @@ def rules(pair: Pair, task: Task) -> list[Row]:
                 {"shape": shown(shape), "rule": name, "children": children,
                  "temperature": SAMPLED, **found}
             )  # fmt: skip
-        jax.clear_caches()
+        measure.forget_programs()
     return rows
 
 
@@ -216,7 +216,7 @@ def _found(pair: Pair, trials: Iterable[Trial], task: Task) -> dict[Trial, Row]:
         for trial in alike:
             drafts = pair.pools[trial.pool]
             found[trial] = measured(pair.target, drafts, shape, task, trial.temperature)
-        jax.clear_caches()
+        measure.forget_programs()
     return found
 
 
