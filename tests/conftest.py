@@ -32,9 +32,14 @@ from specjax.model import Model, initialize
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Compiles at LLVM's lowest level, fixtures included, what does not run long."""
-    runs_long = item.get_closest_marker("long_running") is not None
-    jax.config.update("jax_disable_most_optimizations", not runs_long)
+    """Compiles at LLVM's lowest level, fixtures included, what does not run long.
+
+    What was compiled at another level is forgotten: it may round differently.
+    """
+    quickly = item.get_closest_marker("long_running") is None
+    if quickly != jax.config.values["jax_disable_most_optimizations"]:
+        jax.clear_caches()
+        jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
