@@ -90,7 +90,7 @@ def test_characters_are_shown_whole():
 def test_info_shows_the_pair(capsys):
     found = answer(capsys, "info")
     assert found["config"]["vocab_size"] == 272
-    assert found["caches_bytes"] == 256 * 2 * 2 * 8 * 4
+    assert found["caches_bytes"] == 320 * 2 * 2 * 8 * 4  # 128 prompt + 128 new + nodes
     assert found["draft_caches_bytes"] == 2 * found["caches_bytes"]
     assert main(["info", *pair_flags()]) == 0
     assert f"parameters: {found['parameters']:,}" in capsys.readouterr().out
