@@ -3,14 +3,15 @@
 import bisect
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specjax import checkpoint, memory, records, vocabulary
+from specjax import checkpoint, memory, records
 from specjax.choice import Asked, choose
 from specjax.config import ModelConfig
 from specjax.distributed import devices_for
@@ -21,6 +22,7 @@ from specjax.pair import load_pair, named
 from specjax.request import PROMPT_BUCKETS, room
 from specjax.sharding import placement
 from specjax.values import at_least, dtype_of
+from specjax.vocabulary import compared, vocabulary_of
 
 _NEW = 128
 """New tokens of a text that memory is reckoned for: what `generate` makes unless told otherwise."""
@@ -44,19 +46,20 @@ def info(options: Info) -> int:
     target = checkpoint.read_config(found.target.folder, options.positions)[0]
     drafts = [checkpoint.read_config(each.folder)[0] for each in found.drafts]
     loads = _loads(target, drafts, options.dtype, mesh)
+    plan_for = partial(_plan, loads, options.batch, options.nodes)
     most = _most(target)
     length = min(options.length or most, most)
-    needed = _plan(loads, options.batch, length, options.nodes)
-    longest = _longest(loads, needed.available, options.batch, options.nodes, most)
-    facts = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
-    fits = longest >= (1 if options.length is None else length)
-    if fits and options.json:
-        facts |= _chosen(options, mesh)
-    print(json.dumps(facts)) if options.json else _print(facts)
-    if not fits:
+    needed = plan_for(length)
+    longest = _longest(plan_for, needed.available, most)
+    sizes = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
+    if longest < (1 if options.length is None else length):
+        _print(sizes, options.json)
         memory.check(needed.total, needed.available, f"texts of {length} tokens and the weights")
-    if not options.json:
-        _print(_chosen(options, mesh))
+    if options.json:
+        _print(sizes | _chosen(options, mesh), True)
+    else:
+        _print(sizes, False)
+        _print(_chosen(options, mesh), False)
     return 0
 
 
@@ -74,22 +77,18 @@ def _most(target: ModelConfig) -> int:
     return min(target.max_positions, PROMPT_BUCKETS[-1])
 
 
-def _plan(loads: tuple[Load, list[Load]], rows: int, length: int, nodes: int) -> Plan:
+def _plan(loads: tuple[Load, list[Load]], rows: int, nodes: int, length: int) -> Plan:
     """The memory of texts of which the last `_NEW` tokens at most are new, as it is rounded up."""
     new = min(_NEW, max(1, length - 1))
     width, _, slots = room(max(1, length - new), new, nodes)
     return memory.plan(*loads, rows, width, slots, nodes)
 
 
-def _longest(
-    loads: tuple[Load, list[Load]], spare: int | None, rows: int, nodes: int, most: int
-) -> int:
-    """The longest texts, of `most` tokens at most, that fit into `spare` bytes."""
+def _longest(plan_for: Callable[[int], Plan], spare: int | None, most: int) -> int:
+    """The longest texts, of `most` tokens at most, whose plan fits into `spare` bytes."""
     if spare is None:
         return most
-    return bisect.bisect_right(
-        range(1, most + 1), spare, key=lambda n: _plan(loads, rows, n, nodes).total
-    )
+    return bisect.bisect_right(range(1, most + 1), spare, key=lambda n: plan_for(n).total)
 
 
 def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> dict[str, Any]:
@@ -126,7 +125,10 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
     }
 
 
-def _print(facts: dict[str, Any]) -> None:
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
+        return
     for name, value in facts.items():
         words = name.removesuffix("_bytes").replace("_", " ")
         print(f"{words}: {_readable(name, value)}")
@@ -165,12 +167,13 @@ def check_pair(options: CheckPair) -> int:
     mesh = devices_for(options.mesh)
     found = named(options.target, ",".join(options.drafts))
     target = checkpoint.read_config(found.target.folder, options.positions)[0]
+    vocabulary = vocabulary_of(found.target, target)
     report = {"target": _described(found.target, target, kind), "drafts": []}
     for files in found.drafts:
         draft = checkpoint.read_config(files.folder)[0]
-        vocabularies = vocabulary.compared(found.target, target, files, draft)
+        verdict = compared(vocabulary, vocabulary_of(files, draft))
         findings = [
-            Finding("vocabulary", vocabularies.said, not vocabularies.same),
+            Finding("vocabulary", verdict.said, not verdict.same),
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
@@ -220,8 +223,9 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
 
 def _on_memory(loads: tuple[Load, list[Load]], most: int) -> Finding:
     """What one text takes; an obstacle where not even its first token fits."""
-    needed = _plan(loads, 1, most, _NODES)
-    longest = _longest(loads, needed.available, 1, _NODES, most)
+    plan_for = partial(_plan, loads, 1, _NODES)
+    needed = plan_for(most)
+    longest = _longest(plan_for, needed.available, most)
     said = (
         f"{readable(needed.total)} of each device with a text of {most:,} tokens, of which the "
         f"draft takes {readable(needed.draft_weights + needed.draft_caches)}"

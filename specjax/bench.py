@@ -333,12 +333,10 @@ def bench(options: Bench) -> int:
 def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
     """Where and on what the rows were measured."""
     target = next(iter(bencher.targets.values()))
-    heads = target.config.num_kv_heads // target.repeats
-    config = dataclasses.replace(target.config, num_kv_heads=heads)
     return measure.environment() | {
         "config": dataclasses.asdict(bencher.plan.options),
-        "model": dataclasses.asdict(config),
-        "parameters": config.num_parameters,
+        "model": dataclasses.asdict(target.stored_config),
+        "parameters": target.stored_config.num_parameters,
         "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
         "read_gb_per_second": bencher.bandwidth,
         "weight_bytes": {d: measure.weight_bytes(m) for d, m in bencher.targets.items()},

@@ -99,16 +99,14 @@ def _join(place: tuple[str, int, int] | None) -> None:
       ValueError: the address or the processes' numbers cannot be.
     """
     coordinator, count, own = place or (None, None, None)
+    which = "this process" if own is None else f"process {own} of {count}"
+    where = "the coordinator" if coordinator is None else f"the coordinator at {coordinator}"
     seconds = patience(os.environ)
 
     def give_up() -> None:
-        missing = "the coordinator" if coordinator is None else f"the coordinator at {coordinator}"
-        missing = "the other processes" if own == 0 else missing
-        which = "this process" if own is None else f"process {own} of {count}"
-        print(
-            f"specjax: {which} waited {seconds} s for {missing} in vain.",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+        missing = "the other processes" if own == 0 else where
+        said = f"specjax: {which} waited {seconds} s for {missing} in vain."
+        print(said, file=sys.stderr, flush=True)
         os._exit(2)
 
     watch = threading.Timer(seconds, give_up)
@@ -126,8 +124,6 @@ def _join(place: tuple[str, int, int] | None) -> None:
         ) from error
     except RuntimeError as error:
         first = str(error).partition("\n")[0]
-        which = "this process" if own is None else f"process {own}"
-        where = "the coordinator" if coordinator is None else coordinator
         raise ValueError(f"{which} could not join {where}: {first}") from error
     finally:
         watch.cancel()

@@ -1,5 +1,6 @@
 """A decoder as pure functions of a pytree of weights."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,6 +68,12 @@ class Model:
     position_embedding: Float[Array, "P E"] | None = None
     axis: str | None = static(default=None)
     repeats: int = static(default=1)
+
+    @property
+    def stored_config(self) -> ModelConfig:
+        """Its configuration in a checkpoint, where every key/value head is once."""
+        heads = self.config.num_kv_heads // self.repeats
+        return dataclasses.replace(self.config, num_kv_heads=heads)
 
     @property
     def kv_heads(self) -> int:

@@ -1,16 +1,16 @@
 """A target and what drafts for it."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import Mesh
 
-from specjax import checkpoint, folder, ngram_folder, vocabulary
+from specjax import checkpoint, folder, ngram_folder
 from specjax.draft.ngram import NGram
 from specjax.folder import Files, config_of, find
 from specjax.model import Model
 from specjax.sharding import settled
+from specjax.vocabulary import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -49,12 +49,9 @@ def load_pair(
     """
     found = named(model, draft, stage)
     target = checkpoint.load_model(found.target, dtype, mesh, positions)
-    tokenizer = vocabulary.tokenizer_of(found.target.folder)
-    drafts = [
-        _draft(target, found.target, files, f"draft {number}", mesh)
-        for number, files in enumerate(found.drafts)
-    ]
-    return _with_stages(Pair(target, tokenizer, drafts), found, mesh)
+    tokenizer = tokenizer_of(found.target.folder)
+    pair = Pair(target, tokenizer, [])
+    return _with_drafts(pair, found, mesh) if found.drafts or found.stages else pair
 
 
 class Named(NamedTuple):
@@ -85,48 +82,37 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
     return Named(target, tuple(drafts), tuple(stages))
 
 
-def _draft(target: Model, of: Files, files: Files, name: str, mesh: Mesh | None) -> Model:
+def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
+    """The pair with the drafts, the n-gram model and the smaller draft that are named."""
+    target = vocabulary_of(found.target, pair.target.config)
+    for number, files in enumerate(found.drafts):
+        pair.drafts.append(_draft(target, files, f"draft {number}", mesh))
+    for each in found.stages:
+        if ngram_folder.is_ngram(each):
+            table = ngram_folder.load_ngram(each, target.rows)
+            pair = pair._replace(table=settled(table, mesh))
+        else:
+            smaller = _draft(target, Files(each), "the smaller draft", mesh)
+            pair = pair._replace(smaller=smaller)
+    return pair
+
+
+def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Model:
     """A draft whose tokens are those of the target; tables may have other numbers of rows.
 
     Raises:
       ValueError: they are not.
     """
     model = checkpoint.load_model(files, None, mesh, split=False)
-    verdict = vocabulary.compared(of, target.config, files, model.config)
+    verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:
         raise ValueError(
             f"{name} ({files.folder}) has another vocabulary than the model: "
             f"{verdict.said}; see specjax check-pair."
         )
-    return vocabulary.fitted(model, target.config.vocab_size, verdict.known)
-
-
-def _with_stages(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
-    """The pair with the n-gram model and the smaller draft that are named."""
-    for each in found.stages:
-        if ngram_folder.is_ngram(each):
-            table = ngram_folder.load_ngram(each, pair.target.config.vocab_size)
-            pair = pair._replace(table=settled(table, mesh))
-        else:
-            smaller = _draft(pair.target, found.target, Files(each), "the smaller draft", mesh)
-            pair = pair._replace(smaller=smaller)
-    return pair
+    return fitted(model, target.rows, verdict.known)
 
 
 def names_in(text: str | None) -> list[str]:
     """Names between commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
-
-
-def check_vocabularies(target: Model, drafts: Sequence[Model]) -> None:
-    """Checks that all drafts have the target's vocabulary.
-
-    Raises:
-      ValueError: one has not.
-    """
-    for number, one in enumerate(drafts):
-        if one.config.vocab_size != target.config.vocab_size:
-            raise ValueError(
-                f"draft {number} has a vocabulary of {one.config.vocab_size} tokens and the model "
-                f"one of {target.config.vocab_size}; they must be the same."
-            )

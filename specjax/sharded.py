@@ -1,6 +1,5 @@
 """A model's weights as Orbax keeps them: by shards, each process its own, on any mesh."""
 
-import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,7 @@ def once(model: Model) -> Model:
         replace(layer, **{name: placement.once(getattr(layer, name)) for name in names})
         for layer in model.layers
     )
-    heads = model.config.num_kv_heads // model.repeats
-    config = dataclasses.replace(model.config, num_kv_heads=heads)
-    return replace(model, layers=layers, config=config, repeats=1)
+    return replace(model, layers=layers, config=model.stored_config, repeats=1)
 
 
 def save(model: Model, folder: Path) -> None:

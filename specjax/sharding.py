@@ -138,10 +138,9 @@ class Placement:
 
     def once(self, value: Array) -> Array:
         """One copy of each head of a leaf that has each several times, spread if that divides."""
-        heads, devices = self.config.num_kv_heads // self.repeats, size_of(self.mesh, MODEL)
-        spec = P() if value.shape[0] // self.repeats % devices else P(MODEL)
+        spec = P() if value.shape[0] // self.repeats % size_of(self.mesh, MODEL) else P(MODEL)
         placed = None if self.mesh is None else NamedSharding(self.mesh, spec)
-        return _first(value, heads, self.repeats, placed)
+        return _first(value, self.config.num_kv_heads // self.repeats, self.repeats, placed)
 
     def _repeated(self, value: np.ndarray) -> np.ndarray:
         heads = self.config.num_kv_heads // self.repeats

@@ -66,13 +66,30 @@ def save_tokenizer(
         path.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
 
 
-def contents_of(files: Files) -> Contents | None:
-    """The tokens of a folder's tokenizer with their numbers; None where it has none to compare.
+class Vocabulary(NamedTuple):
+    """What a folder's model means by its tokens; it has `rows` of them, some perhaps of padding.
 
-    Other files than `tokenizer.json` may need packages that are not here; then there is none.
+    `contents` is None where there is no tokenizer that can be compared.
+    """
+
+    folder: Path
+    rows: int
+    contents: Contents | None
+
+
+def vocabulary_of(files: Files, config: ModelConfig) -> Vocabulary:
+    """A model's vocabulary, as its folder's tokenizer has it.
 
     Raises:
-      CheckpointError: it cannot be read.
+      CheckpointError: the tokenizer cannot be read.
+    """
+    return Vocabulary(files.folder, config.vocab_size, _contents(files))
+
+
+def _contents(files: Files) -> Contents | None:
+    """The tokens with their numbers, added ones too.
+
+    Other files than `tokenizer.json` may need packages that are not here; then there are none.
     """
     file = files.folder / _FILE
     if not file.is_file():
@@ -115,27 +132,22 @@ class Verdict(NamedTuple):
     known: int
 
 
-def compared(of: Files, target: ModelConfig, files: Files, draft: ModelConfig) -> Verdict:
+def compared(target: Vocabulary, draft: Vocabulary) -> Verdict:
     """Whether a draft means by its tokens what its target does.
 
     Tables may have other numbers of rows: those past the known tokens are padding, and tokens that
     a draft has no row for are never proposed. Without contents on both sides, tables must be equal.
-
-    Raises:
-      CheckpointError: a tokenizer cannot be read.
     """
-    sizes = f"{target.vocab_size:,} and {draft.vocab_size:,} rows"
-    mine, theirs = contents_of(of), contents_of(files)
-    if mine is None or theirs is None:
-        which = of.folder if mine is None else files.folder
-        equal = target.vocab_size == draft.vocab_size
-        said = f"{which} has no tokenizer that can be compared; tables of {sizes}"
-        return Verdict(equal, said, target.vocab_size)
-    known = max(mine.values()) + 1
-    if found := difference(mine, theirs):
+    sizes = f"{target.rows:,} and {draft.rows:,} rows"
+    if target.contents is None or draft.contents is None:
+        which = target if target.contents is None else draft
+        said = f"{which.folder} has no tokenizer that can be compared; tables of {sizes}"
+        return Verdict(target.rows == draft.rows, said, target.rows)
+    known = max(target.contents.values()) + 1
+    if found := difference(target.contents, draft.contents):
         return Verdict(False, f"{found} (the model's first)", known)
     said = f"the same {known:,} tokens"
-    if target.vocab_size != draft.vocab_size:
+    if target.rows != draft.rows:
         said += f"; tables of {sizes}"
     return Verdict(True, said, known)
 

@@ -23,6 +23,7 @@ from specjax.request import prepare
 from specjax.sampling import Sampling, process
 from specjax.verify import DISTINCT, DRAWN
 from specjax.vocabulary import tokenizer_of
+from tests.conftest import tiny_config
 from tests.folders import VOCABULARY, pair_folder
 
 
@@ -193,9 +194,9 @@ def test_a_tokenizer_that_cannot_be_read_is_named(folders, capsys):
 
 
 def test_special_tokens_count():
-    contents = vocabulary.contents_of(Files(pair_folder() / "target"))
-    assert sorted(contents.values()) == list(range(VOCABULARY))
-    assert vocabulary.contents_of(Files(pair_folder())) is None
+    found = vocabulary.vocabulary_of(Files(pair_folder() / "target"), tiny_config())
+    assert sorted(found.contents.values()) == list(range(VOCABULARY))
+    assert vocabulary.vocabulary_of(Files(pair_folder()), tiny_config()).contents is None
 
 
 def test_info_tells_the_plan_and_refuses_before_it_loads(capsys, monkeypatch):

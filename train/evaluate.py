@@ -22,7 +22,6 @@ from specjax.folder import BUNDLED
 from specjax.measure import environment, forget_programs
 from specjax.model import Model
 from specjax.options import parsed
-from specjax.pair import check_vocabularies
 from specjax.records import use_compilation_cache
 from specjax.values import at_least, check_seed, check_target_file
 from train import tables
@@ -135,8 +134,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     target, tokenizer = checkpoint.load(_target_folder(folder))
     boosted = _drafts(folder)
     other = _drafts(Path(options.alike)) if options.alike else []
-    check_vocabularies(target, boosted)
-    check_vocabularies(target, other)
+    _check_rows(target, boosted)
+    _check_rows(target, other)
 
     def task(file: Path | None) -> Task:
         listed = prompts.read(None if file is None else str(file))[: options.limit]
@@ -276,6 +275,21 @@ def _drafts(folder: Path) -> list[Model]:
     """The members of a pool: a pair's, or those of a folder that holds nothing else."""
     own = folder / "drafts"
     return checkpoint.load_pool(own if own.is_dir() else folder)
+
+
+def _check_rows(target: Model, drafts: Sequence[Model]) -> None:
+    """Checks that the drafts have as many tokens as the target, as all have that train here.
+
+    Raises:
+      ValueError: one has not.
+    """
+    rows = target.config.vocab_size
+    for number, draft in enumerate(drafts):
+        if draft.config.vocab_size != rows:
+            raise ValueError(
+                f"draft {number} has a vocabulary of {draft.config.vocab_size} tokens and the "
+                f"model one of {rows}; they must be the same."
+            )
 
 
 def _existing(place: Path) -> Path | None:
