@@ -99,8 +99,8 @@ def warm(
     )
     wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], limits)
     scaled = logits / temperature
-    limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
-    scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
+    scaled = lax.cond(jnp.any(wide.top_k > 0), _of_top_k, lambda x, _: x, scaled, wide)
+    scaled = lax.cond(jnp.any(wide.top_p < 1), _of_top_p, lambda x, _: x, scaled, wide)
     best = logits.max(axis=-1, keepdims=True) / temperature  # no limit takes a number away
     p = jnp.exp(scaled - best)  # over that of the likeliest
     p = jnp.where(p >= wide.min_p, p, 0)
@@ -141,18 +141,47 @@ def largest(
     return best, token.astype(jnp.int32)
 
 
-def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
-    """Logits with everything outside top-k, then outside top-p, at minus infinity."""
+def _of_top_k(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+    """Logits with everything outside top-k at minus infinity."""
     vocabulary = scaled.shape[-1]
-    ordered = lax.sort(scaled, dimension=-1)[..., ::-1]
     k = jnp.where(wide.top_k > 0, jnp.minimum(wide.top_k, vocabulary), vocabulary)
-    last = jnp.take_along_axis(ordered, jnp.broadcast_to(k - 1, (*ordered.shape[:-1], 1)), axis=-1)
-    ordered = jnp.where(ordered >= last, ordered, -jnp.inf)
-    p = jax.nn.softmax(ordered, axis=-1)
-    before = jnp.cumsum(p, axis=-1) - p
-    kept = ((before < wide.top_p) | (wide.top_p >= 1)) & jnp.isfinite(ordered)
-    lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
-    return jnp.where(scaled >= lowest, scaled, -jnp.inf)
+    return jnp.where(scaled >= _edge(scaled, jnp.int32(1), k), scaled, -jnp.inf)
+
+
+def _of_top_p(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+    """Logits with everything outside top-p at minus infinity."""
+    mass = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    least = jnp.where(wide.top_p < 1, wide.top_p * mass.sum(axis=-1, keepdims=True), jnp.inf)
+    return jnp.where(scaled >= _edge(scaled, mass, least), scaled, -jnp.inf)
+
+
+def _edge(
+    scores: Float[Array, "B N V"],
+    weight: Float[Array, "B N V"] | Int32[Array, ""],
+    least: Float[Array, "B #N 1"] | Int32[Array, "B #N 1"],
+) -> Float[Array, "B N 1"]:
+    """The largest number such that scores from it on weigh `least`; -inf if all weigh less.
+
+    It is found bit by bit, from numbers in their order: one sum over all scores a bit. On two CPU
+    cores the laws of 17 nodes over 4,096 tokens took a sort 10 ms, over 128,256 tokens 417 ms; this
+    takes 0.8, and 8 to 13 (2026-11-22).
+    """
+    kind = jnp.dtype(f"int{8 * scores.dtype.itemsize}")
+    ends = np.iinfo(kind)
+
+    def number(place: Int[Array, "B N 1"]) -> Float[Array, "B N 1"]:
+        bits = jnp.where(place < 0, place ^ ends.max, place)
+        return lax.bitcast_convert_type(bits, scores.dtype)
+
+    def narrowed(bit: Int[Array, ""], place: Int[Array, "B N 1"]) -> Int[Array, "B N 1"]:
+        higher = place + lax.shift_left(jnp.ones((), kind), (ends.bits - 1 - bit).astype(kind))
+        above = jnp.where(scores >= number(higher), weight, 0).sum(axis=-1, keepdims=True)
+        return jnp.where(above >= least, higher, place)
+
+    # Places past infinity's are no numbers, from which no score is on: none is passed.
+    infinity = lax.bitcast_convert_type(jnp.asarray(-jnp.inf, scores.dtype), kind) ^ ends.max
+    start = jnp.full((*scores.shape[:-1], 1), infinity, kind)
+    return number(lax.fori_loop(0, ends.bits, narrowed, start))
 
 
 def fold(key: KeyArray, *numbers: int | Int[Array, ""]) -> KeyArray:

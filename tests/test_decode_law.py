@@ -101,7 +101,7 @@ def warm(rows: int) -> Sampling:
 
 def law_after(texts: list[list[int]]) -> np.ndarray:
     """p after whole texts, as plain decoding computes it."""
-    length = jnp.asarray([len(text) for text in texts], jnp.int32)
+    model, length = target(), jnp.asarray([len(text) for text in texts], jnp.int32)
     padded = np.zeros((len(texts), len(PROMPT) + TOKENS), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
@@ -109,9 +109,9 @@ def law_after(texts: list[list[int]]) -> np.ndarray:
     @jax.jit
     def law(prompt, length):
         keys = jax.random.split(jax.random.key(0), len(texts))
-        state = stepping.prefill(target(), None, prompt, length, keys, SLOTS)
-        tree = root_only(state.last, target().config.vocab_size)
-        return process(stepping.look(target(), tree, state)[0], warm(len(texts)))[:, 0]
+        state = stepping.prefill(model, None, prompt, length, keys, SLOTS)
+        tree = root_only(state.last, model.config.vocab_size)
+        return process(stepping.look(model, tree, state)[0], warm(len(texts)))[:, 0]
 
     return np.asarray(law(jnp.asarray(padded), length), float)
 

@@ -104,7 +104,7 @@ def test_temperature_0_is_one_hot_at_the_lowest_id_of_a_tie():
 
 
 def test_a_limited_row_leaves_the_tails_of_its_batch_mates_alone():
-    """Beside a top-k row all rows are sorted; running sums that round to 1 must cut nothing off."""
+    """Beside a limited row every row has limits; sums that round to all must cut nothing off."""
     logits = jnp.concatenate([jnp.array([30.0]), -0.01 * jnp.arange(500.0)])[None, None]
     free = Sampling(temperature=1.0)
     alone = process(logits, free.rows(1))[0]
@@ -129,6 +129,54 @@ def test_a_score_that_is_not_a_number_still_gives_a_token():
 def test_ties_at_the_edge_of_top_k_are_kept():
     p = law_of(np.array([[1.0, 2.0, 1.0, 0.0]]), temperature=1.0, top_k=2)
     np.testing.assert_array_equal(p > 0, [[True, True, True, False]])
+
+
+EXTREMES = [-np.inf, -3e38, -2.5, -1e-30, -0.0, 0.0, 1e-30, 1.0, np.nextafter(np.float32(1), 2)]
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(st.lists(st.sampled_from(EXTREMES), min_size=6, max_size=6), st.integers(1, 7))
+def test_the_edge_of_top_k_is_a_score_to_the_last_bit(scores, k):
+    """Among others infinite ones, a zero of either sign, and the next number after another."""
+    logits = np.array([[*scores, 0.5]], np.float32)  # one of them is finite
+    expected = logits[0] >= np.sort(logits[0])[-k]
+    p = law_of(logits, temperature=1.0, top_k=k)[0]
+    np.testing.assert_array_equal(p > 0, expected & (logits[0] > -80))
+
+
+def test_the_edge_of_top_p_is_a_score_to_the_last_bit():
+    """What is all but equal to the edge is not; what is equal is kept, and what has no mass not."""
+    near = np.nextafter(np.float32(1), 0)
+    logits = np.array([[1.0, near, 1.0, near, -np.inf, 3.0, -200.0]], np.float32)
+    e = np.exp(np.float64([3, 1]))
+    share = (e[0] + e[1] * np.arange(5)) / (e[0] + 4 * e[1])  # of the first ones, as they are kept
+    for top_p, kept in ((0.9 * share[0], 1), (share[0] + 0.01, 3), (share[2] + 0.01, 5), (1.0, 5)):
+        p = law_of(logits, temperature=1.0, top_p=top_p)[0]
+        expected = np.flatnonzero(logits[0] >= np.sort(logits[0])[-kept])
+        assert np.flatnonzero(p).tolist() == expected.tolist(), top_p
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_limits_are_found_in_every_dtype(dtype):
+    with jax.enable_x64(True):
+        logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (1, 4, 50)), dtype)
+        law = jax.jit(process)(logits, Sampling(temperature=1.0, top_k=9, top_p=0.8).rows(1))
+    assert law.dtype == dtype
+    for one, p in zip(np.asarray(logits[0], float), np.asarray(law[0], float), strict=True):
+        edge = np.sort(one)[-9]
+        expected = warp(one, 1.0, int((one >= edge).sum()), 0.8, 0.0)
+        assert np.abs(p - expected).max() < 0.02
+        assert 1 < (p > 0).sum() <= (one >= edge).sum()
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}])
+def test_a_score_that_is_not_a_number_spoils_its_own_law_alone(limits):
+    scores = np.random.default_rng(0).normal(0, 2, (2, 20))
+    alone = law_of(scores[:1], temperature=1.0, **limits)
+    scores[1, 4] = np.nan
+    p = law_of(scores, temperature=1.0, **limits)
+    np.testing.assert_array_equal(p[:1], alone)
+    assert np.isnan(p[1]).all()
 
 
 def test_every_node_of_a_row_has_the_same_parameters():
