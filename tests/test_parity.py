@@ -15,7 +15,7 @@ from specjax import families, measure, methods
 from specjax.cache import empty_cache
 from specjax.checkpoint import load_model, save_model
 from specjax.draft.ngram import pack
-from specjax.model import forward, trunk
+from specjax.model import forward
 from specjax.pair import Pair
 from specjax.pytree import replace
 from specjax.setting import METHODS
@@ -25,6 +25,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LLAMAS = ["grouped_tied", "single_kv_untied", "plain"]
 CASES = sorted(path.stem for path in GOLDEN.glob("*.npz"))
 CUT = 9
+compiled = jax.jit(forward)
 
 
 def golden(case):
@@ -45,14 +46,15 @@ def columns(tokens, start):
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
-def logits_of(model, tokens):
-    return jax.jit(forward)(model, *columns(tokens, 0), None, None)[0]
+def whole_pass(model, tokens):
+    """The logits, and the keys and values, of whole sequences."""
+    return compiled(model, *columns(tokens, 0), None, None)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case):
     tokens, expected, tolerance = golden(case)
-    logits = logits_of(loaded(case), tokens)
+    logits, _ = whole_pass(loaded(case), tokens)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
 
 
@@ -61,7 +63,8 @@ def test_decoding_and_trees_have_the_logits_of_transformers(case):
     tokens, expected, tolerance = golden(case)
     model = loaded(case)
     rows, whole = tokens.shape
-    new = jax.jit(trunk, static_argnums=(3, 4))(model, *columns(tokens[:, :CUT], 0), None, None)[1]
+    _, new = whole_pass(model, tokens)
+    new = jax.tree.map(lambda each: each[:, :, :CUT], new)
     cache = empty_cache(model.config, rows, whole, jnp.dtype("float32"))
     cache = cache.keep(new, None, jnp.full(rows, CUT))
     # One token by itself, then a tree: a path to the end, and beside each node one that is wrong.
@@ -75,7 +78,7 @@ def test_decoding_and_trees_have_the_logits_of_transformers(case):
         visible = np.broadcast_to(above | np.eye(depth.size, dtype=bool), (rows, *above.shape))
         at = np.broadcast_to(start + depth, nodes.shape)
         made = [jnp.asarray(each, jnp.int32) for each in (nodes, at)]
-        logits, new = jax.jit(forward)(model, *made, cache, jnp.asarray(visible))
+        logits, new = compiled(model, *made, cache, jnp.asarray(visible))
         np.testing.assert_allclose(
             logits[:, ::width], expected[:, start:stop], rtol=0, atol=tolerance
         )
@@ -123,7 +126,7 @@ def test_trees_at_the_end_of_a_context_are_cut_off_there(case):
     np.testing.assert_array_equal(made.tokens, plain.tokens)
     assert made.steps[1] == -(-many["max_new_tokens"] // 10)
     past = jnp.asarray([[limit - 1, limit, limit + 7]])
-    logits = jax.jit(forward)(model, jnp.asarray([[1, 2, 3]]), past, None, None)[0]
+    logits = compiled(model, jnp.asarray([[1, 2, 3]]), past, None, None)[0]
     assert np.isfinite(logits).all()
 
 

@@ -240,7 +240,8 @@ def test_the_exported_pair_generates_from_the_command_line(folder):
 def test_devices_share_the_rows_of_a_batch(tmp_path, folder, work):
     """Four virtual devices, the same command: the same training but for rounding."""
     there = tmp_path / "spread"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"XLA_FLAGS": flags}
     for name in (work.collected("collected"), work.collected("development"), work.collected_labels,
                  work.corpus_labels, work.pretrained):  # fmt: skip
         shutil.copytree(name, there / name.name)
