@@ -202,7 +202,7 @@ def test_no_key_is_used_twice_under_multi_step(monkeypatch, target):
 
 def test_naive_uses_one_key_for_each_emitted_position(monkeypatch, target):
     """A step draws at three positions, the next one again at those that were not reached."""
-    drafter = alone(near(target, 1))
+    drafter = alone(near(target, 2))
     seen, steps = keys_used(monkeypatch, target, drafter, "naive")
     assert steps < NEW
     assert len(seen) == (2 + 3) * steps

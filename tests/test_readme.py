@@ -1,6 +1,7 @@
 """The README's Python runs, and its commands are those of `.ci/run`."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -79,16 +80,22 @@ def test_every_file_named_exists():
 def test_the_first_command_needs_no_extra():
     """Nothing that only the extras bring is imported on the way to a first text.
 
-    It is compiled as for a user, not as the tests are.
+    It is compiled as for a user, not as the tests are, and so is a tree under all limits, whose
+    tokens are those of plain decoding with the same noise.
     """
     extras = ("absl", "flax", "optax", "orbax", "matplotlib", "beartype")
     code = f"""import sys
 sys.modules |= dict.fromkeys({extras})
 from specjax.__main__ import main
-sys.exit(main(["generate", "def f", "--max-new-tokens", "2"]))
+sampled = "--max-new-tokens 12 --temperature 0.9 --top-k 50 --top-p 0.9 --min-p 0.01 --verify naive"
+for own in ("--max-new-tokens 2", sampled + " --method none", sampled + " --method tree"):
+    assert main(["generate", "def f", "--json", *own.split()]) == 0
 """
     plain = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+    _, plain, tree = map(json.loads, done.stdout.splitlines())
+    assert plain["text"] == tree["text"]
+    assert tree["target_steps"] < plain["target_steps"]

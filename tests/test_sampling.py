@@ -156,6 +156,12 @@ def test_the_edge_of_top_p_is_a_score_to_the_last_bit():
         assert np.flatnonzero(p).tolist() == expected.tolist(), top_p
 
 
+@pytest.mark.parametrize("top_p", [np.nextafter(np.float32(0), np.float32(1)), 1e-40, 1.2e-38])
+def test_the_least_top_p_leaves_the_likeliest_token(top_p):
+    p = law_of(np.array([[1.0, 2.0, 3.0, 0.5]]), temperature=1.0, top_p=np.float32(top_p))
+    np.testing.assert_array_equal(p, [[0, 0, 1, 0]])
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_limits_are_found_in_every_dtype(dtype):
     with jax.enable_x64(True):

@@ -96,7 +96,7 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(tables, "BUSHY", ((2,),))  # as FLAT, which is measured already
     monkeypatch.setattr(tables, "FLAT", ((2,),))
     monkeypatch.setattr(tables, "CHAIN", ((1, 1),))
-    monkeypatch.setattr(tables, "wide", lambda width: ((width,),))
+    monkeypatch.setattr(tables, "wide", lambda width: ((width, 1),))
 
 
 def test_every_pool_is_given_its_best_shape_within_a_budget(pair, monkeypatch):
@@ -141,7 +141,7 @@ def folder(tmp_path_factory, pair):
             save_model(near(target, seed), there / pool / "drafts" / str(number), None, "float32")
     lines = [json.dumps({"id": str(n), "prompt": f"def f{n}(x):"}) for n in range(4)]
     (there / "prompts.jsonl").write_text("\n".join(lines))
-    (there / "export" / "dev.jsonl").write_text("\n".join(lines[1:]))
+    (there / "export" / "dev.jsonl").write_text("\n".join(lines[:2]))
     return there
 
 
@@ -149,7 +149,7 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     small(monkeypatch)
     file, picture = folder / "tables.json", folder / "tables.png"
     arguments = ["--model", str(folder), "--alike", str(folder / "alike"), "--max-new-tokens", "8",
-                 "--prompts", str(folder / "prompts.jsonl"), "--limit", "3",
+                 "--prompts", str(folder / "prompts.jsonl"), "--limit", "3", "--rows", "2",
                  "--json", str(file), "--plot", str(picture)]  # fmt: skip
     assert evaluate.main(arguments) == 0
     found = json.loads(file.read_text())
@@ -170,7 +170,7 @@ def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys
     assert {row["pool"] for row in found["equal_time"]} == {"none", "single", "alike", "boosted"}
     assert all(row["tokens_per_second"] > 0 for row in found["equal_time"])
     assert found["env"]["count"] == 3
-    assert (found["env"]["development"], found["env"]["development_count"]) == ("dev.jsonl", 3)
+    assert (found["env"]["development"], found["env"]["development_count"]) == ("dev.jsonl", 2)
     capsys.readouterr()
     (folder / "first.json").write_text(file.read_text())
     del found["coverage"]
