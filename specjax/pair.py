@@ -85,8 +85,10 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
 def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
     """The pair with the drafts, the n-gram model and the smaller draft that are named."""
     target = vocabulary_of(found.target, pair.target.config)
-    for number, files in enumerate(found.drafts):
-        pair.drafts.append(_draft(target, files, f"draft {number}", mesh))
+    drafts = [
+        _draft(target, files, f"draft {number}", mesh) for number, files in enumerate(found.drafts)
+    ]
+    pair = pair._replace(drafts=drafts)
     for each in found.stages:
         if ngram_folder.is_ngram(each):
             table = ngram_folder.load_ngram(each, target.rows)

@@ -99,8 +99,8 @@ def warm(
     )
     wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], limits)
     scaled = logits / temperature
-    scaled = lax.cond(jnp.any(wide.top_k > 0), _of_top_k, lambda x, _: x, scaled, wide)
-    scaled = lax.cond(jnp.any(wide.top_p < 1), _of_top_p, lambda x, _: x, scaled, wide)
+    limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
+    scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
     best = logits.max(axis=-1, keepdims=True) / temperature  # no limit takes a number away
     p = jnp.exp(scaled - best)  # over that of the likeliest
     p = jnp.where(p >= wide.min_p, p, 0)
@@ -139,6 +139,12 @@ def largest(
     best, place = lax.top_k(among.reshape(*scores.shape[:-1], count * width), count)
     token = jnp.take_along_axis(held, place // width, axis=-1) * width + place % width
     return best, token.astype(jnp.int32)
+
+
+def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+    """Logits with everything outside top-k, then outside top-p, at minus infinity."""
+    scaled = lax.cond(jnp.any(wide.top_k > 0), _of_top_k, lambda x, _: x, scaled, wide)
+    return lax.cond(jnp.any(wide.top_p < 1), _of_top_p, lambda x, _: x, scaled, wide)
 
 
 def _of_top_k(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:

@@ -1,38 +1,61 @@
-"""What the limits of a law cost: milliseconds, beside the softmax alone and a sort of its scores.
+"""What the limits of a law cost, beside the softmax alone and a sort of its scores; and in a step.
 
-python -m tests.limits
+    python -m tests.limits
+
+Medians of milliseconds. The steps are those of tiny models with a large vocabulary, temperature
+0.8, one row: what is not their sampling is small.
 """
 
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import jax
 from jax import lax
 
-from specjax.measure import environment
+from specjax import methods
+from specjax.measure import clocked, environment, timed, warm
+from specjax.pair import Pair
+from specjax.request import prepare
 from specjax.sampling import Sampling, process
+from tests.conftest import tiny_model
+from tests.pairs import near
 
-SHAPES = ((1, 1, 4096), (1, 17, 4096), (1, 1, 128256), (1, 17, 128256), (8, 9, 128256))
+LARGE = 128_256
+SHAPES = ((1, 1, 4096), (1, 17, 4096), (1, 1, LARGE), (1, 17, LARGE), (8, 9, LARGE))
 LIMITS = {
     "softmax": {},
     "top-k 40": {"top_k": 40},
     "top-p 0.9": {"top_p": 0.9},
     "both": {"top_k": 40, "top_p": 0.9},
 }
+METHODS = ("none", "chain", "tree")
 ROUNDS = 15
+NEW = 64
 
 
 def milliseconds(function: Callable, *arguments) -> float:
     """The median of several calls of what is compiled."""
     compiled = jax.jit(function).lower(*arguments).compile()
     jax.block_until_ready(compiled(*arguments))
-    taken = []
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled(*arguments))
-        taken.append(time.perf_counter() - began)
+    taken = [clocked(partial(compiled, *arguments))[1] for _ in range(ROUNDS)]
     return 1000 * statistics.median(taken)
+
+
+def of_a_step(pair: Pair, method: str, limits: dict[str, float]) -> float:
+    """The median of several texts' milliseconds a step."""
+    drafter = methods.build(methods.setting_of(method), pair)
+    sampling = Sampling(temperature=0.8, **limits)
+    request = prepare(
+        jax.random.key(0), pair.target, drafter, [[1, 2, 3, 4]], NEW, sampling, "auto", False
+    )
+    warm(pair.target, drafter, request)
+    made = [timed(pair.target, drafter, request) for _ in range(5)]
+    return 1000 * statistics.median(one.seconds / one.steps.sum() for one in made)
+
+
+def told(found: dict[str, float]) -> str:
+    return "  ".join(f"{name} {taken:.2f}" for name, taken in found.items())
 
 
 if __name__ == "__main__":
@@ -40,8 +63,13 @@ if __name__ == "__main__":
     print(", ".join(f"{name} {where[name]}" for name in ("cpu", "cpu_count", "jax", "date")))
     for shape in SHAPES:
         logits = 3 * jax.random.normal(jax.random.key(0), shape)
-        found = {"sort": milliseconds(lambda x: lax.sort(x, dimension=2), logits)}
+        found = {"sort": milliseconds(partial(lax.sort, dimension=2), logits)}
         for name, limits in LIMITS.items():
             rows = Sampling(temperature=0.8, **limits).rows(shape[0])
             found[name] = milliseconds(process, logits, rows)
-        print(*shape, *(f"{name} {taken:.2f}" for name, taken in found.items()), sep="  ")
+        print(*shape, told(found), sep="  ", flush=True)
+    target = tiny_model(scale=3.0, vocab_size=LARGE, max_positions=512)
+    pair = Pair(target, None, [near(target, 1, 0.1)])
+    for method in METHODS:
+        found = {name: of_a_step(pair, method, limits) for name, limits in LIMITS.items()}
+        print(f"a step of {method}", told(found), sep="  ", flush=True)

@@ -23,7 +23,7 @@ from specjax.vocabulary import tokenizer_of
 from tests.conftest import tiny_config, tiny_model
 from tests.folders import pair_folder
 from tests.loading import config_of, write
-from tests.test_parity import GOLDEN, golden, whole_pass
+from tests.test_parity import GOLDEN, golden, plain_pass
 
 ROOT = Path(__file__).parent.parent
 
@@ -73,7 +73,7 @@ def renamed(case, folder, rename, **changes):
 def same_logits(folder, case):
     tokens, expected, tolerance = golden(case)
     np.testing.assert_allclose(
-        whole_pass(load_model(folder), tokens)[0], expected, rtol=0, atol=tolerance
+        plain_pass(load_model(folder), tokens)[0], expected, rtol=0, atol=tolerance
     )
 
 
@@ -151,7 +151,7 @@ def test_fewer_positions_change_nothing_within_them(case):
     """A table of positions is cut; windows that nobody is outside of go, but not their rotation."""
     model = load_model(GOLDEN / case, positions=4)
     tokens, expected, tolerance = golden(case)
-    logits = whole_pass(model, tokens[:, :4])[0]
+    logits = plain_pass(model, tokens[:, :4])[0]
     np.testing.assert_allclose(logits, expected[:, :4], rtol=0, atol=tolerance)
     assert bool(model.config.windows) == (case == "gemma3")
 

@@ -46,15 +46,15 @@ def columns(tokens, start):
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(positions, jnp.int32)
 
 
-def whole_pass(model, tokens):
-    """The logits, and the keys and values, of whole sequences."""
+def plain_pass(model, tokens):
+    """The logits, and the keys and values, of sequences by themselves."""
     return compiled(model, *columns(tokens, 0), None, None)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_those_of_transformers(case):
     tokens, expected, tolerance = golden(case)
-    logits, _ = whole_pass(loaded(case), tokens)
+    logits, _ = plain_pass(loaded(case), tokens)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
 
 
@@ -63,7 +63,7 @@ def test_decoding_and_trees_have_the_logits_of_transformers(case):
     tokens, expected, tolerance = golden(case)
     model = loaded(case)
     rows, whole = tokens.shape
-    _, new = whole_pass(model, tokens[:, :CUT])
+    _, new = plain_pass(model, tokens[:, :CUT])
     cache = empty_cache(model.config, rows, whole, jnp.dtype("float32"))
     cache = cache.keep(new, None, jnp.full(rows, CUT))
     # One token by itself, then a tree: a path to the end, and beside each node one that is wrong.
