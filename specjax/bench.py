@@ -27,7 +27,7 @@ from specjax.profile import profile
 from specjax.prompts import Prompt
 from specjax.report import table
 from specjax.request import Request, prepare
-from specjax.sampling import Sampling
+from specjax.sampling import Sampling, fold
 from specjax.setting import Setting, to_json
 from specjax.values import count_of
 
@@ -106,7 +106,7 @@ class Bencher:
         key = jax.random.key(options.seed)
         number = np.asarray([index for index, _ in rows])
         return prepare(
-            jax.vmap(lambda i: jax.random.fold_in(key, i))(number),
+            jax.vmap(lambda i: fold(key, i))(number),
             self.targets[candidate.dtype],
             self.drafter(candidate),
             [prompt.tokens for _, prompt in rows],

@@ -17,7 +17,7 @@ from specjax.model import Model
 from specjax.options import Verify
 from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
-from specjax.sampling import Sampling, process
+from specjax.sampling import Sampling, fold, process
 from specjax.setting import Setting
 from specjax.tuned import read
 from specjax.values import at_least, check_seed, widths_of
@@ -98,7 +98,7 @@ def compare(
 
 
 def _row_key(options: Verify, row: int) -> jax.Array:
-    return jax.random.fold_in(jax.random.key(options.seed), row)
+    return fold(jax.random.key(options.seed), row)
 
 
 def tokens_of(
@@ -166,7 +166,7 @@ def section(found: Sequence[Comparison], plain: np.ndarray) -> dict[str, Any]:
 
 
 def law_part(pair: Pair, settings: Sequence[Setting], options: Verify) -> dict[str, Any]:
-    """First and second tokens of many continuations follow the target's law."""
+    """Tokens of many continuations follow the target's law, whatever the step before drew."""
     prompt = pair.tokenizer(_LAW_PROMPT).input_ids
     tests = [
         test
@@ -187,23 +187,31 @@ def law_part(pair: Pair, settings: Sequence[Setting], options: Verify) -> dict[s
 def _law_tests(
     pair: Pair, setting: Setting, rule: str, prompt: list[int], options: Verify
 ) -> list[dict[str, Any]]:
-    """G-tests of the first token, and of the second after the most frequent first ones."""
+    """G-tests of the first token, of the second after the most frequent first ones, and of steps
+    that follow each other.
+    """
     drafter = methods.build(setting, pair, rule)
-    drawn = law.first_tokens(
-        jax.random.key(options.seed), pair.target, drafter, prompt, Sampling(TEMPERATURE), rule,
-        options.samples,
-    )  # fmt: skip
+    sampling = Sampling(TEMPERATURE)
+    texts = law.draw_texts(
+        jax.random.key(options.seed), pair.target, drafter, prompt, sampling, rule, options.samples
+    )
+    drawn = texts.tokens
     common = np.argsort(np.bincount(drawn[:, 0]))[::-1][:3].tolist()
     prefixes = [prompt, *([*prompt, token] for token in common)]
     groups = [drawn[:, 0], *(drawn[drawn[:, 0] == token, 1] for token in common)]
     logits = law.logits_after(pair.target, prefixes)
-    rows = Sampling(TEMPERATURE).rows(len(prefixes))
+    rows = sampling.rows(len(prefixes))
     laws = np.asarray(process(jnp.asarray(logits)[:, None], rows)[:, 0], np.float64)
     names = ["first", *(f"second after {token}" for token in common)]
-    return [
-        {"method": setting.label, "rule": rule, "token": name} | law.g_test(group, p)._asdict()
+    found = {
+        name: law.g_test(group, p)
         for name, group, p in zip(names, groups, laws, strict=True)
         if group.size
+    }
+    found["steps"] = law.independence(pair.target, prompt, texts, sampling, options.seed)
+    return [
+        {"method": setting.label, "rule": rule, "token": name} | test._asdict()
+        for name, test in found.items()
     ]
 
 

@@ -15,7 +15,7 @@ from specjax.arrays import Key
 from specjax.draft.drafter import Drafter
 from specjax.model import Model
 from specjax.pytree import pytree
-from specjax.sampling import Sampling
+from specjax.sampling import Sampling, fold, threefry
 from specjax.sharding import ROWS, Layout, check_rows, laid_out, layout_of
 from specjax.verify import DRAWN, NAIVE, Construction, Rule, find_rule
 
@@ -191,7 +191,7 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
 
 
 def row_keys(key: Array, rows: int) -> Key[Array, " B"]:
-    """One key a row: `fold_in(key, row)` of a single key, or the given keys themselves.
+    """One key a row: `fold(key, row)` of a single key, or the given keys; all of threefry.
 
     Raises:
       ValueError: the number of keys is not that of the prompts.
@@ -199,7 +199,7 @@ def row_keys(key: Array, rows: int) -> Key[Array, " B"]:
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
     if key.ndim == 0:
-        return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(rows))
+        return jax.vmap(partial(fold, key))(jnp.arange(rows))
     if key.shape != (rows,):
         raise ValueError(f"there are {key.shape[0]} keys for {rows} prompts.")
-    return key
+    return threefry(key)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from specjax.arrays import KeyArray
+from specjax.arrays import Key, KeyArray, UInt32
 from specjax.pytree import pytree, replace
 
 _BLOCK = 128
@@ -28,6 +28,9 @@ _RANGES = {
 }
 _COLDEST = 1e-20
 """Lower temperatures give the same law, but would make logits infinite."""
+
+
+_THREEFRY = "threefry2x32"
 
 
 class Purpose(enum.IntEnum):
@@ -195,8 +198,30 @@ def _edge(
     return number(lax.fori_loop(0, ends.bits, narrowed, start))
 
 
+def threefry(key: Key[Array, "*B"] | UInt32[Array, "*B w"]) -> Key[Array, "*B"]:
+    """`key` as one of threefry, which hashes all words of a key of another implementation.
+
+    jax batches the generator behind `rbg` and `unsafe_rbg` by the first key alone: under `vmap` all
+    rows would draw from the key and the position of row 0. Threefry's draws depend on each key.
+    """
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    if jax.random.key_impl(key) == _THREEFRY:
+        return key
+    words = jax.random.key_data(key)
+    made = jax.random.key(0, impl=_THREEFRY)
+    for index in range(words.shape[-1]):
+        word = words[..., index]
+        made = _folded(jnp.broadcast_to(made, word.shape), word)
+    return made
+
+
+_folded = jnp.vectorize(jax.random.fold_in)
+
+
 def fold(key: KeyArray, *numbers: int | Int[Array, ""]) -> KeyArray:
-    """`key` folded with each number in turn."""
+    """`key`, as threefry's, folded with each number in turn."""
+    key = threefry(key)
     for number in numbers:
         key = jax.random.fold_in(key, number)
     return key

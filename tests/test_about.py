@@ -15,7 +15,7 @@ from specjax.checkpoint import load_model, save_model
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
 from specjax.folder import Files
-from specjax.law import first_tokens, g_test, logits_after
+from specjax.law import draw_texts, g_test, logits_after
 from specjax.model import initialize, unembed
 from specjax.pair import load_pair
 from specjax.pytree import replace
@@ -155,8 +155,8 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_law(folders, shape, c
     logits = logits_after(target, [[3, 4, 5]])
     p = np.asarray(process(jnp.asarray(logits)[None], sampling.rows(1)))[0, 0]
     assert 0.1 < p[250:].sum() < 0.9
-    drawn = first_tokens(jax.random.key(1), target, drafter, [3, 4, 5], sampling, "auto", 4096)
-    assert g_test(drawn[:, 0], p).p_value > 1e-6
+    texts = draw_texts(jax.random.key(1), target, drafter, [3, 4, 5], sampling, "auto", 4096)
+    assert g_test(texts.tokens[:, 0], p).p_value > 1e-6
 
 
 @pytest.mark.parametrize("name", ["same", "padded"])

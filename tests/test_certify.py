@@ -4,11 +4,14 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import certify, law, methods, verify, walk
+from specjax import certify, law, methods, stepping, verify, walk
 from specjax.__main__ import main
+from specjax.cache import KVCache
+from specjax.draft import ExpansionDrafter
 from specjax.options import Verify
 from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
@@ -67,7 +70,7 @@ def test_a_lossless_pair_is_certified(capsys):
     assert found["sampled"]["naive"]["methods"][0]["method"] == "pool 1,1"
     tests = found["sampled"]["law"]["tests"]
     assert {test["rule"] for test in tests} == {"multi-step", "naive", "recursive"}
-    assert {test["token"].split()[0] for test in tests} == {"first", "second"}
+    assert {test["token"].split()[0] for test in tests} == {"first", "second", "steps"}
 
 
 @pytest.mark.parametrize(
@@ -110,6 +113,47 @@ def test_a_biased_accept_probability_fails_the_law(
     assert {test["rule"] for test in found["tests"]} == {"naive", wrong}
     failed = {test["rule"] for test in found["tests"] if test["p_value"] < found["level"]}
     assert failed == {wrong}
+
+
+def of_row_0(state):
+    """The state whose noise is that of row 0 at its position, a part of it for every row.
+
+    So do rbg keys under `vmap`: each row draws apart, and as long as row 0 goes on, afresh.
+    """
+    rows = jnp.arange(state.key.shape[0])
+    length = jnp.broadcast_to(state.cache.length[0], rows.shape)
+    keys = jax.vmap(partial(fold, state.key[0]))(rows)
+    return replace(state, key=keys, cache=replace(state.cache, length=length))
+
+
+def of_row_0_whole(state):
+    """The state in which every row has row 0's key."""
+    return replace(state, key=jnp.broadcast_to(state.key[0], state.key.shape))
+
+
+@pytest.mark.parametrize(
+    ("shared", "caught"), [(of_row_0, {"steps"}), (of_row_0_whole, {"first", "steps"})]
+)
+@pytest.mark.parametrize("rules", ["naive", "multi-step"])
+def test_noise_shared_by_rows_fails_the_law(
+    shared, caught, rules, pair, monkeypatch, fresh_programs
+):
+    judged, propose = stepping.judge, ExpansionDrafter.propose
+
+    def judge(rule, sampling, state, *rest):
+        return judged(rule, sampling, shared(state), *rest)
+
+    def proposed(drafter, key, position, held, *rest):
+        cache = KVCache((), (), position)
+        alike = shared(stepping.DecodeState(cache, (), jnp.zeros_like(position), key))
+        return propose(drafter, alike.key, alike.cache.length, held, *rest)
+
+    monkeypatch.setattr(stepping, "judge", judge)
+    monkeypatch.setattr(ExpansionDrafter, "propose", proposed)
+    options = dataclasses.replace(SMALL, verify=rules)
+    found = certify.law_part(pair, certify.settings_of(options, pair), options)
+    failed = {test["token"] for test in found["tests"] if test["p_value"] < found["level"]}
+    assert failed >= caught
 
 
 def another(tree, choice, window):

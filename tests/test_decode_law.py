@@ -131,7 +131,7 @@ def expected() -> dict[tuple[int, ...], float]:
 
 
 def texts_of(
-    drafter, rule, run=decode.run, batches=BATCHES, model=None
+    drafter, rule, run=decode.run, batches=BATCHES, model=None, impl="threefry2x32"
 ) -> tuple[np.ndarray, float]:
     """The cell of each row's text among `expected`, and the mean of tokens per step."""
     model = target() if model is None else model
@@ -141,7 +141,7 @@ def texts_of(
     cells = {text: cell for cell, text in enumerate(expected())}
     found, passes = [], 0
     for batch in range(batches):
-        keys = jax.random.split(jax.random.key(batch), ROWS)
+        keys = jax.random.split(jax.random.key(batch, impl=impl), ROWS)
         tokens, made, steps, _ = run(
             model, drafter, rule=rule, sampling=warm(ROWS), limits=limits,
             prompt=prompt, length=length, key=keys, outputs=TOKENS, slots=SLOTS,
@@ -177,6 +177,15 @@ def test_sampled_law_is_that_of_plain_decoding(name):
         assert per_step == 1
     else:
         assert 1.1 < per_step < 2.2
+
+
+@pytest.mark.parametrize("name", ["naive", "tree", "from the leaves", "a block", "pool"])
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_sampled_law_is_that_of_plain_decoding_whatever_the_keys(impl, name):
+    make, rule = CASES[name]
+    found, per_step = texts_of(make(target()), rule, batches=4, impl=impl)
+    assert g_test(found, laws()).p_value > LEVEL
+    assert 1.1 < per_step < 2.2
 
 
 @pytest.mark.parametrize("name", ["tree", "from the leaves", "a block"])

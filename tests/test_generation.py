@@ -1,5 +1,6 @@
 """What is asked of a generation and what comes back: ends, streams, refusals, programs, keys."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,6 +11,7 @@ from specjax import decode, methods
 from specjax.draft import ExpansionDrafter
 from specjax.model import Model
 from specjax.pair import Pair
+from specjax.pytree import replace
 from specjax.request import prepare
 from specjax.sampling import Sampling
 from specjax.verify import BLOCK, DISTINCT, MULTI_STEP, NAIVE, TOP_K, TRAVERSAL, find_rule
@@ -207,3 +209,30 @@ def test_naive_uses_one_key_for_each_emitted_position(monkeypatch, target):
     assert steps < NEW
     assert len(seen) == (2 + 3) * steps
     assert 2 * steps + NEW <= len(set(seen)) <= 2 * steps + NEW + 2 * (drafter.window - 1)
+
+
+IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
+@pytest.mark.parametrize("method", ["plain", "chain", "tree"])
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_row_draws_alone_what_it_draws_beside_one_that_ended(impl, method, target):
+    """Row 0 ends with its first token, and row 1 goes on at a temperature that is nearly flat."""
+    end = int(generate(target, None, PROMPTS[:1]).tokens[0, 0])
+    ends = replace(target, config=dataclasses.replace(target.config, eos_ids=(end,)))
+    draft = near(target, 1, 0.3)
+    drafter = {
+        "plain": None,
+        "chain": alone(draft, (1, 1)),
+        "tree": alone(draft, (2, 1), children=DISTINCT),
+    }[method]
+    keys = jax.random.split(jax.random.key(5, impl=impl), 2)
+    mixed = Sampling(temperature=np.array([0.0, 50.0], np.float32))
+    both = generate(ends, drafter, PROMPTS[:2], keys, sampling=mixed, stop_at_eos=True)
+    alone_too = generate(
+        ends, drafter, PROMPTS[1:2], keys[1:], sampling=Sampling(50.0), stop_at_eos=True
+    )
+    assert both.lengths[0] == 1
+    np.testing.assert_array_equal(both.tokens[1], alone_too.tokens[0])
+    drawn = both.tokens[1, : both.lengths[1]].tolist()
+    assert len(set(drawn)) > len(drawn) // 2

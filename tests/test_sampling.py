@@ -21,6 +21,7 @@ from specjax.sampling import (
     largest,
     most_likely,
     process,
+    threefry,
     warm,
 )
 
@@ -239,6 +240,21 @@ def test_no_two_uses_share_a_key():
         for numbers in by_length.values():
             seen |= {tuple(data) for data in np.asarray(folded(key, numbers)).tolist()}
     assert len(seen) == 3 * len(uses)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_a_key_folds_alone_as_it_folds_in_a_batch(impl):
+    """Whatever made it; and no two keys, nor a key of another implementation, share a hash."""
+    keys = jax.random.split(jax.random.key(3, impl=impl), 64)
+    batch = jax.random.key_data(jax.jit(jax.vmap(lambda key: fold(key, 7, 2)))(keys))
+    each = [jax.random.key_data(fold(key, 7, 2)) for key in keys]
+    np.testing.assert_array_equal(batch, np.stack(each))
+    assert len(np.unique(np.asarray(batch), axis=0)) == 64
+    assert batch.shape[-1] == 2
+    if impl == "threefry2x32":
+        np.testing.assert_array_equal(
+            jax.random.key_data(threefry(keys)), jax.random.key_data(keys)
+        )
 
 
 # Draws. --------------------------------------------------------------------------------------
