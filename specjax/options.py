@@ -80,7 +80,7 @@ class Generate(Context, Hosts):
     min_p: float = 0.0
     """Leave out tokens below this share of the likeliest one's probability; 0 is off."""
     seed: int = 0
-    """Names the random numbers, whatever else is in a batch."""
+    """Names the random numbers: they are those of jax.random.key(seed)."""
     max_new_tokens: int = 128
     """Longest continuation, in tokens."""
     chat: bool = False

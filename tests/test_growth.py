@@ -1,12 +1,26 @@
 """How trees grow: every option of a growth against a plain search over a table's successors."""
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
-from specjax.draft.growth import Growth
+from specjax.draft.growth import (
+    Growth,
+    Likely,
+    Source,
+    grow,
+    join,
+    no_nodes,
+    roots,
+    tree_of,
+)
 from specjax.draft.ngram import NO_TOKEN, NGram, pack
 from specjax.draft.text import TextDrafter
+from specjax.pytree import pytree
 from specjax.sampling import Sampling
 from tests.grown import check_best, paths_of, plain_search, propose, scores_of, start
 from tests.pairs import PROMPTS
@@ -141,3 +155,55 @@ def test_impossible_tokens_are_no_nodes():
     tree, _ = propose(drafter, start(drafter, PROMPTS), PROMPTS)
     for row in range(len(PROMPTS)):
         assert paths_of(tree, row).keys() == {(1,) * n for n in range(5)}
+
+
+@pytree
+class Successors(Source):
+    """A row of tokens and log probabilities for every token, whatever they are."""
+
+    tokens: Array
+    log_q: Array
+
+    def of(self, last):
+        return Likely(self.tokens[last], self.log_q[last])
+
+    def after(self, nodes, scored, carry):
+        return self.of(jnp.take_along_axis(nodes.tokens, scored.slots, axis=1)), carry
+
+    def hold(self, carry, made, slots):
+        return carry
+
+
+def far(seed: int) -> Successors:
+    """A token is followed by one surely, and by others hardly: many equals far from 0."""
+    drawn = np.random.default_rng(seed)
+    tokens = np.argsort(drawn.random((V, V)), axis=1)[:, :W]
+    log_q = -drawn.choice(FAR, (V, W)).astype(np.float32)
+    log_q[:, 0] = 0
+    return Successors(jnp.asarray(tokens, jnp.int32), jnp.asarray(np.sort(log_q)[:, ::-1]))
+
+
+@partial(jax.jit, static_argnums=2)
+def trees_of(source, last, growth):
+    rows = last.shape[0]
+    nodes = no_nodes(rows, growth.budget)
+    nodes, _, growing = join(nodes, roots(rows), source.of(last[:, None]), growth)
+    return tree_of(grow(source, growth, nodes, (), growing)[0], last, V)[0]
+
+
+FAR = [0.0, 40_000.0, 40_000.0, 40_000.5, 50_000.0, 70_000.0]
+
+
+@pytest.mark.parametrize("beams", [2, 3])
+def test_a_child_scores_below_its_parent_however_low_both_are(beams):
+    """Where a float32 has no room for log(decay), a tie could push out a parent, not its child.
+
+    The child then hung below whatever came into its parent's slot.
+    """
+    growth = Growth(budget=12, beams=beams, width=W, depth=8, decay=0.999)
+    for seed in range(30):
+        source, last = far(seed), jnp.arange(V, dtype=jnp.int32)
+        tree = jax.tree.map(np.asarray, trees_of(source, last, growth))
+        for row in range(V):
+            for *above, token in filter(None, paths_of(tree, row)):
+                assert token in source.tokens[above[-1] if above else row]

@@ -249,7 +249,7 @@ def join(
     score, named = _guessed(scored, likely, growth)
     depth = _depths(nodes, scored)
     score = jnp.where(depth < growth.depth, score, -jnp.inf)
-    offered = (score[:, :, None] + jnp.log(growth.decay) + likely.log_q).reshape(rows, -1)
+    offered = _below(score[:, :, None], likely.log_q, growth).reshape(rows, -1)
     offered = jnp.where(jnp.isnan(offered), -jnp.inf, offered)
     held = jnp.where(nodes.valid, nodes.score, -jnp.inf)
     taken = _taken(held, offered)
@@ -313,10 +313,20 @@ def _guessed(
     step = jnp.where(same, log_q, -jnp.inf).max(axis=2)
     score = jnp.concatenate([scored.score, jnp.full_like(step, -jnp.inf)], axis=1)
     for _ in range(scored.levels):
-        guessed = jnp.take_along_axis(score, scored.above, axis=1) + jnp.log(growth.decay) + step
+        guessed = _below(jnp.take_along_axis(score, scored.above, axis=1), step, growth)
         score = score.at[:, scored.score.shape[1] :].set(guessed)
     which = scored.above * width + jnp.argmax(same, axis=2).astype(jnp.int32)
     return score, jnp.where(same.any(axis=2), which, count * width)
+
+
+def _below(score: Array, log_q: Array, growth: Growth) -> Array:
+    """The scores of children, each below its parent's `score`, minus infinity where none is.
+
+    Far from 0 a float32 has no room for log(decay) (from 16,384 on for a decay of 0.9995): the
+    child takes the next lower number then, or of two equals the parent could go and the child stay.
+    """
+    child = score + jnp.log(growth.decay) + log_q
+    return jnp.minimum(child, jnp.nextafter(score, -jnp.inf))
 
 
 def _taken(held: Float[Array, "B K"], offered: Float[Array, "B C"]) -> _Taken:
