@@ -234,17 +234,36 @@ def test_plain_sequence_sees_its_window(window):
         tree_attention(*at[:4], window=window)
 
 
+@pytest.mark.parametrize("tokens", [900, 1024, 1300])
+@pytest.mark.parametrize("window", [None, 1, 37, 700])
+def test_long_sequences_are_a_loop_over_chunks(window, tokens):
+    """In value and gradient, with queries that only fill up the last chunk, and windows."""
+    at = make((2, 2, 1, tokens, 0, 1, 4), jnp.float32)._replace(prefix=None)
+    weight = jnp.cos(jnp.arange(at.query.size, dtype=jnp.float32)).reshape(at.query.shape)
+    seen = np.tri(tokens, dtype=bool) & ~np.tri(tokens, k=-(window or tokens), dtype=bool)
+    at = at._replace(visible=jnp.broadcast_to(jnp.asarray(seen), (2, tokens, tokens)))
+    assert_close(tree_attention(*at[:3], None, window=window), at)
+    actual = gradients(lambda *x: tree_attention(*x, None, window=window), weight, at)
+    expected = gradients(lambda *x: reference.tree_attention(at._replace(**named(x))), weight, at)
+    for ours, plain in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(ours, plain, atol=2e-5 * float(jnp.abs(plain).max() + 1))
+
+
+def named(x):
+    return dict(zip(("query", "block_keys", "block_values"), x, strict=True))
+
+
+def gradients(function, weight, at):
+    return jax.jit(jax.grad(lambda *x: (function(*x) * weight).sum(), (0, 1, 2)))(*at[:3])
+
+
 def test_plain_sequence_has_the_gradient_of_the_definition():
     at = make((1, 4, 2, 131, 0, 1, 8), jnp.float32)._replace(prefix=None)
     weight = jnp.cos(jnp.arange(at.query.size, dtype=jnp.float32)).reshape(at.query.shape)
-    lower = jnp.tri(131, dtype=bool)[None]
-
-    def of(q, k, v):
-        return (reference.tree_attention(Operands(q, k, v, lower)) * weight).sum()
-
-    ours = jax.grad(lambda q, k, v: (tree_attention(q, k, v, None) * weight).sum(), (0, 1, 2))
-    plain = jax.grad(of, (0, 1, 2))
-    for actual, expected in zip(ours(*at[:3]), plain(*at[:3]), strict=True):
+    at = at._replace(visible=jnp.tri(131, dtype=bool)[None])
+    ours = gradients(lambda *x: tree_attention(*x, None), weight, at)
+    plain = gradients(lambda *x: reference.tree_attention(at._replace(**named(x))), weight, at)
+    for actual, expected in zip(ours, plain, strict=True):
         np.testing.assert_allclose(actual, expected, atol=2e-5)
 
 
