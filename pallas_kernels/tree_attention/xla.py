@@ -144,7 +144,7 @@ def _looped(soft_cap: float | None, window: int | None, row: tuple[Array, Array,
     query, keys, values = row
     heads, tokens, dim = query.shape
     count = -(-tokens // _CHUNK)
-    spare = count * _CHUNK - tokens  # queries that see all keys; what they give is cut off
+    spare = count * _CHUNK - tokens  # queries that only fill up; what they give is cut off
     chunks = jnp.pad(query, ((0, 0), (0, spare), (0, 0))).reshape(heads, count, _CHUNK, dim)
 
     def from_first(span: int) -> Callable[..., Array]:
@@ -156,19 +156,22 @@ def _looped(soft_cap: float | None, window: int | None, row: tuple[Array, Array,
     ends = sorted({min(-(-count * n // _SPANS) * _CHUNK, tokens) for n in range(1, _SPANS + 1)})
     runs = [from_first(end) for end in ends]
 
-    def one(number: Array, query: Array, keys: Array, values: Array) -> Array:
-        start = number * _CHUNK
-        if window is None or window + _CHUNK > tokens:
-            which = jnp.searchsorted(jnp.asarray(ends), start + 1)
-            return lax.switch(which, runs, query, keys, values, start)
+    def near(start: Array, query: Array) -> Array:
+        assert window is not None
         span = window + _CHUNK - 1
         since = jnp.clip(start - window + 1, 0, tokens - span)
-        near = [lax.dynamic_slice_in_dim(x, since, span, axis=1) for x in (keys, values)]
-        return _chunk(soft_cap, window, query, *near, start - since, 0, span)
+        own_keys = lax.dynamic_slice_in_dim(keys, since, span, axis=1)
+        own_values = lax.dynamic_slice_in_dim(values, since, span, axis=1)
+        return _chunk(soft_cap, window, query, own_keys, own_values, start - since, 0, span)
 
-    made = lax.map(
-        lambda at: one(at[0], at[1], keys, values), (jnp.arange(count), chunks.swapaxes(0, 1))
-    )
+    def one(chunk: tuple[Array, Array]) -> Array:
+        start, query = chunk[0] * _CHUNK, chunk[1]
+        if window is not None and window + _CHUNK <= tokens:
+            return near(start, query)
+        which = jnp.searchsorted(jnp.asarray(ends), start + 1)
+        return lax.switch(which, runs, query, keys, values, start)
+
+    made = lax.map(one, (jnp.arange(count), chunks.swapaxes(0, 1)))
     return made.swapaxes(0, 1).reshape(heads, -1, dim)[:, :tokens]
 
 
