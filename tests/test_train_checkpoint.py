@@ -1,6 +1,8 @@
 """A pool for a target that exists: its tokenizer, the user's texts, and what may be wrong."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import jax
@@ -11,15 +13,18 @@ from tokenizers import Tokenizer
 from specjax.checkpoint import load_drafts, load_model, save_model
 from specjax.decode import generate
 from specjax.draft import ExpansionDrafter
+from specjax.folder import Files
 from specjax.model import initialize
 from specjax.sampling import Sampling
 from specjax.vocabulary import tokenizer_of
 from tests.conftest import tiny_config
-from train import evaluate, run
+from train import evaluate, export, run
+from train import work as work_module
 from train.collect import load_collected
 from train.config import load_recipe
 from train.corpus import train_tokenizer
 from train.loop import Log
+from train.target import identity_of, lasting_name
 from train.work import Work
 
 CONFIG = str(Path(__file__).parent.parent / "configs" / "boost" / "from_checkpoint.py")
@@ -170,3 +175,66 @@ def test_a_target_that_ends_nothing_is_said_to(tmp_path, capsys, corpus):
     notes = [line["note"] for line in lines if "note" in line]
     assert notes == ["the target ended none of its continuations: the drafts learn nothing of "
                      "where to end."] * 2  # fmt: skip
+
+
+def checkpoint(folder: Path, **files: bytes) -> Files:
+    """A folder with such files; `.` in their names is spelled `__`."""
+    for name, held in {"config__json": b"{}", **files}.items():
+        path = folder / name.replace("___", "/").replace("__", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(held)
+        os.utime(path, (1, 1))
+    return Files(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["model__safetensors", "pytorch_model__bin", "weights__orbax___d___0"]
+)
+def test_targets_that_differ_in_their_weights_have_names_of_their_own(tmp_path, name):
+    """In whatever form the weights are; what lies beside them and is not loaded does not count."""
+    sizes = [
+        identity_of(checkpoint(tmp_path / str(size), **{name: bytes(size)})) for size in (3, 4)
+    ]
+    assert sizes[0] != sizes[1]
+    again = checkpoint(tmp_path / "again", **{name: bytes(3)})
+    assert identity_of(again) == sizes[0]
+    if name == "model__safetensors":
+        assert identity_of(checkpoint(again.folder, pytorch_model__bin=b"x")) == sizes[0]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no weights"):
+        identity_of(checkpoint(tmp_path / "empty"))
+
+
+def test_targets_of_a_hub_are_named_after_their_revision_and_what_they_hold(tmp_path, monkeypatch):
+    """Files of its cache are links to others, named by their digests."""
+    home = tmp_path / "models--org--tiny"
+    (home / "blobs").mkdir(parents=True)
+    found = []
+    for revision, blob in (("a" * 40, "11"), ("b" * 40, "22"), ("c" * 40, "11")):
+        snapshot = home / "snapshots" / revision
+        (home / "blobs" / blob).write_bytes(bytes(7))
+        os.utime(home / "blobs" / blob, (1, 1))
+        checkpoint(snapshot)
+        (snapshot / "pytorch_model.bin").symlink_to(Path("../../blobs") / blob)
+        found.append(Files(snapshot))
+    names = [identity_of(files) for files in found]
+    assert names[0] == names[2] != names[1]
+    assert lasting_name("org/tiny", found[1]) == f"org/tiny@{'b' * 40}"
+    assert lasting_name("org/tiny@main", found[1]) == f"org/tiny@{'b' * 40}"
+    assert lasting_name("bundled", found[1]) == "bundled"
+    monkeypatch.chdir(tmp_path)
+    own = home.name
+    assert lasting_name(own, Files(Path(own))) == str(home.resolve())
+
+
+def test_a_pair_names_a_hubs_target_as_it_is_found_again(tmp_path, target, corpus, monkeypatch):
+    """By its name and revision, not by a path that there is not."""
+    snapshot = tmp_path / "snapshots" / ("d" * 40)
+    shutil.copytree(target, snapshot)
+    monkeypatch.setattr(work_module, "find", lambda name: Files(snapshot))
+    recipe = load_recipe(CONFIG, ("target=org/tiny", f"corpus={corpus[0]}", *SMALL))
+    own = Work(recipe, tmp_path / "run", Log(tmp_path / "log.jsonl"), tmp_path / "pair")
+    said = json.loads(export._made_from(own))
+    assert said["target"] == f"org/tiny@{'d' * 40}"
+    assert said["made_from"]["target"] == identity_of(Files(snapshot))
+    assert own.target.config.vocab_size == 320

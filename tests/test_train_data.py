@@ -170,6 +170,14 @@ def test_chunks_are_made_once_and_survive_a_kill(tmp_path):
     make_chunks("toy", tmp_path, 4, make, log)
     assert made == [0, 1, 2, 3]
     assert load_chunks("toy", tmp_path, 4)["tokens"][:, 0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    chunk = tmp_path / "00002.npz"
+    whole = chunk.read_bytes()
+    for damaged in (b"", whole[:40], whole[:-30], b"PK" + whole[40:], whole[:80] + whole[120:]):
+        chunk.write_bytes(damaged)
+        with pytest.raises(
+            ValueError, match=r"00002\.npz is truncated or damaged.*stage 'toy' again"
+        ):
+            load_chunks("toy", tmp_path, 4)
 
 
 def test_overrides_change_what_they_name():

@@ -2,6 +2,8 @@
 
 import os
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,14 +40,25 @@ def load_chunks(stage: str, folder: Path, count: int) -> dict[str, np.ndarray]:
     """The arrays of all chunks, joined along their first axis.
 
     Raises:
-      ValueError: a chunk is missing.
+      ValueError: a chunk is missing, or cannot be read.
     """
     files = [_file(folder, index) for index in range(count)]
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise ValueError(f"{missing} is missing; run the stage {stage!r} first.")
-    parts = [np.load(file) for file in files]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}
+    parts = [_load(stage, file) for file in files]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def _load(stage: str, file: Path) -> dict[str, np.ndarray]:
+    try:
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
+            return dict(held)
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(
+            f"{file} is truncated or damaged ({error}); delete it and run the stage {stage!r} "
+            "again."
+        ) from error
 
 
 def write_text(file: Path, text: str) -> None:

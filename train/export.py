@@ -13,6 +13,7 @@ from train.heldout import View, estimates, hold_out, view
 from train.loop import Metrics
 from train.pretrain import bits_per_byte
 from train.report import losses, machine, marked, stage_seconds
+from train.target import lasting_name
 from train.trigrams import made_in
 from train.work import Work
 
@@ -94,7 +95,7 @@ def _made_from(work: Work) -> str:
     if work.recipe.trigrams.contexts:
         found["made_from"]["trigrams"] = work.counted.name
     if isinstance(own, str):
-        found["target"] = own if own == "bundled" else str(Path(own).resolve())
+        found["target"] = lasting_name(own, work.files)
     return json.dumps(found, indent=1) + "\n"
 
 

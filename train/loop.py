@@ -1,6 +1,7 @@
 """The loop every stage runs: resume, step, measure, save."""
 
 import json
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from flax.training.train_state import TrainState
+from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -25,7 +27,10 @@ Metrics = dict[str, float | int | str]
 
 
 class Log:
-    """Metrics as JSON lines in `file`, and as sentences on the console."""
+    """Metrics as JSON lines in `file`, and as sentences on the console.
+
+    A number that is not finite is null in the file.
+    """
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -35,8 +40,10 @@ class Log:
     def write(self, stage: str, **metrics: float | int | str) -> None:
         """One line of metrics of a stage."""
         line = {"stage": stage, "time": round(time.time(), 1), **metrics}
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v
+                  for k, v in line.items()}  # fmt: skip
         with self.file.open("a") as out:
-            out.write(json.dumps(line) + "\n")
+            out.write(json.dumps(finite, allow_nan=False) + "\n")
         shown = " ".join(
             f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in metrics.items()
         )
@@ -58,6 +65,9 @@ def fit(
     Equal arguments give equal weights, interrupted or not: batches depend on the step alone.
     `measure` gives the metrics printed every `evaluate_every` steps and at the end. With several
     devices every one takes its share of a batch's rows.
+
+    Raises:
+      ValueError: a loss, a weight or a moment is not finite. What was saved before stays.
     """
     if not schedule.steps:
         return model
@@ -73,6 +83,7 @@ def fit(
                 if step == start and (sentence := spread.uneven(rows)):
                     log.write(stage, note=sentence)
                 state, value = train_step(state, spread.rows(rows), loss)
+                _check_finite(stage, folder, step + 1, manager, float(value), "the loss")
                 pace.add(value, rows)
                 last = step + 1 == schedule.steps
                 progress.update(task, advance=1, note=f"loss {float(value):.3f}")
@@ -81,9 +92,31 @@ def fit(
                     log.write(stage, **figures, **measure(_model(spread.together(state))))
                     pace.restart()
                 if (step + 1) % schedule.save_every == 0 or last:
+                    size = float(_size((state.params, state.opt_state)))
+                    _check_finite(stage, folder, step + 1, manager, size, "what would be saved")
                     manager.save(step + 1, args=ocp.args.StandardSave(_arrays(state)))
         manager.wait_until_finished()
     return _model(spread.together(state))
+
+
+@jax.jit
+def _size(kept: Any) -> Array:
+    """The largest magnitude of all numbers; not finite if one of them is not."""
+    leaves = [leaf for leaf in jax.tree.leaves(kept) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return jnp.stack([jnp.abs(leaf).max() for leaf in leaves]).max()
+
+
+def _check_finite(
+    stage: str, folder: Path, step: int, manager: ocp.CheckpointManager, value: float, what: str
+) -> None:
+    if math.isfinite(value):
+        return
+    kept = manager.latest_step()
+    raise ValueError(
+        f"{what} of the stage {stage!r} is {value} at step {step}, so training ended; "
+        + (f"{folder} keeps step {kept}. " if kept else f"nothing was saved in {folder} yet. ")
+        + "Lower its learning rates and run again."
+    )
 
 
 class _Pace:

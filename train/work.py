@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from specjax.checkpoint import load
 from specjax.config import ModelConfig
-from specjax.folder import BUNDLED
+from specjax.folder import Files, find
 from specjax.model import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
@@ -28,6 +28,7 @@ from train.data import Streams, encode
 from train.documents import Document, fingerprint
 from train.loop import Log, finished
 from train.marking import BY_NOTHING
+from train.target import identity_of
 
 COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
 """Settings that change no result."""
@@ -66,10 +67,15 @@ class Work:
         return fingerprint(self.documents)
 
     @cached_property
-    def given(self) -> tuple[Model, Any]:
-        """The target and the tokenizer of the folder that the recipe names."""
+    def files(self) -> Files:
+        """The target that the recipe names, on this machine."""
         assert isinstance(self.recipe.target, str)
-        found = load(self.recipe.target)
+        return find(self.recipe.target)
+
+    @cached_property
+    def given(self) -> tuple[Model, Any]:
+        """The target that the recipe names, and its tokenizer."""
+        found = load(self.files.folder)
         check_for(self.recipe, found[0].config)
         return found
 
@@ -85,7 +91,7 @@ class Work:
     def target_id(self) -> str:
         """What names the target among the inputs of other stages."""
         if isinstance(self.recipe.target, str):
-            return _identity_of(self.recipe.target)
+            return identity_of(self.files)
         return self.pretrained.name
 
     @cached_property
@@ -252,16 +258,3 @@ def _plain(value: Any) -> Any:
         left_out = {name for name in later if getattr(value, name) == later[name]}.union(COSMETIC)
         return {name: found[name] for name in found if name not in left_out}
     return value
-
-
-def _identity_of(name: str) -> str:
-    """A digest of a checkpoint: its configuration, and its weights' names, sizes and times."""
-    folder = BUNDLED / "target" if name == "bundled" else Path(name)
-    found = hashlib.sha256()
-    for pattern in ("*.json", "tokenizer.model", "*.jinja"):
-        for file in sorted(folder.glob(pattern)):
-            found.update(file.name.encode() + file.read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        status = file.stat()
-        found.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
-    return f"target-{found.hexdigest()[:16]}"
