@@ -14,7 +14,6 @@ from specjax import decode, measure, methods
 from specjax.choice import Asked, Choice, choose
 from specjax.distributed import devices_for
 from specjax.draft import Drafter, Step
-from specjax.model import Model
 from specjax.options import Generate
 from specjax.pair import Pair, load_pair
 from specjax.request import Request, prepare
@@ -58,7 +57,7 @@ def generate(options: Generate) -> int:
     if options.json:
         print(json.dumps(_answer(options, pair, choice, drafter, ids, request)))
     else:
-        _narrate(options, pair, drafter, ids, request)
+        _narrate(options, pair, drafter, ids)
     return 0
 
 
@@ -156,9 +155,7 @@ class Continuation:
         return new
 
 
-def _narrate(
-    options: Generate, pair: Pair, drafter: Drafter | None, ids: list[int], request: Request
-) -> None:
+def _narrate(options: Generate, pair: Pair, drafter: Drafter | None, ids: list[int]) -> None:
     """Streams the text, then says what it cost."""
 
     def steps() -> Any:
@@ -185,20 +182,6 @@ def _narrate(
     say(
         f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
         f"{tokens / seconds:.1f} tokens/s."
-    )
-    if request.layout is None:
-        _say_split(pair.target, drafter, request, passes, seconds)
-
-
-def _say_split(
-    target: Model, drafter: Drafter | None, request: Request, passes: int, seconds: float
-) -> None:
-    """Says how the time was spent, from the phases of a step compiled apart."""
-    phases = measure.phases(target, drafter, request)
-    draft, look = phases.draft * passes / seconds, phases.target * passes / seconds
-    say(
-        f"time: drafting {draft:.0%}, target {look:.0%}, rest {max(0.0, 1 - draft - look):.0%} "
-        "(prefill, verification, printing)."
     )
 
 

@@ -1,7 +1,7 @@
 """The loop over speculative steps: as one program, or a step at a time; on a device or a mesh."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from specjax.cache import KVCache
 from specjax.draft.drafter import Drafter, Step
 from specjax.model import Model
 from specjax.pytree import pytree, unchecked
-from specjax.request import Limits, prepare, window_of
+from specjax.request import Limits, Prompts, Request, prepare, window_of
 from specjax.sampling import Sampling
 from specjax.sharding import ROWS, Layout, everywhere, laid_out, spread
 from specjax.stepping import DecodeState, prefill, step
@@ -121,28 +121,29 @@ def _run(
 
 
 def generate(
-    key: Array,
+    key: Array | np.ndarray,
     target: Model,
     drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
     verify: str = "auto",
     stop_at_eos: bool = True,
 ) -> Generation:
-    """Continuations of `prompts` (lists of token ids), distributed exactly as the target's own.
+    """Continuations of `prompts` (see `Prompts`), distributed exactly as the target's own.
 
     `key` is one key (row i uses `fold_in(key, i)`) or one a row. `drafter=None` is plain
     decoding through the same program. One compilation a bucket of rows, prompt length and
     output length; weights, prompts and sampling parameters never recompile.
 
     Raises:
-      ValueError: see `prepare`.
+      TypeError, ValueError: see `prepare`.
     """
     request = prepare(
-        key, target, drafter, prompts, max_new_tokens, sampling or Sampling(), verify, stop_at_eos
-    )
+        key, target, drafter, prompts, max_new_tokens,
+        Sampling() if sampling is None else sampling, verify, stop_at_eos,
+    )  # fmt: skip
     made = run(target, drafter, **request._asdict())
     tokens, lengths, steps, nodes = map(np.asarray, made)
     return Generation(tokens[:, :max_new_tokens], lengths, steps, nodes)
@@ -199,10 +200,10 @@ def _state_specs(target: Model, drafter: Drafter | None) -> DecodeState:
 
 
 def stream(
-    key: Array,
+    key: Array | np.ndarray,
     target: Model,
     drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     *,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
@@ -214,16 +215,22 @@ def stream(
     Each `Step` holds host arrays; row b gained `tokens[b, :count[b]]`.
 
     Raises:
-      ValueError: see `prepare`.
+      TypeError, ValueError: when it is called; see `prepare`.
     """
     request = prepare(
-        key, target, drafter, prompts, max_new_tokens, sampling or Sampling(), verify, stop_at_eos
-    )
+        key, target, drafter, prompts, max_new_tokens,
+        Sampling() if sampling is None else sampling, verify, stop_at_eos,
+    )  # fmt: skip
+    return _steps(target, drafter, request)
+
+
+def _steps(target: Model, drafter: Drafter | None, request: Request) -> Iterator[Step]:
     layout = request.layout
     state = prefill_jit(
         target, drafter, request.prompt, request.length, request.key, request.slots, layout
     )
-    made, done = np.zeros(len(prompts), np.int32), np.zeros(len(prompts), bool)
+    rows = request.prompt.shape[0]
+    made, done = np.zeros(rows, np.int32), np.zeros(rows, bool)
     while not done.all():
         so_far = laid_out(layout, (made, done), ROWS)
         state, gave, ended = step_jit(

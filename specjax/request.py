@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -54,17 +54,65 @@ class Request(NamedTuple):
     layout: Layout | None = None
 
 
+Prompts: TypeAlias = Sequence[Sequence[int | np.integer] | Array | np.ndarray] | Array | np.ndarray
+"""Token ids: a list of prompts, each a list or a 1-D array; or a 2-D array with a prompt a row."""
+
+
+def listed(prompts: Prompts) -> list[list[int]]:
+    """The prompts as lists of token ids.
+
+    Raises:
+      TypeError: they are not lists or arrays of whole numbers.
+      ValueError: an array has other than two axes.
+    """
+    wanted = "it must be a list of prompts, each a list of token ids"
+    if isinstance(prompts, str | bytes):
+        raise TypeError(f"prompts is text, {prompts[:20]!r}; {wanted}: tokenize it first.")
+    if isinstance(prompts, jax.Array | np.ndarray) and prompts.ndim != 2:
+        raise ValueError(f"prompts has shape {prompts.shape}; an array of prompts has two axes.")
+    if not isinstance(prompts, Sequence | jax.Array | np.ndarray):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; {wanted}.")
+    return [_ids_of(row, prompt) for row, prompt in enumerate(prompts)]
+
+
+def _ids_of(row: int, prompt: Any) -> list[int]:
+    if isinstance(prompt, str | bytes):
+        raise TypeError(f"prompt {row} is text, {prompt[:20]!r}; it must be a list of token ids.")
+    if isinstance(prompt, jax.Array | np.ndarray):
+        found = np.asarray(prompt)
+        if found.ndim == 1 and found.dtype.kind in "iu":
+            return found.tolist()
+        if found.ndim:
+            raise TypeError(
+                f"prompt {row} is an array of {found.dtype} with shape {found.shape}; it must be "
+                "whole numbers along one axis."
+            )
+        prompt = found[()]
+    if not isinstance(prompt, Sequence):
+        raise TypeError(
+            f"prompt {row} is {prompt!r}, not a list of token ids; for a single prompt, give a "
+            "list that holds it."
+        )
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"prompt {row} holds {token!r}; token ids are whole numbers.")
+    return [int(token) for token in prompt]
+
+
 def check_prompts(
     target: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int
 ) -> list[int]:
     """The prompts' lengths.
 
     Raises:
-      ValueError: there is none, or one is empty, holds a foreign token or does not fit.
+      TypeError: `max_new_tokens` is no whole number.
+      ValueError: there is no prompt, or one is empty, holds a foreign token or does not fit.
     """
     config = target.config
     if not prompts:
         raise ValueError("there is no prompt.")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
+        raise TypeError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     lengths = [len(prompt) for prompt in prompts]
@@ -85,10 +133,10 @@ def check_prompts(
 
 
 def prepare(
-    key: Array,
+    key: Array | np.ndarray,
     target: Model,
     drafter: Drafter | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     max_new_tokens: int,
     sampling: Sampling,
     verify: str,
@@ -97,14 +145,17 @@ def prepare(
     """The request as arrays in buckets.
 
     Raises:
+      TypeError: an argument is of another type than it must be.
       ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
         draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
         out of its range; a mesh's axis does not divide the rows; the texts
         would take more memory than there is; a draft is split over a mesh.
     """
+    _check_types(target, drafter, sampling, verify)
+    prompts = listed(prompts)
     lengths = check_prompts(target, prompts, max_new_tokens)
     _check_drafter(target, drafter)
-    rows = sampling.rows(len(prompts))
+    rows, keys = sampling.rows(len(prompts)), row_keys(key, len(prompts))
     trees = Construction(DRAWN, chain=True) if drafter is None else drafter.construction
     rule = find_rule(verify, trees)
     rule = NAIVE if drafter is None else rule
@@ -120,8 +171,7 @@ def prepare(
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
     _check_memory(target, drafter, len(prompts), width, slots)
-    by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32),
-                   row_keys(key, len(prompts)))  # fmt: skip
+    by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), keys)
     limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
     rows, padded, length, keys = laid_out(layout, by_row, ROWS)
     return Request(
@@ -135,6 +185,22 @@ def prepare(
         slots=slots,
         layout=layout,
     )
+
+
+def _check_types(target: Model, drafter: Drafter | None, sampling: Sampling, verify: str) -> None:
+    """Checks what else would fail far from here, and say something of jax."""
+    wanted = {
+        "target": (target, Model, "load gives one, and a tokenizer beside it"),
+        "sampling": (sampling, Sampling, "such as specjax.Sampling(temperature=0.8)"),
+        "verify": (verify, str, "such as 'auto'"),
+    }
+    if drafter is not None:
+        wanted["drafter"] = (drafter, Drafter, "build and load_drafter give one")
+    for name, (value, kind, hint) in wanted.items():
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; it must be a {kind.__name__}: {hint}."
+            )
 
 
 def _check_drafter(target: Model, drafter: Drafter | None) -> None:
@@ -190,16 +256,28 @@ def bucket(size: int, buckets: Sequence[int]) -> int:
     return fitting
 
 
-def row_keys(key: Array, rows: int) -> Key[Array, " B"]:
+def row_keys(key: Array | np.ndarray, rows: int) -> Key[Array, " B"]:
     """One key a row: `fold(key, row)` of a single key, or the given keys; all of threefry.
 
     Raises:
+      TypeError: it is not a key of jax's.
       ValueError: the number of keys is not that of the prompts.
     """
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(f"key is {key!r}; it must be a key of jax's, such as jax.random.key(0).")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    if key.ndim == 0:
-        return jax.vmap(partial(fold, key))(jnp.arange(rows))
-    if key.shape != (rows,):
-        raise ValueError(f"there are {key.shape[0]} keys for {rows} prompts.")
-    return threefry(key)
+        words = jax.random.key_data(jax.random.key(0)).shape
+        if key.dtype != np.uint32 or key.ndim not in (1, 2) or key.shape[-1:] != words:
+            raise TypeError(
+                f"key is an array of {key.dtype} with shape {key.shape}; it must be a key of "
+                "jax's, such as jax.random.key(0)."
+            )
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    keys = jnp.asarray(key)
+    if keys.ndim == 0:
+        return jax.vmap(partial(fold, keys))(jnp.arange(rows))
+    if keys.shape != (rows,):
+        raise ValueError(
+            f"key has shape {keys.shape}, for {rows} prompts; give one key, or one a row."
+        )
+    return threefry(keys)

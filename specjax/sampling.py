@@ -58,7 +58,9 @@ class Sampling:
         """The same with every field an array `[count]`, checked.
 
         Raises:
-          ValueError: a field is out of its range or has another number of rows.
+          TypeError: a field does not hold numbers, or whole ones where it must.
+          ValueError: a field is out of its range or has another number of rows, or a float32 makes
+            nothing or infinity of a temperature.
         """
         checked = {}
         for name, (dtype, low, high, interval) in _RANGES.items():
@@ -67,10 +69,26 @@ class Sampling:
                 raise ValueError(
                     f"sampling.{name} has shape {value.shape}; there are {count} prompts."
                 )
+            whole = jnp.issubdtype(value.dtype, jnp.integer)
+            if not whole and (dtype is np.int32 or not jnp.issubdtype(value.dtype, jnp.floating)):
+                kind = "whole numbers" if dtype is np.int32 else "numbers"
+                raise TypeError(f"sampling.{name} is {value.tolist()!r}; it must be {kind}.")
             if not np.all((value >= low) & (value <= high)):
                 raise ValueError(f"sampling.{name} is {value.tolist()}; it must lie in {interval}.")
+            if name == "temperature":
+                _check_float32(value)
             checked[name] = jnp.asarray(np.broadcast_to(value, (count,)), dtype)
         return Sampling(**checked)
+
+
+def _check_float32(temperature: np.ndarray) -> None:
+    single = np.finfo(np.float32)
+    within = (temperature >= single.tiny) & (temperature <= single.max)
+    if not np.all(within | (temperature == 0) | np.isinf(temperature)):
+        raise ValueError(
+            f"sampling.temperature is {temperature.tolist()}; a float32 holds 0, "
+            f"{single.tiny:.3g} to {single.max:.3g}, and inf."
+        )
 
 
 def process(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "B N V"]:

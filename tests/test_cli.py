@@ -60,8 +60,26 @@ def test_streamed_text_is_that_of_json_and_standard_input_is_read(capsys, monkey
     assert main(["generate", "-", *POOL, *SHORT, *pair_flags()]) == 0
     printed = capsys.readouterr()
     assert printed.out == expected["text"].rstrip("\N{REPLACEMENT CHARACTER}") + "\n"
-    for part in ("method pool 1,1: it was asked for", "tokens per step", "tokens/s", "drafting"):
+    for part in ("method pool 1,1: it was asked for", "tokens per step", "tokens/s"):
         assert part in printed.err
+
+
+def test_nothing_is_compiled_once_the_text_is_there(capsys, monkeypatch):
+    compiled, at_remarks, say = [], [], console.say
+
+    def remark(sentence: str) -> None:
+        at_remarks.append(len(compiled))
+        say(sentence)
+
+    def listen(event: str, seconds: float, **_: object) -> None:
+        if "compile" in event:
+            compiled.append(event)
+
+    monkeypatch.setattr(console, "say", remark)
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    assert main(["generate", PROMPT, *POOL, *SHORT, *pair_flags()]) == 0
+    assert 0 < at_remarks[-1] == len(compiled)
 
 
 def test_trees_are_drawn_and_a_terminal_shows_drafters_in_colour(capsys, monkeypatch):

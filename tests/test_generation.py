@@ -85,7 +85,7 @@ def test_stream_gives_what_generate_gives(drafted, target):
             "the greedy rule needs temperature 0; it is 0.5",
         ),
         ([[1]], {"sampling": Sampling(top_p=-1.0)}, "sampling.top_p is -1.0; it must lie in"),
-        ([[1]] * 3, {"key": jax.random.split(KEY, 2)}, "there are 2 keys for 3 prompts"),
+        ([[1]] * 3, {"key": jax.random.split(KEY, 2)}, "key has shape .2,., for 3 prompts"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_a_sentence(prompts, options, words, target):
