@@ -18,7 +18,7 @@ from specjax.distributed import devices_for
 from specjax.folder import Files
 from specjax.memory import Load, Plan, readable
 from specjax.options import CheckPair, Info
-from specjax.pair import load_pair, named
+from specjax.pair import Pair, load_pair, named
 from specjax.request import PROMPT_BUCKETS, room
 from specjax.sharding import placement
 from specjax.values import at_least, dtype_of
@@ -80,7 +80,8 @@ def _most(target: ModelConfig) -> int:
 def _plan(loads: tuple[Load, list[Load]], rows: int, nodes: int, length: int) -> Plan:
     """The memory of texts of which the last `_NEW` tokens at most are new, as it is rounded up."""
     new = min(_NEW, max(1, length - 1))
-    width, _, slots = room(max(1, length - new), new, nodes)
+    positions = loads[0].placed.config.max_positions
+    width, _, slots = room(max(1, length - new), new, nodes, positions)
     return memory.plan(*loads, rows, width, slots, nodes)
 
 
@@ -121,8 +122,24 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
         "dtype": str(pair.target.embedding.dtype),
         "method_greedy": chosen(0.0),
         "method_sampled": chosen(0.8),
-        "cache_folder": str(records.cache_folder()),
+        **_measurements(pair, options.batch),
     }
+
+
+def _measurements(pair: Pair, batch: int) -> dict[str, Any]:
+    """Where measurements of the pair are, and how they are forgotten."""
+    file = records.file()
+    if file is None:
+        return {"cache_folder": "none: there is no home folder; name one with SPECJAX_CACHE"}
+    names = [records.setting(pair.target, pair.drafts, batch, sampled) for sampled in (False, True)]
+    kept = {name: runs for name in names if (runs := records.recall(name))}
+    found: dict[str, Any] = {"cache_folder": str(file.parent), "measurements": "none of this pair"}
+    if kept:
+        dates = sorted(run.date[:10] for runs in kept.values() for run in runs)
+        found["measurements"] = f"{len(dates)} of this pair in {file}, the last of {dates[-1]}"
+        entries = " and ".join(f'"{name}"' for name in kept)
+        found["to_forget_them"] = f"delete that file, or in it {entries}"
+    return found
 
 
 def _print(facts: dict[str, Any], as_json: bool) -> None:

@@ -166,11 +166,12 @@ def prepare(
         )
     layout = layout_of(target, drafter)
     check_rows(layout, len(prompts))
-    width, outputs, slots = room(max(lengths), max_new_tokens, window_of(drafter))
+    most = target.config.max_positions
+    width, outputs, slots = room(max(lengths), max_new_tokens, window_of(drafter), most)
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
-    _check_memory(target, drafter, len(prompts), width, slots)
+    _check_memory(target, drafter, rule, len(prompts), width, slots)
     by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), keys)
     limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
     rows, padded, length, keys = laid_out(layout, by_row, ROWS)
@@ -216,11 +217,11 @@ def _check_drafter(target: Model, drafter: Drafter | None) -> None:
 
 
 def _check_memory(
-    target: Model, drafter: Drafter | None, rows: int, width: int, slots: int
+    target: Model, drafter: Drafter | None, rule: Rule, rows: int, width: int, slots: int
 ) -> None:
     nodes = 1 if drafter is None else drafter.num_slots
     held, drafts = memory.load_of(target), memory.loads_in(drafter)
-    needed = memory.plan(held, drafts, rows, width, slots, nodes)
+    needed = memory.plan(held, drafts, rows, width, slots, nodes, rule.name)
     what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
     memory.check(needed.beside_weights, needed.available, what)
 
@@ -233,14 +234,17 @@ class Room(NamedTuple):
     slots: int
 
 
-def room(prompt: int, new_tokens: int, window: int) -> Room:
+def room(prompt: int, new_tokens: int, window: int, positions: int) -> Room:
     """What so many tokens are rounded up to, where a step commits `window` at most.
+
+    No text is longer than the context of `positions`, whatever its tokens are rounded up to.
 
     Raises:
       ValueError: they exceed the largest bucket.
     """
     width, outputs = bucket(prompt, PROMPT_BUCKETS), bucket(new_tokens, OUTPUT_BUCKETS)
-    slots = -(-(width + outputs + window) // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+    tokens = min(width + outputs, max(width, positions)) + window
+    slots = -(-tokens // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
     return Room(width, outputs, slots)
 
 

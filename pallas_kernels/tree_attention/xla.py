@@ -83,7 +83,10 @@ def _past_values(
     assert at.prefix is not None
     if at.prefix.scales is not None:
         weights = weights * jnp.where(live, at.prefix.scales[1], 0)[:, :, None]
-    values = jnp.where(live[..., None], _of_query(at.prefix.values, at), 0)
+    # Which says nothing of live slots, but ties the copy to this layer's weights: XLA:CPU would
+    # make those of all layers first, and hold half of the caches twice.
+    live = live[..., None] & (weights[:, :, :1, :1] >= 0)
+    values = jnp.where(live, _of_query(at.prefix.values, at), 0)
     return _dot(weights, values, "bkqs,bksd->bkqd")
 
 

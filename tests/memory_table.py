@@ -1,0 +1,169 @@
+"""The planned memory of a generation beside what its compiled program takes, over many shapes.
+
+    python -m tests.memory_table
+
+Programs are compiled for models of which there are only shapes, so that nothing is allocated.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax import memory
+from specjax.config import ModelConfig
+from specjax.decode import run
+from specjax.draft import ExpansionDrafter
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
+from specjax.memory import readable
+from specjax.model import Model, initialize
+from specjax.request import Limits, Room, room, window_of
+from specjax.sampling import Sampling
+from specjax.verify import DISTINCT, NAIVE, Rule, find_rule
+
+LLAMA_8B = ModelConfig(
+    vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=3, num_heads=32,
+    num_kv_heads=8, head_dim=128, max_positions=131_072, eos_ids=(0,),
+)  # fmt: skip
+"""Of its 32 layers three: temporaries do not depend on their number."""
+THIN = dataclasses.replace(
+    LLAMA_8B, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=64,
+)  # fmt: skip
+SMALL = dataclasses.replace(THIN, vocab_size=4096)
+DRAFT = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 1, "num_heads": 2,
+         "num_kv_heads": 1}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A target, a way of drafting for it, rows, tokens of the prompts and new ones."""
+
+    config: ModelConfig
+    method: str
+    rows: int
+    prompt: int
+    new: int = 32
+    rule: str = "auto"
+    dtype: str = "float32"
+
+
+CASES = {
+    "prefill of 4,096": Case(LLAMA_8B, "none", 1, 4096),
+    "prefill of 8,192": Case(LLAMA_8B, "none", 1, 8192),
+    "prefill of 16,384": Case(LLAMA_8B, "none", 1, 16_384),
+    "prefill of 24 layers": Case(dataclasses.replace(LLAMA_8B, num_layers=24), "none", 1, 16_384),
+    "prefill of 8 rows": Case(LLAMA_8B, "none", 8, 1024),
+    "prefill in bfloat16": Case(LLAMA_8B, "none", 1, 4096, dtype="bfloat16"),
+    "long texts": Case(LLAMA_8B, "chain", 4, 512, 4000),
+    "long texts of 12 layers": Case(
+        dataclasses.replace(LLAMA_8B, num_layers=12), "none", 4, 32, 4000
+    ),
+    "long prompts, small": Case(SMALL, "chain", 32, 1024),
+    "plain": Case(THIN, "none", 32, 32),
+    "chain": Case(THIN, "chain", 32, 32),
+    "chain, naive": Case(THIN, "chain", 32, 32, rule="naive"),
+    "chain, multi-step": Case(THIN, "chain", 32, 32, rule="multi-step"),
+    "tree": Case(THIN, "tree", 32, 32),
+    "tree, recursive": Case(THIN, "tree", 32, 32, rule="recursive"),
+    "tree, one row": Case(THIN, "tree", 1, 32),
+    "tree in bfloat16": Case(THIN, "tree", 8, 32, dtype="bfloat16"),
+    "pool": Case(THIN, "pool", 32, 32),
+    "pool, naive": Case(THIN, "pool", 32, 32, rule="naive"),
+    "specexec": Case(THIN, "specexec", 32, 32),
+    "specexec, one-hot": Case(THIN, "specexec", 8, 32, rule="one-hot"),
+    "specexec of 255": Case(THIN, "specexec 255", 1, 32),
+    "small vocabulary": Case(SMALL, "tree", 32, 128, 128),
+    "small vocabulary, specexec": Case(SMALL, "specexec", 32, 128, 128),
+}
+
+
+def abstract(config: ModelConfig, dtype: str = "float32") -> Model:
+    """A model of shapes alone."""
+    return jax.eval_shape(lambda: initialize(jax.random.key(0), config, jnp.dtype(dtype)))
+
+
+def drafter_of(case: Case) -> Any:
+    """The drafter, of shapes alone."""
+    config = dataclasses.replace(case.config, **DRAFT)
+    models = [abstract(config)] * (3 if case.method == "pool" else 1)
+
+    def made(models: list[Model]) -> Any:
+        match case.method.split():
+            case ["chain"]:
+                return ExpansionDrafter.of(models, (1,) * 7)
+            case ["tree"]:
+                return ExpansionDrafter.of(models, (2, 1, 1, 1, 1, 1, 1), children=DISTINCT)
+            case ["pool"]:
+                return ExpansionDrafter.of(models, (1,) * 5)
+            case ["specexec", *budget]:
+                nodes = int(budget[0]) if budget else 15
+                growth = Growth(nodes, beams=1 if nodes < 31 else 4, width=8, depth=16)
+                return BestFirstDrafter(models[0], jnp.ones(2), growth)
+        raise ValueError(case.method)
+
+    return None if case.method == "none" else jax.eval_shape(made, models)
+
+
+class Found(NamedTuple):
+    """Bytes beside the weights."""
+
+    planned: int
+    compiled: int
+
+
+def lowered(case: Case, drafter: Any = None) -> Any:
+    """The whole program of a case, not yet compiled."""
+    target = abstract(case.config, case.dtype)
+    width, outputs, slots = room_of(case, drafter)
+
+    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), case.rows))
+    sampling = jax.eval_shape(lambda: Sampling(temperature=np.float32(0.8)).rows(case.rows))
+    return run.lower(
+        target, drafter, rule=rule_of(case, drafter), sampling=sampling,
+        limits=jax.eval_shape(lambda: Limits(jnp.int32(0), jnp.asarray(False))), prompt=array(case.rows, width),
+        length=array(case.rows), key=keys, outputs=outputs, slots=slots,
+    )  # fmt: skip
+
+
+def room_of(case: Case, drafter: Any) -> Room:
+    """The sizes that the program of a case has."""
+    return room(case.prompt, case.new, window_of(drafter), case.config.max_positions)
+
+
+def rule_of(case: Case, drafter: Any) -> Rule:
+    """The rule that decides."""
+    return NAIVE if drafter is None else find_rule(case.rule, drafter.construction)
+
+
+def found(case: Case) -> Found:
+    """What the plan says, and what XLA will allocate for temporaries and results."""
+    drafter = drafter_of(case)
+    taken = lowered(case, drafter).compile().memory_analysis()
+    width, _, slots = room_of(case, drafter)
+    planned = memory.plan(
+        memory.load_of(abstract(case.config, case.dtype)), memory.loads_in(drafter), case.rows,
+        width, slots, 1 if drafter is None else drafter.num_slots, rule_of(case, drafter).name,
+    )  # fmt: skip
+    return Found(planned.beside_weights, taken.temp_size_in_bytes + taken.output_size_in_bytes)
+
+
+def lines() -> Iterator[str]:
+    """A line a shape."""
+    for name, case in CASES.items():
+        planned, compiled = found(case)
+        yield (
+            f"{name:28} planned {readable(planned):>10} compiled {readable(compiled):>10} "
+            f"ratio {planned / compiled:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    for line in lines():
+        print(line, flush=True)
