@@ -26,6 +26,7 @@ from specjax.folder import (
     Name,
     config_of,
     find,
+    is_finite,
     parsed,
     tensors,
 )
@@ -291,11 +292,22 @@ def _checked(
                 f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
             )
         if stored is not None:
+            _check_numbers(found, file, tensor)
             yield stored, tensor
     if missing:
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:
         _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
+
+
+def _check_numbers(name: str, file: Path, tensor: np.ndarray) -> None:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+        raise CheckpointError(
+            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers "
+            "(quantized ones are not supported)."
+        )
+    if not is_finite(tensor):
+        raise CheckpointError(f"{name} in {file} holds NaN or infinity.")
 
 
 def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: Path) -> None:

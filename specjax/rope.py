@@ -42,8 +42,15 @@ class Stretch:
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
-        if not self.factor >= 1:
-            raise ValueError(f"rope scaling has factor {self.factor}; it must be at least 1.")
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(
+                f"rope scaling has factor {self.factor}; it must be finite and at least 1."
+            )
+        for each in (self.magnitude, *self.factors):
+            if not 0 < each < math.inf:
+                raise ValueError(
+                    f"rope scaling has {each} among its factors; all must be finite and above 0."
+                )
         if self.original < 1 or not 0 < self.low < self.high:
             raise ValueError(
                 f"rope scaling goes from {self.low} to {self.high} turns within {self.original} "

@@ -78,6 +78,8 @@ def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.d
     with ocp.StandardCheckpointer() as checkpointer:
         _check(wanted, checkpointer.metadata(at).item_metadata)
         found: Any = checkpointer.restore(at, wanted)
+    if not bool(_finite(found)):
+        raise ValueError("weights hold NaN or infinity.")
     for name, shape in config.outer_shapes.items():
         if found["outer"][name].shape != shape:
             found["outer"][name] = found["outer"][name][: shape[0]]
@@ -85,6 +87,12 @@ def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.d
         for name in filter(placement.is_repeated, one):
             one[name] = placement.put(name, np.asarray(one[name]), dtype)
     return assemble(config, found["outer"], found["layers"], placement.axis, placement.repeats)
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    """Whether all numbers are finite."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
 
 
 def orbax() -> Any:
@@ -110,6 +118,10 @@ def _check(wanted: Any, there: Any) -> None:
                 for path, leaf in leaves}  # fmt: skip
 
     asked, held = shapes(wanted), shapes(getattr(there, "tree", there))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(getattr(there, "tree", there)):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise ValueError(f"{name} is {leaf.dtype}; weights must be floating-point numbers.")
     for name in sorted({*asked, *held}):
         if asked.get(name) != held.get(name):
             raise ValueError(

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specjax import checkpoint, families
 from specjax import folder as folder_module
-from specjax.checkpoint import load, load_drafts, load_model, save_model
+from specjax.checkpoint import load, load_drafts, load_model, save_model, save_sharded
 from specjax.folder import CheckpointError
 from specjax.vocabulary import tokenizer_of
 from tests.conftest import tiny_config, tiny_model
@@ -211,7 +211,7 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         ({"model_type": "bloom"}, "'bloom' is not supported; supported: llama"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' .*not supported"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope scaling 'su'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5.*at least 1"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5.* at least 1"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 8,
                               "high_freq_factor": 4, "original_max_position_embeddings": 9}},
          "from 8.0 to 4.0 turns"),
@@ -240,6 +240,17 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; it must be a whole number"),
         ({"rope_parameters": None, "rope_scaling": "linear"},
          "rope_scaling is 'linear'; it must be an object"),
+        *(({"rope_parameters": None, "rope_theta": theta}, f"rope_theta is {theta}; it must be a")
+          for theta in (0.0, -1.0, float("nan"), float("inf"))),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0.0; it must be a finite number"),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "rope_local_base_freq": 0},
+         "window_theta is 0.0; it must be a finite number"),
+        ({"model_type": "gemma2", "rope_parameters": None, "final_logit_softcapping": 0},
+         "logit_cap is 0.0; it must be a finite number"),
+        ({"model_type": "gemma2", "rope_parameters": None, "query_pre_attn_scalar": 0},
+         "query_pre_attn_scalar is 0.0; it must be"),
+        ({"rms_norm_eps": float("inf")}, "norm_eps is inf; it must be a finite number"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor inf"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_with_the_path(folder, changes, words):
@@ -268,3 +279,67 @@ def test_absent_keys_mean_what_they_mean_to_transformers():
 def test_a_configuration_written_reads_back(eos):
     config = tiny_config(eos_ids=eos, rope_theta=1234.0, norm_eps=1e-5, tie_embeddings=False)
     assert families.read_config(json.loads(json.dumps(families.write_config(config)))) == config
+
+
+FINITE = np.array([0.0, -0.0, 1e-30, -1e30, 3.0e38, -3.0e38], np.float32)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+def test_a_number_that_is_not_finite_is_found_in_every_float(kind):
+    highest = float(jnp.finfo(kind).max)
+    whole = np.clip(FINITE.astype(np.float64), -highest, highest).astype(jnp.dtype(kind))
+    assert folder_module.is_finite(whole)
+    assert folder_module.is_finite(whole[:0])
+    for value in (np.nan, -np.nan, np.inf, -np.inf):
+        for place in (0, 3, 5):
+            wrong = whole.copy()
+            wrong[place] = value
+            assert not folder_module.is_finite(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: np.full_like(x, np.nan), "holds NaN or infinity"),
+        (lambda x: np.where(np.arange(x.size).reshape(x.shape) == 7, -np.inf, x), "holds NaN or"),
+        (lambda x: x.astype(np.int8), "is int8; weights must be floating-point numbers"),
+        (lambda x: x != 0, "is bool; weights must be floating-point numbers"),
+    ],
+    ids=["all NaN", "one infinity", "integers", "truth"],
+)
+def test_weights_that_are_no_numbers_are_refused(folder, change, words):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = np.ascontiguousarray(change(tensors[name]))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} in .*copy/model\.safetensors {words}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int32"])
+def test_weights_by_shards_that_are_no_numbers_are_refused(tmp_path, kind):
+    model = tiny_model()
+    norm = jnp.full(model.final_norm.shape, np.nan if kind == "float32" else 1, kind)
+    spoilt = jax.tree.map(lambda leaf: norm if leaf is model.final_norm else leaf, model)
+    save_sharded(spoilt, tmp_path / "kept")
+    words = "hold NaN or infinity" if kind == "float32" else "final_norm is int32; weights must be"
+    with pytest.raises(CheckpointError, match=rf"weights\.orbax cannot be read: .*{words}"):
+        load_model(tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", "a\\b"]
+)
+def test_an_index_names_files_of_its_own_folder(folder, name):
+    """Whatever they are: what is outside is not opened."""
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json names .*in the same folder"):
+        load_model(folder)
+
+
+def test_nested_json_gets_one_sentence(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_model(folder)

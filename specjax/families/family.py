@@ -75,6 +75,11 @@ class Family:
         return whole if found not in expected and whole in expected else found
 
 
+def first_of(*values: Any) -> Any:
+    """The first value that is not None; a 0 is one."""
+    return next((value for value in values if value is not None), None)
+
+
 def value_of(family: Family, config: Json, key: str) -> Any:
     """What a configuration says of `key`, or what its absence stands for.
 

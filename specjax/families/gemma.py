@@ -1,10 +1,19 @@
 """Gemma 2 and 3."""
 
 import dataclasses
+import math
 
 from specjax.config import NORMS, ModelConfig
 from specjax.families import rotary
-from specjax.families.family import FULL, SLIDING, Json, Positions, windows_of, written_windows
+from specjax.families.family import (
+    FULL,
+    SLIDING,
+    Json,
+    Positions,
+    first_of,
+    windows_of,
+    written_windows,
+)
 from specjax.families.llama import ATTENTION, HEAD_NORMS, LLAMA, WINDOWED
 
 _SIZES = {
@@ -25,6 +34,9 @@ def _defaults(**more: object) -> Json:
 def _features(config: Json, period: int) -> Json:
     """What Gemma's versions share; each `period`-th layer has no window."""
     layers = config["num_hidden_layers"]
+    scalar = float(first_of(config.get("query_pre_attn_scalar"), 256))
+    if not 0 < scalar < math.inf:
+        raise ValueError(f"query_pre_attn_scalar is {scalar}; it must be a finite number above 0.")
     kinds = config.get("layer_types")
     if not kinds:
         kinds = [SLIDING if (index + 1) % period else FULL for index in range(layers)]
@@ -33,18 +45,14 @@ def _features(config: Json, period: int) -> Json:
         "norm": "offset_rms",
         "norms": NORMS,
         "embedding_scale": config["hidden_size"] ** 0.5,
-        "query_scale": float(config.get("query_pre_attn_scalar") or 256) ** -0.5,
+        "query_scale": scalar**-0.5,
         "windows": windows_of(config.get("sliding_window", 4096), kinds, layers),
     }
 
 
-def _caps(config: Json, attention: float | None, logits: float | None) -> Json:
-    caps = (
-        config.get("attn_logit_softcapping", attention),
-        config.get("final_logit_softcapping", logits),
-    )
-    attention, logits = (None if cap is None else float(cap) for cap in caps)
-    return {"attention_cap": attention, "logit_cap": logits}
+def _cap(config: Json, name: str, default: float | None) -> float | None:
+    cap = config.get(name, default)
+    return None if cap is None else float(cap)
 
 
 def _written(config: ModelConfig) -> Json:
@@ -85,17 +93,21 @@ GEMMA2 = dataclasses.replace(
     features=lambda config, positions: {
         **rotary.read(config, positions),
         **_features(config, 2),
-        **_caps(config, 50.0, 30.0),
+        "attention_cap": _cap(config, "attn_logit_softcapping", 50.0),
+        "logit_cap": _cap(config, "final_logit_softcapping", 30.0),
     },
     written=_written,
 )
 
 
 def _of_gemma3(config: Json, positions: Positions) -> Json:
+    """Its scores are not capped: transformers 5.23 reads `attn_logit_softcapping` and hands it to
+    no attention of Gemma 3's.
+    """
     return {
         **rotary.read_by_layer(config, positions),
-        **_features(config, config.get("sliding_window_pattern") or 6),
-        **_caps(config, None, None),
+        **_features(config, first_of(config.get("sliding_window_pattern"), 6)),
+        "logit_cap": _cap(config, "final_logit_softcapping", None),
         "head_norms": "head",
     }
 

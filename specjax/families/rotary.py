@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from specjax.config import ModelConfig
-from specjax.families.family import FULL, SLIDING, Json, Positions
+from specjax.families.family import FULL, SLIDING, Json, Positions, first_of
 from specjax.rope import Stretch, check_kind
 
 _NEEDED = {
@@ -55,7 +55,7 @@ def read(
     if turned is None and share not in (1, None):
         raise ValueError(f"partial_rotary_factor is {share}; this family turns all features.")
     share = (turned or 1.0) if share is None else float(share)
-    theta = float(rope.get("rope_theta") or config.get("rope_theta") or theta)
+    theta = float(first_of(rope.get("rope_theta"), config.get("rope_theta"), theta))
     features = int(config["head_dim"] * share)
     return {
         "rope_theta": theta,
@@ -77,8 +77,8 @@ def read_by_layer(config: Json, positions: Positions) -> Json:
         full, local = dict(rope), {}
         if not full:
             full = dict(config.get("rope_scaling") or {})
-        full.setdefault("rope_theta", config.get("rope_theta") or 1_000_000.0)
-    local_theta = local.get("rope_theta") or config.get("rope_local_base_freq") or 10_000.0
+        full.setdefault("rope_theta", first_of(config.get("rope_theta"), 1_000_000.0))
+    local_theta = first_of(local.get("rope_theta"), config.get("rope_local_base_freq"), 10_000.0)
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"rope scaling {local['rope_type']!r} of layers with a window is not supported."
@@ -143,8 +143,8 @@ def _stretch(rope: Json, config: Json, positions: Positions) -> Stretch | None:
         kind,
         float(factor),
         original,
-        float(rope.get("beta_slow") or 1),
-        float(rope.get("beta_fast") or 32),
+        float(first_of(rope.get("beta_slow"), 1)),
+        float(first_of(rope.get("beta_fast"), 32)),
         _magnitude(rope, float(factor)),
         rope.get("truncate", True),
     )
@@ -152,7 +152,11 @@ def _stretch(rope: Json, config: Json, positions: Positions) -> Stretch | None:
 
 def _original(rope: Json, config: Json, whole: int) -> int:
     beside = config.get("original_max_position_embeddings")
-    original = rope.get("original_max_position_embeddings") or beside or whole
+    original = first_of(rope.get("original_max_position_embeddings"), beside, whole)
+    if type(original) is not int or original < 1:
+        raise ValueError(
+            f"original_max_position_embeddings is {original!r}; it must be a whole number above 0."
+        )
     if beside not in (None, original):
         raise ValueError(
             f"original_max_position_embeddings is {beside}, and {original} in the rope "
@@ -166,7 +170,7 @@ def _longrope(rope: Json, original: int, positions: Positions) -> Stretch:
 
     Cosines and sines grow by the file's own length, whatever part of it is used.
     """
-    factor = float(rope.get("factor") or positions.whole / original)
+    factor = float(first_of(rope.get("factor"), positions.whole / original))
     magnitude = rope.get("attention_factor")
     if magnitude is None:
         magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))

@@ -192,6 +192,7 @@ CASES = {
         "query_pre_attn_scalar": 12,
         "sliding_window": 4,
         "sliding_window_pattern": 2,
+        "attn_logit_softcapping": 3.0,  # which no attention of transformers' Gemma 3 gets
         "rope_parameters": {
             "full_attention": {"rope_theta": 1000.0, "rope_type": "linear", "factor": 8.0},
             "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
