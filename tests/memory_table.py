@@ -127,8 +127,9 @@ def lowered(case: Case, drafter: Any = None) -> Any:
     sampling = jax.eval_shape(lambda: Sampling(temperature=np.float32(0.8)).rows(case.rows))
     return run.lower(
         target, drafter, rule=rule_of(case, drafter), sampling=sampling,
-        limits=jax.eval_shape(lambda: Limits(jnp.int32(0), jnp.asarray(False))), prompt=array(case.rows, width),
-        length=array(case.rows), key=keys, outputs=outputs, slots=slots,
+        limits=jax.eval_shape(lambda: Limits(jnp.int32(0), jnp.asarray(False))),
+        prompt=array(case.rows, width), length=array(case.rows), key=keys,
+        outputs=outputs, slots=slots,
     )  # fmt: skip
 
 
