@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-from specjax import decode, measure, methods
+from specjax import decode, measure, methods, prompts
 from specjax.choice import Asked, Choice, choose
 from specjax.distributed import devices_for
 from specjax.draft import Drafter, Step
@@ -37,7 +37,7 @@ def generate(options: Generate) -> int:
       ValueError: an option is wrong, the pair does not fit, or the prompt does not.
     """
     _check(options)
-    prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = _read() if options.prompt == "-" else prompts.checked(options.prompt, "the prompt")
     mesh = devices_for(options.mesh, options.distributed)
     pair = load_pair(
         options.model, options.draft, dtype_of(options.dtype), options.stage, mesh,
@@ -59,6 +59,17 @@ def generate(options: Generate) -> int:
     else:
         _narrate(options, pair, drafter, ids)
     return 0
+
+
+def _read() -> str:
+    """The prompt on standard input."""
+    if sys.stdin is None:  # it was closed before this process began
+        raise ValueError("the prompt is -, and there is no standard input.")
+    what = "the prompt on standard input"
+    try:
+        return prompts.checked(sys.stdin.read(), what)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not {error.encoding}: byte {error.start} is not.") from error
 
 
 def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:

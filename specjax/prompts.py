@@ -3,9 +3,10 @@
 import importlib.resources
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -24,34 +25,73 @@ def read(file: str | None) -> list[tuple[str, str]]:
     A line is `{"id", "prompt"}`, or `{"id", "turns": [...]}`, which gives a prompt a turn.
 
     Raises:
-      ValueError: a line is neither, or there is none.
+      ValueError: the file is not UTF-8, a line is neither, or there is none.
       OSError: the file cannot be read.
     """
     bundled = importlib.resources.files("specjax") / "prompts.jsonl"
     if file is not None and not Path(file).is_file():
         raise ValueError(f"no prompt file at {file}.")
-    text = (bundled if file is None else Path(file)).read_text("utf-8")
+    name = file or "prompts.jsonl"
     found = [
         prompt
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-        for prompt in _prompts(line, f"line {number} of {file or 'prompts.jsonl'}")
+        for number, line in json_lines(bundled if file is None else Path(file), name)
+        for prompt in _prompts(line, f"line {number} of {name}")
     ]
     if not found:
-        raise ValueError(f"{file} holds no prompt.")
+        raise ValueError(f"{name} holds no prompt.")
     return found
 
 
-def _prompts(line: str, where: str) -> list[tuple[str, str]]:
+def json_lines(file: Path | Traversable, name: str) -> Iterator[tuple[int, Any]]:
+    """What a file's lines hold, with their numbers from 1; empty ones are passed over.
+
+    Raises:
+      ValueError: the file is not UTF-8, or a line is not JSON; `name` is in the sentence.
+      OSError: the file cannot be read.
+    """
+    for number, line in enumerate(read_text(file, name).split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"line {number} of {name} is not JSON: {error}.") from error
+
+
+def read_text(file: Path | Traversable, name: str) -> str:
+    """A file's text.
+
+    Raises:
+      ValueError: it is not UTF-8; `name` is in the sentence.
+      OSError: the file cannot be read.
+    """
     try:
-        parsed = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}.") from error
-    match parsed:
+        return file.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text: byte {error.start} is not.") from error
+
+
+def checked(text: str, what: str) -> str:
+    """The text, if it is one that UTF-8 can write; half of a character cannot be tokenized.
+
+    Raises:
+      ValueError: it cannot; `what` names it.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what} is not UTF-8 text: character {error.start} is {text[error.start]!r}."
+        ) from error
+    return text
+
+
+def _prompts(line: Any, where: str) -> list[tuple[str, str]]:
+    match line:
         case {"id": name, "prompt": str(text)}:
-            return [(str(name), text)]
+            return [(str(name), checked(text, where))]
         case {"id": name, "turns": [*turns]} if all(isinstance(turn, str) for turn in turns):
-            return [(f"{name}/{number}", turn) for number, turn in enumerate(turns)]
+            return [(f"{name}/{number}", checked(turn, where)) for number, turn in enumerate(turns)]
     raise ValueError(f'{where} has neither "id" and "prompt" nor "id" and "turns".')
 
 

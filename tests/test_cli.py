@@ -1,6 +1,7 @@
 """The command line keeps its contracts: what it prints, and how it refuses."""
 
 import io
+import re
 
 import jax
 import pytest
@@ -62,6 +63,30 @@ def test_streamed_text_is_that_of_json_and_standard_input_is_read(capsys, monkey
     assert printed.out == expected["text"].rstrip("\N{REPLACEMENT CHARACTER}") + "\n"
     for part in ("method pool 1,1: it was asked for", "tokens per step", "tokens/s"):
         assert part in printed.err
+
+
+@pytest.mark.parametrize(
+    ("encoding", "flags", "words"),
+    [
+        ("utf-8", ["caf\udce9"], r"the prompt is not UTF-8 text: character 3 is '\\udce9'"),
+        ("utf-8", ["-"], "the prompt on standard input is not utf-8: byte 3 is not"),
+        ("utf-8:surrogateescape", ["-"], "the prompt on standard input is not UTF-8 text: char"),
+    ],
+    ids=["argument", "standard input", "standard input of the C locale"],
+)
+def test_a_prompt_that_is_not_utf8_gets_one_sentence(capsys, monkeypatch, encoding, flags, words):
+    code, *errors = encoding.split(":")
+    held = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), code, *errors)
+    monkeypatch.setattr("sys.stdin", held)
+    assert main(["generate", *flags, *POOL, *SHORT, *pair_flags()]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(f"specjax: {words}.*\n", said)
+
+
+def test_without_standard_input_a_prompt_of_it_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["generate", "-", *SHORT, *pair_flags()]) == 2
+    assert "there is no standard input" in capsys.readouterr().err
 
 
 def test_nothing_is_compiled_once_the_text_is_there(capsys, monkeypatch):

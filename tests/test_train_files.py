@@ -62,8 +62,11 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [('{"text": "x"}\n{"txt": "x"}\n', 'jsonl:2 has neither a "text" nor a "prompt"'),
-     ('{"text": 3}\n', 'jsonl:1 has neither a "text"'), ("{\n", "jsonl:1 is not JSON")],
+    [('{"text": "x"}\n{"txt": "x"}\n', 'line 2 of .*jsonl has neither a "text" nor a "prompt"'),
+     ('{"text": 3}\n', 'line 1 of .*jsonl has neither a "text"'),
+     ("{\n", "line 1 of .*jsonl is not JSON"),
+     ("[" * 100_000, "line 1 of .*jsonl is not JSON"),
+     ('{"text": "a\\ud800"}', r"line 1 of .*jsonl is not UTF-8 text: character 1 is '\\ud800'")],
 )  # fmt: skip
 def test_wrong_lines_are_named(tmp_path, text, sentence):
     (tmp_path / "a.jsonl").write_text(text)

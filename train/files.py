@@ -1,12 +1,12 @@
 """The user's own corpus: text files, folders of source code, and lines of JSON."""
 
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from specjax import prompts
 from train.documents import SPLITS, Document
 
 _FEWEST = 12
@@ -52,7 +52,7 @@ def _read(path: Path, own: Sequence[Path]) -> Iterator[Document]:
     elif path.suffix == ".jsonl":
         yield from _lines(path)
     else:
-        yield Document(str(path), _text(path), "train")
+        yield Document(str(path), prompts.read_text(path, str(path)), "train")
 
 
 def _of_folder(file: Path) -> Iterator[Document]:
@@ -71,29 +71,19 @@ def _of_folder(file: Path) -> Iterator[Document]:
         yield Document(str(file), text, "train")
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text: byte {error.start} is not.") from error
-
-
 def _lines(path: Path) -> Iterator[Document]:
-    for number, line in enumerate(_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        name = f"{path}:{number}"
-        try:
-            parsed = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{name} is not JSON: {error}.") from error
-        match parsed:
+    for number, line in prompts.json_lines(path, str(path)):
+        where = f"line {number} of {path}"
+        match line:
             case {"text": str(text)}:
-                yield Document(name, text, "train")
+                yield Document(f"{path}:{number}", prompts.checked(text, where), "train")
             case {"prompt": str(text)}:
-                yield Document(name, text, "train", is_prompt=True)
+                document = Document(
+                    f"{path}:{number}", prompts.checked(text, where), "train", is_prompt=True
+                )
+                yield document
             case _:
-                raise ValueError(f'{name} has neither a "text" nor a "prompt" that is a string.')
+                raise ValueError(f'{where} has neither a "text" nor a "prompt" that is a string.')
 
 
 def _pieces(document: Document, documents: int) -> Iterator[Document]:
