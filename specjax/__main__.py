@@ -27,12 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
       SystemExit: after printing help, or for unknown or missing flags (code 2).
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before this process began
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     options: Options = parsed(VERBS, "specjax", arguments, tyro.conf.OmitSubcommandPrefixes)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        return _command(options)()
+        code = _command(options)()
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nobody reads: let the last flush go nowhere
+        _let_output_go()
         return 1
     except KeyboardInterrupt:
         return 130
@@ -41,9 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"specjax: not enough memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
+    except MemoryError as error:
+        print(f"specjax: not enough memory: {error or 'more than there is'}.", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _let_output_go()
         return 2
+
+
+def _let_output_go() -> None:
+    """Lets what standard output still holds go nowhere: nobody reads it, or it takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _command(options: Options) -> Callable[[], int]:

@@ -2,12 +2,11 @@
 
 import dataclasses
 import itertools
-import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -21,6 +20,8 @@ from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.measure import Phases, Timed
 from specjax.options import Bench
+from specjax.outcome import Sheet, remember
+from specjax.output import tried
 from specjax.pair import Pair, load_pair
 from specjax.plan import MIXED, PLAIN_DTYPES, Candidate, Plan, Temperature, plan_of
 from specjax.profile import profile
@@ -32,6 +33,10 @@ from specjax.setting import Setting, to_json
 from specjax.values import count_of
 
 _PHASE_REQUESTS = 8
+
+Named: TypeAlias = tuple[Temperature, Candidate]
+Row: TypeAlias = dict[str, Any]
+Rows: TypeAlias = Callable[[], list[Row]]
 
 
 class Bucket(NamedTuple):
@@ -46,7 +51,8 @@ class Bucket(NamedTuple):
 class Tally:
     """What a candidate's runs add up to; `beside` are plain decoding's of the same rounds.
 
-    `parts` are the seconds of a step by part, from one traced request.
+    `rates` are the tokens per second of each run; `parts` the seconds of a step by part, from one
+    traced request.
     """
 
     seconds: float = 0.0
@@ -54,12 +60,14 @@ class Tally:
     nodes: int = 0
     passes: int = 0
     outputs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    rates: list[float] = dataclasses.field(default_factory=list)
     phases: list[Phases] = dataclasses.field(default_factory=list)
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     beside: dict[Candidate, "Tally"] = dataclasses.field(default_factory=dict)
 
     def add(self, run: Timed) -> None:
         """Counts one generation."""
+        self.rates.append(int(run.lengths.sum()) / run.seconds)
         self.seconds += run.seconds
         self.steps += int(run.steps.sum())
         self.nodes += int(run.nodes.sum())
@@ -116,11 +124,14 @@ class Bencher:
             False,
         )
 
-    def rows(self, chosen: Sequence[Prompt], batch: int) -> list[dict[str, Any]]:
+    def rows(
+        self, chosen: Sequence[Prompt], batch: int, keep: Callable[[Rows], None] = lambda _: None
+    ) -> list[Row]:
         """A row of the report for every temperature and candidate.
 
         One compiled size after the other, and of each as many candidates at a time as a process
-        can hold programs of, plain decoding always among them.
+        can hold programs of, plain decoding always among them. After every round `keep` gets what
+        makes the rows of what is measured so far.
         """
         batches = batches_of(chosen, batch)
         candidates, temperatures = self.plan.candidates(batch), self.plan.temperatures_of(batch)
@@ -132,6 +143,7 @@ class Bencher:
             for candidate in candidates
         }
         tallies = {named: Tally() for named in requests}
+        made = partial(self._report, tallies, batch)
         sizes = [bucket_of(request) for request in requests[temperatures[0], candidates[0]]]
         task = self.progress.add_task(f"batch {batch}", total=len(batches) * len(requests))
         for size in sorted(set(sizes)):
@@ -153,12 +165,17 @@ class Bencher:
                     for candidate in set(group) - done:
                         _count(tallies[temperature, candidate], candidate, runs)
                         self.progress.advance(task)
+                    keep(made)
                 done.update(group)
-        rows = {
-            named: self._row(named[1], tally, requests[named], batch, named[0])
-            for named, tally in tallies.items()
-        }
-        return [rows[t, c] for t in temperatures for c in candidates]
+        return made()
+
+    def _report(self, tallies: dict[Named, Tally], batch: int) -> list[Row]:
+        """A row for every candidate that ran."""
+        return [
+            self._row(candidate, tally, batch, temperature)
+            for (temperature, candidate), tally in tallies.items()
+            if tally.rates
+        ]
 
     def _groups(self, first: dict[Candidate, Request]) -> Iterator[list[Candidate]]:
         """Candidates whose programs fit into one process, warmed; plain ones are in every group.
@@ -194,17 +211,15 @@ class Bencher:
             tally.phases.append(measure.phases(target, drafter, request))
         return run
 
-    def _row(
-        self,
-        candidate: Candidate,
-        tally: Tally,
-        requests: list[Request],
-        batch: int,
-        temperature: Temperature,
-    ) -> dict[str, Any]:
-        """The report of one candidate."""
+    def _row(self, candidate: Candidate, tally: Tally, batch: int, temperature: Temperature) -> Row:
+        """The report of one candidate.
+
+        `speedup` is over the faster plain loop, `round_speedups` over that of the own dtype.
+        """
         setting, drafter = candidate.setting, self.drafter(candidate)
         beside = max(plain.rate for plain in tally.beside.values())
+        plain = tally.beside[Candidate(Setting(), candidate.dtype)]
+        rounds = [rate / own for rate, own in zip(tally.rates, plain.rates, strict=True)]
         row = {
             "method": setting.method,
             "label": setting.label,
@@ -222,6 +237,8 @@ class Bencher:
             "tokens_per_second": tally.rate,
             "plain_tokens_per_second": beside,
             "speedup": tally.rate / beside,
+            "round_speedups": rounds,
+            "spread": records.spread(rounds),
             "passes": tally.passes,
             "repeated_8grams": measure.repeated(tally.outputs),
         }
@@ -230,10 +247,10 @@ class Bencher:
         if not tally.phases:
             return row
         floor = measure.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)
-        return row | _shares(tally, len(requests), floor if drafter is None else None)
+        return row | _shares(tally, floor if drafter is None else None)
 
 
-def _shares(tally: Tally, requests: int, floor: float | None) -> dict[str, Any]:
+def _shares(tally: Tally, floor: float | None) -> dict[str, Any]:
     """How the seconds of a candidate were spent.
 
     The phases, compiled apart and run in the same minutes, give the shares of a step; the
@@ -243,7 +260,7 @@ def _shares(tally: Tally, requests: int, floor: float | None) -> dict[str, Any]:
     weights once takes, for plain decoding.
     """
     phases = measure.typical(tally.phases)
-    prefill = min(phases.prefill * requests, tally.seconds)
+    prefill = min(phases.prefill * len(tally.rates), tally.seconds)
     loop = tally.seconds - prefill
     share = loop / phases.step
     found = {
@@ -319,15 +336,24 @@ def bench(options: Bench) -> int:
     )
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bencher = Bencher(plan, pair, progress)
-        rows = [row for batch in plan.batches for row in bencher.rows(chosen, batch)]
-    report = {"env": environment(bencher, left_out), "rows": rows}
-    _remember(bencher, rows)
-    table(report)
-    if options.json:
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    if options.png:
-        curves.draw(report, options.png)
-    return 0
+        sheet = Sheet(options.json, environment(bencher, left_out))
+        for batch in plan.batches:
+            sheet.rows += bencher.rows(chosen, batch, sheet.keep)
+    return _leave(bencher, sheet)
+
+
+def _leave(bencher: Bencher, sheet: Sheet) -> int:
+    """Writes and remembers what was measured, then prints it: nobody may be there to read."""
+    options, rows = bencher.plan.options, sheet.rows
+    written = [sheet.finish()]
+    if options.verify == methods.AUTO:  # with another rule other methods may be the fastest
+        date = sheet.env["date"]
+        remember(rows, bencher.pair, bencher.targets, date, MIXED)
+    if file := options.png:
+        work = partial(curves.draw, sheet.report(), file)
+        written.append(tried(f"{file} cannot be written", work))
+    table(sheet.report())
+    return 0 if all(written) else 2
 
 
 def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
@@ -342,26 +368,3 @@ def environment(bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
         "weight_bytes": {d: measure.weight_bytes(m) for d, m in bencher.targets.items()},
         "prompts_left_out": left_out,
     }
-
-
-def _remember(bencher: Bencher, rows: list[dict[str, Any]]) -> None:
-    """Keeps what `--method auto` chooses by; the rule must be its own, and no row is mixed.
-
-    Rates are those that the speed-ups name over one plain rate, so that groups compare.
-    """
-    known: dict[str, list[dict[str, Any]]] = {}
-    kept = ("setting", "temperature", "prompts")
-    plain = {(row["temperature"], row["batch"]): row["plain_tokens_per_second"]
-             for row in rows if row["method"] == "none"}  # fmt: skip
-    for row in rows:
-        if row["temperature"] != MIXED and bencher.plan.options.verify == methods.AUTO:
-            target = bencher.targets[row["dtype"]]
-            name = records.setting(
-                target, bencher.pair.drafts, row["batch"], row["temperature"] > 0
-            )
-            rate = row["speedup"] * plain[row["temperature"], row["batch"]]
-            entry = {field: row[field] for field in kept} | {"tokens_per_second": rate}
-            known.setdefault(name, []).append(entry)
-    for name, measured in known.items():
-        if len(measured) > 1:  # plain decoding alone says nothing about the methods
-            records.remember(name, measured)

@@ -1,13 +1,17 @@
 """Which method to use: the one asked for, one that tune wrote down, or the fastest measured."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 from specjax import records
+from specjax.evidence import Gain, evidence, fastest, gains
 from specjax.methods import AUTO, build, check_method, lacking, setting_of
 from specjax.pair import Pair
-from specjax.setting import Setting, from_json
+from specjax.records import Run
+from specjax.setting import Setting
 from specjax.tuned import pick, read
 from specjax.verify import RULES
 from specjax.widths import Widths, widest
@@ -40,12 +44,13 @@ class Choice(NamedTuple):
 
 
 def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choice:
-    """The setting to use: that of the method named, or for `auto` the fastest measured here, or
-    the shipped one.
+    """The setting to use: that of the method named, or for `auto` the shipped one, or one that was
+    measured here as faster than that.
 
-    `auto` takes no method that was measured as slower than plain decoding, none that the pair lacks
-    something for, and none whose trees the rule is not lossless for. Where several temperatures
-    above 0 were measured, the nearest one counts.
+    What was measured replaces the shipped default only if both ran side by side and the gain is
+    above the noise (the rule is that of `specjax.evidence`). `auto` takes no method that the pair
+    lacks something for, and none whose trees the rule is not lossless for. Where several
+    temperatures above 0 were measured, the nearest one counts.
 
     Raises:
       ValueError: there is no such method, or it does not take what is asked for.
@@ -71,11 +76,7 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
         settings = [setting_of(n, None, budget) for n in (named if pair.drafts else ("lookup",))]
         able = [one for one in settings if _able(one, pair, verify)]
         return Choice((able or settings)[0], "a budget of nodes was asked for")
-    if measured := _measured(pair, temperature, batch, verify):
-        return measured
-    if not pair.drafts:
-        return Choice(Setting(), "there is no draft model")
-    return _shipped(pair, temperature > 0, batch, verify)
+    return _measured(asked, pair, temperature, batch)
 
 
 def _able(setting: Setting, pair: Pair, verify: str) -> bool:
@@ -98,35 +99,61 @@ def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice
     return Choice(found.setting, f"{asked.config} names it for temperature {found.temperature:g}")
 
 
-def _measured(pair: Pair, temperature: float, batch: int, verify: str) -> Choice | None:
-    """The fastest setting of a measurement that included plain decoding, if there is one."""
+def _measured(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice:
+    """The shipped default, or what was measured as faster than it."""
+    default = shipped(pair, temperature > 0, batch, asked.verify)
     if jax.process_count() > 1:  # each host has measurements of its own, and all must run the same
-        return None
-    found = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
-    nearest = min((entry["temperature"] for entry in found), default=temperature,
-                  key=lambda measured: abs(measured - temperature))  # fmt: skip
-    entries = [
-        (from_json(entry["setting"], "a measurement"), entry["tokens_per_second"])
-        for entry in found
-        if entry["temperature"] == nearest
-    ]
-    able = [(one, rate) for one, rate in entries if _able(one, pair, verify)]
-    settings, rates = [one for one, _ in able], [rate for _, rate in able]
-    plain = [rate for rate, one in zip(rates, settings, strict=True) if one.method == "none"]
-    if not plain:
-        return None
-    best = max(range(len(rates)), key=rates.__getitem__)
-    rate = f"{rates[best]:.1f} tokens/s with it at temperature {nearest:g}"
-    reason = f"bench measured {rate} on this machine"
-    if settings[best].method == "none":
-        return Choice(Setting(), f"{reason}, and no other method was faster")
-    return Choice(settings[best], f"{reason}, and {max(plain):.1f} with plain decoding")
+        return default
+    kept = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
+    found = evidence(kept, default.setting)
+    if not found:
+        return default._replace(reason=f"{default.reason}; run specjax bench to measure here")
+    nearest = min((run.temperature for run in found), key=lambda one: abs(one - temperature))
+    alike = [run for run in found if run.temperature == nearest]
+    able = [gain for gain in gains(alike, default.setting)
+            if _able(gain.setting, pair, asked.verify)]  # fmt: skip
+    if best := fastest(able):
+        return Choice(best.setting, _told(best, default.setting))
+    return default._replace(reason=f"{default.reason}; {_kept(alike)}")
 
 
-def _shipped(pair: Pair, sampled: bool, batch: int, verify: str) -> Choice:
+def _told(best: Gain, default: Setting) -> str:
+    """What was measured of a setting that replaces the default, when, and how surely."""
+    last = best.last
+    ran, plain = last.of(best.setting), last.of(Setting())
+    assert ran is not None
+    said = (
+        f"bench measured {ran.tokens_per_second:.1f} tokens/s with it at temperature "
+        f"{last.temperature:g} on this machine on {last.date[:10]}, {math.exp(best.mean):.2f} "
+        f"times the shipped default {default.label} (noise {math.expm1(best.noise):.0%}, "
+        f"{_runs(best.runs)})"
+    )
+    if best.setting == Setting():
+        return f"{said}, and no other method was faster"
+    beside = "" if plain is None else f", and {plain.tokens_per_second:.1f} with plain decoding"
+    return f"{said}{beside}"
+
+
+def _kept(runs: Sequence[Run]) -> str:
+    """Why the default stays though it was measured."""
+    last = max(runs, key=lambda run: run.date)
+    return (
+        f"at temperature {last.temperature:g} bench measured none here that is faster by more than "
+        f"the noise ({_runs(runs)}, the last on {last.date[:10]})"
+    )
+
+
+def _runs(runs: Sequence[Run]) -> str:
+    prompts = sum(run.prompts for run in runs)
+    return f"{prompts} prompts" if len(runs) == 1 else f"{prompts} prompts in {len(runs)} runs"
+
+
+def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice:
+    """What is taken where nothing is measured."""
+    if not pair.drafts:
+        return Choice(Setting(), "there is no draft model")
     platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"
     setting = setting_of(_SHIPPED.get((platform, kind, batch == 1), _ELSEWHERE), batch=batch)
     if not _able(setting, pair, verify):
         setting = setting_of(_ELSEWHERE, batch=batch)
-    reason = f"the shipped default for {platform}, {kind}; run specjax bench to measure here"
-    return Choice(setting, reason)
+    return Choice(setting, f"the shipped default for {platform}, {kind}")

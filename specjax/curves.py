@@ -1,8 +1,11 @@
 """A bench report as curves: tokens per step and speed-up against the nodes of a tree."""
 
 import importlib.util
+import io
 from pathlib import Path
 from typing import Any
+
+from specjax.output import write_bytes
 
 _PANELS = {"tokens_per_step": "tokens per step", "speedup": "speed-up over plain decoding"}
 
@@ -22,7 +25,11 @@ def check(file: str | None) -> None:
 
 
 def draw(report: dict[str, Any], file: str | Path) -> None:
-    """Draws a report to a PNG: a column a temperature, a curve a method, a point a budget."""
+    """Draws a report to a PNG: a column a temperature, a curve a method, a point a budget.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     from matplotlib.figure import Figure
 
     rows = [row for row in report["rows"] if row["method"] != "none"]
@@ -44,7 +51,9 @@ def draw(report: dict[str, Any], file: str | Path) -> None:
         f"{env['date'][:10]}",
         fontsize="small",
     )
-    figure.savefig(file, dpi=120)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=120)
+    write_bytes(file, drawn.getvalue())
 
 
 def _curves(axis: Any, rows: list[dict[str, Any]], field: str) -> None:

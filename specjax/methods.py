@@ -25,7 +25,7 @@ from specjax.shape import most_tokens
 from specjax.sharding import mesh_of, settled
 from specjax.tree import TreeShape
 from specjax.verify import DISTINCT, DRAWN, NAIVE, ONE_HOT, RECURSIVE, RULES, TOP_K, TRAVERSAL
-from specjax.widths import Widths, canonical, spelled, widest
+from specjax.widths import MOST_NODES, Widths, canonical, spelled, widest
 
 STATIC = ("chain", "tree", "pool", "recycle")
 GROWN = ("specexec", "staged", "lookup", "ngram", "hybrid")
@@ -147,6 +147,8 @@ def setting_of(
         )
     if budget is not None and budget < 1:
         raise ValueError(f"the budget is {budget}; it must be at least 1 node.")
+    if budget is not None and budget > MOST_NODES:
+        raise ValueError(f"the budget is {budget}; a tree has {MOST_NODES} nodes at most.")
     if method in GROWN:
         return _grown(method, widths, budget or (_BUDGET if batch == 1 else _BUDGET_OF_MANY))
     if method == "none":

@@ -1,37 +1,95 @@
 """What was measured on this machine, kept in the user's cache folder."""
 
+import contextlib
+import dataclasses
+import datetime
 import hashlib
-import json
+import math
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from specjax.model import Model
-from specjax.setting import from_json
+from specjax.output import read_json, write_json
+from specjax.setting import Setting, from_json, to_json
 from specjax.sharding import mesh_of
+from specjax.widths import is_number
 
-_FILE = "measured.json"
-_ENTRY = {"setting", "temperature", "tokens_per_second"}
+_FILE, _LOCK = "measured.json", "measured.lock"
+_MOST_RUNS = 8
+"""Runs that are kept of a kind of rows and a temperature, the newest."""
 
 
-def cache_folder() -> Path:
-    """`$SPECJAX_CACHE`, else `specjax` in `$XDG_CACHE_HOME` or `~/.cache`."""
-    if own := os.environ.get("SPECJAX_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+class Measured(NamedTuple):
+    """A setting's tokens per second, and how many times plain decoding's every round had.
+
+    A round is a batch of prompts; `ratios` are in the order of the run's rounds.
+    """
+
+    setting: Setting
+    tokens_per_second: float
+    ratios: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run of `specjax bench` measured side by side at a temperature, and when."""
+
+    date: str
+    temperature: float
+    prompts: int
+    measured: tuple[Measured, ...]
+
+    def of(self, setting: Setting) -> Measured | None:
+        """What was measured of a setting, if it ran."""
+        return next((each for each in self.measured if each.setting == setting), None)
+
+
+def cache_folder() -> Path | None:
+    """`$SPECJAX_CACHE`, else `specjax` in `$XDG_CACHE_HOME` or `~/.cache`.
+
+    None where there is no home folder, as for a user whom a container does not know.
+    """
+    try:
+        if own := os.environ.get("SPECJAX_CACHE"):
+            return Path(own).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return None
     return Path(base) / "specjax"
 
 
+def file() -> Path | None:
+    """Where measurements are kept, if there is a cache folder."""
+    folder = cache_folder()
+    return None if folder is None else folder / _FILE
+
+
 def use_compilation_cache() -> None:
-    """Keeps compiled programs in the cache folder, unless the user has named another place."""
+    """Keeps compiled programs in the cache folder, unless the user has named another place.
+
+    Without a folder that can be made, programs are kept for as long as the process runs.
+    """
     if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(cache_folder() / "programs"))
+        folder = cache_folder()
+        if folder is None or not _made(folder / "programs"):
+            return
+        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _made(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return True
 
 
 def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -> str:
@@ -58,41 +116,118 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
     return ", ".join(parts)
 
 
-def recall(name: str) -> list[dict[str, Any]]:
-    """What was measured under `name`; may be empty.
+def recall(name: str) -> list[Run]:
+    """The runs that were kept under `name`, the oldest first; may be empty.
 
-    Each entry holds at least a setting (see `setting.to_json`), temperature and
-    tokens_per_second.
-
-    A file that cannot be read counts as empty, and so does an entry that another version wrote:
-    it is only a cache.
+    A file that cannot be read counts as empty, and so does what another version wrote: it is only
+    a cache.
     """
-    return [entry for entry in _read().get(name, []) if _is_known(entry)]
+    return _read().get(name, [])
 
 
-def _is_known(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not entry.keys() >= _ENTRY:
-        return False
+def remember(name: str, run: Run) -> Path:
+    """Adds a run to those under `name`; gives the file.
+
+    Of each temperature the newest 8 are kept. Other processes that remember wait.
+
+    Raises:
+      OSError: there is no cache folder, or it cannot be written.
+    """
+    folder = cache_folder()
+    if folder is None:
+        raise OSError("there is no home folder; name one with SPECJAX_CACHE")
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / _LOCK):
+        held = _read()
+        runs = [*held.get(name, []), run]
+        alike = [each for each in runs if each.temperature == run.temperature]
+        gone = {id(each) for each in alike[:-_MOST_RUNS]}
+        held[name] = [each for each in runs if id(each) not in gone]
+        found = {key: [_written(each) for each in kept] for key, kept in held.items()}
+        write_json(folder / _FILE, found)
+    return folder / _FILE
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that one process has at a time, where the system has such locks."""
     try:
-        from_json(entry["setting"], "a measurement")
+        import fcntl
+    except ImportError:  # not on Windows
+        yield
+        return
+    with path.open("a") as lock:
+        with contextlib.suppress(OSError):  # some network file systems have none
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _written(run: Run) -> dict[str, Any]:
+    return {
+        "date": run.date,
+        "temperature": run.temperature,
+        "prompts": run.prompts,
+        "measured": [
+            {
+                "setting": to_json(each.setting),
+                "tokens_per_second": each.tokens_per_second,
+                "spread": spread(each.ratios),
+                "ratios": [float(f"{ratio:.5g}") for ratio in each.ratios],
+            }
+            for each in run.measured
+        ],
+    }
+
+
+def spread(ratios: Sequence[float]) -> float | None:
+    """The standard deviation of the logarithms of ratios, near which they differ relatively."""
+    return statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else None
+
+
+def _read() -> dict[str, list[Run]]:
+    """All runs that can be understood, by name."""
+    path = file()
+    try:
+        held = None if path is None else read_json(path)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(held, dict):
+        return {}
+    listed = {name: runs for name, runs in held.items() if isinstance(runs, list)}
+    known = {name: [*filter(None, map(_run, runs))] for name, runs in listed.items()}
+    return {name: runs for name, runs in known.items() if runs}
+
+
+def _run(values: Any) -> Run | None:
+    """A run as it was written, less the settings that this version does not know; or None."""
+    match values:
+        case {
+            "date": str(date),
+            "temperature": temperature,
+            "prompts": int(prompts),
+            "measured": [*listed],
+        } if _is_date(date) and is_number(temperature) and temperature >= 0:
+            measured = filter(None, map(_measured, listed))
+            return Run(date, float(temperature), prompts, tuple(measured))
+    return None
+
+
+def _is_date(text: str) -> bool:
+    try:
+        datetime.datetime.fromisoformat(text)
     except ValueError:
         return False
     return True
 
 
-def remember(name: str, measured: Sequence[dict[str, Any]]) -> Path:
-    """Writes what was measured under `name`, in place of what was there; gives the file."""
-    path = cache_folder() / _FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(_read() | {name: list(measured)}, indent=1) + "\n", "utf-8")
-    unfinished.replace(path)
-    return path
-
-
-def _read() -> dict[str, Any]:
-    try:
-        held = json.loads((cache_folder() / _FILE).read_text("utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return held if isinstance(held, dict) else {}
+def _measured(values: Any) -> Measured | None:
+    match values:
+        case {"setting": held, "tokens_per_second": rate, "ratios": [*ratios]} if all(
+            is_number(each) and each > 0 for each in (rate, *ratios)
+        ):
+            try:
+                own = from_json(held, "a measurement")
+                return Measured(own, float(rate), tuple(map(float, ratios)))
+            except ValueError:
+                return None
+    return None

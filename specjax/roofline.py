@@ -7,12 +7,10 @@ against transformers' plain and assisted generation where PyTorch is installed.
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,13 +26,14 @@ from specjax.config import ModelConfig
 from specjax.inflate import inflate
 from specjax.model import Model, forward, initialize
 from specjax.options import Bench, Roofline
+from specjax.output import is_stream, tried, write_json
 from specjax.pair import Pair, load_pair
 from specjax.plan import plan_of
 from specjax.prompts import Prompt
 from specjax.pytree import replace
 from specjax.request import Request, prepare
 from specjax.sampling import Sampling
-from specjax.values import at_least, check_target_file, count_of, items
+from specjax.values import at_least, budgets_of, check_target_file, count_of
 
 SHAPES = {
     "llama-3.1-8b": ModelConfig(
@@ -168,9 +167,9 @@ def measured(options: Roofline) -> Iterator[Row]:
     begin, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
     shapes = options.shapes if options.shapes is not None else _default(on_cpu, "shapes")
     sizes = options.inflate if options.inflate is not None else _default(on_cpu, "inflate")
-    slots = options.slots or int(_default(on_cpu, "slots"))
-    nodes = items(options.nodes, int, "--nodes")
-    at_least("--nodes", min(nodes), 1)
+    slots = int(_default(on_cpu, "slots")) if options.slots is None else options.slots
+    nodes = budgets_of(options.nodes, "--nodes")
+    at_least("--slots", options.slots, 1)
     dtype, bandwidth = options.dtype or default_dtype(), read_bandwidth()
     yield {"what": "read bandwidth", "gb_per_second": bandwidth / 1e9}
     for name in filter(None, shapes.split(",")):
@@ -238,18 +237,39 @@ def line(row: Row) -> str:
 
 
 def roofline(options: Roofline) -> int:
-    """Runs `specjax roofline`, which prints and writes row by row; gives the exit code.
+    """Runs `specjax roofline`, which writes and prints row by row; gives the exit code.
 
     Raises:
       ValueError: an option is wrong, or no prompt fits.
+      OSError: standard output cannot be written; the file is.
     """
     check_target_file("--json", options.json)
     rows: list[Row] = []
+    unread: OSError | None = None
     for row in measured(options):
         rows.append(row)
-        print(line(row), flush=True)
-        if options.json:
-            report = {"env": measure.environment(), "config": dataclasses.asdict(options),
-                      "rows": rows}  # fmt: skip
-            Path(options.json).write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-    return 0
+        if options.json and not is_stream(options.json):
+            _write(options, rows, complete=False)
+        try:
+            print(line(row), flush=True)
+        except OSError as error:  # nobody reads, but the file is still wanted
+            if not options.json:
+                raise
+            unread = error
+    written = not options.json or _write(options, rows, complete=True)
+    if unread is not None:
+        raise unread
+    return 0 if written else 2
+
+
+def _write(options: Roofline, rows: Sequence[Row], complete: bool) -> bool:
+    """Writes the rows so far; whether it could, which a line on standard error says."""
+    file = options.json
+    assert file is not None
+    report = {
+        "complete": complete,
+        "env": measure.environment(),
+        "config": dataclasses.asdict(options),
+        "rows": rows,
+    }
+    return tried(f"{file} cannot be written", lambda: write_json(file, report))

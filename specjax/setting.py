@@ -2,16 +2,20 @@
 
 import dataclasses
 import difflib
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
 from specjax.draft.growth import Growth
+from specjax.draft.limits import check_growth
 from specjax.tree import TreeShape
-from specjax.widths import Widths, canonical, of_json, spelled
+from specjax.widths import Widths, canonical, check_count, is_number, of_json, spelled
 
 METHODS = ("none", "chain", "tree", "pool", "specexec", "staged", "lookup", "ngram", "recycle",
            "hybrid")  # fmt: skip
 TABLE, DRAFT = "ngram", "draft"
+_LEAST = 1e-37
+_LONGEST_NAME = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,41 +58,70 @@ def to_json(setting: Setting) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def from_json(values: Mapping[str, Any], where: str) -> Setting:
+def from_json(values: object, where: str) -> Setting:
     """The setting that a file holds.
 
     Raises:
       ValueError: a name is unknown, or a value is not what it should be; `where` is in the
         sentence.
     """
-    _check_names(values, Setting, where)
-    changed = dict(values)
+    changed = dict(_checked_names(values, Setting, where))
     if changed.get("method", "none") not in METHODS:
         raise ValueError(
-            f"{where}: no method {changed['method']!r}; there are {', '.join(METHODS)}."
+            f"{where}: no method {reprlib.repr(changed['method'])}; there are {', '.join(METHODS)}."
         )
     if changed.get("stage") not in (None, TABLE, DRAFT):
-        raise ValueError(f"{where}: no stage {changed['stage']!r}; there are {TABLE} and {DRAFT}.")
+        raise ValueError(
+            f"{where}: no stage {reprlib.repr(changed['stage'])}; there are {TABLE} and {DRAFT}."
+        )
+    given = {name: value for name, value in changed.items() if value is not None}
     try:
         for name in ("widths", "guess"):
-            if name in changed:
-                changed[name] = canonical(of_json(changed[name]))
-        if "growth" in changed:
-            _check_names(changed["growth"], Growth, f"{where}, growth")
-            changed["growth"] = Growth(**changed["growth"])
-        if "temperatures" in changed:
-            greedy, sampled = (float(value) for value in changed["temperatures"])
-            changed["temperatures"] = greedy, sampled
-        return Setting(**changed)
-    except (TypeError, ValueError) as error:
+            if name in given:
+                given[name] = canonical(of_json(given[name]))
+        if "growth" in given:
+            given["growth"] = _growth(given["growth"], f"{where}, growth")
+        if "temperatures" in given:
+            given["temperatures"] = _temperatures(given["temperatures"])
+        if "fan" in given:
+            check_count("fan", given["fan"])
+    except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    return Setting(**given)
 
 
-def _check_names(values: Mapping[str, Any], kind: type, where: str) -> None:
+def _growth(values: object, where: str) -> Growth:
+    given = _checked_names(values, Growth, where)
+    if "budget" not in given:
+        raise ValueError("growth has no budget.")
+    held: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(Growth)}
+    held |= given
+    check_growth(held)
+    floats: dict[str, Any] = {name: float(held[name]) for name in ("decay", "least_gain")}
+    return Growth(**held | floats)
+
+
+def _temperatures(values: object) -> tuple[float, float]:
+    if not isinstance(values, list | tuple) or len(values) != 2 or not all(map(_is_scale, values)):
+        raise ValueError(
+            f"temperatures are {reprlib.repr(values)}; they must be two positive numbers."
+        )
+    return float(values[0]), float(values[1])
+
+
+def _is_scale(value: object) -> bool:
+    """Whether a value is a number that float32 holds and one may divide by."""
+    return is_number(value) and _LEAST < value < 1 / _LEAST
+
+
+def _checked_names(values: object, kind: type, where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is {values!r}; it must be an object.")
+        raise ValueError(f"{where} is {reprlib.repr(values)}; it must be an object.")
     known = [field.name for field in dataclasses.fields(kind)]
     for name in values:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0)
-            raise ValueError(f"{where} has {name!r}; the nearest name there is is {near[0]!r}.")
+            near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1, 0)
+            raise ValueError(
+                f"{where} has {name[:_LONGEST_NAME]!r}; the nearest name there is is {near[0]!r}."
+            )
+    return values

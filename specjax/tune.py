@@ -9,7 +9,7 @@ then run against plain decoding, several times, and the fastest of them is writt
 import dataclasses
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from specjax.draft import Drafter
 from specjax.inflate import inflate
 from specjax.model import Model
 from specjax.options import Bench, Tune
+from specjax.output import tried
 from specjax.pair import Pair, load_pair
 from specjax.plan import Plan
 from specjax.prompts import Prompt
@@ -36,14 +37,14 @@ from specjax.sampling import Sampling
 from specjax.setting import Setting, from_json, to_json
 from specjax.shape import best_shape, expected_tokens
 from specjax.tree import TreeShape
-from specjax.tuned import Entry
+from specjax.tuned import Entry, Unfinished
 from specjax.values import (
     at_least,
+    budgets_of,
     check_seed,
     check_target_file,
     count_of,
     dtype_of,
-    items,
     temperatures_in,
 )
 
@@ -83,8 +84,10 @@ class Tuner:
     progress: Progress
     costs: dict[tuple[Setting, bool], measure.Phases] = dataclasses.field(default_factory=dict)
 
-    def promises(self, temperature: float) -> list[Promise]:
-        """What every setting promises, the best first."""
+    def promises(
+        self, temperature: float, keep: Callable[[Sequence[Promise]], None] = lambda _: None
+    ) -> list[Promise]:
+        """What every setting promises, the best first; `keep` gets the growing list."""
         names = [n for n in methods.names_of(self.options.methods, self.grown) if n != "none"]
         settings = [
             methods.setting_of(name, None, budget, 1, len(self.grown.drafts))
@@ -98,10 +101,12 @@ class Tuner:
         if static:
             found += self._static(static, temperature)
             self.progress.advance(task, len(static))
+            keep(found)
         for _, alike in itertools.groupby(settings, key=lambda setting: setting.nodes):
             for setting in alike:
                 found.append(self._promise(setting, temperature, found))
                 self.progress.advance(task)
+                keep(found)
             measure.forget_programs()
         return sorted(found, key=lambda promise: -promise.rate)
 
@@ -157,7 +162,7 @@ class Tuner:
     @property
     def budgets(self) -> tuple[int, ...]:
         """The budgets to choose among."""
-        return items(self.options.budgets, int, "--budgets")
+        return budgets_of(self.options.budgets)
 
     def _request(
         self, pair: Pair, drafter: Drafter | None, rows: list[Prompt], temperature: float
@@ -228,19 +233,33 @@ def tune(options: Tune) -> int:
     )
     as_it_runs = jax.tree.map(lambda leaf: leaf.astype(dtype), grown)
     pairs = native, native._replace(target=as_it_runs)
+    promises: list[Sequence[Promise]] = []
+    checked: list[tuple[Entry, list[dict[str, Any]]]] = []
+    unfinished = Unfinished(options.out)
+
+    def keep(found: Sequence[Promise] = ()) -> None:
+        so_far = [*promises, found] if found else promises
+        entries = [entry for entry, _ in checked]
+        unfinished.keep(entries, _environment(options, grown, so_far))
+
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         tuner = Tuner(options, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
-        promises = [tuner.promises(temperature) for temperature in temperatures]
+        for temperature in temperatures:
+            promises.append(tuner.promises(temperature, keep))
         final = native._replace(target=grown)
-        checked = [
-            _check_run(options, final, dtype, chosen, temperature, best, progress)
-            for temperature, best in zip(temperatures, promises, strict=True)
-        ]
+        for temperature, best in zip(temperatures, promises, strict=True):
+            checked.append(_check_run(options, final, dtype, chosen, temperature, best, progress))
+            keep()
     entries = [entry for entry, _ in checked]
-    tuned.write(options.out, entries, _environment(options, grown, promises))
+    env = _environment(options, grown, promises)
+    written = tried(
+        f"{options.out} cannot be written", lambda: tuned.write(options.out, entries, env)
+    )
+    if written:
+        unfinished.remove()
     for (entry, rows), best in zip(checked, promises, strict=True):
         _say(entry, best, rows)
-    return 0
+    return 0 if written else 2
 
 
 def _check(options: Tune) -> tuple[float, ...]:
@@ -250,8 +269,7 @@ def _check(options: Tune) -> tuple[float, ...]:
     check_seed(options.seed)
     check_target_file("FILE", options.out)
     methods.names_of(options.methods, None)
-    for budget in items(options.budgets, int, "--budgets"):
-        at_least("--budgets", budget, 1)
+    budgets_of(options.budgets)
     dtype_of(options.dtype)
     return temperatures_in(options.temperatures)
 
@@ -262,7 +280,7 @@ def _check_run(
     dtype: str,
     chosen: list[Prompt],
     temperature: float,
-    promises: list[Promise],
+    promises: Sequence[Promise],
     progress: Progress,
 ) -> tuple[Entry, list[dict[str, Any]]]:
     """The fastest of the settings that promise most and plain decoding, run side by side.

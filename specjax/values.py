@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from specjax.widths import Widths, read
+from specjax import output
+from specjax.widths import MOST_NODES, Widths, read
 
 _T = TypeVar("_T")
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9}
+_MOST_PARAMETERS = 10**15
 
 
 def items(text: str, convert: Callable[[str], _T], what: str) -> tuple[_T, ...]:
@@ -83,8 +85,11 @@ def count_of(text: str) -> int:
         count = float(digits) * scale
     except ValueError:
         count = 0.0
-    if not 1 <= count < math.inf:
-        raise ValueError(f"--inflate is {text!r}; it must be a number such as 100M.")
+    if not 1 <= count <= _MOST_PARAMETERS:
+        raise ValueError(
+            f"--inflate is {text!r}; it must be a number such as 100M, and {_MOST_PARAMETERS:,} "
+            "at most."
+        )
     return round(count)
 
 
@@ -99,15 +104,25 @@ def check_seed(seed: int) -> None:
 
 
 def check_target_file(name: str, file: str | None) -> None:
-    """Checks that option `name`, if it is given, names a file that can be written.
+    """Checks by opening that option `name`, if it is given, names a file that can be written.
+
+    A file that is there stays as it is.
 
     Raises:
-      ValueError: its folder does not exist, or it is a folder itself.
+      ValueError: its folder does not exist, it is a folder itself, or it cannot be written.
     """
-    if file and not Path(file).absolute().parent.is_dir():
+    if not file:
+        return
+    if not Path(file).absolute().parent.is_dir():
         raise ValueError(f"{name} is {file}, in a folder that does not exist.")
-    if file and Path(file).is_dir():
-        raise ValueError(f"{name} is {file}, which is a folder.")
+    try:
+        if Path(file).is_dir():
+            raise ValueError(f"{name} is {file}, which is a folder.")
+        output.check_writable(file)
+    except OSError as error:
+        raise ValueError(
+            f"{name} is {file}, which cannot be written: {output.reason(error)}."
+        ) from error
 
 
 def at_least(name: str, value: int | None, lowest: int) -> None:
@@ -118,3 +133,17 @@ def at_least(name: str, value: int | None, lowest: int) -> None:
     """
     if value is not None and value < lowest:
         raise ValueError(f"{name} is {value}; it must be at least {lowest}.")
+
+
+def budgets_of(text: str, what: str = "--budgets") -> tuple[int, ...]:
+    """The budgets of nodes, or numbers of nodes, of a list separated by commas.
+
+    Raises:
+      ValueError: one is no number of nodes that a tree can have; `what` names the option.
+    """
+    found = items(text, int, what)
+    for budget in found:
+        at_least(what, budget, 1)
+        if budget > MOST_NODES:
+            raise ValueError(f"{what} is {budget}; a tree has {MOST_NODES} nodes at most.")
+    return found

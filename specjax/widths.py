@@ -1,24 +1,36 @@
 """Children per level of a tree: their counts, their check, and how they are spelled."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+import math
+import reprlib
+from numbers import Integral, Real
+from typing import TypeAlias, TypeGuard
 
 Widths: TypeAlias = tuple[int | tuple[int, ...], ...]
 """An entry a level: a number for every node above it, or a tuple of numbers, one a node."""
 
+MOST_NODES = 8192
+"""The most nodes of a tree: a mask of which nodes are above which has the square of that."""
+
 _BETWEEN_LEVELS = "/"
+_SHOWN = 32
 
 
 def counts(widths: Widths) -> tuple[tuple[int, ...], ...]:
     """For each level how many children every node of the level above has.
 
     Raises:
-      ValueError: there is no level, a level has no node, or its numbers are not one a node.
+      ValueError: there is no level, a level has no node, its numbers are not one a node, or the
+        nodes are more than `MOST_NODES`.
     """
     if not widths or min((each for each in widths if isinstance(each, int)), default=1) < 1:
         raise ValueError(f"a tree needs widths of at least 1, not {widths}.")
-    found, nodes = [], 1
+    found, nodes, total = [], 1, 0
     for level, width in enumerate(widths, 1):
+        total += sum(width) if isinstance(width, tuple) else width * nodes
+        if total > MOST_NODES:  # before they are made
+            raise ValueError(
+                f"its first {level} levels have {total} nodes; a tree has {MOST_NODES} at most."
+            )
         own = width if isinstance(width, tuple) else (width,) * nodes
         _check(level, own, nodes)
         found.append(own)
@@ -27,7 +39,8 @@ def counts(widths: Widths) -> tuple[tuple[int, ...], ...]:
 
 
 def _check(level: int, own: tuple[int, ...], nodes: int) -> None:
-    has = f"level {level} has widths {','.join(map(str, own))}"
+    shown = ",".join(map(str, own[:_SHOWN])) + ("..." if len(own) > _SHOWN else "")
+    has = f"level {level} has widths {shown}"
     if len(own) != nodes:
         raise ValueError(f"{has}, which are {len(own)}; it needs {nodes}, one a node above it.")
     if min(own) < 0:
@@ -82,6 +95,50 @@ def read(text: str, what: str) -> Widths:
         raise ValueError(f"{what} is {text!r}: {error}") from error
 
 
-def of_json(widths: Sequence[int | Sequence[int]]) -> Widths:
-    """Widths whose tuples JSON has made lists."""
-    return tuple(each if isinstance(each, int) else tuple(each) for each in widths)
+def of_json(widths: object) -> Widths:
+    """Widths whose tuples JSON has made lists.
+
+    Raises:
+      ValueError: a level is neither a whole number nor a list of them.
+    """
+    if not isinstance(widths, list | tuple):
+        raise ValueError(f"widths are {reprlib.repr(widths)}; they must be a list of levels.")
+    return tuple(_level(level, width) for level, width in enumerate(widths, 1))
+
+
+def _level(level: int, width: object) -> int | tuple[int, ...]:
+    if _is_whole(width):
+        return width
+    if isinstance(width, list | tuple) and all(map(_is_whole, width)):
+        return tuple(width)
+    raise ValueError(
+        f"level {level} is {reprlib.repr(width)}; it must be a whole number or a list of them."
+    )
+
+
+def _is_whole(value: object) -> TypeGuard[int]:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number, and no boolean."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
+
+
+def check_count(name: str, value: object) -> None:
+    """Checks a number of nodes, or of levels.
+
+    Raises:
+      ValueError: it is no whole number from 1 to `MOST_NODES`.
+    """
+    if not _is_whole(value):
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a whole number.")
+    if value < 1:
+        raise ValueError(f"{name} is {value}; it must be at least 1.")
+    if value > MOST_NODES:
+        raise ValueError(f"{name} is {value}; it must be at most {MOST_NODES}.")

@@ -1,16 +1,21 @@
 """What bench measures, counts and remembers."""
 
 import json
+import os
+import shlex
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 
 from pallas_kernels import machine
-from specjax import bench, measure, methods, prompts, request, tuned, values
+from specjax import bench, measure, methods, outcome, prompts, request, tuned, values
 from specjax.__main__ import main
-from specjax.choice import Asked, choose
+from specjax.choice import Asked, Choice, choose
 from specjax.options import Bench
+from specjax.outcome import Sheet
 from specjax.pair import Pair, load_pair
 from specjax.prompts import Prompt
 from specjax.sampling import Sampling
@@ -68,7 +73,59 @@ def test_a_run_writes_what_the_contract_says(prompt_file, tmp_path, capsys):
     ]  # fmt: skip
     assert {row["temperature"] for row in rows} == {0.0, 0.8, "mixed"}
     check_rows(rows)
-    check_choice(rows)
+    check_rounds(rows, printed.err)
+    assert report["complete"] is True
+
+
+SHORT = ("--methods", "none,chain", "--batch", "1", "--max-new-tokens", "6", "--limit", "3",
+         "--temperatures", "0", "--dtype", "float32")  # fmt: skip
+
+
+@pytest.mark.parametrize("output", ["/dev/full", "head -1"])
+def test_a_cache_and_an_output_that_refuse_lose_nothing(output, prompt_file, tmp_path):
+    out = tmp_path / "bench.json"
+    command = [sys.executable, "-m", "specjax", "bench", *SHORT, *pair_flags(),
+               "--prompts", str(prompt_file), "--json", str(out)]  # fmt: skip
+    full = output == "/dev/full"
+    with open("/dev/full" if full else os.devnull, "w") as written:
+        done = subprocess.run(
+            command if full else ["sh", "-c", f"{shlex.join(command)} | head -c 1"],
+            env=os.environ | {"SPECJAX_CACHE": "/proc/nope"}, stdout=written,
+            stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    report = json.loads(out.read_text())
+    assert report["complete"] is True
+    assert [row["method"] for row in report["rows"]] == ["none", "none", "chain"]
+    assert "Traceback" not in done.stderr
+    if full:
+        assert (done.returncode, "No space left on device" in done.stderr) == (2, True)
+
+
+def test_a_cache_that_refuses_is_a_line(prompt_file, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPECJAX_CACHE", "/proc/nope")
+    monkeypatch.setattr(outcome, "shipped", lambda *_: Choice(methods.setting_of("chain"), ""))
+    assert main(["bench", *SHORT, *pair_flags()]) == 0
+    printed = capsys.readouterr()
+    assert "chain" in printed.out
+    assert printed.err == (
+        "specjax: what was measured is not remembered for --method auto: No such file or "
+        "directory.\n"
+    )
+
+
+def test_a_run_that_is_ended_leaves_its_rows(tmp_path, monkeypatch):
+    def ended(sheet, rows):
+        keep(sheet, rows)
+        raise KeyboardInterrupt
+
+    keep = Sheet.keep
+    monkeypatch.setattr(Sheet, "keep", ended)
+    out = tmp_path / "bench.json"
+    assert main(["bench", *SHORT, *pair_flags(), "--json", str(out)]) == 130
+    report = json.loads(out.read_text())
+    assert report["complete"] is False
+    assert [row["method"] for row in report["rows"]] == ["none", "none", "chain"]
+    assert all(len(row["round_speedups"]) == 1 for row in report["rows"])
 
 
 def check_rows(rows):
@@ -89,19 +146,11 @@ def check_rows(rows):
     assert next(row for row in rows if row["method"] == "pool")["tokens_per_step"] > 2
 
 
-def check_choice(rows):
-    """What auto now chooses is what was fastest."""
-    pair = bench_pair()
-    for sampled in (False, True):
-        alike = [
-            row
-            for row in rows
-            if row["temperature"] == (0.8 if sampled else 0.0) and row["dtype"] == "float32"
-        ]
-        best = max(alike, key=lambda row: row["tokens_per_second"])
-        choice = choose(Asked(), pair, 0.8 * sampled, 2)
-        assert choice.setting.method == best["method"]
-        assert "measured" in choice.reason
+def check_rounds(rows, said):
+    """Of one round nothing can be told, and bench says so."""
+    assert all(len(row["round_speedups"]) == 1 and row["spread"] is None for row in rows)
+    assert said.count("the shipped default, chain 1,1,1, was not measured beside the others") == 2
+    assert "shipped" in choose(Asked(), bench_pair(), 0.0, 2).reason
 
 
 def bench_pair():
@@ -233,6 +282,10 @@ def test_a_wrong_plan_is_refused(changes, sentence):
     ("line", "sentence"),
     [
         ("{", "line 1 of .* is not JSON"),
+        ("[" * 100_000, "line 1 of .* is not JSON"),
+        ("\n\ncaf\xe9", "prompts.jsonl is not UTF-8 text: byte 5 is not"),
+        ('{"id": 1, "prompt": "a\\ud800"}', "line 1 of .* is not UTF-8 text: character 1"),
+        ('{"id": 1, "turns": ["\\udfff"]}', "line 1 of .* is not UTF-8 text: character 0"),
         ('{"id": 1}', "line 1 of .* has neither"),
         ('{"id": 1, "turns": [2]}', "has neither"),
         ("", "holds no prompt"),
@@ -240,7 +293,7 @@ def test_a_wrong_plan_is_refused(changes, sentence):
 )
 def test_a_damaged_prompt_file_is_refused(tmp_path, line, sentence):
     path = tmp_path / "prompts.jsonl"
-    path.write_text(line)
+    path.write_bytes(line.encode("latin-1"))
     with pytest.raises(ValueError, match=sentence):
         prompts.read(str(path))
 

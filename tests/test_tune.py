@@ -52,6 +52,21 @@ def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
     assert from_json(found["setting"], "here") == entries[0].setting
 
 
+def test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file(tmp_path, monkeypatch):
+    def ended(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    file = tmp_path / "tuned.json"
+    file.write_text("from an earlier run")
+    monkeypatch.setattr(tune, "_check_run", ended)
+    arguments = ["--methods", "chain", "--temperatures", "0", *pair_flags()]
+    assert main(["tune", str(file), *FLAGS, *arguments]) == 130
+    assert file.read_text() == "from an earlier run"
+    held = json.loads((tmp_path / "tuned.json.partial").read_text())
+    assert held["complete"] is False
+    assert {one["setting"]["method"] for one in held["env"]["promises"][0]} == {"chain"}
+
+
 def test_the_fastest_that_was_run_is_taken():
     rows = [
         {"method": name, "label": name, "setting": to_json(methods.setting_of(name)),
@@ -94,7 +109,7 @@ def test_the_nearest_entry_of_the_same_kind_is_picked():
         ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"growth": {"budget": 0}}}]}',
          "budget is 0; it must be at least 1"),
         ('{"settings": [{"temperature": null, "batch": 1, "setting": {}}]}',
-         "a temperature or batch that is no number"),
+         "setting 0 has the temperature None; it must be a number of at least 0"),
         ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"stage": "moon"}}]}',
          "no stage 'moon'; there are ngram and draft"),
         ('{"settings": [{"temperature": 0, "batch": 1, "setting": {"method": "lookup"}}]}',
@@ -117,6 +132,8 @@ def test_a_file_that_tune_did_not_write_is_refused(tmp_path, text, sentence, cap
     [
         (["generate", "x", "--config", "nowhere.json"], "nowhere.json, which cannot be read"),
         (["tune", "nowhere/x.json"], "FILE is nowhere/x.json, in a folder that does not exist"),
+        (["tune", "/proc/x.json"], "FILE is /proc/x.json, which cannot be written: No such file"),
+        (["tune", "/dev/full"], "FILE is /dev/full, which cannot be written: No space left"),
         (["tune", "x.json", "--budgets", "0"], "--budgets is 0"),
         (["tune", "x.json", "--methods", "bush"], "no method 'bush'"),
         (["tune", "x.json", "--temperatures", "-1"], "--temperatures is '-1'"),

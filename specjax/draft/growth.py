@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from specjax.draft.limits import check_growth
 from specjax.pytree import pytree, replace
 from specjax.tree import NO_PARENT, TokenTree, chosen
-
-_NEARLY_ONE = 0.9999
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +37,7 @@ class Growth:
     by_level: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("budget", "beams", "width", "depth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if not 0 < self.decay <= _NEARLY_ONE:  # a child's score must be below its parent's
-            raise ValueError(f"decay is {self.decay}; it must lie in (0, {_NEARLY_ONE}].")
-        if not self.least_gain >= 0:
-            raise ValueError(f"least_gain is {self.least_gain}; it must be at least 0.")
+        check_growth(vars(self))
 
     @property
     def levels(self) -> int:

@@ -1,0 +1,160 @@
+"""Settings that a file holds: what is read, and the one sentence for what cannot be."""
+
+import json
+import math
+
+import pytest
+
+from specjax import tuned
+from specjax.draft import Growth
+from specjax.setting import Setting, from_json, to_json
+from specjax.tree import TreeShape
+from specjax.widths import MOST_NODES, counts
+
+GROWN = {"method": "specexec", "growth": {"budget": 4}}
+
+
+def growth(**changed) -> dict:
+    return GROWN | {"growth": GROWN["growth"] | changed}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"method": "chain", "widths": [1, 1]},
+        {"method": "tree", "widths": [2, [1, 0]]},
+        growth(decay=0.5, least_gain=0, by_level=True),
+        {"method": "staged", "growth": {"budget": 3}, "temperatures": [1, 0.5], "stage": "draft",
+         "guess": [2], "fan": 2},
+    ],
+)  # fmt: skip
+def test_what_is_written_is_read(values):
+    setting = from_json(values, "here")
+    assert from_json(json.loads(json.dumps(to_json(setting))), "here") == setting
+    with_nulls = {"widths": None, "growth": None, "temperatures": None, "fan": None} | values
+    assert from_json(with_nulls, "here") == setting
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (None, "here is None; it must be an object"),
+        ([], r"here is \[\]; it must be an object"),
+        ({"method": None}, "no method None"),
+        ({"method": ["chain"]}, r"no method \['chain'\]"),
+        ({"stage": {}}, r"no stage \{\}"),
+        ({"x" * 10**6: 1}, "here has 'x{40}'; the nearest name there is is"),
+        ({"widths": 3}, "widths are 3; they must be a list of levels"),
+        ({"widths": "11"}, "widths are '11'; they must be a list"),
+        ({"widths": {"a": 1}}, "they must be a list"),
+        ({"widths": [1e300]}, r"level 1 is 1e\+300; it must be a whole number or a list"),
+        ({"widths": [2, 1.5]}, "level 2 is 1.5; it must be a whole number"),
+        ({"widths": [True]}, "level 1 is True; it must be a whole number"),
+        ({"widths": [None]}, "level 1 is None"),
+        ({"widths": ["2"]}, "level 1 is '2'"),
+        ({"widths": [1, [math.nan]]}, r"level 2 is \[nan\]"),
+        ({"widths": [1, [[1]]]}, r"level 2 is \[\[1\]\]"),
+        ({"widths": []}, "a tree needs widths of at least 1"),
+        ({"widths": [0]}, "a tree needs widths of at least 1"),
+        ({"widths": [10**9, 10**9]}, f"first 1 levels have {10**9} nodes; a tree has {MOST_NODES}"),
+        ({"widths": [10**30]}, "a tree has 8192 at most"),
+        ({"guess": [2, 10**30]}, "a tree has 8192 at most"),
+        (growth(budget=2.5), "budget is 2.5; it must be a whole number"),
+        (growth(budget=True), "budget is True; it must be a whole number"),
+        (growth(budget=None), "budget is None; it must be a whole number"),
+        (growth(budget=math.nan), "budget is nan; it must be a whole number"),
+        (growth(budget=10**30), "budget is 1000000000000000000000000000000; it must be at most"),
+        (growth(beams=0), "beams is 0; it must be at least 1"),
+        (growth(width="4"), "width is '4'; it must be a whole number"),
+        (growth(depth=10**10), "depth is 10000000000; it must be at most 8192"),
+        (growth(decay=None), "decay is None"),
+        (growth(decay="0.5"), "decay is 0.5; it must lie"),
+        (growth(decay=math.nan), "decay is nan"),
+        (growth(decay=True), "decay is True"),
+        (growth(least_gain=math.inf), "least_gain is inf"),
+        (growth(least_gain=10**400), "least_gain is 1000"),
+        (growth(by_level="no"), "by_level is 'no'; it must be true or false"),
+        (GROWN | {"growth": {}}, "growth has no budget"),
+        (GROWN | {"growth": 3}, "growth is 3; it must be an object"),
+        (GROWN | {"temperatures": 5}, "temperatures are 5; they must be two positive numbers"),
+        (GROWN | {"temperatures": [0.5]}, r"temperatures are \[0.5\]"),
+        (GROWN | {"temperatures": [math.nan, -1]}, r"temperatures are \[nan, -1\]"),
+        (GROWN | {"temperatures": [1, 1e-60]}, r"temperatures are \[1, 1e-60\]"),
+        (GROWN | {"temperatures": [10**400, 1]}, "they must be two positive numbers"),
+        (GROWN | {"fan": 2.5}, "fan is 2.5; it must be a whole number"),
+        (GROWN | {"fan": -1}, "fan is -1; it must be at least 1"),
+    ],
+)
+def test_a_setting_of_other_values_is_refused(values, sentence):
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        from_json(values, "here")
+    assert str(refusal.value).startswith("here")
+    assert len(str(refusal.value)) < 1000
+
+
+def test_growth_and_trees_check_what_python_gives_them():
+    for wrong in (True, 0, MOST_NODES + 1):
+        with pytest.raises(ValueError, match="budget is"):
+            Growth(wrong)
+    with pytest.raises(ValueError, match=r"level 2 has widths 0,0,0.*which are 9000"):
+        counts((1, (0,) * 9000))
+    assert TreeShape((MOST_NODES,)).num_nodes == MOST_NODES
+    with pytest.raises(ValueError, match="its first 13 levels have 16382 nodes"):
+        TreeShape((2,) * 13)
+
+
+def written(folder, **changed) -> str:
+    entry = {"temperature": 0, "batch": 1, "setting": {}} | changed
+    (folder / "tuned.json").write_text(json.dumps({"settings": [entry]}))
+    return str(folder / "tuned.json")
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        *(({"temperature": value}, "has the temperature .*; it must be a number of at least 0")
+          for value in (None, math.nan, math.inf, -1, True, "0", [], 10**400)),
+        *(({"batch": value}, "has the batch .*; it must be a whole number of at least 1")
+          for value in (None, math.nan, math.inf, 1.5, 0, -3, True, "1", [])),
+        ({"expected": 3}, "expected must be an object of numbers"),
+        ({"measured": {"speedup": "fast"}}, "measured must be an object of numbers"),
+    ],
+)  # fmt: skip
+def test_an_entry_of_other_values_is_refused(changed, sentence, tmp_path):
+    with pytest.raises(ValueError, match=f"^--config .*tuned.json, setting 0.*{sentence}"):
+        tuned.read(written(tmp_path, **changed))
+
+
+def test_an_entry_may_be_of_many_rows_and_know_no_figures(tmp_path):
+    entry = tuned.read(written(tmp_path, batch=10**400, expected=None))[0]
+    assert entry == (0.0, 10**400, Setting(), {}, {})
+    assert tuned.pick([entry], 0.5, 2) == entry
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"[" * 200_000, "which is no JSON: it is too deeply nested"),
+        (b"\xff", "which is no JSON: 'utf-8' codec"),
+        (b'{"settings": [' + b"9" * 5000 + b"]}", "which is no JSON: Exceeds the limit"),
+        (b"null", "holds no settings"),
+        (b'{"settings": null}', "holds no settings"),
+        (b'{"settings": [' + b"[" * 500 + b"]" * 500 + b"]}", "setting 0 is .*must be an object"),
+        (b'{"complete": false, "settings": []}', "of a run of tune that did not end; run it again"),
+        (b'{"complete": null, "settings": [3]}', "of a run of tune that did not end"),
+    ],
+)
+def test_a_damaged_file_is_named(content, sentence, tmp_path):
+    file = tmp_path / "tuned.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"^--config .*tuned.json.*{sentence}") as refusal:
+        tuned.read(file)
+    assert len(str(refusal.value)) < 1000
+
+
+def test_what_can_never_be_read_to_its_end_is_refused():
+    with pytest.raises(ValueError, match=r"--config is /dev/zero, which is no JSON: .* more than"):
+        tuned.read("/dev/zero")
+    with pytest.raises(ValueError, match="--config is /proc, which cannot be read: Is a directory"):
+        tuned.read("/proc")
