@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from specjax.rope import Stretch
 
 Shape = tuple[int, ...]
+_MOST = 2**31 - 1
+_MOST_LAYERS = 10_000
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 """The matrices of a layer, any of which may have a bias."""
@@ -20,6 +22,17 @@ NORM_KINDS = ("rms", "offset_rms", "layer")
 """By root mean square, so with weights that are offsets from 1, or of mean and variance, biased."""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def check_size(field: str, key: str, value: object) -> None:
+    """Checks a number of `ModelConfig`, which its file calls `key`.
+
+    Raises:
+      ValueError: it is no whole number above 0, or one that no model has.
+    """
+    most = _MOST_LAYERS if field == "num_layers" else _MOST
+    if type(value) is not int or not 0 < value <= most:
+        raise ValueError(f"{key} is {value!r}; it must be a whole number from 1 to {most}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +93,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be a whole number above 0.")
+            check_size(name, name, getattr(self, name))
         for name in ("rope_theta", "window_theta", "norm_eps", "query_scale", "attention_cap",
                      "logit_cap", "embedding_scale"):  # fmt: skip
             value = getattr(self, name)

@@ -77,9 +77,21 @@ def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -
         return tokenizer(prompt).input_ids
     if not tokenizer.chat_template:
         raise ValueError(f"--chat needs a chat template, and {options.model} has none.")
+    return ids_of_chat(tokenizer, prompt)
+
+
+def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
+    """The tokens of a talk in which a user has said `prompt`.
+
+    Raises:
+      ValueError: the tokenizer's template is none, or refuses such a talk.
+    """
     talk = [{"role": "user", "content": prompt}]
-    text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False).input_ids
+    try:
+        text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    except Exception as error:  # what a template raises has no type of its own
+        raise ValueError(f"the chat template cannot be used: {error}") from error
 
 
 def _check(options: Generate) -> None:

@@ -34,11 +34,20 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 
+_SAID = 300
+
 Name = str | Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or not what its configuration says."""
+    """A checkpoint is missing, damaged, or not what its configuration says.
+
+    Of a long sentence, as files can make it, the first and the last words are kept.
+    """
+
+    def __init__(self, said: str) -> None:
+        short = len(said) <= 2 * _SAID
+        super().__init__(said if short else f"{said[:_SAID]} ... {said[-_SAID:]}")
 
 
 class Files(NamedTuple):

@@ -75,9 +75,15 @@ def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.d
         "layers": [layer] * config.num_layers,
     }
     at = (folder / FOLDER).absolute()
-    with ocp.StandardCheckpointer() as checkpointer:
-        _check(wanted, checkpointer.metadata(at).item_metadata)
-        found: Any = checkpointer.restore(at, wanted)
+    found: Any
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            _check(wanted, checkpointer.metadata(at).item_metadata)
+            found = checkpointer.restore(at, wanted)
+    except (ValueError, jax.errors.JaxRuntimeError, MemoryError):
+        raise
+    except Exception as error:  # what its libraries raise has no type of its own
+        raise ValueError(str(error).partition(" See full")[0]) from error
     if not bool(_finite(found)):
         raise ValueError("weights hold NaN or infinity.")
     for name, shape in config.outer_shapes.items():

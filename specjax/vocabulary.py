@@ -1,9 +1,10 @@
 """Tokenizers of folders, whether two models mean the same by them, and drafts fitted to that."""
 
+import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -37,10 +38,26 @@ def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
     _quieten()
     from transformers import AutoTokenizer
 
+    with _named(f"the tokenizer in {folder}"):
+        found = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        found.decode(found("a").input_ids)  # what is wrong in its settings fails here
+        return found
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Lets what a tokenizer's file makes the library raise say which file it is.
+
+    Its errors have no type of their own, and those of its Rust are no `Exception`.
+    """
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise CheckpointError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{what} cannot be read: {error}") from error
 
 
 def save_tokenizer(
@@ -97,10 +114,8 @@ def _contents(files: Files) -> Contents | None:
             return tokenizer_of(files.folder).get_vocab()
         except CheckpointError:
             return None
-    try:
+    with _named(str(file)):
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # what the library raises has no type of its own
-        raise CheckpointError(f"{file} cannot be read: {error}.") from error
 
 
 class Difference(NamedTuple):

@@ -237,6 +237,9 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         ({"vocab_size": "absent"}, "no 'vocab_size'"),
         ({"num_key_value_heads": 3}, r"num_heads \(4\)"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; it must be"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; it must be a"),
+        ({"vocab_size": 10**400}, "vocab_size is 1000.* it must be a whole number from 1 to"),
+        ({"eos_token_id": 2**40}, "eos_token_id is 1099511627776; it must be a token's number"),
         ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; it must be a whole number"),
         ({"rope_parameters": None, "rope_scaling": "linear"},
          "rope_scaling is 'linear'; it must be an object"),
@@ -337,6 +340,22 @@ def test_an_index_names_files_of_its_own_folder(folder, name):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"index\.json names .*in the same folder"):
         load_model(folder)
+
+
+def test_a_long_value_is_shortened(folder):
+    change_config(folder, eos_token_id="x" * 5000)
+    with pytest.raises(
+        CheckpointError, match=r"eos_token_id is 'xxx.* \.\.\. .*or several"
+    ) as said:
+        load_model(folder)
+    assert len(str(said.value)) < 700
+
+
+def test_a_tokenizer_of_wrong_settings_is_refused_when_it_is_read(folder):
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "many"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer in .*copy cannot be read: '>' not"):
+        tokenizer_of(folder)
 
 
 def test_nested_json_gets_one_sentence(folder):

@@ -2,8 +2,6 @@
 
 import os
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 from train.loop import Log, progress_bar
 
 Arrays = Mapping[str, np.ndarray]
+_SAID = 300
 
 
 def make_chunks(
@@ -54,10 +53,10 @@ def _load(stage: str, file: Path) -> dict[str, np.ndarray]:
     try:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
             return dict(held)
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except Exception as error:  # what numpy, zipfile and zlib raise has no type of its own
         raise ValueError(
-            f"{file} is truncated or damaged ({error}); delete it and run the stage {stage!r} "
-            "again."
+            f"{file} is truncated or damaged ({str(error)[:_SAID]}); delete it and run the stage "
+            f"{stage!r} again."
         ) from error
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.config import ModelConfig, check_size
 from specjax.families import rotary
 from specjax.families.family import ACTIVATION_KEYS, Family, Json, value_of
 from specjax.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
@@ -52,7 +52,7 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
     for field, key in family.fields.items():
         values[field] = value_of(family, config, key)
         config = {**config, key: values[field]}
-        _check(key, values[field], kinds[field])
+        _check(field, key, values[field], kinds[field])
     values.setdefault("num_kv_heads", values["num_heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
     length = rotary.used(config, values["max_positions"], positions)
@@ -88,10 +88,10 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     return made
 
 
-def _check(key: str, value: Any, kind: Any) -> None:
+def _check(field: str, key: str, value: Any, kind: Any) -> None:
     """Checks a value against the type of the field that it fills."""
-    if kind is int and (type(value) is not int or value < 1):
-        raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1.")
+    if kind is int:
+        check_size(field, key, value)
     if kind is float and (type(value) not in (int, float) or value <= 0):
         raise ValueError(f"{key} is {value!r}; it must be a number above 0.")
     if kind is bool and type(value) is not bool:
@@ -113,6 +113,6 @@ def _eos_ids(config: Json) -> tuple[int, ...]:
         return ()
     ends = eos if isinstance(eos, list) else [eos]
     for end in ends:
-        if type(end) is not int:
+        if type(end) is not int or abs(end) >= 2**31:
             raise ValueError(f"eos_token_id is {eos!r}; it must be a token's number, or several.")
     return tuple(ends)
