@@ -69,7 +69,7 @@ def test_two_processes_with_rows_of_their_own_give_the_tokens_of_one():
 
 def test_bench_measures_on_a_mesh_and_auto_tells_it_from_one_device(tmp_path):
     asked = ["--model", str(pair_folder() / "target"), "--draft", str(pair_folder() / "one")]
-    small = ["--limit", "2", "--max-new-tokens", "8", "--temperatures", "0", "--methods", "chain"]
+    small = ["--limit", "6", "--max-new-tokens", "8", "--temperatures", "0", "--methods", "chain"]
     flags = [*asked, *small, "--batch", "2", "--skip-phases"]
     bench = [sys.executable, "-m", "specjax", "bench", *flags]
     cache, steps = {"SPECJAX_CACHE": str(tmp_path / "cache")}, []
