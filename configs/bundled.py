@@ -14,7 +14,7 @@ To reach:   bits a byte 1.27 on the development modules, 1.68 held out (1.31 wit
             pool at T = 0.
 """
 
-from specjax.config import ModelConfig
+from specjax.models.config import ModelConfig
 from train.config import (
     Boost,
     Collect,

@@ -15,7 +15,7 @@ To reach:   on draft 0's continuations of development prompts, draft 0's token a
 import dataclasses
 
 from configs.bundled import RECIPE as PAIR
-from specjax.folder import BUNDLED
+from specjax.checkpoints.files import BUNDLED
 from train.config import Boost, Collect, Labels, Reading, Trigrams
 
 RECIPE = dataclasses.replace(

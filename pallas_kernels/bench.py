@@ -60,8 +60,8 @@ def joined(at: Operands) -> Joined:
     assert at.prefix is not None
     keys = jnp.concatenate([at.prefix.keys.swapaxes(2, 3), at.block_keys], axis=2)
     values = jnp.concatenate([at.prefix.values, at.block_values], axis=2)
-    past = jnp.ones((*at.visible.shape[:2], at.slots), bool)
-    mask = jnp.concatenate([past, at.visible], axis=-1)[:, None]
+    past = jnp.ones((*at.tree_mask.shape[:2], at.slots), bool)
+    mask = jnp.concatenate([past, at.tree_mask], axis=-1)[:, None]
     return Joined(at.query, keys.swapaxes(1, 2), values.swapaxes(1, 2), mask)
 
 

@@ -4,30 +4,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.checkpoint import load, load_drafts, load_model, save_model, save_sharded
-    from specjax.config import ModelConfig
-    from specjax.decode import Generation, Step, generate, stream
+    from specjax.base.sampling import Sampling
+    from specjax.checkpoints.huggingface import (
+        load,
+        load_drafts,
+        load_model,
+        save_model,
+        save_sharded,
+    )
+    from specjax.checkpoints.pair import Pair, load_pair
+    from specjax.decoding.generate import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
-    from specjax.methods import build, load_drafter, setting_of
-    from specjax.model import Model
-    from specjax.pair import Pair, load_pair
-    from specjax.sampling import Sampling
-    from specjax.setting import Setting
-    from specjax.sharding import make_mesh
-    from specjax.tree import TokenTree, TreeShape
+    from specjax.methods.registry import build, load_drafter, setting_of
+    from specjax.methods.setting import Setting
+    from specjax.models.config import ModelConfig
+    from specjax.models.transformer import Model
+    from specjax.parallel.mesh import make_mesh
+    from specjax.trees.tree import TokenTree, TreeShape
 
 _HOMES = {
-    "checkpoint": ("load", "load_drafts", "load_model", "save_model", "save_sharded"),
-    "config": ("ModelConfig",),
-    "decode": ("Generation", "Step", "generate", "stream"),
+    "checkpoints.huggingface": ("load", "load_drafts", "load_model", "save_model", "save_sharded"),
+    "models.config": ("ModelConfig",),
+    "decoding.generate": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
-    "methods": ("build", "load_drafter", "setting_of"),
-    "model": ("Model",),
-    "pair": ("Pair", "load_pair"),
-    "sampling": ("Sampling",),
-    "setting": ("Setting",),
-    "sharding": ("make_mesh",),
-    "tree": ("TokenTree", "TreeShape"),
+    "methods.registry": ("build", "load_drafter", "setting_of"),
+    "models.transformer": ("Model",),
+    "checkpoints.pair": ("Pair", "load_pair"),
+    "base.sampling": ("Sampling",),
+    "methods.setting": ("Setting",),
+    "parallel.mesh": ("make_mesh",),
+    "trees.tree": ("TokenTree", "TreeShape"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -31,9 +31,18 @@ if "SPECJAX_CACHE" not in os.environ:
 import jax
 import pytest
 
-from specjax import measure
-from specjax.config import ModelConfig
-from specjax.model import Model, initialize
+from specjax.measure import timing
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model, initialize
+from tests.slow import is_slow
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that `pytest` leaves out."""
+    for item in items:
+        if is_slow(item.nodeid):
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,7 +66,7 @@ def pytest_runtest_teardown() -> None:
 
     Past 65,530 a compilation ends in a segmentation fault, and every loop is thousands of them.
     """
-    measure.forget_programs()
+    timing.forget_programs()
 
 
 def tiny_config(**changes) -> ModelConfig:

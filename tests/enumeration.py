@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import traversal, walk
-from specjax.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
+from specjax.trees.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
+from specjax.verify import token_wise, traversal
 from tests import oracles
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # half the time on CPU, the same values
@@ -25,14 +25,15 @@ _CHUNK = 1024  # rows of one compiled enumeration
 _NODE_ROWS = 32  # the same, for the trees of one node
 
 
-def table(laws: dict[tuple[int, ...], oracles.Law]) -> np.ndarray:
-    """Laws by context as an array `[contexts, V]`."""
-    return np.array([[float(x) for x in law] for law in laws.values()])
+def table(distributions: dict[tuple[int, ...], oracles.Probs]) -> np.ndarray:
+    """Distributions by context as an array `[contexts, V]`."""
+    return np.array([[float(x) for x in probs] for probs in distributions.values()])
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A target law, the drafters' laws (tables by context) and the tree they expand, or each.
+    """A target distribution, the drafters' distributions (tables by context) and the tree they
+    expand, or each.
 
     Siblings of one drafter are independent draws, or `distinct` ones.
     """
@@ -82,20 +83,26 @@ class Case:
         return found
 
     def draws(self, tokens: np.ndarray, certain: bool = False) -> Draws:
-        """The draws `tokens` `[A, M]`, each naming its drafter's law after its own context."""
+        """The draws `tokens` `[A, M]`, each naming its drafter's distribution after its own
+        context.
+        """
         rows, ended = len(tokens), self.contexts(tokens)
-        laws = []
+        distributions = []
         for d, q in enumerate(self.drafters):
             parents = self.trees[d].parents()
             mine = ended[:, self.proposer() == d][:, np.unique(parents[parents >= 0])]
-            laws.append(np.concatenate([np.broadcast_to(q[0], (rows, 1, q.shape[1])), q[mine]], 1))
-        first = np.cumsum([0, *(tree.num_laws for tree in self.trees[:-1])])
-        row = np.concatenate([tree.laws() + at for tree, at in zip(self.trees, first, strict=True)])
+            distributions.append(
+                np.concatenate([np.broadcast_to(q[0], (rows, 1, q.shape[1])), q[mine]], 1)
+            )
+        first = np.cumsum([0, *(tree.num_distributions for tree in self.trees[:-1])])
+        row = np.concatenate(
+            [tree.distributions() + at for tree, at in zip(self.trees, first, strict=True)]
+        )
         same = {"parents": self.parents(), "depth": self.depths(), "drafter": self.proposer()}
-        same = {n: np.broadcast_to(v, tokens.shape) for n, v in (same | {"law": row}).items()}
+        same = {n: np.broadcast_to(v, tokens.shape) for n, v in (same | {"row": row}).items()}
         return Draws(
             tokens=jnp.asarray(tokens, jnp.int32),
-            q=jnp.asarray(np.concatenate(laws, axis=1)),
+            q=jnp.asarray(np.concatenate(distributions, axis=1)),
             certain=jnp.full(rows, certain),
             **{name: jnp.asarray(v, jnp.int32) for name, v in same.items()},
         )
@@ -106,15 +113,15 @@ class Case:
         result = np.ones(len(tokens))
         for m, (parent, d) in enumerate(zip(parents, proposer, strict=True)):
             context = np.zeros(len(tokens), int) if parent < 0 else ended[:, parent]
-            law = self.drafters[d][context].copy()
+            probs = self.drafters[d][context].copy()
             if self.distinct:
-                gone = np.zeros(law.shape, bool)
+                gone = np.zeros(probs.shape, bool)
                 for n in np.flatnonzero((parents[:m] == parent) & (proposer[:m] == d)):
-                    law[np.arange(len(law)), tokens[:, n]] = 0
-                    gone[np.arange(len(law)), tokens[:, n]] = True
-                law = np.where(law.any(axis=1, keepdims=True), law, first(~gone))
-                law /= law.sum(axis=1, keepdims=True)
-            result = result * law[np.arange(len(law)), tokens[:, m]]
+                    probs[np.arange(len(probs)), tokens[:, n]] = 0
+                    gone[np.arange(len(probs)), tokens[:, n]] = True
+                probs = np.where(probs.any(axis=1, keepdims=True), probs, first(~gone))
+                probs /= probs.sum(axis=1, keepdims=True)
+            result = result * probs[np.arange(len(probs)), tokens[:, m]]
         return result
 
     def every_draw(self) -> np.ndarray:
@@ -144,7 +151,7 @@ def node_contexts(tree: TokenTree) -> jax.Array:
     return jax.lax.fori_loop(1, tree.num_slots, one, zeros)
 
 
-FLOW_OPTIONS = ("depth", "rule", "trial_law", "alter")
+FLOW_OPTIONS = ("depth", "rule", "trial_probs", "alter")
 
 
 @partial(jax.jit, static_argnames=FLOW_OPTIONS, compiler_options=QUICK_COMPILE)
@@ -152,8 +159,8 @@ def walk_flow(
     draws: Draws,
     p: jax.Array,
     depth: int,
-    rule: Callable = walk.multi_step,
-    trial_law: walk.TrialLaw = TokenTree.trial_q,
+    rule: Callable = token_wise.multi_step,
+    trial_probs: token_wise.TrialProbs = TokenTree.trial_q,
     alter: Callable[[TokenTree], TokenTree] = unchanged,
 ) -> jax.Array:
     """Flows `[A, contexts, V]` of the token-wise walk, tree by tree.
@@ -170,18 +177,18 @@ def walk_flow(
             reached, flow = carry
 
             def at_trial(state, trial):
-                law, mass, reached = state
+                probs, mass, reached = state
                 child, here = tree.trial_node[trial], parent[trial] == node
-                tested = rule(law, trial_law(tree, trial), tree.tokens[child])
+                tested = rule(probs, trial_probs(tree, trial), tree.tokens[child])
                 passed = here & (tested.accept > 0)  # a uniform is never below NaN
                 taken = mass * jnp.where(passed, jnp.minimum(tested.accept, 1), 0)
-                law = jnp.where(here, tested.residual, law)
-                return (law, mass - taken, reached.at[child].add(taken)), None
+                probs = jnp.where(here, tested.residual, probs)
+                return (probs, mass - taken, reached.at[child].add(taken)), None
 
             start = (p[contexts[node]], reached[node], reached)
             trials = jnp.arange(parent.shape[0], dtype=jnp.int32)
-            (law, mass, reached), _ = jax.lax.scan(at_trial, start, trials)
-            return reached, flow.at[contexts[node]].add(mass * law)
+            (probs, mass, reached), _ = jax.lax.scan(at_trial, start, trials)
+            return reached, flow.at[contexts[node]].add(mass * probs)
 
         reached = jnp.zeros(tree.num_slots).at[0].set(1.0)
         return jax.lax.fori_loop(0, tree.num_slots, at_node, (reached, jnp.zeros_like(p)))[1]
@@ -205,7 +212,7 @@ def traverse_flow(
         tree = alter(merge(draw, jnp.int32(0), depth))
         contexts = node_contexts(tree)
 
-        def law_at(node):
+        def probs_at(node):
             return p[contexts[node]]
 
         def visit(carry, _):
@@ -214,15 +221,15 @@ def traverse_flow(
             here = tree.depth[at.node]
             kept = jnp.where(at.node == 0, 1, jnp.clip(at.weights[here], 0, 1))
             taken = jnp.where(inner, 0, mass * kept)
-            flow = flow.at[contexts[at.node]].add(taken * at.laws[here])
-            down, up = traversal.descend(tree, law_at, at, child), traversal.retreat(tree, at)
+            flow = flow.at[contexts[at.node]].add(taken * at.distributions[here])
+            down, up = traversal.descend(tree, probs_at, at, child), traversal.retreat(tree, at)
             moved = jax.tree.map(lambda a, b: jnp.where(inner, a, b), down, up)
             moved = jax.tree.map(
                 lambda new, old: jnp.where(~inner & (at.node == 0), old, new), moved, at
             )
             return (moved, mass - taken, flow), None
 
-        first = (traversal.start(tree, law_at, depth + 1), jnp.ones(()), jnp.zeros_like(p))
+        first = (traversal.start(tree, probs_at, depth + 1), jnp.ones(()), jnp.zeros_like(p))
         return jax.lax.scan(visit, first, None, length=2 * tree.num_slots)[0][2]
 
     return jax.vmap(one)(draws)
@@ -230,7 +237,7 @@ def traverse_flow(
 
 @partial(jax.jit, static_argnames="depth", compiler_options=QUICK_COMPILE)
 def match_flow(draws: Draws, choices: jax.Array, p: jax.Array, depth: int) -> jax.Array:
-    """Flows `[A, contexts, V]` of `walk.match` when every node's choice is drawn from p.
+    """Flows `[A, contexts, V]` of `token_wise.match` when every node's choice is drawn from p.
 
     All of `choices` `[C, N]`, the joint choices of the nodes, are tried on every tree.
     """
@@ -240,7 +247,7 @@ def match_flow(draws: Draws, choices: jax.Array, p: jax.Array, depth: int) -> ja
         contexts = node_contexts(tree)
 
         def outcome(choice):
-            got = walk.match(tree, choice, depth + 1)
+            got = token_wise.match(tree, choice, depth + 1)
             weight = p[contexts, choice].prod()
             return contexts[got.path[got.count - 1]], got.token, weight
 
@@ -324,29 +331,29 @@ def reached_draws(case: Case) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarr
 
 
 def node_flow(
-    p: oracles.Law, weighted: Iterable[tuple[tuple[oracles.Trial, ...], float | Fraction]]
+    p: oracles.Probs, weighted: Iterable[tuple[tuple[oracles.Trial, ...], float | Fraction]]
 ) -> np.ndarray:
     """The flow of a step over one level of children, given as trials with their probability."""
-    laws = np.tile(np.array(p, float), (1 + len(p), 1))
-    total = np.zeros_like(laws)
+    distributions = np.tile(np.array(p, float), (1 + len(p), 1))
+    total = np.zeros_like(distributions)
     members = sorted(weighted, key=lambda member: len(member[0]))
     for _, group in itertools.groupby(members, key=lambda member: len(member[0])):
         rows, weights = zip(*group, strict=True)
         rows = rows + rows[:1] * (_NODE_ROWS - len(rows))
-        flows = walk_flow(_one_level(rows), jnp.asarray(laws), 1)[: len(weights)]
+        flows = walk_flow(_one_level(rows), jnp.asarray(distributions), 1)[: len(weights)]
         total += np.tensordot(np.array(weights, float), np.asarray(flows), 1)
     return total
 
 
 def _one_level(rows: Sequence[Sequence[oracles.Trial]]) -> Draws:
-    """Draws below the root only, each with its own law."""
+    """Draws below the root only, each with its own distribution."""
     numbers = np.tile(np.arange(len(rows[0])), (len(rows), 1))
     return Draws(
         tokens=jnp.asarray([[token for token, _ in trials] for trials in rows], jnp.int32),
         parents=jnp.full(numbers.shape, NO_PARENT, jnp.int32),
         depth=jnp.ones(numbers.shape, jnp.int32),
         drafter=jnp.zeros(numbers.shape, jnp.int32),
-        law=jnp.asarray(numbers, jnp.int32),
+        row=jnp.asarray(numbers, jnp.int32),
         q=jnp.asarray([[np.array(q, float) for _, q in trials] for trials in rows]),
         certain=jnp.zeros(len(rows), bool),
     )
@@ -360,25 +367,25 @@ def levels(values: np.ndarray, depth: int) -> Iterator[np.ndarray]:
         start += size**length
 
 
-def output_law(flow: np.ndarray, p: np.ndarray, depth: int) -> np.ndarray:
-    """The law of the next depth + 1 tokens, outcomes that emit fewer going on with p."""
-    law = np.zeros(())
+def output_probs(flow: np.ndarray, p: np.ndarray, depth: int) -> np.ndarray:
+    """The distribution of the next depth + 1 tokens, outcomes that emit fewer going on with p."""
+    probs = np.zeros(())
     for emitted, target in zip(levels(flow, depth), levels(p, depth), strict=True):
-        law = law[..., None] * target + emitted
-    return law
+        probs = probs[..., None] * target + emitted
+    return probs
 
 
-def target_law(p: np.ndarray, depth: int) -> np.ndarray:
-    """The target's law of the next depth + 1 tokens."""
-    law = np.ones(())
+def target_probs(p: np.ndarray, depth: int) -> np.ndarray:
+    """The target's distribution of the next depth + 1 tokens."""
+    probs = np.ones(())
     for target in levels(p, depth):
-        law = law[..., None] * target
-    return law
+        probs = probs[..., None] * target
+    return probs
 
 
 def total_variation(flow: np.ndarray, p: np.ndarray, depth: int) -> float:
-    """Between the law of a step's tokens and the target's."""
-    return float(np.abs(output_law(flow, p, depth) - target_law(p, depth)).sum() / 2)
+    """Between the distribution of a step's tokens and the target's."""
+    return float(np.abs(output_probs(flow, p, depth) - target_probs(p, depth)).sum() / 2)
 
 
 def mean_accepted(flow: np.ndarray, depth: int) -> float:

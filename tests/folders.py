@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from specjax import checkpoint
 from specjax.__main__ import main
+from specjax.checkpoints import huggingface
 from tests.conftest import tiny_model
 
 VOCABULARY = 272
@@ -39,7 +39,7 @@ def pair_folder() -> Path:
     target = tiny_model(0, **sizes)
     other = tiny_model(1, **sizes)
     for name, model in {"target": target, "one": target, "two": other}.items():
-        checkpoint.save_model(model, folder / name, byte_tokenizer(), "float32")
+        huggingface.save_model(model, folder / name, byte_tokenizer(), "float32")
     return folder
 
 
@@ -60,4 +60,4 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 def own_cache(tmp_path, monkeypatch):
     """A cache folder that holds no measurement; compiled programs are not kept."""
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("specjax.records.use_compilation_cache", lambda: None)
+    monkeypatch.setattr("specjax.methods.records.use_compilation_cache", lambda: None)

@@ -13,16 +13,19 @@ import jax
 import numpy as np
 from safetensors.numpy import load, save
 
-from specjax import checkpoint, decode, methods, prompts, records, tuned
 from specjax.__main__ import main
-from specjax.choice import Asked, choose
-from specjax.console import ids_of_chat
-from specjax.ngram_folder import load_ngram, save_ngram
-from specjax.pair import Pair, load_pair
-from specjax.records import Measured, Run
-from specjax.request import prepare
-from specjax.sampling import Sampling
-from specjax.tuned import Entry
+from specjax.base.sampling import Sampling
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.ngram_files import load_ngram, save_ngram
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.generate import ids_of_chat
+from specjax.decoding.generate import generate
+from specjax.decoding.request import prepare
+from specjax.measure import prompts
+from specjax.methods import records, registry, tuned
+from specjax.methods.choice import Asked, choose
+from specjax.methods.records import Measured, Run
+from specjax.methods.tuned import Entry
 from tests.folders import pair_folder
 from tests.fuzz import BAIT, CANARY, Guard, Kind
 from train.chunks import load_chunks
@@ -132,8 +135,8 @@ def orbax() -> Files:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        model = checkpoint.load_model(pair_folder() / "target")
-        checkpoint.save_sharded(model, Path(name) / "kept")
+        model = huggingface.load_model(pair_folder() / "target")
+        huggingface.save_sharded(model, Path(name) / "kept")
         return held(Path(name) / "kept")
 
 
@@ -150,8 +153,8 @@ def ngram() -> Files:
 
 
 SETTINGS = [
-    *(methods.setting_of(name) for name in ("none", "chain", "tree", "specexec", "lookup")),
-    *(methods.setting_of(name) for name in ("pool", "recycle")),
+    *(registry.setting_of(name) for name in ("none", "chain", "tree", "specexec", "lookup")),
+    *(registry.setting_of(name) for name in ("pool", "recycle")),
 ]
 
 
@@ -199,11 +202,11 @@ def read_folder(folder: Path, rng: np.random.Generator) -> None:
     """A model and its tokenizer, and a request of them."""
     if rng.random() < 0.1:
         cli("info", "--model", str(folder))
-    model, tokenizer = checkpoint.load(folder)
+    model, tokenizer = huggingface.load(folder)
     ids = tokenizer("def add(a, b):").input_ids
     prepare(KEY, model, None, [ids], 4, Sampling(), "auto", True)
     if rng.random() < 0.01:
-        ids = decode.generate(KEY, model, None, [ids], max_new_tokens=4).tokens[0].tolist()
+        ids = generate(KEY, model, None, [ids], max_new_tokens=4).tokens[0].tolist()
     tokenizer.decode(ids)
     if tokenizer.chat_template:
         ids_of_chat(tokenizer, "def add(a, b):")
@@ -218,7 +221,7 @@ def read_draft(folder: Path, rng: np.random.Generator) -> None:
 
 def read_family(folder: Path, rng: np.random.Generator) -> None:
     """A model without a tokenizer."""
-    prepare(KEY, checkpoint.load_model(folder), None, [[1, 2, 3]], 4, Sampling(), "auto", True)
+    prepare(KEY, huggingface.load_model(folder), None, [[1, 2, 3]], 4, Sampling(), "auto", True)
 
 
 def read_ngram(folder: Path, rng: np.random.Generator) -> None:
@@ -230,7 +233,7 @@ def read_config(folder: Path, rng: np.random.Generator) -> None:
     """A file for `--config`."""
     for temperature in (0.0, 0.8):
         choice = choose(Asked(config=str(folder / "tuned.json")), pair(), temperature)
-        methods.build(choice.setting, pair())
+        registry.build(choice.setting, pair())
 
 
 def read_records(folder: Path, rng: np.random.Generator) -> None:
@@ -240,7 +243,7 @@ def read_records(folder: Path, rng: np.random.Generator) -> None:
             choice = choose(Asked(), pair(), temperature)
         except ValueError as error:
             raise AssertionError(f"measurements were refused: {error}") from error
-        methods.build(choice.setting, pair())
+        registry.build(choice.setting, pair())
 
 
 def read_prompts(folder: Path, rng: np.random.Generator) -> None:

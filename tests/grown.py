@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import law
+from specjax.base.sampling import Sampling
 from specjax.draft import Step
 from specjax.draft.growth import Growth
-from specjax.model import Model
-from specjax.sampling import Sampling
-from specjax.walk import Accepted
+from specjax.measure import distribution_tests
+from specjax.models.transformer import Model
+from specjax.trees.accepted import Accepted
 
 SLOTS = 96
 WIDTH = 48  # of all prompts, so that texts of every length take one program
@@ -64,7 +64,7 @@ def children_of(model: Model, text: list[int], growth: Growth, sharpness: float)
         for first in range(0, len(paths), 16):
             texts = [text + list(path) for path in paths[first : first + 16]]
             padded = texts + [text] * (16 - len(texts))  # one compiled size
-            logits.extend(law.logits_after(model, padded)[: len(texts)])
+            logits.extend(distribution_tests.logits_after(model, padded)[: len(texts)])
         found = []
         for own in logits:
             log_q = np.asarray(jax.nn.log_softmax(jnp.asarray(own) / sharpness))
@@ -92,7 +92,7 @@ def start(drafter, texts, slots: int = SLOTS):
     padded = np.zeros((len(texts), WIDTH), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
-    seen = seen_after(padded, drafter.num_seen)
+    seen = seen_after(padded, drafter.target_top_k)
     return INIT(drafter, jnp.asarray(padded), length, slots, seen)
 
 
@@ -131,8 +131,8 @@ def scores_of(tree, row: int, growth: Growth) -> dict[Path, float]:
 def check_best(found: dict[Path, float], expected: dict[Path, float], children: Children):
     """Trees whose nodes have the right scores, as good as expected; ties may go either way."""
     paths = [(), *found]
-    laws = dict(zip(paths, children(paths), strict=True))
-    assert all(path[-1] in laws[path[:-1]] for path in found)
+    distributions = dict(zip(paths, children(paths), strict=True))
+    assert all(path[-1] in distributions[path[:-1]] for path in found)
     best, got = (sorted(each.values(), reverse=True) for each in (expected, found))
     np.testing.assert_allclose(got, best, rtol=1e-4, atol=1e-4)
     worst = best[-1] + 1e-4 * (1 + abs(best[-1])) if best else 0.0
@@ -161,6 +161,6 @@ def commit(drafter, state, tree, texts, counts, rests, pick=max):
     length = jnp.asarray([len(text) for text in made], jnp.int32)
     accepted = Accepted(jnp.asarray(path), length, length)
     grown = jax.tree.map(jnp.asarray, tree)
-    seen = seen_after(grown.tokens, drafter.num_seen)
+    seen = seen_after(grown.tokens, drafter.target_top_k)
     step = Step(jnp.asarray(tokens), length, grown, accepted, seen)
     return COMMIT(drafter, state, step), [[*t, *new] for t, new in zip(texts, made, strict=True)]

@@ -1,4 +1,5 @@
-"""What the limits of a law cost, beside the softmax alone and a sort of its scores; and in a step.
+"""What the limits of a distribution cost, beside the softmax alone and a sort of its scores; and in
+a step.
 
     python -m tests.limits
 
@@ -13,11 +14,11 @@ from functools import partial
 import jax
 from jax import lax
 
-from specjax import methods
-from specjax.measure import clocked, environment, timed, warm
-from specjax.pair import Pair
-from specjax.request import prepare
-from specjax.sampling import Sampling, process
+from specjax.base.sampling import Sampling, process
+from specjax.checkpoints.pair import Pair
+from specjax.decoding.request import prepare
+from specjax.measure.timing import clocked, environment, timed, warm
+from specjax.methods import registry
 from tests.conftest import tiny_model
 from tests.pairs import near
 
@@ -44,7 +45,7 @@ def milliseconds(function: Callable, *arguments) -> float:
 
 def of_a_step(pair: Pair, method: str, limits: dict[str, float]) -> float:
     """The median of several texts' milliseconds a step."""
-    drafter = methods.build(methods.setting_of(method), pair)
+    drafter = registry.build(registry.setting_of(method), pair)
     sampling = Sampling(temperature=0.8, **limits)
     request = prepare(
         jax.random.key(0), pair.target, drafter, [[1, 2, 3, 4]], NEW, sampling, "auto", False

@@ -24,9 +24,9 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from specjax import families
-from specjax.checkpoint import load_model
-from specjax.config import ModelConfig
+from specjax.checkpoints.huggingface import load_model
+from specjax.models import families
+from specjax.models.config import ModelConfig
 
 BLOCK = 16 << 20
 SHARD = 400 << 20

@@ -13,17 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import memory
-from specjax.config import ModelConfig
-from specjax.decode import run
+from specjax.base.sampling import Sampling
+from specjax.decoding.generate import run
+from specjax.decoding.request import Limits, Room, room, window_of
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
-from specjax.memory import readable
-from specjax.model import Model, initialize
-from specjax.request import Limits, Room, room, window_of
-from specjax.sampling import Sampling
-from specjax.verify import DISTINCT, NAIVE, Rule, find_rule
+from specjax.models import memory
+from specjax.models.config import ModelConfig
+from specjax.models.memory import readable
+from specjax.models.transformer import Model, initialize
+from specjax.trees.construction import DISTINCT
+from specjax.verify.rules import NAIVE, Rule, find_rule
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=3, num_heads=32,

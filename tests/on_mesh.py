@@ -12,12 +12,15 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from specjax import checkpoint, decode, methods, sharding
-from specjax.folder import CheckpointError
-from specjax.law import logits_after
-from specjax.pair import Pair
-from specjax.request import prepare
-from specjax.sampling import Sampling
+from specjax.base.sampling import Sampling
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import CheckpointError
+from specjax.checkpoints.pair import Pair
+from specjax.decoding.generate import generate, run, stream
+from specjax.decoding.request import prepare
+from specjax.measure.distribution_tests import logits_after
+from specjax.methods import registry
+from specjax.parallel.mesh import make_mesh
 from tests.test_parity import FAMILIES, golden, loaded
 
 ROWS, NEW = 8, 16
@@ -33,22 +36,24 @@ MESHES = {
 
 
 def pair_on(folder: Path, mesh) -> Pair:
-    drafts = checkpoint.load_drafts([folder / "drafts" / str(n) for n in range(3)], "float32", mesh)
-    return Pair(checkpoint.load_model(folder / "target", mesh=mesh), None, drafts)
+    drafts = huggingface.load_drafts(
+        [folder / "drafts" / str(n) for n in range(3)], "float32", mesh
+    )
+    return Pair(huggingface.load_model(folder / "target", mesh=mesh), None, drafts)
 
 
 def drafter_of(pair: Pair, method: str):
-    return methods.build(methods.setting_of(method, batch=ROWS), pair)
+    return registry.build(registry.setting_of(method, batch=ROWS), pair)
 
 
 def texts(pair: Pair, method: str, streams: bool) -> dict:
     """Tokens and steps of a mixed batch, and the same tokens as they are streamed."""
     drafter, key = drafter_of(pair, method), jax.random.key(0)
     asked = {"max_new_tokens": NEW, "sampling": MIXED, "stop_at_eos": False}
-    made = decode.generate(key, pair.target, drafter, PROMPTS, **asked)
+    made = generate(key, pair.target, drafter, PROMPTS, **asked)
     streamed = [[] for _ in PROMPTS]
     if streams:
-        for step in decode.stream(key, pair.target, drafter, PROMPTS, **asked):
+        for step in stream(key, pair.target, drafter, PROMPTS, **asked):
             for row, tokens in enumerate(streamed):
                 tokens.extend(step.tokens[row, : step.count[row]].tolist())
     return {"tokens": made.tokens.tolist(), "steps": made.steps.tolist(), "streamed": streamed}
@@ -58,10 +63,10 @@ def programs(folder: Path) -> dict:
     """What devices exchange in the loop of a target split over all of them."""
     found = {}
     for layers in (2, 3):
-        mesh = sharding.make_mesh(model=8)
-        target = checkpoint.load_model(folder / f"layers{layers}", mesh=mesh)
+        mesh = make_mesh(model=8)
+        target = huggingface.load_model(folder / f"layers{layers}", mesh=mesh)
         asked = prepare(jax.random.key(0), target, None, PROMPTS, NEW, MIXED, "auto", False)
-        text = decode.run.lower(target, None, **asked._asdict()).compile().as_text()
+        text = run.lower(target, None, **asked._asdict()).compile().as_text()
         sums = len(re.findall(r" all-reduce(?:-start)?\(", text))
         shapes = re.findall(r"f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
         sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes]
@@ -72,7 +77,7 @@ def programs(folder: Path) -> dict:
 
 def families() -> dict:
     """How far the logits of every family are from transformers', as a share of what is allowed."""
-    found, mesh = {}, sharding.make_mesh(model=2)
+    found, mesh = {}, make_mesh(model=2)
     for case in FAMILIES:
         config = loaded(case).config
         tokens, expected, tolerance = golden(case)
@@ -88,19 +93,19 @@ def families() -> dict:
 
 def moved(folder: Path) -> dict:
     """Logits of a model that was kept from one mesh and restored onto others."""
-    first = checkpoint.load_model(folder / "target", mesh=sharding.make_mesh(data=2, model=4))
-    checkpoint.save_sharded(first, folder / "kept")
-    checkpoint.save_model(first, folder / "written", dtype="float32")
-    expected = logits_after(checkpoint.load_model(folder / "target"), PROMPTS)
+    first = huggingface.load_model(folder / "target", mesh=make_mesh(data=2, model=4))
+    huggingface.save_sharded(first, folder / "kept")
+    huggingface.save_model(first, folder / "written", dtype="float32")
+    expected = logits_after(huggingface.load_model(folder / "target"), PROMPTS)
     found = {}
     for name, sizes in {"one": None, "model=8": {"model": 8}, "data=8": {"data": 8}}.items():
-        mesh = sizes and sharding.make_mesh(**sizes)
-        model = checkpoint.load_model(folder / "kept", mesh=mesh)
+        mesh = sizes and make_mesh(**sizes)
+        model = huggingface.load_model(folder / "kept", mesh=mesh)
         shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in [model.layers[0].up]}
         error = float(np.abs(logits_after(model, PROMPTS) - expected).max())
         found[name] = {"error": error, "up": list(*shards), "repeats": model.repeats}
-    written = checkpoint.load_model(folder / "written")
-    whole = checkpoint.load_model(folder / "target")
+    written = huggingface.load_model(folder / "written")
+    whole = huggingface.load_model(folder / "target")
     equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), written, whole)
     return found | {"written": written.config == whole.config and all(jax.tree.leaves(equal))}
 
@@ -111,7 +116,7 @@ if __name__ == "__main__":
     used = {method for _, names in MESHES.values() for method in names}
     made = {"alone": {method: texts(alone, method, False) for method in sorted(used)}}
     for name, (sizes, names) in MESHES.items():
-        pair = pair_on(at, sharding.make_mesh(**sizes))
+        pair = pair_on(at, make_mesh(**sizes))
         streams = name == "data=2,draft=3"  # of all states the one with an axis before its rows
         made[name] = {method: texts(pair, method, streams) for method in names}
     made |= {"programs": programs(at), "families": families(), "moved": moved(at)}

@@ -1,8 +1,8 @@
 """Slow exact twins of the verification rules, in rational numbers.
 
 Written from SpecInfer (arXiv 2305.09781, section 4.3), Sequoia (2402.12374) and EAGLE-2's one-hot
-rule, not from specjax, so that the two can disagree. A *trial* is a token and the law that its
-rule divides by; a *rule* takes p and a node's trials in order and gives what happens there: the
+rule, not from specjax, so that the two can disagree. A *trial* is a token and the distribution that
+its rule divides by; a *rule* takes p and a node's trials in order and gives what happens there: the
 mass with which each child is accepted, and the mass with which each token is emitted instead.
 """
 
@@ -12,20 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
-Law = tuple[Fraction, ...]
-Trial = tuple[int, Law]
+Probs = tuple[Fraction, ...]
+Trial = tuple[int, Probs]
 Outcome = tuple[Counter[int], list[Fraction]]
-Rule = Callable[[Law, Sequence[Trial]], Outcome]
+Rule = Callable[[Probs, Sequence[Trial]], Outcome]
 Weighted = Iterator[tuple[tuple[Trial, ...], Fraction]]
-Conditional = Callable[[tuple[int, ...]], Law]
+Conditional = Callable[[tuple[int, ...]], Probs]
 
 
-def law(*weights: float | str) -> Law:
-    """Weights as an exact law; `law(".5", ".3", ...)` or `law(5, 3, ...)`."""
+def probs(*weights: float | str) -> Probs:
+    """Weights as an exact distribution; `distribution(".5", ".3", ...)` or `distribution(5, 3,
+    ...)`.
+    """
     return norm([Fraction(w) for w in weights])
 
 
-def norm(weights: Sequence[Fraction]) -> Law:
+def norm(weights: Sequence[Fraction]) -> Probs:
     total = sum(weights)
     return tuple(w / total for w in weights)
 
@@ -34,23 +36,23 @@ def total_variation(a: Sequence, b: Sequence) -> float:
     return float(sum(abs(x - y) for x, y in zip(a, b, strict=True)) / 2)
 
 
-def one_hot(token: int, size: int) -> Law:
+def one_hot(token: int, size: int) -> Probs:
     return tuple(Fraction(token == x) for x in range(size))
 
 
 # Rules. ------------------------------------------------------------------------------------
 
 
-def chance(p: Law, q: Law, token: int) -> Fraction:
+def chance(p: Probs, q: Probs, token: int) -> Fraction:
     """P(r < p/q) for r uniform on [0, 1), 0/0 rejected."""
     return min(Fraction(1), p[token] / q[token]) if q[token] else Fraction(p[token] > 0)
 
 
-def residual(p: Law, q: Law) -> Law:
+def residual(p: Probs, q: Probs) -> Probs:
     return norm([max(Fraction(0), a - b) for a, b in zip(p, q, strict=True)])
 
 
-def multi_step(p: Law, trials: Sequence[Trial]) -> Outcome:
+def multi_step(p: Probs, trials: Sequence[Trial]) -> Outcome:
     """SpecInfer's multi-step speculative sampling, its trials in the order given."""
     accepted, mass = Counter(), Fraction(1)
     for token, q in trials:
@@ -63,10 +65,12 @@ def multi_step(p: Law, trials: Sequence[Trial]) -> Outcome:
     return accepted, [mass * x for x in p]
 
 
-def recursive(p: Law, trials: Sequence[Trial]) -> Outcome:
-    """Recursive rejection sampling: the draft law loses each rejected token and is renormalised.
+def recursive(p: Probs, trials: Sequence[Trial]) -> Outcome:
+    """Recursive rejection sampling: the draft distribution loses each rejected token and is
+    renormalised.
 
-    Lossless for draws without replacement, in draw order, all of one law (Sequoia, section 4).
+    Lossless for draws without replacement, in draw order, all of one distribution (Sequoia, section
+    4).
     """
     updated, gone = [], set()
     for token, q in trials:
@@ -75,7 +79,7 @@ def recursive(p: Law, trials: Sequence[Trial]) -> Outcome:
     return multi_step(p, updated)
 
 
-def without(q: Law, gone: set[int]) -> Law:
+def without(q: Probs, gone: set[int]) -> Probs:
     """q without some tokens; uniform over the others if nothing of q is left."""
     kept = [Fraction(0) if x in gone else w for x, w in enumerate(q)]
     return norm(kept if any(kept) else [Fraction(x not in gone) for x in range(len(q))])
@@ -103,7 +107,7 @@ def block(p: Conditional, q: Conditional, tokens: tuple[int, ...]) -> dict[int, 
     return found | {0: later}
 
 
-def naive(p: Law, trials: Sequence[Trial]) -> Outcome:
+def naive(p: Probs, trials: Sequence[Trial]) -> Outcome:
     """Draw from p, then see whether the tree has it."""
     children = {token for token, _ in trials}
     accepted = Counter({x: p[x] for x in children})
@@ -113,17 +117,17 @@ def naive(p: Law, trials: Sequence[Trial]) -> Outcome:
 # Constructions of one node's trials. ---------------------------------------------------------
 
 
-def independent(*laws: Law) -> Weighted:
-    """One independent draw from each law, in the order of the laws."""
-    supports = ([x for x, w in enumerate(q) if w] for q in laws)
+def independent(*distributions: Probs) -> Weighted:
+    """One independent draw from each distribution, in the order of the distributions."""
+    supports = ([x for x, w in enumerate(q) if w] for q in distributions)
     for tokens in itertools.product(*supports):
         weight = Fraction(1)
-        for token, q in zip(tokens, laws, strict=True):
+        for token, q in zip(tokens, distributions, strict=True):
             weight *= q[token]
-        yield tuple(zip(tokens, laws, strict=True)), weight
+        yield tuple(zip(tokens, distributions, strict=True)), weight
 
 
-def without_replacement(q: Law, count: int) -> Weighted:
+def without_replacement(q: Probs, count: int) -> Weighted:
     """`count` distinct draws from q in draw order, all naming the unchanged q."""
     for tokens in itertools.permutations([x for x, w in enumerate(q) if w], count):
         weight = Fraction(1)
@@ -132,7 +136,7 @@ def without_replacement(q: Law, count: int) -> Weighted:
         yield tuple((token, q) for token in tokens), weight
 
 
-def top_k(q: Law, count: int) -> Weighted:
+def top_k(q: Probs, count: int) -> Weighted:
     """The `count` most likely tokens of q in the order of their ids, naming q."""
     best = sorted(range(len(q)), key=lambda x: (-q[x], x))[:count]
     yield tuple((token, q) for token in sorted(best)), Fraction(1)
@@ -158,11 +162,14 @@ def any_order(weighted: Weighted) -> Weighted:
         yield from ((order, weight / len(orders)) for order in orders)
 
 
-# Laws of outputs. ------------------------------------------------------------------------------
+# Distributions of outputs.
+# ------------------------------------------------------------------------------
 
 
-def output_law(p: Law, weighted: Weighted, rule: Rule) -> tuple[Law, Fraction]:
-    """Of one node: the law of the emitted token, and the probability that a child is accepted."""
+def output_probs(p: Probs, weighted: Weighted, rule: Rule) -> tuple[Probs, Fraction]:
+    """Of one node: the distribution of the emitted token, and the probability that a child is
+    accepted.
+    """
     out, hit = [Fraction(0)] * len(p), Fraction(0)
     for trials, weight in weighted:
         accepted, emitted = rule(p, trials)
@@ -215,13 +222,14 @@ def expected_without_replacement(
     return below(())
 
 
-def random_laws(seed: int, size: int, depths: int, count: int = 2, zeros: bool = False):
-    """`count` random laws of each context shorter than `depths`, contexts in product order.
+def random_distributions(seed: int, size: int, depths: int, count: int = 2, zeros: bool = False):
+    """`count` random distributions of each context shorter than `depths`, contexts in product
+    order.
 
     With `zeros`, one token in four has probability zero (never all of them).
     """
     source = random.Random(seed)
-    tables: list[dict[tuple[int, ...], Law]] = [{} for _ in range(count)]
+    tables: list[dict[tuple[int, ...], Probs]] = [{} for _ in range(count)]
     for depth in range(depths):
         for path in itertools.product(range(size), repeat=depth):
             for table in tables:
@@ -229,5 +237,5 @@ def random_laws(seed: int, size: int, depths: int, count: int = 2, zeros: bool =
                 if zeros:
                     weights = [w * (source.random() < 0.75) for w in weights]
                     weights[source.randrange(size)] = 5
-                table[path] = law(*weights)
+                table[path] = probs(*weights)
     return tables

@@ -22,17 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from specjax import decode, measure, methods, stepping
+from specjax.base.pytree import pytree, replace, static
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.decoding import stepping
+from specjax.decoding.generate import run
+from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.draft.best_first import BestFirstDrafter, ModelSource
-from specjax.draft.expansion import ExpansionDrafter, ModelState, prefill
-from specjax.model import Model, trunk, unembed
-from specjax.pair import Pair, load_pair
-from specjax.pytree import pytree, replace, static
-from specjax.request import Request, prepare
-from specjax.sampling import Sampling
-from specjax.tree import NO_DRAFTER, NO_PARENT, TokenTree
-from specjax.walk import Accepted
+from specjax.draft.static import ExpansionDrafter, ModelState, prefill
+from specjax.measure import timing
+from specjax.methods import registry
+from specjax.models.transformer import Model, trunk, unembed
+from specjax.trees.accepted import Accepted
+from specjax.trees.tree import NO_DRAFTER, NO_PARENT, TokenTree
 
 ROUNDS = 25
 KEPT = 3
@@ -125,7 +128,7 @@ def fixed_tree(token, slots: int, window: int, vocabulary: int) -> TokenTree:
         drafter=jnp.asarray(np.where(at_root, NO_DRAFTER, 0), jnp.int32),
         chance=jnp.ones((1, slots)),
         trial_node=jnp.asarray(number[None, 1:], jnp.int32),
-        trial_law=jnp.zeros((1, slots - 1), jnp.int32),
+        trial_row=jnp.zeros((1, slots - 1), jnp.int32),
         q=jnp.zeros((1, 0, vocabulary)),
         certain=jnp.ones(1, bool),
     )
@@ -150,7 +153,7 @@ def passes_of(drafter: Drafter, rounds: float) -> PassesOnly:
 def passes_only() -> Iterator[None]:
     """A step that decides nothing and keeps none of the target's keys."""
 
-    def judge(rule, sampling, state, tree, logits, window):
+    def verify_tree(rule, sampling, state, tree, logits, window):
         del rule, sampling, state
         along = jnp.arange(window, dtype=jnp.int32)[None]
         return Accepted(
@@ -164,24 +167,24 @@ def passes_only() -> Iterator[None]:
         cache = replace(state.cache, length=state.cache.length + count)
         return replace(state, cache=cache, draft=drafter.commit(draft, step))
 
-    kept = stepping.judge, stepping.commit
-    stepping.judge, stepping.commit = judge, commit
+    kept = stepping.verify_tree, stepping.commit
+    stepping.verify_tree, stepping.commit = verify_tree, commit
     try:
         yield
     finally:
-        stepping.judge, stepping.commit = kept
+        stepping.verify_tree, stepping.commit = kept
 
 
 def loop_of(target: Model, drafter: Drafter, request: Request) -> Callable[[bool], tuple]:
     """Runs a compiled loop, whole or of one token: its steps and seconds."""
     static_names = ("rule", "outputs", "slots")
-    run = jax.jit(lambda *a, **k: decode.run.__wrapped__(*a, **k), static_argnames=static_names)
-    compiled = run.lower(target, drafter, **request._asdict()).compile()
+    afresh = jax.jit(lambda *a, **k: run.__wrapped__(*a, **k), static_argnames=static_names)
+    compiled = afresh.lower(target, drafter, **request._asdict()).compile()
     whole = {k: v for k, v in request._asdict().items() if k not in static_names}
     one = whole | {"limits": replace(request.limits, max_new_tokens=jnp.int32(1))}
 
     def timed(first: bool) -> tuple[int, float]:
-        made, seconds = measure.clocked(
+        made, seconds = timing.clocked(
             lambda: compiled(target, drafter, **(one if first else whole))
         )
         return int(made[2].max()), seconds
@@ -209,7 +212,7 @@ def mean_rounds(target: Model, drafter: BestFirstDrafter, request: Request) -> f
 def outside(pair: Pair, method: str, temperature: float, prompt: str) -> tuple[float, float, float]:
     """Seconds of a step and of its passes alone (medians), and the median share of what is not."""
     budget = None if method == "chain" else 15
-    drafter = methods.build(methods.setting_of(method, budget=budget), pair)
+    drafter = registry.build(registry.setting_of(method, budget=budget), pair)
     assert drafter is not None
     tokens = pair.tokenizer(prompt).input_ids
     asked = prepare(jax.random.key(0), pair.target, drafter, [tokens], 128, Sampling(temperature),

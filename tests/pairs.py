@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax import decode
+import specjax
+from specjax.base.pytree import replace
 from specjax.draft import ExpansionDrafter
-from specjax.model import Model
-from specjax.pytree import replace
+from specjax.models.transformer import Model
 from tests.conftest import tiny_model
 
 KEY = jax.random.key(5)
@@ -17,7 +17,7 @@ END = 54
 
 
 def varied_model(seed: int = 0, **changes) -> Model:
-    """A tiny random model whose texts vary and whose laws are neither flat nor sure."""
+    """A tiny random model whose texts vary and whose distributions are neither flat nor sure."""
     own = {"tie_embeddings": False, "num_layers": 1, "eos_ids": (END,)}
     return tiny_model(seed, scale=12.0, **(own | changes))
 
@@ -49,4 +49,4 @@ def nothing_seen(shape) -> jax.Array:
 
 def generate(target, drafter, prompts=PROMPTS, key=KEY, **options):
     options = {"max_new_tokens": NEW, "stop_at_eos": False} | options
-    return decode.generate(key, target, drafter, prompts, **options)
+    return specjax.generate(key, target, drafter, prompts, **options)

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from specjax.decode import generate
-from specjax.sampling import Sampling
+from specjax.base.sampling import Sampling
+from specjax.decoding.generate import generate
 from train.collect import Collected
 
 PROMPT, STEPS = 6, 12

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.sampling import Sampling
+from specjax.base.sampling import Sampling
 from tests.pairs import generate, varied_model
 
 ROOT = Path(__file__).parent.parent

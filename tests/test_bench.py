@@ -11,16 +11,22 @@ import numpy as np
 import pytest
 
 from pallas_kernels import machine
-from specjax import bench, measure, methods, outcome, prompts, request, tuned, values
 from specjax.__main__ import main
-from specjax.choice import Asked, Choice, choose
-from specjax.options import Bench
-from specjax.outcome import Sheet
-from specjax.pair import Pair, load_pair
-from specjax.prompts import Prompt
-from specjax.sampling import Sampling
-from specjax.setting import METHODS, Setting
-from specjax.tuned import Entry
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli import outcome, values
+from specjax.cli.bench import workload_of
+from specjax.cli.options import Bench
+from specjax.cli.outcome import Sheet
+from specjax.decoding import request
+from specjax.measure import bench, prompts, timing
+from specjax.measure.prompts import Prompt
+from specjax.measure.workload import MIXED
+from specjax.methods import registry, tuned
+from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.setting import METHODS, Setting
+from specjax.methods.tuned import Entry
+from specjax.models.inflate import inflate
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_flags
 
@@ -103,7 +109,7 @@ def test_a_cache_and_an_output_that_refuse_lose_nothing(output, prompt_file, tmp
 
 def test_a_cache_that_refuses_is_a_line(prompt_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECJAX_CACHE", "/proc/nope")
-    monkeypatch.setattr(outcome, "shipped", lambda *_: Choice(methods.setting_of("chain"), ""))
+    monkeypatch.setattr(outcome, "shipped", lambda *_: Choice(registry.setting_of("chain"), ""))
     assert main(["bench", *SHORT, *pair_flags()]) == 0
     printed = capsys.readouterr()
     assert "chain" in printed.out
@@ -156,21 +162,21 @@ def check_rounds(rows, said):
 def bench_pair():
     flags = pair_flags()
     pair = load_pair(flags[1], flags[3], "float32")
-    return pair._replace(target=bench.inflate(pair.target, 48_320))
+    return pair._replace(target=inflate(pair.target, 48_320))
 
 
 def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     target = tiny_model(num_layers=1)
-    drafter = methods.build(methods.setting_of("tree", (2, 1)), Pair(target, None, [target]))
+    drafter = registry.build(registry.setting_of("tree", (2, 1)), Pair(target, None, [target]))
     asked = request.prepare(
         jax.random.key(0), target, drafter, [[1, 2, 3]], 10, Sampling(), "auto", False
     )
     for _ in range(2):
-        found = measure.phases(target, drafter, asked, steps=3)
+        found = timing.phases(target, drafter, asked, steps=3)
         assert min(found.prefill, found.draft, found.target) > 0
-    assert measure.typical([found, found]) == found
-    measure.warm(target, drafter, asked)
-    run = measure.timed(target, drafter, asked)
+    assert timing.typical([found, found]) == found
+    timing.warm(target, drafter, asked)
+    run = timing.timed(target, drafter, asked)
     assert run.tokens.shape == (1, 10)
     assert run.steps.tolist() == [4]
     assert run.nodes.tolist() == [16]
@@ -180,13 +186,13 @@ def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     ("tokens", "share"), [(range(20), 0.0), ([1] * 17, 0.9), ([1] * 8, 0.0), ([1] * 3, 0.0)]
 )
 def test_repeated_8grams(tokens, share):
-    assert measure.repeated([np.asarray(tokens)]) == pytest.approx(share)
+    assert timing.repeated([np.asarray(tokens)]) == pytest.approx(share)
 
 
 def test_bandwidth_counts_what_a_step_reads():
     tied, untied = tiny_model(), tiny_model(tie_embeddings=False)
-    assert measure.weight_bytes(tied) == 4 * tied.config.num_parameters
-    assert measure.weight_bytes(untied) == measure.weight_bytes(tied)
+    assert timing.weight_bytes(tied) == 4 * tied.config.num_parameters
+    assert timing.weight_bytes(untied) == timing.weight_bytes(tied)
     assert machine.read_bandwidth() > 1e7
 
 
@@ -205,19 +211,19 @@ def test_batches_are_full_and_of_similar_length():
 
 
 def test_a_plan_holds_every_setting_and_both_plain_loops():
-    plan = bench.plan_of(Bench(batch="1,4", temperatures="0,0.5", dtype="bfloat16"))
+    plan = workload_of(Bench(batch="1,4", temperatures="0,0.5", dtype="bfloat16"))
     assert plan.temperatures_of(1) == (0.0, 0.5)
-    assert plan.temperatures_of(4) == (0.0, 0.5, bench.MIXED)
+    assert plan.temperatures_of(4) == (0.0, 0.5, MIXED)
     named = plan.candidates(4)
     assert [c.dtype for c in named[:2]] == ["float32", "bfloat16"]
-    assert named[2] == (methods.setting_of("chain", batch=4), "bfloat16")
-    assert bench.temperatures_of(bench.MIXED, 4, (0.0, 0.5)).tolist() == [0.0, 0.5, 0.0, 0.5]
+    assert named[2] == (registry.setting_of("chain", batch=4), "bfloat16")
+    assert bench.temperatures_of(MIXED, 4, (0.0, 0.5)).tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
 def test_shapes_to_compare_replace_the_default_ones():
     shapes = (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
-    plan = bench.plan_of(Bench(trees="chain:1,1;tree:2/2,1;tree"))
-    assert settings(plan) == [methods.setting_of(*shape) for shape in shapes]
+    plan = workload_of(Bench(trees="chain:1,1;tree:2/2,1;tree"))
+    assert settings(plan) == [registry.setting_of(*shape) for shape in shapes]
 
 
 def settings(plan) -> list[Setting]:
@@ -225,24 +231,24 @@ def settings(plan) -> list[Setting]:
 
 
 def test_every_method_takes_every_budget():
-    plan = bench.plan_of(Bench(methods="all", budgets="4,9"))
+    plan = workload_of(Bench(methods="all", budgets="4,9"))
     named = [(name, budget) for name in METHODS[1:] for budget in (4, 9)]
-    assert settings(plan) == [methods.setting_of(name, None, budget) for name, budget in named]
+    assert settings(plan) == [registry.setting_of(name, None, budget) for name, budget in named]
 
 
 def test_shapes_are_measured_beside_budgets():
-    plan = bench.plan_of(Bench(methods="lookup", trees="tree:2,1", budgets="3"))
+    plan = workload_of(Bench(methods="lookup", trees="tree:2,1", budgets="3"))
     assert settings(plan) == [
-        methods.setting_of("tree", (2, 1)),
-        methods.setting_of("lookup", None, 3),
+        registry.setting_of("tree", (2, 1)),
+        registry.setting_of("lookup", None, 3),
     ]
 
 
 def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
-    setting = methods.setting_of("hybrid", None, 5)
+    setting = registry.setting_of("hybrid", None, 5)
     entries = [Entry(0.0, 1, setting, {}, {}), Entry(0.8, 1, Setting(), {}, {})]
     tuned.write(tmp_path / "tuned.json", entries, {})
-    plan = bench.plan_of(Bench(methods="none", config=str(tmp_path / "tuned.json")))
+    plan = workload_of(Bench(methods="none", config=str(tmp_path / "tuned.json")))
     assert settings(plan) == [setting]
 
 
@@ -250,7 +256,7 @@ def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
     ("mesh", "batches"), [(None, (1, 8)), ("model=4", (1, 8)), ("data=4", (8,)), ("data=3", (3,))]
 )
 def test_batches_are_those_that_a_mesh_divides(mesh, batches):
-    assert bench.plan_of(Bench(mesh=mesh)).batches == batches
+    assert workload_of(Bench(mesh=mesh)).batches == batches
 
 
 @pytest.mark.parametrize(
@@ -275,7 +281,7 @@ def test_batches_are_those_that_a_mesh_divides(mesh, batches):
 )
 def test_a_wrong_plan_is_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        bench.plan_of(Bench(**changes))
+        workload_of(Bench(**changes))
 
 
 @pytest.mark.parametrize(
@@ -316,7 +322,7 @@ def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path
     flags += ["--max-new-tokens", "8", "--skip-phases", "--temperatures", "0"]
     flags += ["--prompts", str(prompt_file), *pair_flags()]
     kept = ("method", "dtype", "label", "new_tokens", "target_steps", "prompts", "mean_nodes")
-    found, groups, timed = [], [], measure.timed
+    found, groups, timed = [], [], timing.timed
     clear = jax.clear_caches
 
     def run(target, drafter, asked):
@@ -324,10 +330,10 @@ def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path
         seconds = len(groups) + (2.0 if target.embedding.dtype == "float32" else 1.0)
         return made._replace(seconds=seconds if drafter is None else 0.5)
 
-    monkeypatch.setattr(measure, "timed", run)
+    monkeypatch.setattr(timing, "timed", run)
     monkeypatch.setattr(jax, "clear_caches", lambda: (groups.append(1), clear()))
     for most in (10**9, -1):
-        monkeypatch.setattr(measure, "MOST_MAPS", most)
+        monkeypatch.setattr(timing, "MOST_MAPS", most)
         groups.clear()
         out = tmp_path / f"{most}.json"
         assert main(["bench", *flags, "--json", str(out)]) == 0

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.base.sampling import Sampling
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
-from specjax.model import Model
-from specjax.sampling import Sampling
-from specjax.verify import find_rule
+from specjax.models.transformer import Model
+from specjax.verify.rules import find_rule
 from tests.grown import (
     TEMPERATURES,
     children_of,

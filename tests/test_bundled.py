@@ -3,15 +3,17 @@
 import jax
 import pytest
 
-from specjax import certify, checkpoint, prompts
-from specjax.decode import generate
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import BUNDLED
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.options import Verify
+from specjax.cli.verify import checks_of, settings_of
+from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter
-from specjax.folder import BUNDLED
-from specjax.options import Verify
-from specjax.pair import Pair, load_pair
+from specjax.measure import certificate, prompts
 
-GREEDY = certify.greedy_part, Verify(methods="chain,pool", max_new_tokens=32)
-NAIVE = certify.naive_part, Verify(methods="chain", max_new_tokens=32)
+GREEDY = certificate.greedy_part, Verify(methods="chain,pool", max_new_tokens=32)
+NAIVE = certificate.naive_part, Verify(methods="chain", max_new_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def chosen(pair) -> list[prompts.Prompt]:
 @pytest.mark.parametrize(("part", "options"), [GREEDY, NAIVE], ids=["greedy", "naive"])
 def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys):
     """But for what rounding explains: counted, printed, and at most one row of each method."""
-    found = part(pair, certify.settings_of(options, pair), chosen, options)
+    found = part(pair, settings_of(options, pair), chosen, checks_of(options))
     with capsys.disabled():
         print(f"\n{part.__name__}: {found['divergences']} divergences in {found['tokens']} tokens")
     assert found["passed"]
@@ -40,7 +42,7 @@ def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys)
 
 def test_the_second_stage_drafts_for_the_first_draft(pair, chosen):
     """The smaller draft's chains are worth a few tokens to draft 0, which stays as it is."""
-    draft, small = pair.drafts[0], checkpoint.load_model(BUNDLED / "stage2")
+    draft, small = pair.drafts[0], huggingface.load_model(BUNDLED / "stage2")
     assert small.config.vocab_size == draft.config.vocab_size
     assert 3 * small.config.num_parameters < 1.1 * draft.config.num_parameters
     key, texts = jax.random.key(0), [prompt.tokens for prompt in chosen]

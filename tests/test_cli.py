@@ -7,10 +7,14 @@ import jax
 import pytest
 from rich.console import Console
 
-from specjax import about, checkpoint, console, decode, folder, records
+import specjax
 from specjax.__main__ import main
-from specjax.sampling import Sampling
-from specjax.vocabulary import tokenizer_of
+from specjax.base.sampling import Sampling
+from specjax.checkpoints import files as folder
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.cli import generate, info
+from specjax.methods import records
 from tests.folders import answer, own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
@@ -45,9 +49,9 @@ def test_methods_print_the_same_greedy_text(capsys):
 def test_the_seed_names_the_key_of_the_row(capsys):
     flags = ["--method", "none", "--temperature", "0.8", "--top-k", "20", "--seed", "3"]
     found = answer(capsys, "generate", PROMPT, *flags, *SHORT)
-    target, tokenizer = checkpoint.load(pair_folder() / "target")
+    target, tokenizer = huggingface.load(pair_folder() / "target")
     key = jax.random.fold_in(jax.random.key(3), 0)[None]
-    same = decode.generate(
+    same = specjax.generate(
         key, target, None, [tokenizer(PROMPT).input_ids], max_new_tokens=12,
         sampling=Sampling(0.8, top_k=20),
     )  # fmt: skip
@@ -90,7 +94,7 @@ def test_without_standard_input_a_prompt_of_it_is_refused(capsys, monkeypatch):
 
 
 def test_nothing_is_compiled_once_the_text_is_there(capsys, monkeypatch):
-    compiled, at_remarks, say = [], [], console.say
+    compiled, at_remarks, say = [], [], generate.say
 
     def remark(sentence: str) -> None:
         at_remarks.append(len(compiled))
@@ -100,7 +104,7 @@ def test_nothing_is_compiled_once_the_text_is_there(capsys, monkeypatch):
         if "compile" in event:
             compiled.append(event)
 
-    monkeypatch.setattr(console, "say", remark)
+    monkeypatch.setattr(generate, "say", remark)
     jax.clear_caches()
     jax.monitoring.register_event_duration_secs_listener(listen)
     assert main(["generate", PROMPT, *POOL, *SHORT, *pair_flags()]) == 0
@@ -110,7 +114,7 @@ def test_nothing_is_compiled_once_the_text_is_there(capsys, monkeypatch):
 def test_trees_are_drawn_and_a_terminal_shows_drafters_in_colour(capsys, monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(
-        console, "Console",
+        generate, "Console",
         lambda **options: Console(
             file=screen, force_terminal=True, color_system="standard", **options
         ),
@@ -124,7 +128,7 @@ def test_characters_are_shown_whole():
     tokenizer = tokenizer_of(pair_folder() / "target")
     tokens = tokenizer("naïve 😀!").input_ids
     assert len(tokens) > len("naïve 😀!")
-    continuation = console.Continuation(tokenizer, tokenizer("x").input_ids)
+    continuation = generate.Continuation(tokenizer, tokenizer("x").input_ids)
     pieces = [continuation.add(token) for token in tokens]
     assert "".join(pieces) == "naïve 😀!"
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
@@ -192,13 +196,13 @@ def test_memory_that_is_not_there_is_said_in_a_sentence(capsys, monkeypatch):
     def greedy_for_memory(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore")
 
-    monkeypatch.setattr(about, "info", greedy_for_memory)
+    monkeypatch.setattr(info, "info", greedy_for_memory)
     refused(["info"], "not enough memory: RESOURCE_EXHAUSTED: Out of memory", capsys)
 
 
 def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypatch, capsys):
     refused(["info", "--model", str(tmp_path)], "config.json", capsys)
-    for module in (checkpoint, folder):
+    for module in (huggingface, folder):
         monkeypatch.setattr(module, "BUNDLED", tmp_path / "bundled")
     refused(["info"], "no bundled pair", capsys)
     model = ["--model", str(pair_folder() / "target")]

@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
-from specjax.draft.recycle import RecycleDrafter
+from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.staged import TableStage
-from specjax.draft.text import TextDrafter
-from specjax.model import Model
-from specjax.pytree import replace
-from specjax.sampling import Sampling
-from specjax.tree import TreeShape
-from specjax.verify import TOP_K
+from specjax.draft.token_recycling import RecycleDrafter
+from specjax.models.transformer import Model
+from specjax.trees.construction import TOP_K
+from specjax.trees.tree import TreeShape
 from tests.conftest import tiny_model
 from tests.pairs import KEY, NEW, PROMPTS, alone, broken, generate, near, varied_model
 from tests.test_growth import random_table

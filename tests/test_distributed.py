@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from specjax.__main__ import main
-from specjax.checkpoint import load_model
-from specjax.distributed import devices_for, patience, processes_of, sizes_of
-from specjax.vocabulary import tokenizer_of
+from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.parallel.processes import devices_for, patience, processes_of, sizes_of
 from tests.conftest import QUICKLY
 from tests.folders import pair_folder
 
@@ -105,11 +105,11 @@ def test_two_processes_write_a_model_by_shards(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("own", "sentence"),
     [
-        (0, "process 0 of 2 waited 4 s for the other processes in vain"),
-        (1, "process 1 of 2 waited 4 s for the coordinator at 127.0.0.1"),
+        (0, "process 0 of 2 timed out after 4 s of waiting for the other processes"),
+        (1, "process 1 of 2 timed out after 4 s of waiting for the coordinator at 127.0.0.1"),
     ],
 )
-def test_who_waits_in_vain_says_so_and_ends(own, sentence):
+def test_a_process_that_waits_times_out_with_a_sentence(own, sentence):
     flags = ["--distributed", f"127.0.0.1:{free_port()},2,{own}", "--mesh", "model=2"]
     waiting = begun(command(*flags), SPECJAX_PATIENCE="4")
     printed, said = waiting.communicate(timeout=120)

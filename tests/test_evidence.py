@@ -5,12 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from specjax import methods
-from specjax.evidence import evidence, fastest, gains
-from specjax.records import Measured, Run
-from specjax.setting import Setting
+from specjax.methods import registry
+from specjax.methods.evidence import evidence, fastest, gains
+from specjax.methods.records import Measured, Run
+from specjax.methods.setting import Setting
 
-DEFAULT, OTHER = methods.setting_of("specexec"), methods.setting_of("chain")
+DEFAULT, OTHER = registry.setting_of("specexec"), registry.setting_of("chain")
 PLAIN = Setting()
 
 
@@ -97,7 +97,7 @@ def test_a_later_run_of_some_methods_leaves_what_was_known():
 
 
 def test_of_several_the_surest_gain_is_taken_and_none_below_plain_decoding():
-    tree, lookup = methods.setting_of("tree"), methods.setting_of("lookup")
+    tree, lookup = registry.setting_of("tree"), registry.setting_of("lookup")
     told = run((DEFAULT, [1.0] * 12), (tree, [1.5] * 12), (OTHER, restless(1.7, 0.25, 12)),
                (lookup, [1.4] * 12))  # fmt: skip
     assert replaced_by(told) == tree

@@ -7,14 +7,16 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import decode, methods
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import Pair
+from specjax.decoding.generate import run, stream
+from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
-from specjax.model import Model
-from specjax.pair import Pair
-from specjax.pytree import replace
-from specjax.request import prepare
-from specjax.sampling import Sampling
-from specjax.verify import BLOCK, DISTINCT, MULTI_STEP, NAIVE, TOP_K, TRAVERSAL, find_rule
+from specjax.methods import registry
+from specjax.models.transformer import Model
+from specjax.trees.construction import DISTINCT, TOP_K
+from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, TRAVERSAL, find_rule
 from tests.pairs import END, KEY, NEW, PROMPTS, alone, generate, near, varied_model
 
 
@@ -54,7 +56,7 @@ def test_stream_gives_what_generate_gives(drafted, target):
     options = {"max_new_tokens": NEW, "sampling": sampling}
     whole = generate(target, drafter, stop_at_eos=True, **options)
     texts, steps = [[] for _ in PROMPTS], np.zeros(len(PROMPTS), int)
-    for step in decode.stream(KEY, target, drafter, PROMPTS, **options):
+    for step in stream(KEY, target, drafter, PROMPTS, **options):
         assert isinstance(step.tokens, np.ndarray)
         steps += step.count > 0
         for row, count in enumerate(step.count):
@@ -141,28 +143,28 @@ def requests(count):
 
 
 def test_programs_are_as_many_as_buckets(target):
-    decode.run.clear_cache()
+    run.clear_cache()
     drafters = [alone(near(target, seed), (1,)) for seed in range(2)]
     used = set()
     for index, (buckets, options) in enumerate(requests(100)):
         used.add(buckets)
         generate(target, drafters[index % 2], **options)
-    assert decode.run._cache_size() == len(used) == 4
+    assert run._cache_size() == len(used) == 4
     for _, options in requests(20):
         generate(near(target, 3), drafters[0], stop_at_eos=True, **options)
-    assert decode.run._cache_size() == len(used)
+    assert run._cache_size() == len(used)
 
 
 @pytest.mark.parametrize("method", ["staged", "hybrid", "recycle"])
 def test_trees_of_any_topology_are_one_program(target, method):
-    decode.run.clear_cache()
+    run.clear_cache()
     asked = [options for buckets, options in requests(24) if buckets == (1, 32, 32)]
     for seed, options in enumerate(asked):
         pair = Pair(target, None, [near(target, seed)], smaller=near(target, seed + 9))
-        drafter = methods.build(methods.setting_of(method, None, 5), pair)
+        drafter = registry.build(registry.setting_of(method, None, 5), pair)
         generate(target, drafter, **options)
     assert len(asked) == 6
-    assert decode.run._cache_size() == 1
+    assert run._cache_size() == 1
 
 
 def test_nothing_moves_between_host_and_device_inside_a_run(target):
@@ -170,10 +172,10 @@ def test_nothing_moves_between_host_and_device_inside_a_run(target):
     sampling = Sampling(temperature=0.8)
     request = prepare(KEY, target, drafter, PROMPTS, NEW, sampling, "auto", False)
     with jax.transfer_guard("disallow"):
-        tokens, *_ = decode.run(target, drafter, **request._asdict())
+        tokens, *_ = run(target, drafter, **request._asdict())
         tokens.block_until_ready()
         with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
-            decode.run(target, drafter, **request._replace(length=np.ones(4, np.int32))._asdict())
+            run(target, drafter, **request._replace(length=np.ones(4, np.int32))._asdict())
 
 
 def keys_used(monkeypatch, target, drafter, verify):
@@ -189,8 +191,8 @@ def keys_used(monkeypatch, target, drafter, verify):
     sampling = Sampling(temperature=0.8)
     request = prepare(KEY, target, drafter, PROMPTS[:1], NEW, sampling, verify, False)._asdict()
     static = {name: request.pop(name) for name in ("rule", "outputs", "slots")}
-    run = jax.jit(lambda *models, **arrays: decode.run.__wrapped__(*models, **static, **arrays))
-    _, _, steps, _ = run(target, drafter, **request)
+    afresh = jax.jit(lambda *models, **arrays: run.__wrapped__(*models, **static, **arrays))
+    _, _, steps, _ = afresh(target, drafter, **request)
     jax.effects_barrier()
     return seen, int(steps[0])
 

@@ -8,20 +8,11 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from specjax.draft.growth import (
-    Growth,
-    Likely,
-    Source,
-    grow,
-    join,
-    no_nodes,
-    roots,
-    tree_of,
-)
+from specjax.base.pytree import pytree
+from specjax.base.sampling import Sampling
+from specjax.draft.growth import Growth, Likely, Source, grow, join, no_nodes, roots, tree_of
 from specjax.draft.ngram import NO_TOKEN, NGram, pack
-from specjax.draft.text import TextDrafter
-from specjax.pytree import pytree
-from specjax.sampling import Sampling
+from specjax.draft.prompt_lookup import TextDrafter
 from tests.grown import check_best, paths_of, plain_search, propose, scores_of, start
 from tests.pairs import PROMPTS
 

@@ -10,8 +10,8 @@ from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.staged import TableStage
-from specjax.law import logits_after
-from specjax.tree import TreeShape
+from specjax.measure.distribution_tests import logits_after
+from specjax.trees.tree import TreeShape
 from tests.grown import (
     SLOTS,
     TEMPERATURES,
@@ -27,7 +27,7 @@ from tests.grown import (
 )
 from tests.pairs import varied_model
 from tests.test_growth import random_table
-from tests.test_text import after_text
+from tests.test_prompt_lookup import after_text
 
 DRAFT = varied_model(1)
 GROWTH = Growth(budget=14, beams=14, width=3, depth=6)

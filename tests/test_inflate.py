@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.cache import empty_cache
-from specjax.config import ModelConfig
-from specjax.inflate import deepen, inflate, widen
-from specjax.model import forward, initialize
+from specjax.models.config import ModelConfig
+from specjax.models.inflate import deepen, inflate, widen
+from specjax.models.kv_cache import empty_cache
+from specjax.models.transformer import forward, initialize
 from tests.conftest import tiny_model
 
 

@@ -44,7 +44,7 @@ def test_bytes_are_those_of_the_operands():
 
 
 def test_random_trees_have_roots_above_all():
-    seen = shapes.make(SMALL._replace(nodes=40), jax.random.key(0)).visible[0]
+    seen = shapes.make(SMALL._replace(nodes=40), jax.random.key(0)).tree_mask[0]
     assert bool(seen[:, 0].all())
     assert bool((seen == (seen & jax.numpy.tri(40, dtype=bool))).all())
     assert bool((seen @ seen == seen).all())  # an ancestor's ancestors are seen

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax import checkpoint, families, memory
 from specjax.__main__ import main
-from specjax.checkpoint import load_model, save_model, save_sharded
-from specjax.folder import CheckpointError, find
-from specjax.model import initialize
-from specjax.vocabulary import tokenizer_of
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.models import families, memory
+from specjax.models.transformer import initialize
 from tests.conftest import tiny_config, tiny_model
 from tests.folders import pair_folder
 from tests.loading import config_of, write
@@ -93,7 +94,7 @@ def test_gpt_neox_reads_by_either_name_of_its_unembedding(tmp_path):
 
 
 @pytest.mark.parametrize("generation", [4, 5])
-def test_of_a_gemma_3_with_eyes_the_text_is_read(tmp_path, generation):
+def test_of_a_multimodal_gemma_3_the_text_model_is_read(tmp_path, generation):
     first = "language_model.model." if generation == 4 else "model.language_model."
     eye = "vision_tower.patch.weight"
     folder = renamed(
@@ -227,7 +228,7 @@ def test_a_name_of_a_hub_is_found_in_its_cache(tmp_path):
     (home / "refs" / "main").write_text("a" * 40)
     (home / "refs" / "v2").write_text("b" * 40)
     code = """
-from specjax.checkpoint import load_model
+from specjax.checkpoints.huggingface import load_model
 for name in ("org/tiny", "org/tiny@v2", "org/tiny@v3"):
     try:
         print(load_model(name).config.family)
@@ -306,7 +307,7 @@ def test_a_plan_counts_what_is_held():
 def test_chat_templates_render_as_transformers_renders_them(tmp_path):
     from transformers import AutoTokenizer
 
-    shutil.copytree(checkpoint.BUNDLED / "target", tmp_path / "chat")
+    shutil.copytree(huggingface.BUNDLED / "target", tmp_path / "chat")
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     talk = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y = 2"}]

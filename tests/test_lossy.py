@@ -1,7 +1,8 @@
-"""The enumeration of `test_law` on fixtures known to four digits, most of them not lossless.
+"""The enumeration of `test_distribution` on fixtures known to four digits, most of them not
+lossless.
 
 Each wrong variant is put in through what the shipped functions take: trials that were drawn or
-ordered otherwise, laws that are not those drawn from, another rule, shared randomness.
+ordered otherwise, distributions that are not those drawn from, another rule, shared randomness.
 """
 
 import itertools
@@ -11,19 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import sampling, walk
-from specjax.pytree import replace
-from specjax.tree import TokenTree, TreeShape
-from specjax.walk import Trial
+from specjax.base import sampling
+from specjax.base.pytree import replace
+from specjax.trees.tree import TokenTree, TreeShape
+from specjax.verify import token_wise
+from specjax.verify.token_wise import Trial
 from tests import enumeration, oracles
 from tests.enumeration import Case, accepted, differs
-from tests.oracles import any_order, independent, law, merged, sorted_by_q, top_k
+from tests.oracles import any_order, independent, merged, probs, sorted_by_q, top_k
 
 EXACT = 1e-9
 CAUGHT = 1e-3
-P = law(".5", ".3", ".1", ".1")
-Q = law(".4", ".1", ".4", ".1")
-Q2 = law(".1", ".4", ".1", ".4")
+P = probs(".5", ".3", ".1", ".1")
+Q = probs(".4", ".1", ".4", ".1")
+Q2 = probs(".1", ".4", ".1", ".4")
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +35,7 @@ def _x64():
 
 
 def without_q_of_earlier(trials):
-    """Each trial's law without the tokens tried before it."""
+    """Each trial's distribution without the tokens tried before it."""
     gone = [{token for token, _ in trials[:i]} for i in range(len(trials))]
     return tuple((t, oracles.without(q, g)) for (t, q), g in zip(trials, gone, strict=True))
 
@@ -92,7 +94,7 @@ def test_node_fixtures(name):
     p = np.tile(np.array(P, float), (5, 1))
     found = enumeration.total_variation(flow, p, 1), enumeration.mean_accepted(flow, 1)
     assert found == pytest.approx((total_variation, hit), abs=5e-5)
-    output, by_oracle = oracles.output_law(P, weighted, oracles.multi_step)
+    output, by_oracle = oracles.output_probs(P, weighted, oracles.multi_step)
     expected = oracles.total_variation(output, P), float(by_oracle)
     assert found == pytest.approx(expected, abs=EXACT)
 
@@ -114,7 +116,7 @@ def test_naive_fixtures(weighted, hit):
 
 @pytest.mark.parametrize(("seed", "mean"), [(0, 1.2508), (1, 1.1225), (2, 1.2953)])
 def test_fixture_of_a_chain_of_two(seed, mean):
-    p, q = oracles.random_laws(seed, 3, 3)
+    p, q = oracles.random_distributions(seed, 3, 3)
     case = Case(enumeration.table(p), (enumeration.table(q),), TreeShape((1, 1)))
     flow = enumeration.step_flow(case)
     assert differs(flow, case) < EXACT
@@ -125,13 +127,14 @@ def test_fixture_of_a_chain_of_two(seed, mean):
     ("seed", "naive", "recursive"), [(0, 1.086, 1.693), (1, 1.111, 1.588), (2, 1.061, 1.647)]
 )
 def test_oracle_fixture_of_trees_without_replacement(seed, naive, recursive):
-    p, q = (laws.__getitem__ for laws in oracles.random_laws(seed, 3, 4))
+    p, q = (distributions.__getitem__ for distributions in oracles.random_distributions(seed, 3, 4))
     for rule, mean in ((oracles.naive, naive), (oracles.recursive, recursive)):
         found = oracles.expected_without_replacement(p, q, (2, 2), rule)
         assert float(found) == pytest.approx(mean, abs=5e-4)
 
 
-# Whole steps: the same enumeration as in `test_law`, with one thing wrong. ----------------------
+# Whole steps: the same enumeration as in `test_distribution`, with one thing wrong.
+# ----------------------
 
 
 def merge_trials(tree: TokenTree) -> TokenTree:
@@ -144,31 +147,31 @@ def merge_trials(tree: TokenTree) -> TokenTree:
 def sort_trials(tree: TokenTree) -> TokenTree:
     """Trials in the order of their own q, the largest first."""
     tokens = tree.tokens[tree.trial_node]
-    order = jnp.argsort(-tree.q[tree.trial_law, tokens], stable=True)
-    return replace(tree, trial_node=tree.trial_node[order], trial_law=tree.trial_law[order])
+    order = jnp.argsort(-tree.q[tree.trial_row, tokens], stable=True)
+    return replace(tree, trial_node=tree.trial_node[order], trial_row=tree.trial_row[order])
 
 
-def share_law(tree: TokenTree) -> TokenTree:
-    """Every trial names the law of its parent's first trial."""
+def share_probs(tree: TokenTree) -> TokenTree:
+    """Every trial names the distribution of its parent's first trial."""
     above = tree.parents[tree.trial_node]
     first = jnp.argmax(above[:, None] == above, axis=1)
-    return replace(tree, trial_law=tree.trial_law[first])
+    return replace(tree, trial_row=tree.trial_row[first])
 
 
 def keep_p(p, q, token):
     """p itself where the residual is due."""
-    return Trial(walk.multi_step(p, q, token).accept, p)
+    return Trial(token_wise.multi_step(p, q, token).accept, p)
 
 
 def absolute(p, q, token):
     """The residual of |p - q|."""
     left = jnp.abs(p - q)
-    return Trial(walk.multi_step(p, q, token).accept, left / left.sum())
+    return Trial(token_wise.multi_step(p, q, token).accept, left / left.sum())
 
 
 def inverted(p, q, token):
     """p and q exchanged."""
-    return Trial(jnp.minimum(1, q[token] / p[token]), walk.multi_step(p, q, token).residual)
+    return Trial(jnp.minimum(1, q[token] / p[token]), token_wise.multi_step(p, q, token).residual)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ def inverted(p, q, token):
     [
         {"alter": merge_trials},
         {"alter": sort_trials},
-        {"alter": share_law},
+        {"alter": share_probs},
         {"rule": keep_p},
         {"rule": absolute},
         {"rule": inverted},
@@ -184,7 +187,7 @@ def inverted(p, q, token):
     ids=lambda change: next(iter(change.values())).__name__,
 )
 def test_wrong_steps_are_caught(change):
-    p, *qs = oracles.random_laws(0, 3, 3, 3)
+    p, *qs = oracles.random_distributions(0, 3, 3, 3)
     drafters = tuple(map(enumeration.table, qs))
     case = Case(enumeration.table(p), drafters, TreeShape((2, 1)))
     assert differs(enumeration.step_flow(case), case) < EXACT
@@ -192,30 +195,30 @@ def test_wrong_steps_are_caught(change):
 
 
 def test_multi_step_on_most_likely_children_is_caught():
-    """The pair that `find_rule` refuses: top-k trees, tried by the draft's softmax law."""
-    p, q = oracles.random_laws(0, 3, 3)
+    """The pair that `find_rule` refuses: top-k trees, tried by the draft's softmax distribution."""
+    p, q = oracles.random_distributions(0, 3, 3)
     case = Case(enumeration.table(p), (enumeration.table(q),), TreeShape((2, 1)))
-    best = [np.argsort(-law, kind="stable") for law in case.drafters[0]]
+    best = [np.argsort(-probs, kind="stable") for probs in case.drafters[0]]
     first, second = best[0][:2]
     tokens = np.array([[first, second, best[first + 1][0], best[second + 1][0]]])
     assert differs(enumeration.flows_of(case, tokens)[0], case) > 0.01
     assert differs(enumeration.flows_of(case, tokens, certain=True)[0], case) < EXACT
 
 
-def shared_draws(*laws):
-    """Draws of several drafters from one uniform, by the breakpoints of their laws."""
-    points = sorted({0.0, 1.0, *(float(x) for q in laws for x in itertools.accumulate(q))})
+def shared_draws(*distributions):
+    """Draws of several drafters from one uniform, by the breakpoints of their distributions."""
+    points = sorted({0.0, 1.0, *(float(x) for q in distributions for x in itertools.accumulate(q))})
     for low, high in itertools.pairwise(points):
         uniform = jnp.full(2, (low + high) / 2)
-        tokens = [int(sampling.draw(jnp.array(q, float), uniform)) for q in laws]
-        yield tuple(zip(tokens, laws, strict=True)), high - low
+        tokens = [int(sampling.draw(jnp.array(q, float), uniform)) for q in distributions]
+        yield tuple(zip(tokens, distributions, strict=True)), high - low
 
 
 def test_one_key_for_all_drafters_is_caught():
     p = np.tile(np.array(P, float), (5, 1))
-    for laws in ((Q, Q2), (Q, Q)):
-        separate = enumeration.node_flow(P, independent(*laws))
-        shared = enumeration.node_flow(P, shared_draws(*laws))
+    for distributions in ((Q, Q2), (Q, Q)):
+        separate = enumeration.node_flow(P, independent(*distributions))
+        shared = enumeration.node_flow(P, shared_draws(*distributions))
         assert shared.sum() == pytest.approx(1, abs=EXACT)
         assert enumeration.total_variation(separate, p, 1) < EXACT
         assert enumeration.total_variation(shared, p, 1) > CAUGHT
@@ -228,33 +231,33 @@ def both(a, b, shared):
 
 
 def two_steps(p, q, shared):
-    """The law of the first three tokens of two steps, each over one drawn child."""
-    trial = jax.jit(walk.multi_step)
+    """The distribution of the first three tokens of two steps, each over one drawn child."""
+    trial = jax.jit(token_wise.multi_step)
     flow = np.zeros_like(p)
 
     def after(context, token):
         return context * 3 + token + 1
 
-    def emit(context, law, mass):
-        flow[context] += mass * law
+    def emit(context, probs, mass):
+        flow[context] += mass * probs
 
     for x in range(3):
         first = trial(jnp.asarray(p[0]), jnp.asarray(q[0]), jnp.int32(x))
         for accept in (1, 0):
-            above, law = (
+            above, probs = (
                 (after(0, x), p[after(0, x)]) if accept else (0, np.asarray(first.residual))
             )
             for token, y in itertools.product(range(3), repeat=2):
                 root = after(above, token)
                 second = trial(jnp.asarray(p[root]), jnp.asarray(q[root]), jnp.int32(y))
                 chances = both(float(first.accept), float(second.accept), shared)
-                mass = q[0, x] * law[token] * q[root, y]
+                mass = q[0, x] * probs[token] * q[root, y]
                 emit(after(root, y), p[after(root, y)], mass * chances[accept, 1])
                 emit(root, np.asarray(second.residual), mass * chances[accept, 0])
     return flow
 
 
 def test_noise_reused_across_steps_is_caught():
-    p, q = map(enumeration.table, oracles.random_laws(0, 3, 5))
+    p, q = map(enumeration.table, oracles.random_distributions(0, 3, 5))
     assert enumeration.total_variation(two_steps(p, q, shared=False), p, 4) < EXACT
     assert enumeration.total_variation(two_steps(p, q, shared=True), p, 4) > CAUGHT

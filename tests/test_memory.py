@@ -2,8 +2,8 @@
 
 import pytest
 
-from specjax import memory
-from specjax.request import OUTPUT_BUCKETS, room
+from specjax.decoding.request import OUTPUT_BUCKETS, room
+from specjax.models import memory
 from tests.memory_table import CASES, LLAMA_8B, Case, found, lowered
 
 pytestmark = pytest.mark.long_running  # compiled as a user's programs are

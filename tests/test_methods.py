@@ -8,15 +8,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specjax import checkpoint, choice, methods, records
-from specjax.choice import Asked, Choice, choose
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import CheckpointError
+from specjax.checkpoints.pair import Pair, load_pair
 from specjax.draft.ngram import pack
-from specjax.folder import CheckpointError
-from specjax.pair import Pair, load_pair
-from specjax.records import Measured, Run
-from specjax.setting import METHODS, Setting, from_json, to_json
-from specjax.verify import DISTINCT, DRAWN, TOP_K
-from specjax.widths import Widths
+from specjax.methods import choice, records, registry
+from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.records import Measured, Run
+from specjax.methods.setting import METHODS, Setting, from_json, to_json
+from specjax.trees.construction import DISTINCT, DRAWN, TOP_K
+from specjax.trees.widths import Widths
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
 
@@ -29,7 +30,7 @@ TABLE = pack(np.zeros((0, 2), int), np.arange(128).reshape(64, 2) % 64, np.full(
 
 def measured(method: str, ratio: float, widths: Widths | None = None) -> Measured:
     """A setting `ratio` times as fast as plain decoding of 10 tokens/s, in each of eight rounds."""
-    return Measured(methods.setting_of(method, widths), 10.0 * ratio, (float(ratio),) * 8)
+    return Measured(registry.setting_of(method, widths), 10.0 * ratio, (float(ratio),) * 8)
 
 
 def remember(
@@ -62,20 +63,20 @@ def taken(asked: Asked, pair: Pair = PAIR) -> tuple[str, Widths | None]:
     ],
 )
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
-    drafter = methods.build(methods.setting_of(method, widths), PAIR)
+    drafter = registry.build(registry.setting_of(method, widths), PAIR)
     assert (drafter.num_slots, len(drafter.trees)) == (slots, drafts)
     assert drafter.children == (DRAWN if drafts > 1 else DISTINCT)
-    drawn = methods.build(methods.setting_of(method, widths), PAIR, "multi-step")
+    drawn = registry.build(registry.setting_of(method, widths), PAIR, "multi-step")
     assert drawn.children == DRAWN
-    naive = methods.build(methods.setting_of(method, widths), PAIR, "naive")
+    naive = registry.build(registry.setting_of(method, widths), PAIR, "naive")
     assert naive.children == TOP_K
 
 
 def test_plain_decoding_has_no_drafter():
-    assert methods.build(methods.setting_of("none"), PAIR) is None
+    assert registry.build(registry.setting_of("none"), PAIR) is None
     for named in ({"widths": (1,)}, {"budget": 3}):
         with pytest.raises(ValueError, match="takes no tree and no budget"):
-            methods.setting_of("none", **named)
+            registry.setting_of("none", **named)
 
 
 @pytest.mark.parametrize(
@@ -91,20 +92,20 @@ def test_plain_decoding_has_no_drafter():
 )
 def test_what_a_method_does_not_take_is_said(method, named, sentence):
     with pytest.raises(ValueError, match=sentence):
-        methods.setting_of(method, **named)
+        registry.setting_of(method, **named)
 
 
 @pytest.mark.parametrize("method", ["tree", "specexec", "hybrid", "staged"])
 def test_what_a_method_lacks_is_said(method):
     with pytest.raises(ValueError, match=f"the method {method} needs a draft model"):
-        methods.build(methods.setting_of(method), PAIR._replace(drafts=[]))
+        registry.build(registry.setting_of(method), PAIR._replace(drafts=[]))
     with pytest.raises(ValueError, match="needs a second stage; name an n-gram or model folder"):
-        methods.build(methods.setting_of("staged"), PAIR)
+        registry.build(registry.setting_of("staged"), PAIR)
     with pytest.raises(ValueError, match="the method ngram needs an n-gram model"):
-        methods.build(methods.setting_of("ngram"), PAIR)
-    asked = dataclasses.replace(methods.setting_of("staged"), stage="draft")
+        registry.build(registry.setting_of("ngram"), PAIR)
+    asked = dataclasses.replace(registry.setting_of("staged"), stage="draft")
     with pytest.raises(ValueError, match="asks for a smaller draft"):
-        methods.build(asked, PAIR._replace(table=TABLE))
+        registry.build(asked, PAIR._replace(table=TABLE))
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
@@ -112,8 +113,8 @@ def test_what_a_method_lacks_is_said(method):
 def test_every_method_keeps_to_its_budget(method, budget):
     pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE)
     for batch in (1, 8):
-        setting = methods.setting_of(method, None, budget, batch)
-        drafter = methods.build(setting, pair)
+        setting = registry.setting_of(method, None, budget, batch)
+        drafter = registry.build(setting, pair)
         assert 1 < drafter.num_slots == setting.nodes + 1
         assert budget is None or setting.nodes <= budget
         assert from_json(json.loads(json.dumps(to_json(setting))), "here") == setting
@@ -121,42 +122,42 @@ def test_every_method_keeps_to_its_budget(method, budget):
 
 
 def test_all_are_the_methods_that_a_pair_can_do():
-    assert methods.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "recycle"]
-    assert not {"staged", "ngram"} & set(methods.names_of("all", PAIR))
-    assert methods.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS[1:])
-    assert methods.names_of("chain, none", PAIR) == ["chain", "none"]
+    assert registry.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "recycle"]
+    assert not {"staged", "ngram"} & set(registry.names_of("all", PAIR))
+    assert registry.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS[1:])
+    assert registry.names_of("chain, none", PAIR) == ["chain", "none"]
 
 
 def test_a_pool_is_loaded_from_folders():
     folders = [pair_folder() / "one", pair_folder() / "two"]
-    drafter = methods.load_drafter(folders, (1, 1))
+    drafter = registry.load_drafter(folders, (1, 1))
     assert (len(drafter.trees), drafter.window) == (2, 3)
-    assert len(methods.load_drafter(folders[0]).trees) == 1
+    assert len(registry.load_drafter(folders[0]).trees) == 1
 
 
 def test_one_bundled_draft_is_loaded_by_its_number():
-    one, pool = methods.load_drafter("bundled/1", (1, 1)), methods.load_drafter("bundled")
+    one, pool = registry.load_drafter("bundled/1", (1, 1)), registry.load_drafter("bundled")
     assert (len(one.trees), len(pool.trees)) == (1, 3)
     assert (one.groups[0].embedding == pool.groups[1].embedding).all()
     with pytest.raises(CheckpointError, match=r"drafts/7"):
-        methods.load_drafter("bundled/7")
+        registry.load_drafter("bundled/7")
 
 
 def test_vocabularies_must_be_the_same(tmp_path):
-    checkpoint.save_model(tiny_model(), tmp_path / "small")
+    huggingface.save_model(tiny_model(), tmp_path / "small")
     with pytest.raises(ValueError, match=r"draft 0 .* tables of 272 and 64 rows"):
         load_pair(str(pair_folder() / "target"), str(tmp_path / "small"), None)
 
 
 def test_a_named_method_is_taken():
-    assert taken(Asked("tree")) == ("tree", methods.setting_of("tree").widths)
+    assert taken(Asked("tree")) == ("tree", registry.setting_of("tree").widths)
     assert taken(Asked(widths=(2, 1))) == ("pool", (2, 1))
     assert taken(Asked(widths=(2, 1)), ONE) == ("tree", (2, 1))
     assert taken(Asked(widths=(1, (1,))), ONE) == ("chain", (1, 1))
-    assert choose(Asked(budget=9), PAIR, 0.0).setting == methods.setting_of("specexec", None, 9)
-    assert choose(Asked(budget=9), PAIR, 0.8).setting == methods.setting_of("tree", None, 9)
+    assert choose(Asked(budget=9), PAIR, 0.0).setting == registry.setting_of("specexec", None, 9)
+    assert choose(Asked(budget=9), PAIR, 0.8).setting == registry.setting_of("tree", None, 9)
     alone = PAIR._replace(drafts=[])
-    assert choose(Asked(budget=9), alone, 0.0).setting == methods.setting_of("lookup", None, 9)
+    assert choose(Asked(budget=9), alone, 0.0).setting == registry.setting_of("lookup", None, 9)
 
 
 def test_auto_measured_without_drafts_and_leaves_out_what_the_pair_cannot_do():
@@ -188,15 +189,15 @@ def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
 
 
 def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for():
-    assert choose(Asked(), PAIR, 0.0).setting == methods.setting_of("specexec")
+    assert choose(Asked(), PAIR, 0.0).setting == registry.setting_of("specexec")
     for rule in ("multi-step", "block", "recursive"):
-        assert choose(Asked(verify=rule), PAIR, 0.0).setting == methods.setting_of("chain")
+        assert choose(Asked(verify=rule), PAIR, 0.0).setting == registry.setting_of("chain")
     remember(measured("none", 1), measured("chain", 1.5), measured("tree", 2),
              measured("specexec", 4))  # fmt: skip
     assert auto().setting.method == "specexec"
     assert choose(Asked(verify="multi-step"), PAIR, 0.0).setting.method == "tree"
     many = choose(Asked(budget=40, verify="block"), PAIR, 0.0).setting
-    assert many == methods.setting_of("specexec", None, 40)  # which is refused with the reason
+    assert many == registry.setting_of("specexec", None, 40)  # which is refused with the reason
     assert choose(Asked(budget=40, verify="traversal"), PAIR, 0.0).setting.method == "tree"
 
 
@@ -219,16 +220,16 @@ def test_a_tree_whose_nodes_differ_is_remembered_as_it_was():
 def test_a_run_without_the_shipped_default_decides_nothing():
     """`bench --methods chain` measures a chain that is twice as fast as plain decoding."""
     remember(measured("none", 1), measured("chain", 2))
-    assert auto().setting == methods.setting_of("specexec")
+    assert auto().setting == registry.setting_of("specexec")
     assert "run specjax bench" in auto().reason
     remember(measured("none", 1), measured("specexec", 1.2), measured("chain", 2))
     remember(measured("none", 1), measured("tree", 9))
-    assert auto().setting == methods.setting_of("chain")  # the evidence from before still counts
+    assert auto().setting == registry.setting_of("chain")  # the evidence from before still counts
 
 
 def test_a_tie_keeps_the_shipped_default_and_says_so():
     remember(measured("none", 1), measured("specexec", 2), measured("chain", 2.1))
-    assert auto().setting == methods.setting_of("specexec")
+    assert auto().setting == registry.setting_of("specexec")
     assert "none here that is faster by more than the noise (24 prompts" in auto().reason
     assert "the last on 2026-11-23" in auto().reason
 
@@ -264,7 +265,7 @@ def test_auto_replaces_the_default_by_what_is_surely_faster_only(ratios):
 def test_an_entry_of_another_version_counts_as_none():
     """The format before runs, and a setting that this version does not know."""
     name, old = records.setting(TARGET, DRAFTS, 1, False), {"setting": {"method": "none"}}
-    chain = {"setting": to_json(methods.setting_of("chain"))}
+    chain = {"setting": to_json(registry.setting_of("chain"))}
     known = {"temperature": 0.0, "tokens_per_second": 9.0, "prompts": 4}
     path = records.file()
     path.parent.mkdir(parents=True)
@@ -275,7 +276,7 @@ def test_an_entry_of_another_version_counts_as_none():
     unknown = {"setting": {"method": "chain", "colour": 1}, "tokens_per_second": 999.0}
     held[name][0]["measured"].append(unknown | {"ratios": [99.0] * 8})
     path.write_text(json.dumps(held))
-    assert auto().setting == methods.setting_of("chain")
+    assert auto().setting == registry.setting_of("chain")
 
 
 def test_settings_tell_machines_models_and_rows_apart():

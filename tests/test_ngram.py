@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from specjax import prompts
-from specjax.checkpoint import load_drafts
-from specjax.decode import generate
+from specjax.checkpoints.files import BUNDLED, CheckpointError
+from specjax.checkpoints.huggingface import load_drafts
+from specjax.checkpoints.ngram_files import load_ngram, save_ngram
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.decoding.generate import generate
 from specjax.draft.ngram import NO_TOKEN, contexts_of, pack, successors
-from specjax.folder import BUNDLED, CheckpointError
-from specjax.ngram_folder import load_ngram, save_ngram
-from specjax.vocabulary import tokenizer_of
+from specjax.measure import prompts
 from train.ngram import Counts, Katz, Successors, back_off, joined, materialize, said_after, said_in
 
 V, W = 13, 5
@@ -52,14 +52,14 @@ class Twin:
         ones, twos = (sum(n == r for c in counters for n in c.values()) for r in (1, 2))
         return ones / (ones + 2 * twos) if ones and twos else 0.5
 
-    def law(self, before, last) -> dict:
+    def probs(self, before, last) -> dict:
         uniform = dict.fromkeys(range(V), 1 / V)
-        law = self.over(uniform, self.alone, [self.alone])
+        probs = self.over(uniform, self.alone, [self.alone])
         if last in self.singles:
-            law = self.over(law, self.singles[last], self.singles.values())
+            probs = self.over(probs, self.singles[last], self.singles.values())
         if (before, last) in self.pairs:
-            law = self.over(law, self.pairs[before, last], self.pairs.values())
-        return law
+            probs = self.over(probs, self.pairs[before, last], self.pairs.values())
+        return probs
 
     def over(self, lower, seen, order) -> dict:
         total, missing = sum(seen.values()), sum(q for t, q in lower.items() if t not in seen)
@@ -92,24 +92,24 @@ def look(table, contexts):
     return [np.asarray(each) for each in found]
 
 
-def test_laws_are_normalised_and_those_of_dictionaries(rows, katz):
+def test_distributions_are_normalised_and_those_of_dictionaries(rows, katz):
     twin = Twin(rows)
     assert 0 < len(katz.pairs.contexts) < V * V
     for before, last in every_context().tolist():
-        law = katz.trigram(before, last)
-        assert law.sum() == pytest.approx(1, abs=1e-12)
-        expected = twin.law(before, last)
-        np.testing.assert_allclose(law, [expected[t] for t in range(V)], atol=1e-12)
+        probs = katz.trigram(before, last)
+        assert probs.sum() == pytest.approx(1, abs=1e-12)
+        expected = twin.probs(before, last)
+        np.testing.assert_allclose(probs, [expected[t] for t in range(V)], atol=1e-12)
 
 
-def test_a_lookup_gives_the_likeliest_of_the_law_for_every_context(rows, table):
+def test_a_lookup_gives_the_likeliest_of_the_distribution_for_every_context(rows, table):
     twin, contexts = Twin(rows), every_context()
     log_q, tokens = look(table, contexts)
     for (before, last), found, chosen in zip(contexts.tolist(), log_q, tokens, strict=True):
-        law = twin.law(before, last)
+        probs = twin.probs(before, last)
         assert len(set(chosen.tolist())) == W
-        np.testing.assert_allclose(np.exp(found), [law[t] for t in chosen.tolist()], rtol=1e-5)
-        np.testing.assert_allclose(np.exp(found), sorted(law.values())[: -W - 1 : -1], rtol=1e-5)
+        np.testing.assert_allclose(np.exp(found), [probs[t] for t in chosen.tolist()], rtol=1e-5)
+        np.testing.assert_allclose(np.exp(found), sorted(probs.values())[: -W - 1 : -1], rtol=1e-5)
 
 
 def test_only_the_most_frequent_contexts_are_kept(katz):
@@ -241,7 +241,7 @@ def test_tensors_that_do_not_fit_are_refused(folder):
     file = folder / "model.safetensors"
     tensors = load_file(file)
     save_file(tensors | {"weights": np.zeros(3)}, file)
-    with pytest.raises(CheckpointError, match="holds weights, which an n-gram model has no place"):
+    with pytest.raises(CheckpointError, match="unexpected tensor weights in"):
         load_ngram(folder)
     save_file({"costs": tensors["costs"]}, file)
     with pytest.raises(CheckpointError, match="has no tensor contexts, tokens"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specjax import output
-from specjax.values import check_target_file
+from specjax.base import output
+from specjax.cli.values import check_target_file
 
 
 def test_a_file_that_is_there_stays_and_one_that_is_not_is_not_made(tmp_path):

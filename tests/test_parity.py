@@ -11,14 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import families, measure, methods
-from specjax.cache import empty_cache
-from specjax.checkpoint import load_model, save_model
+from specjax.base.pytree import replace
+from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.pair import Pair
 from specjax.draft.ngram import pack
-from specjax.model import forward
-from specjax.pair import Pair
-from specjax.pytree import replace
-from specjax.setting import METHODS
+from specjax.measure import timing
+from specjax.methods import registry
+from specjax.methods.setting import METHODS
+from specjax.models import families
+from specjax.models.kv_cache import empty_cache
+from specjax.models.transformer import forward
 from tests.pairs import alone, generate, near
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -74,10 +76,10 @@ def test_decoding_and_trees_have_the_logits_of_transformers(case):
         nodes[:, wrong] = (nodes[:, wrong] + 7) % model.config.vocab_size
         depth = np.repeat(path, width)
         above = (depth[:, None] > depth) & ~wrong
-        visible = np.broadcast_to(above | np.eye(depth.size, dtype=bool), (rows, *above.shape))
+        tree_mask = np.broadcast_to(above | np.eye(depth.size, dtype=bool), (rows, *above.shape))
         at = np.broadcast_to(start + depth, nodes.shape)
         made = [jnp.asarray(each, jnp.int32) for each in (nodes, at)]
-        logits, new = compiled(model, *made, cache, jnp.asarray(visible))
+        logits, new = compiled(model, *made, cache, jnp.asarray(tree_mask))
         np.testing.assert_allclose(
             logits[:, ::width], expected[:, start:stop], rtol=0, atol=tolerance
         )
@@ -92,8 +94,8 @@ def pair_of(target):
         config = dataclasses.replace(target.config, windows=())
         drafts = [replace(draft, config=config) for draft in drafts]
     size = target.config.vocab_size
-    likeliest = np.argsort(np.random.default_rng(0).random((size, size)), axis=1)[:, :4]
-    table = pack(np.zeros((0, 2), np.int32), likeliest, np.log(np.full((size, 4), 0.25)))
+    top_tokens_of = np.argsort(np.random.default_rng(0).random((size, size)), axis=1)[:, :4]
+    table = pack(np.zeros((0, 2), np.int32), top_tokens_of, np.log(np.full((size, 4), 0.25)))
     return Pair(target, None, drafts[:2], table, drafts[2])
 
 
@@ -108,7 +110,7 @@ def test_greedy_texts_are_those_of_transformers(case, method):
     with np.load(GOLDEN / f"{case}.npz") as held:
         prompts, expected = held["tokens"][:, :CUT].tolist(), held["greedy"]
     pair = pair_of(loaded(case))
-    drafter = methods.build(methods.setting_of(method, batch=len(prompts)), pair)
+    drafter = registry.build(registry.setting_of(method, batch=len(prompts)), pair)
     made = generate(pair.target, drafter, prompts, max_new_tokens=expected.shape[1])
     np.testing.assert_array_equal(made.tokens, expected)
 
@@ -206,4 +208,4 @@ if __name__ == "__main__":
     for each in itertools.product(sys.argv[1:] or CASES, METHODS):
         test_greedy_texts_are_those_of_transformers(*each)
         print("equal:", *each, flush=True)
-        measure.forget_programs()
+        timing.forget_programs()

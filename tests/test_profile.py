@@ -1,5 +1,4 @@
 """Where a step's time goes, by the scopes of the compiled loop's operations."""
-# ruff: noqa: E501
 
 import json
 
@@ -7,11 +6,13 @@ import jax
 import pytest
 
 from pallas_kernels import machine
-from specjax import decode, methods, profile
 from specjax.__main__ import main
-from specjax.pair import load_pair
-from specjax.request import prepare
-from specjax.sampling import Sampling
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import load_pair
+from specjax.decoding.generate import run
+from specjax.decoding.request import prepare
+from specjax.measure import profile
+from specjax.methods import registry
 from tests import outside
 from tests.folders import own_cache, pair_flags, pair_folder
 
@@ -19,11 +20,11 @@ __all__ = ["own_cache"]
 PROGRAM = """
 %body (at: f32[4]) -> f32[4] {
   %dot.1 = f32[4,1]{1,0} dot(%weight, %x), lhs_contracting_dims={1}
-  %fusion.2 = f32[4,1]{1,0} fusion(%dot.1), metadata={op_name="jit(run)/while/body/step/look/pass/dot" stack_frame_id=3}
+  %fusion.2 = f32[4,1]{1,0} fusion(%dot.1), metadata={op_name="jit(run)/while/body/step/score/pass/dot" stack_frame_id=3}
   %copy.9 = f32[4]{0} copy(%nobody)
   ROOT %add.3 = f32[4]{0} add(%fusion.2, %at), metadata={op_name="jit(run)/while/body/step/commit/add"}
 }
-"""
+"""  # noqa: E501
 
 
 def test_an_operation_without_a_scope_has_that_of_its_user():
@@ -37,11 +38,11 @@ def test_an_operation_without_a_scope_has_that_of_its_user():
     ("scope", "part"),
     [
         ("jit(run)/pass/dot", None),  # the prefill
-        ("jit(run)/while/body/step/look/tree_attention/dot", profile.TARGET),
-        ("jit(run)/while/body/step/guess/while/body/pass/dot", profile.DRAFTS),
+        ("jit(run)/while/body/step/score/tree_attention/dot", profile.TARGET),
+        ("jit(run)/while/body/step/draft/while/body/pass/dot", profile.DRAFTS),
         ("jit(run)/while/body/step/commit/pass/dot", profile.DRAFTS),  # it catches up
-        ("jit(run)/while/body/step/guess/top_k", profile.DRAFTING),
-        ("jit(run)/while/body/step/judge/vmap()/while/body/div", profile.DECIDING),
+        ("jit(run)/while/body/step/draft/top_k", profile.DRAFTING),
+        ("jit(run)/while/body/step/verify/vmap()/while/body/div", profile.DECIDING),
         ("jit(run)/while/body/step/commit/dynamic_update_slice", profile.COMMITTING),
         ("jit(run)/while/body/step/add", profile.OTHER),
     ],
@@ -52,8 +53,8 @@ def test_a_scope_names_a_part(scope, part):
 
 def test_an_instant_belongs_to_one_part():
     """A pass hides what runs beside it; what nothing hides is between operations."""
-    scopes = {"dot.1": "step/look/pass", "sort.2": "step/guess/sort", "add.3": "step/judge/add",
-              "while.4": "step/guess/while", "dot.5": "prefill/pass"}  # fmt: skip
+    scopes = {"dot.1": "step/score/pass", "sort.2": "step/draft/sort", "add.3": "step/verify/add",
+              "while.4": "step/draft/while", "dot.5": "prefill/pass"}  # fmt: skip
     events = [("sort.2", 1.0, 3.0), ("dot.1", 2.0, 5.0), ("add.3", 6.0, 7.0), ("sort.2", 6.5, 7.5),
               ("while.4", 0.0, 9.0), ("dot.5", 0.0, 1.0), ("unknown.6", 8.0, 9.0)]  # fmt: skip
     found = profile.spent(events, scopes)
@@ -82,8 +83,8 @@ def products_of(target, drafter, request) -> int:
     """The matrix products of a request's program."""
     static = {name: getattr(request, name) for name in ("rule", "outputs", "slots")}
     arrays = {k: v for k, v in request._asdict().items() if k not in static}
-    run = jax.make_jaxpr(lambda t, d, a: decode.run.__wrapped__(t, d, **a, **static))
-    return str(run(target, drafter, arrays)).count("dot_general")
+    traced = jax.make_jaxpr(lambda t, d, a: run.__wrapped__(t, d, **a, **static))
+    return str(traced(target, drafter, arrays)).count("dot_general")
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("chain", 0.8), ("specexec", 0.0)])
@@ -92,7 +93,7 @@ def test_a_step_is_held_against_its_passes_alone(method, temperature, monkeypatc
     monkeypatch.setattr(outside, "ROUNDS", 1)
     folder = pair_folder()
     pair = load_pair(f"{folder}/target", f"{folder}/two")
-    drafter = methods.build(methods.setting_of(method), pair)
+    drafter = registry.build(registry.setting_of(method), pair)
     assert drafter is not None
     asked = prepare(
         jax.random.key(0), pair.target, drafter, [[1, 2]], 40, Sampling(temperature), "auto", False

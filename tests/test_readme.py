@@ -1,4 +1,4 @@
-"""The README's Python runs, and its commands are those of `.ci/run`."""
+"""The Python of README and docs runs, and their commands are those of `.ci/run`."""
 
 import dataclasses
 import json
@@ -11,20 +11,21 @@ from pathlib import Path
 import jax
 import pytest
 
-from specjax import vocabulary
 from specjax.__main__ import main
-from specjax.checkpoint import load_model, save_model
-from specjax.model import initialize
-from specjax.pytree import replace
-from specjax.vocabulary import tokenizer_of
+from specjax.base.pytree import replace
+from specjax.checkpoints import tokenizers
+from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.models.transformer import initialize
 from tests.folders import pair_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def stand_ins(tmp_path_factory):
     folders = {}
     for size, model, rows in (("7B", target, 288), ("0.5B", target, 272), ("1.5B", small, 280)):
         folders[f"Qwen/Qwen2.5-{size}-Instruct"] = at / size
-        padded = vocabulary.fitted(model, rows, 272)
+        padded = tokenizers.fitted(model, rows, 272)
         config = dataclasses.replace(padded.config, num_known=None)
         save_model(replace(padded, config=config), at / size, tokenizer)
     return folders
@@ -71,7 +72,7 @@ def test_the_test_command_is_what_ci_runs():
 
 
 def test_every_file_named_exists():
-    named = re.findall(r"`((?:specjax|pallas_kernels|train|configs|tests)/[\w./]*)`", README)
+    named = re.findall(r"`((?:specjax|pallas_kernels|train|configs|tests)/[\w./]*)`", TEXT)
     assert named
     for name in named:
         assert (ROOT / name).exists(), name

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from specjax import methods, records
-from specjax.records import Measured, Run
+from specjax.methods import records, registry
+from specjax.methods.records import Measured, Run
 from tests.folders import own_cache
 
 __all__ = ["own_cache"]
 ROOT = Path(__file__).parent.parent
-CHAIN = methods.setting_of("chain")
+CHAIN = registry.setting_of("chain")
 WRITER = """
 import sys, time
 from pathlib import Path
-from specjax.records import Run, remember
+from specjax.methods.records import Run, remember
 
 number, go = sys.argv[1], Path(sys.argv[2])
 Path(f"{go}.{number}").touch()
@@ -105,7 +105,7 @@ def test_without_a_home_there_is_no_cache(homeless, monkeypatch):
 
 USE = """
 import jax, os, sys
-from specjax import records
+from specjax.methods import records
 records.use_compilation_cache()
 print(jax.config.values["jax_compilation_cache_dir"])
 """

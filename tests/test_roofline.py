@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import machine, shapes
-from specjax import decode, measure, roofline
 from specjax.__main__ import main
-from specjax.peer import Peer, available
-from specjax.sampling import Sampling
+from specjax.base.sampling import Sampling
+from specjax.decoding.generate import generate
+from specjax.measure import roofline, timing
+from specjax.measure.transformers_baseline import Peer, available
 from tests.conftest import tiny_model
 
 pytestmark = pytest.mark.long_running
@@ -31,7 +32,7 @@ def test_a_pass_is_held_against_weights_and_cache_read_once():
     first, second = roofline.passes(model, (1, 3), 40, BANDWIDTH)
     assert [first["nodes"], second["nodes"]] == [1, 3]
     cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 40 * 4
-    floor = (measure.weight_bytes(model) + cached) / BANDWIDTH
+    floor = (timing.weight_bytes(model) + cached) / BANDWIDTH
     for row in (first, second):
         assert row["over_floor"] == pytest.approx(row["seconds"] / floor)
         assert row["over_the_first"] == pytest.approx(row["seconds"] / first["seconds"])
@@ -99,10 +100,10 @@ def test_the_peer_says_what_we_say():
     """Greedy, plain and assisted, over the very same weights."""
     target, draft = tiny_model(0), tiny_model(1)
     prompts = [[3, 1, 4, 1, 5], [9, 2, 6]]
-    ours = decode.generate(jax.random.key(0), target, None, prompts, max_new_tokens=12,
+    ours = generate(jax.random.key(0), target, None, prompts, max_new_tokens=12,
                            sampling=Sampling(), stop_at_eos=False)  # fmt: skip
-    told = Peer(target, draft)
+    generated = Peer(target, draft)
     for assisted in (False, True):
-        made = told.generate(prompts, 12, 0.0, assisted)
+        made = generated.generate(prompts, 12, 0.0, assisted)
         np.testing.assert_array_equal(np.stack(made.outputs), ours.tokens)
         assert made.seconds > 0

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import block, verify, walk
-from specjax.tree import Draws, TreeShape, merge
-from specjax.verify import DISTINCT, DRAWN, TOP_K, Construction
+from specjax.trees.construction import DISTINCT, DRAWN, TOP_K, Construction
+from specjax.trees.tree import Draws, TreeShape, merge
+from specjax.verify import block, rules, token_wise
 from tests import enumeration, oracles
 from tests.enumeration import Case, accepted, differs
 
@@ -26,7 +26,7 @@ def _x64():
 
 def random_case(seed, size, widths, drafters=1, distinct=False, zeros=False, depths=None):
     depths = depths or len(widths) + 1
-    p, *qs = oracles.random_laws(seed, size, depths, 1 + drafters, zeros)
+    p, *qs = oracles.random_distributions(seed, size, depths, 1 + drafters, zeros)
     drafts = tuple(map(enumeration.table, qs))
     return Case(enumeration.table(p), drafts, TreeShape(widths), distinct)
 
@@ -55,19 +55,19 @@ def block_flow(draws: Draws, p: jax.Array, depth: int) -> jax.Array:
         mass, flow = jnp.ones(()), jnp.zeros_like(p)
         for node in reversed(range(tree.num_slots)):
             taken = mass * jnp.clip(judged.weights[node], 0, 1)
-            law = block.law_after(tree, judged, jnp.int32(node))
-            flow, mass = flow.at[contexts[node]].add(taken * law), mass - taken
+            probs = block.probs_after(tree, judged, jnp.int32(node))
+            flow, mass = flow.at[contexts[node]].add(taken * probs), mass - taken
         return flow
 
     return jax.vmap(one)(draws)
 
 
 JUDGED_WHOLE = {
-    verify.BLOCK: block_flow,
-    verify.TRAVERSAL: enumeration.traverse_flow,
+    rules.BLOCK: block_flow,
+    rules.TRAVERSAL: enumeration.traverse_flow,
 }
 """The flow of the rules that keep a path as a whole."""
-JUDGED = [rule for rule in verify.RULES.values() if rule not in (verify.GREEDY, verify.NAIVE)]
+JUDGED = [rule for rule in rules.RULES.values() if rule not in (rules.GREEDY, rules.NAIVE)]
 
 
 def draws_of(case: Case, children) -> tuple[np.ndarray, np.ndarray]:
@@ -84,10 +84,10 @@ def draws_of(case: Case, children) -> tuple[np.ndarray, np.ndarray]:
 
 
 def flows_by(rule, case, tokens) -> np.ndarray:
-    """The flows of given draws, every trial tried by the law that the rule names."""
-    if rule.trial_law is None:
+    """The flows of given draws, every trial tried by the distribution that the rule names."""
+    if rule.trial_probs is None:
         return enumeration.flows_of(case, tokens, flow=JUDGED_WHOLE[rule])
-    return enumeration.flows_of(case, tokens, trial_law=rule.trial_law)
+    return enumeration.flows_of(case, tokens, trial_probs=rule.trial_probs)
 
 
 def flow_of(rule, case, children) -> np.ndarray:
@@ -111,11 +111,11 @@ def test_a_rule_is_lossless_where_it_is_not_refused_and_only_there(rule, trees):
 
 
 def test_every_construction_has_a_rule_and_every_rule_a_construction():
-    allowed = {trees: {rule.name for rule in verify.RULES.values() if rule.refusal(trees) is None}
+    allowed = {trees: {rule.name for rule in rules.RULES.values() if rule.refusal(trees) is None}
                for trees in TREES}  # fmt: skip
-    assert set.union(*allowed.values()) == set(verify.RULES)
+    assert set.union(*allowed.values()) == set(rules.RULES)
     assert set.intersection(*allowed.values()) == {"greedy", "naive", "one-hot"}
-    assert allowed[Construction(DRAWN, chain=True)] == set(verify.RULES)
+    assert allowed[Construction(DRAWN, chain=True)] == set(rules.RULES)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_fixture_of_block_verification(seed, token, block):
 
 def test_the_toy_of_block_verification():
     """P = 1/3, 2/3 and Q = 2/3, 1/3 at both tokens: 11/9 accepted instead of 10/9."""
-    p, q = (np.tile(np.array(law) / 3, (7, 1)) for law in ((1, 2), (2, 1)))
+    p, q = (np.tile(np.array(probs) / 3, (7, 1)) for probs in ((1, 2), (2, 1)))
     case = Case(p, (q,), TreeShape((1, 1)))
     assert accepted(enumeration.step_flow(case), case) == pytest.approx(10 / 9, abs=EXACT)
     for flow in JUDGED_WHOLE.values():
@@ -144,7 +144,7 @@ def test_the_toy_of_block_verification():
 def test_chains_are_judged_as_the_paper_does(length, rule):
     """How many tokens are accepted, of every drawn chain, as the paper's algorithm says."""
     for seed, zeros in ((3, False), (4, True)):
-        p, q = oracles.random_laws(seed, 3, length + 1, 2, zeros)
+        p, q = oracles.random_distributions(seed, 3, length + 1, 2, zeros)
         case = Case(enumeration.table(p), (enumeration.table(q),), TreeShape((1,) * length))
         tokens = case.every_draw()
         tokens = tokens[case.weight(tokens) > 0]
@@ -162,24 +162,24 @@ def test_chains_are_judged_as_the_paper_does(length, rule):
 def test_fixture_of_a_distinct_tree(seed, naive, recursive, traversal):
     case = random_case(seed, 3, (2, 2), distinct=True, depths=4)
     for rule, mean in (
-        (verify.ONE_HOT, naive),
-        (verify.RECURSIVE, recursive),
-        (verify.TRAVERSAL, traversal),
+        (rules.ONE_HOT, naive),
+        (rules.RECURSIVE, recursive),
+        (rules.TRAVERSAL, traversal),
     ):
         found = flow_of(rule, case, DISTINCT)
         assert accepted(found, case) == pytest.approx(mean, abs=5e-4)
-    p, q = (laws.__getitem__ for laws in oracles.random_laws(seed, 3, 4))
+    p, q = (distributions.__getitem__ for distributions in oracles.random_distributions(seed, 3, 4))
     exact = oracles.expected_without_replacement(p, q, (2, 2), oracles.recursive)
-    assert accepted(flow_of(verify.RECURSIVE, case, DISTINCT), case) == pytest.approx(float(exact))
+    assert accepted(flow_of(rules.RECURSIVE, case, DISTINCT), case) == pytest.approx(float(exact))
 
 
 def test_the_node_fixture_of_recursive_rejection():
-    p, q = (np.tile(np.array(law) / 10, (5, 1)) for law in ((5, 3, 1, 1), (4, 1, 4, 1)))
+    p, q = (np.tile(np.array(probs) / 10, (5, 1)) for probs in ((5, 3, 1, 1), (4, 1, 4, 1)))
     for distinct, rule, hit in (
-        (False, verify.MULTI_STEP, 0.83),
-        (True, verify.RECURSIVE, 0.85),
-        (True, verify.ONE_HOT, 0.5511),
-        (True, verify.TRAVERSAL, 0.85),
+        (False, rules.MULTI_STEP, 0.83),
+        (True, rules.RECURSIVE, 0.85),
+        (True, rules.ONE_HOT, 0.5511),
+        (True, rules.TRAVERSAL, 0.85),
     ):
         case = Case(p, (q,), TreeShape((2,)), distinct)
         flow = flow_of(rule, case, DISTINCT if distinct else DRAWN)
@@ -192,10 +192,10 @@ def means_of(seed: int) -> dict[str, float]:
     return {
         rule.name: accepted(flow_of(rule, case, children), case)
         for rule, case, children in (
-            (verify.TRAVERSAL, distinct, DISTINCT),
-            (verify.RECURSIVE, distinct, DISTINCT),
-            (verify.MULTI_STEP, drawn, DRAWN),
-            (verify.ONE_HOT, drawn, DRAWN),
+            (rules.TRAVERSAL, distinct, DISTINCT),
+            (rules.RECURSIVE, distinct, DISTINCT),
+            (rules.MULTI_STEP, drawn, DRAWN),
+            (rules.ONE_HOT, drawn, DRAWN),
         )
     }
 
@@ -209,25 +209,27 @@ def test_order_of_the_rules(seed):
 
 
 def test_recursive_mostly_but_not_always_accepts_more_than_multi_step():
-    """With laws that are far apart, an independent second draw can be nearer to what is left."""
+    """With distributions that are far apart, an independent second draw can be nearer to what is
+    left.
+    """
     more = [means_of(seed) for seed in range(8)]
     found = [each["recursive"] > each["multi-step"] for each in more]
     assert found == [True, True, True, False, False, True, True, True]
 
 
-@pytest.mark.parametrize("rule", [verify.RECURSIVE, verify.TRAVERSAL], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", [rules.RECURSIVE, rules.TRAVERSAL], ids=lambda rule: rule.name)
 def test_draws_beyond_the_support_are_lossless(rule):
     """A draft that is sure, or knows two tokens: what it cannot draw comes in the order of ids."""
-    for seed, law in ((0, (0, 1, 0)), (1, (0.3, 0, 0.7)), (2, (1, 0, 0))):
+    for seed, probs in ((0, (0, 1, 0)), (1, (0.3, 0, 0.7)), (2, (1, 0, 0))):
         case = random_case(seed, 3, (3, 1), distinct=True)
-        case = dataclasses.replace(case, drafters=(np.tile(np.array(law, float), (4, 1)),))
+        case = dataclasses.replace(case, drafters=(np.tile(np.array(probs, float), (4, 1)),))
         assert differs(flow_of(rule, case, DISTINCT), case) < EXACT
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("rule", JUDGED, ids=lambda rule: rule.name)
-def test_the_law_is_the_targets_whatever_a_broken_draft_says(rule, value):
-    widths = (1, 1) if rule is verify.BLOCK else (2, 1)
+def test_the_distribution_is_the_targets_whatever_a_broken_draft_says(rule, value):
+    widths = (1, 1) if rule is rules.BLOCK else (2, 1)
     case = random_case(9, 3, widths, zeros=True)
     broken = dataclasses.replace(case, drafters=(np.full_like(case.p, value),))
     flows = flows_by(rule, broken, case.every_draw())
@@ -238,9 +240,9 @@ def denominator_of_q(tree, at):
     """A public implementation's retreat, whose weight divides by what is left of q."""
     moved = RETREAT(tree, at)
     above = tree.depth[at.node] - 1
-    q = walk.without_earlier(tree, jnp.argmax(tree.trial_node == at.node).astype(jnp.int32))
+    q = token_wise.without_earlier(tree, jnp.argmax(tree.trial_node == at.node).astype(jnp.int32))
     token = tree.tokens[at.node]
-    left = jnp.maximum(at.weights[above] * at.laws[above] - q, 0).sum()
+    left = jnp.maximum(at.weights[above] * at.distributions[above] - q, 0).sum()
     rest = q.sum() - q[token]
     weight = jnp.where(rest > 0, jnp.minimum(1, left / rest), 1)
     return dataclasses.replace(moved, weights=moved.weights.at[above].set(weight))
@@ -251,7 +253,7 @@ RETREAT = enumeration.traversal.retreat
 
 def test_a_wrong_weight_of_traversal_is_caught(monkeypatch):
     case = random_case(0, 3, (2, 2), distinct=True)
-    assert differs(flow_of(verify.TRAVERSAL, case, DISTINCT), case) < EXACT
+    assert differs(flow_of(rules.TRAVERSAL, case, DISTINCT), case) < EXACT
     monkeypatch.setattr(enumeration.traversal, "retreat", denominator_of_q)
     wrong = partial(enumeration.traverse_flow, alter=lambda tree: tree)  # compiled anew
     flow = enumeration.step_flow(case, flow=wrong)

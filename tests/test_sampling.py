@@ -1,4 +1,4 @@
-"""The law p against a float64 twin, and draws against the law they are of."""
+"""The distribution p against a float64 twin, and draws against the distribution they are of."""
 
 import itertools
 
@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.law import g_test
-from specjax.pytree import replace
-from specjax.sampling import (
+from specjax.base.pytree import replace
+from specjax.base.sampling import (
     Purpose,
     Sampling,
     draw,
@@ -24,11 +23,13 @@ from specjax.sampling import (
     threefry,
     warm,
 )
+from specjax.measure.distribution_tests import g_test
 
 GRID = 2**23  # the uniforms of jax.random in float32 are multiples of 1/GRID
 
 
-# The law. ------------------------------------------------------------------------------------
+# The distribution.
+# ------------------------------------------------------------------------------------
 
 
 def warp(logits, temperature, top_k, top_p, min_p):
@@ -52,7 +53,7 @@ def softmax(scores):
     return weights / weights.sum()
 
 
-def law_of(logits, **parameters):
+def probs_of(logits, **parameters):
     rows = Sampling(**parameters).rows(len(logits))
     return np.asarray(jax.jit(process)(jnp.asarray(logits, jnp.float32)[:, None], rows))[:, 0]
 
@@ -67,11 +68,11 @@ PARAMETERS = st.tuples(
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(0, 999), st.lists(PARAMETERS, min_size=8, max_size=8))
-def test_law_equals_the_twin_row_by_row(seed, rows):
+def test_distribution_equals_the_twin_row_by_row(seed, rows):
     logits = np.random.default_rng(seed).normal(0, 3, (8, 61)).astype(np.float32)
     names = ("temperature", "top_k", "top_p", "min_p")
     columns = (np.array(column) for column in zip(*rows, strict=True))
-    p = law_of(logits, **dict(zip(names, columns, strict=True)))
+    p = probs_of(logits, **dict(zip(names, columns, strict=True)))
     expected = np.array([warp(x, *row) for x, row in zip(logits, rows, strict=True)])
     np.testing.assert_array_equal(p > 0, expected > 0)
     np.testing.assert_allclose(p, expected, atol=2e-6)
@@ -80,27 +81,27 @@ def test_law_equals_the_twin_row_by_row(seed, rows):
 @pytest.mark.parametrize(
     "changed", [{"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.3}]
 )
-def test_each_parameter_changes_the_law(changed):
+def test_each_parameter_changes_the_distribution(changed):
     logits = np.random.default_rng(0).normal(0, 1, (1, 40))
-    plain = law_of(logits, temperature=1.0)
+    plain = probs_of(logits, temperature=1.0)
     np.testing.assert_allclose(plain[0], softmax(logits[0]), atol=1e-6)
-    p = law_of(logits, **({"temperature": 1.0} | changed))
+    p = probs_of(logits, **({"temperature": 1.0} | changed))
     assert np.abs(p - plain).sum() / 2 > 0.05
     assert p.sum() == pytest.approx(1, abs=1e-6)
 
 
 def test_top_k_comes_before_top_p_and_that_before_min_p():
     weights = np.array([0.4, 0.3, 0.2, 0.1])
-    p = law_of(np.log(weights)[None], temperature=1.0, top_k=3, top_p=0.75, min_p=0.7)
+    p = probs_of(np.log(weights)[None], temperature=1.0, top_k=3, top_p=0.75, min_p=0.7)
     # top-k leaves 4/9, 3/9, 2/9, of which top-p keeps two (4/9 < 0.75 <= 7/9); 3/4 >= 0.7
     np.testing.assert_allclose(p[0], [4 / 7, 3 / 7, 0, 0], atol=1e-6)
-    p = law_of(np.log(weights)[None], temperature=0.5, min_p=0.6)
+    p = probs_of(np.log(weights)[None], temperature=0.5, min_p=0.6)
     np.testing.assert_allclose(p[0], [1, 0, 0, 0], atol=1e-6)  # 9/16 < 0.6 after temperature
 
 
 def test_temperature_0_is_one_hot_at_the_lowest_id_of_a_tie():
     logits = np.array([[0.0, 2.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
-    p = law_of(logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.3)
+    p = probs_of(logits, temperature=0.0, top_k=3, top_p=0.5, min_p=0.3)
     np.testing.assert_array_equal(p, [[0, 1, 0, 0], [1, 0, 0, 0]])
 
 
@@ -128,7 +129,7 @@ def test_a_score_that_is_not_a_number_still_gives_a_token():
 
 
 def test_ties_at_the_edge_of_top_k_are_kept():
-    p = law_of(np.array([[1.0, 2.0, 1.0, 0.0]]), temperature=1.0, top_k=2)
+    p = probs_of(np.array([[1.0, 2.0, 1.0, 0.0]]), temperature=1.0, top_k=2)
     np.testing.assert_array_equal(p > 0, [[True, True, True, False]])
 
 
@@ -141,7 +142,7 @@ def test_the_edge_of_top_k_is_a_score_to_the_last_bit(scores, k):
     """Among others infinite ones, a zero of either sign, and the next number after another."""
     logits = np.array([[*scores, 0.5]], np.float32)  # one of them is finite
     expected = logits[0] >= np.sort(logits[0])[-k]
-    p = law_of(logits, temperature=1.0, top_k=k)[0]
+    p = probs_of(logits, temperature=1.0, top_k=k)[0]
     np.testing.assert_array_equal(p > 0, expected & (logits[0] > -80))
 
 
@@ -152,14 +153,14 @@ def test_the_edge_of_top_p_is_a_score_to_the_last_bit():
     e = np.exp(np.float64([3, 1]))
     share = (e[0] + e[1] * np.arange(5)) / (e[0] + 4 * e[1])  # of the first ones, as they are kept
     for top_p, kept in ((0.9 * share[0], 1), (share[0] + 0.01, 3), (share[2] + 0.01, 5), (1.0, 5)):
-        p = law_of(logits, temperature=1.0, top_p=top_p)[0]
+        p = probs_of(logits, temperature=1.0, top_p=top_p)[0]
         expected = np.flatnonzero(logits[0] >= np.sort(logits[0])[-kept])
         assert np.flatnonzero(p).tolist() == expected.tolist(), top_p
 
 
 @pytest.mark.parametrize("top_p", [np.nextafter(np.float32(0), np.float32(1)), 1e-40, 1.2e-38])
 def test_the_least_top_p_leaves_the_likeliest_token(top_p):
-    p = law_of(np.array([[1.0, 2.0, 3.0, 0.5]]), temperature=1.0, top_p=np.float32(top_p))
+    p = probs_of(np.array([[1.0, 2.0, 3.0, 0.5]]), temperature=1.0, top_p=np.float32(top_p))
     np.testing.assert_array_equal(p, [[0, 0, 1, 0]])
 
 
@@ -167,9 +168,9 @@ def test_the_least_top_p_leaves_the_likeliest_token(top_p):
 def test_limits_are_found_in_every_dtype(dtype):
     with jax.enable_x64(True):
         logits = jnp.asarray(np.random.default_rng(0).normal(0, 2, (1, 4, 50)), dtype)
-        law = jax.jit(process)(logits, Sampling(temperature=1.0, top_k=9, top_p=0.8).rows(1))
-    assert law.dtype == dtype
-    for one, p in zip(np.asarray(logits[0], float), np.asarray(law[0], float), strict=True):
+        probs = jax.jit(process)(logits, Sampling(temperature=1.0, top_k=9, top_p=0.8).rows(1))
+    assert probs.dtype == dtype
+    for one, p in zip(np.asarray(logits[0], float), np.asarray(probs[0], float), strict=True):
         edge = np.sort(one)[-9]
         expected = warp(one, 1.0, int((one >= edge).sum()), 0.8, 0.0)
         assert np.abs(p - expected).max() < 0.02
@@ -177,11 +178,11 @@ def test_limits_are_found_in_every_dtype(dtype):
 
 
 @pytest.mark.parametrize("limits", [{"top_k": 3}, {"top_p": 0.7}])
-def test_a_score_that_is_not_a_number_spoils_its_own_law_alone(limits):
+def test_a_score_that_is_not_a_number_spoils_its_own_distribution_alone(limits):
     scores = np.random.default_rng(0).normal(0, 2, (2, 20))
-    alone = law_of(scores[:1], temperature=1.0, **limits)
+    alone = probs_of(scores[:1], temperature=1.0, **limits)
     scores[1, 4] = np.nan
-    p = law_of(scores, temperature=1.0, **limits)
+    p = probs_of(scores, temperature=1.0, **limits)
     np.testing.assert_array_equal(p[:1], alone)
     assert np.isnan(p[1]).all()
 
@@ -277,8 +278,8 @@ def smallest(beyond, count):
     return low
 
 
-def drawn_law(p):
-    """The law of `draw` by the breakpoints of its two uniforms, exactly."""
+def drawn_probs(p):
+    """The distribution of `draw` by the breakpoints of its two uniforms, exactly."""
     p = jnp.asarray(p, jnp.float32)
     size, blocks = len(p), -(-len(p) // 128)
     ends = smallest(lambda u: np.asarray(draws(p, u, 0 * u)) // 128 > np.arange(blocks), blocks)
@@ -291,7 +292,7 @@ def drawn_law(p):
     return np.where(reached, (ends - starts)[token // 128] / GRID * (past - before) / GRID, 0)
 
 
-def random_law(size, seed):
+def random_probs(size, seed):
     weights = np.random.default_rng(seed).exponential(size=size) ** 2
     weights[np.random.default_rng(seed + 1).random(size) < 0.3] = 0
     weights[-2] = 0
@@ -300,9 +301,9 @@ def random_law(size, seed):
 
 
 @pytest.mark.parametrize("size", [5, 128, 129, 1000])
-def test_draws_follow_the_law_by_every_breakpoint(size):
-    p = random_law(size, size).astype(np.float32)
-    found = drawn_law(p)
+def test_draws_follow_the_distribution_by_every_breakpoint(size):
+    p = random_probs(size, size).astype(np.float32)
+    found = drawn_probs(p)
     assert found.sum() == pytest.approx(1, abs=1e-12)
     assert not found[p == 0].any()
     assert (found[p > 4 / GRID] > 0).all()
@@ -311,8 +312,8 @@ def test_draws_follow_the_law_by_every_breakpoint(size):
 
 
 @pytest.mark.parametrize("size", [5, 128, 129, 1000])
-def test_the_scale_of_a_law_is_free(size):
-    p = random_law(size, 3)
+def test_the_scale_of_a_distribution_is_free(size):
+    p = random_probs(size, 3)
     uniforms = np.random.default_rng(0).integers(0, GRID, (2, 500))
     np.testing.assert_array_equal(draws(p, *uniforms), draws(jnp.asarray(p) * 8, *uniforms))
 
@@ -322,7 +323,7 @@ def test_the_ends_of_the_uniforms_draw_only_what_is_possible(size):
     ends = jnp.array([0.0, 0.5, 1 - 2**-24], jnp.float32)
     uniforms = jnp.array(list(itertools.product(ends, ends)))
     draw_all = jax.jit(jax.vmap(draw, (None, 0)))
-    p = random_law(size, 7)
+    p = random_probs(size, 7)
     p[:3] = 0
     tokens = np.asarray(draw_all(jnp.asarray(p, jnp.float32), uniforms))
     assert (p[tokens] > 0).all()
@@ -332,11 +333,11 @@ def test_the_ends_of_the_uniforms_draw_only_what_is_possible(size):
     assert (draw_all(last, uniforms) == size - 1).all()
 
 
-def test_distinct_draws_follow_the_law_of_drawing_without_replacement():
+def test_distinct_draws_follow_the_distribution_of_drawing_without_replacement():
     p, rows = np.array([0.5, 0.3, 0.15, 0.05, 0]), 40_000
-    laws = jnp.asarray(np.tile(p, (rows, 1)), jnp.float32)
+    distributions = jnp.asarray(np.tile(p, (rows, 1)), jnp.float32)
     found = np.asarray(
-        jax.jit(draw_distinct, static_argnames="count")(laws, jax.random.key(0), count=3)
+        jax.jit(draw_distinct, static_argnames="count")(distributions, jax.random.key(0), count=3)
     )
     cells = list(itertools.permutations(range(4), 3))
     expected = [p[a] * p[b] / (1 - p[a]) * p[c] / (1 - p[a] - p[b]) for a, b, c in cells]
@@ -347,9 +348,9 @@ def test_distinct_draws_follow_the_law_of_drawing_without_replacement():
 
 
 def test_distinct_draws_of_what_has_no_probability_come_last_by_their_ids():
-    laws = jnp.asarray([[0, 1, 0, 0], [0, 0.5, 0, 0.5]], jnp.float32)
+    distributions = jnp.asarray([[0, 1, 0, 0], [0, 0.5, 0, 0.5]], jnp.float32)
     for seed in range(20):
-        found = np.asarray(draw_distinct(laws, jax.random.key(seed), 4))
+        found = np.asarray(draw_distinct(distributions, jax.random.key(seed), 4))
         assert found[0].tolist() == [1, 0, 2, 3]
         assert found[1].tolist() in ([1, 3, 0, 2], [3, 1, 0, 2])
 
@@ -361,18 +362,18 @@ def test_distinct_draws_do_not_find_what_is_all_but_impossible():
 
 
 @pytest.mark.parametrize("value", [np.nan, 0.0])
-def test_a_law_of_nothing_still_gives_a_token_of_the_vocabulary(value):
+def test_a_distribution_of_nothing_still_gives_a_token_of_the_vocabulary(value):
     for size in (5, 128, 1000):
         tokens = draws(np.full(size, value, np.float32), *np.array([[0, GRID // 2]] * 2))
         assert (tokens >= 0).all()
         assert (tokens < size).all()
 
 
-def test_processed_laws_can_be_drawn_from():
+def test_processed_distributions_can_be_drawn_from():
     logits = np.random.default_rng(2).normal(0, 4, (1, 1, 1000)).astype(np.float32)
     rows = replace(Sampling(temperature=0.9, top_k=20, top_p=0.9), min_p=0.01).rows(1)
     p = jax.jit(process)(jnp.asarray(logits), rows)[0, 0]
-    found = drawn_law(p)
+    found = drawn_probs(p)
     assert not found[np.asarray(p) == 0].any()
     np.testing.assert_allclose(found, warp(logits[0, 0], 0.9, 20, 0.9, 0.01), atol=1e-6)
 
@@ -392,7 +393,7 @@ def test_the_largest_are_those_of_a_plain_top_k(size, count):
 
 
 def test_plain_rows_have_the_softmax_of_their_logits():
-    """Whatever their sampling, and the others the law that `process` gives them."""
+    """Whatever their sampling, and the others the distribution that `process` gives them."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 300)) * 3, jnp.float32)
     rows = Sampling(np.array([0.0, 0.7, 0.7]), top_k=5, top_p=0.9, min_p=0.01).rows(3)
     found = warm(logits, rows, jnp.asarray([True, True, False]))

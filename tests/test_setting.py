@@ -5,11 +5,11 @@ import math
 
 import pytest
 
-from specjax import tuned
 from specjax.draft import Growth
-from specjax.setting import Setting, from_json, to_json
-from specjax.tree import TreeShape
-from specjax.widths import MOST_NODES, counts
+from specjax.methods import tuned
+from specjax.methods.setting import Setting, from_json, to_json
+from specjax.trees.tree import TreeShape
+from specjax.trees.widths import MOST_NODES, counts
 
 GROWN = {"method": "specexec", "growth": {"budget": 4}}
 

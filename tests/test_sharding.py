@@ -9,9 +9,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from specjax import sharding
-from specjax.checkpoint import save_model
-from specjax.pytree import replace
+from specjax.base.pytree import replace
+from specjax.checkpoints.huggingface import save_model
+from specjax.models.placement import placement
+from specjax.parallel.mesh import make_mesh, with_all_axes
 from tests.conftest import QUICKLY, tiny_config, tiny_model
 from tests.pairs import alone, generate, near
 
@@ -107,17 +108,17 @@ def test_a_draft_that_is_split_is_refused():
     ],
 )
 def test_what_a_mesh_cannot_split_is_refused(changes, devices, words, monkeypatch):
-    monkeypatch.setattr(sharding, "size_of", lambda mesh, axis: devices)
-    mesh = sharding.make_mesh()
+    monkeypatch.setattr("specjax.models.placement.size_of", lambda mesh, axis: devices)
+    mesh = make_mesh()
     with pytest.raises(ValueError, match=words):
-        sharding.placement(tiny_config(**changes), mesh)
+        placement(tiny_config(**changes), mesh)
 
 
 def test_meshes_of_other_axes_or_too_many_devices_are_refused():
     with pytest.raises(ValueError, match="data=2,model=4 needs 8 devices; there are 1"):
-        sharding.make_mesh(data=2, model=4)
+        make_mesh(data=2, model=4)
     with pytest.raises(ValueError, match="axis model is 0"):
-        sharding.make_mesh(model=0)
+        make_mesh(model=0)
     odd = jax.make_mesh((1,), ("rows",))
     with pytest.raises(ValueError, match="not 'rows'"):
-        sharding.with_all_axes(odd)
+        with_all_axes(odd)

@@ -5,20 +5,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling
 from specjax.draft import best_first
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth, Scored, no_nodes
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.ngram import NGram, pack
-from specjax.draft.recycle import RecycleDrafter
+from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.staged import TableStage
-from specjax.draft.text import TextDrafter
-from specjax.law import logits_after
-from specjax.model import Model
-from specjax.pytree import replace
-from specjax.sampling import Sampling
-from specjax.tree import TreeShape
-from specjax.verify import TOP_K
+from specjax.draft.token_recycling import RecycleDrafter
+from specjax.measure.distribution_tests import logits_after
+from specjax.models.transformer import Model
+from specjax.trees.construction import TOP_K
+from specjax.trees.tree import TreeShape
 from tests.grown import (
     TEMPERATURES,
     check_best,
@@ -46,13 +46,15 @@ GROWTHS = {
 TRUST = jnp.asarray([0.0, 0.3, 0.6])
 
 
-def of_last(model: Model, sight: float = 0.0) -> Model:
-    """A model that looks at the last token alone: its law is a table; with some `sight`, nearly."""
-    dim = tuple(replace(layer, output=sight * layer.output) for layer in model.layers)
+def of_last(model: Model, mask: float = 0.0) -> Model:
+    """A model that looks at the last token alone: its distribution is a table; with some `mask`,
+    nearly.
+    """
+    dim = tuple(replace(layer, output=mask * layer.output) for layer in model.layers)
     return replace(model, layers=dim)
 
 
-DRAFT = of_last(varied_model(1), sight=0.5)  # so that a table may be right, and attention counts
+DRAFT = of_last(varied_model(1), mask=0.5)  # so that a table may be right, and attention counts
 
 
 def exact_table(model: Model, sharpness: float, width: int, worst: bool = False) -> NGram:
@@ -230,7 +232,9 @@ def test_guesses_that_are_right_save_passes_of_a_chain(monkeypatch):
         assert found == (passes, plain[1])
 
 
-def test_guesses_of_the_whole_law_save_passes_of_a_tree_and_wrong_ones_cost_none(monkeypatch):
+def test_guesses_of_the_whole_distribution_save_passes_of_a_tree_and_wrong_ones_cost_none(
+    monkeypatch,
+):
     blind, growth = of_last(DRAFT), GROWTHS["small"]
     plain = passes_of(best_first_of(blind, growth), monkeypatch)
     assert plain[0] > 2
@@ -261,5 +265,5 @@ def test_stages_that_cannot_be_are_refused():
     for own in ({"table": stage}, {"second": alone(DRAFT)}):
         with pytest.raises(ValueError, match="a growth by level has no use for guesses"):
             best_first_of(DRAFT, by_level, **own)
-    assert best_first_of(DRAFT, by_level).num_seen == 0
-    assert best_first_of(DRAFT, GROWTHS["small"], **STAGES["both"]()).num_seen == 2
+    assert best_first_of(DRAFT, by_level).target_top_k == 0
+    assert best_first_of(DRAFT, GROWTHS["small"], **STAGES["both"]()).target_top_k == 2

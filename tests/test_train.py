@@ -15,12 +15,12 @@ import jax
 import numpy as np
 import pytest
 
-from specjax import prompts
-from specjax.checkpoint import load_model
-from specjax.decode import generate
+from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter
-from specjax.model import initialize
-from specjax.vocabulary import tokenizer_of
+from specjax.measure import prompts
+from specjax.models.transformer import initialize
 from train import run
 from train.collect import load_collected
 from train.config import load_recipe

@@ -10,19 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from specjax.decode import generate
-from specjax.walk import multi_step
+from specjax.decoding.generate import generate
+from specjax.verify.token_wise import multi_step
 from tests.conftest import tiny_model
 from tests.pairs import near, varied_model
 from tests.rows import PROMPT, STEPS, rows_of, whole
-from train.boost import Material, lesson, seen, weighted
+from train.boost import BoostData, boost_filter, seen, weighted
 from train.collect import Collected
 from train.config import Boost
 from train.heldout import (
     rank,
     view,
 )
-from train.labels import Labelled, _top_of_law, law_at
+from train.labels import Labelled, _top_of_probs, probs_at
 from train.marking import (
     BY_NOTHING,
     NAMES,
@@ -165,38 +165,38 @@ def test_a_step_of_marked_samples_only_has_weight_zero():
     assert (weights[0, :3] > 0).all()
 
 
-def laws(seed: int, count: int) -> np.ndarray:
+def distributions(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).dirichlet(np.ones(5), (count, 3))
 
 
 def test_the_residual_is_what_multi_step_verification_goes_on_with():
-    p, *qs = laws(0, 3)
+    p, *qs = distributions(0, 3)
     left, reached = residual(p, qs)
     for at in range(3):
-        law, mass = p[at], 1.0
+        probs, mass = p[at], 1.0
         for q in qs:
-            step = multi_step(jnp.float32(law), jnp.float32(q[at]), jnp.int32(0))
-            rest = np.maximum(law - q[at], 0)
-            law, mass = rest / rest.sum(), mass * rest.sum()
-            np.testing.assert_allclose(step[1], law, atol=1e-5)
-        np.testing.assert_allclose(left[at], law, rtol=1e-6)
+            step = multi_step(jnp.float32(probs), jnp.float32(q[at]), jnp.int32(0))
+            rest = np.maximum(probs - q[at], 0)
+            probs, mass = rest / rest.sum(), mass * rest.sum()
+            np.testing.assert_allclose(step[1], probs, atol=1e-5)
+        np.testing.assert_allclose(left[at], probs, rtol=1e-6)
         assert reached[at] == pytest.approx(mass)
 
 
 def test_a_perfect_draft_leaves_no_residual():
-    p = laws(1, 1)[0]
+    p = distributions(1, 1)[0]
     left, reached = residual(p, [p])
     np.testing.assert_allclose(reached, 0, atol=1e-12)
     np.testing.assert_allclose(left, p)
 
 
-def material_of(rows: Collected, **changes) -> Material:
+def material_of(rows: Collected, **changes) -> BoostData:
     """Material of which only rows and weights matter."""
     shape = rows.tokens.shape
     labels = Labelled(rows.tokens, np.zeros((*shape, 1), np.uint8), np.zeros((*shape, 1)),
                       np.ones(shape, np.float32))  # fmt: skip
     own = np.zeros(rows.alive.shape, np.float32)
-    return Material(rows, labels, labels, own)._replace(**changes)
+    return BoostData(rows, labels, labels, own)._replace(**changes)
 
 
 def test_weights_fall_on_the_steps_spare_the_prompt_and_stop_at_the_end():
@@ -220,22 +220,22 @@ def test_rules_are_told_ranks_and_acceptance_along_the_text():
     rows = rows_of(target, 4, np.array([0, 0.8, 0, 0.8], np.float32))
     rows = rows._replace(length=np.array([12, 12, 5, 7], np.int32))
     own, other = view(target, rows), view(draft, rows)
-    told = seen(material_of(rows, own=own.log_law), other)
+    told = seen(material_of(rows, own=own.log_probs), other)
     np.testing.assert_array_equal(told.rank, rank(other.top, rows.following))
     np.testing.assert_array_equal(told.alive, rows.alive)
     for row, step in np.ndindex(told.accepted.shape):
         if rows.temperature[row] == 0:
             wanted = float(other.top[row, step, 0] == rows.following[row, step])
         else:
-            wanted = min(1.0, float(np.exp(other.log_law[row, step] - own.log_law[row, step])))
+            wanted = min(1.0, float(np.exp(other.log_probs[row, step] - own.log_probs[row, step])))
         assert told.accepted[row, step] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_drafts_trained_alike_learn_from_the_same():
     rows = whole(np.zeros((2, PROMPT + STEPS), np.int32), np.zeros(2, np.float32))
-    material = material_of(rows)
+    data = material_of(rows)
     settings = Boost(rule=BY_NOTHING, elsewhere=0.25)
-    assert lesson(material, [tiny_model(seed=4)], settings)[0] is material
+    assert boost_filter(data, [tiny_model(seed=4)], settings)[0] is data
 
 
 @pytest.mark.parametrize("rule", NAMES)
@@ -243,12 +243,12 @@ def test_every_rule_gives_a_lesson(rule):
     target = varied_model(3)
     draft = near(target, 4, 0.1)
     rows = rows_of(target, 3, np.array([0, 0, 0.8], np.float32))
-    ids, log_p, _ = _top_of_law(target, rows.tokens, rows.temperature, 6, "float32")
+    ids, log_p, _ = _top_of_probs(target, rows.tokens, rows.temperature, 6, "float32")
     labels = Labelled(rows.tokens, np.asarray(ids).astype(np.uint8),
                       np.asarray(log_p).astype(np.float16),
                       np.ones(rows.tokens.shape, np.float32))  # fmt: skip
-    material = material_of(rows, collected=labels, corpus=labels, own=view(target, rows).log_law)
-    taught, marked = lesson(material, [draft], Boost(rule=rule, keep=0.5, window=2))
+    data = material_of(rows, collected=labels, corpus=labels, own=view(target, rows).log_probs)
+    taught, marked = boost_filter(data, [draft], Boost(rule=rule, keep=0.5, window=2))
     weight = np.take_along_axis(taught.collected.weight, rows.columns - 1, axis=1)
     assert weight.mean() == pytest.approx(1, rel=1e-4)
     assert 0 <= marked < 1
@@ -261,22 +261,22 @@ def test_what_no_rule_judges_can_count_less():
     draft = tiny_model(seed=4)
     for elsewhere in (1.0, 0.25):
         settings = Boost(rule="tokens", keep=1.0, elsewhere=elsewhere)
-        taught, _ = lesson(material_of(rows), [draft], settings)
+        taught, _ = boost_filter(material_of(rows), [draft], settings)
         weight = taught.collected.weight
         assert (weight[:, : PROMPT - 1] == elsewhere).all()
         assert (weight[:, PROMPT - 1 : -1] == 1).all()
         assert (taught.corpus.weight == elsewhere).all()
 
 
-def test_residual_labels_are_laws_of_what_is_left():
+def test_residual_labels_are_distributions_of_what_is_left():
     target, draft = tiny_model(seed=3), tiny_model(seed=4)
     rows = rows_of(target, 2, np.array([0.8, 1.0], np.float32))
-    ids, log_p, _ = _top_of_law(target, rows.tokens, rows.temperature, 6, "float32")
+    ids, log_p, _ = _top_of_probs(target, rows.tokens, rows.temperature, 6, "float32")
     labels = Labelled(rows.tokens, np.asarray(ids), np.asarray(log_p),
                       np.ones(rows.tokens.shape, np.float32))  # fmt: skip
-    material = material_of(rows, collected=labels, corpus=labels)
-    taught, _ = lesson(material, [draft], Boost(rule=RESIDUAL, keep=0.0))
-    p, q = np.exp(labels.log_p), np.exp(law_at(draft, labels))
+    data = material_of(rows, collected=labels, corpus=labels)
+    taught, _ = boost_filter(data, [draft], Boost(rule=RESIDUAL, keep=0.0))
+    p, q = np.exp(labels.log_p), np.exp(probs_at(draft, labels))
     rest = np.maximum(p - q, 0)
     tail = np.maximum((1 - p.sum(-1)) - (1 - q.sum(-1)), 0)
     wanted = rest / (rest.sum(-1) + tail)[..., None]
@@ -292,15 +292,15 @@ def test_residual_labels_are_laws_of_what_is_left():
                                   labels.log_p[:, : PROMPT - 1])  # fmt: skip
 
 
-def test_labels_stay_laws_where_hardly_anything_is_left():
-    """Two drafts that are the target: what is left of its law is rounding."""
+def test_labels_stay_distributions_where_hardly_anything_is_left():
+    """Two drafts that are the target: what is left of its distribution is rounding."""
     target = tiny_model(seed=3)
     rows = rows_of(target, 2, np.array([0.8, 1.0], np.float32))
-    ids, log_p, _ = _top_of_law(target, rows.tokens, rows.temperature, 6, "float32")
+    ids, log_p, _ = _top_of_probs(target, rows.tokens, rows.temperature, 6, "float32")
     labels = Labelled(rows.tokens, np.asarray(ids), np.asarray(log_p),
                       np.ones(rows.tokens.shape, np.float32))  # fmt: skip
-    material = material_of(rows, collected=labels, corpus=labels)
-    taught, marked = lesson(material, [target, target], Boost(rule=RESIDUAL, keep=0.0))
+    data = material_of(rows, collected=labels, corpus=labels)
+    taught, marked = boost_filter(data, [target, target], Boost(rule=RESIDUAL, keep=0.0))
     np.testing.assert_allclose(taught.collected.log_p, labels.log_p, atol=1e-5)
     assert marked > 0.999
     assert np.isfinite(taught.collected.weight).all()

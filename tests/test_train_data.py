@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from specjax.config import ModelConfig
+from specjax.models.config import ModelConfig
 from train.checks import check, check_for
 from train.chunks import load_chunks, make_chunks
 from train.config import Corpus, Schedule, load_recipe

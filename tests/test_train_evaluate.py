@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.checkpoint import save_model
-from specjax.decode import generate
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.huggingface import save_model
+from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter
-from specjax.sampling import Sampling
 from tests.pairs import near, varied_model
 from train import evaluate, runs, tables
 from train.corpus import train_tokenizer

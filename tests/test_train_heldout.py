@@ -68,18 +68,18 @@ def test_a_model_is_its_own_perfect_draft():
 def test_pool_figures_are_those_of_the_union():
     tokens = np.tile(np.arange(PROMPT + 8, dtype=np.int32), (3, 1))
     rows = whole(tokens, np.array([0, 0, 0.8], np.float32))
-    text, law = rows.following, np.zeros((3, 8), np.float32)
+    text, probs = rows.following, np.zeros((3, 8), np.float32)
 
     def draft(right: np.ndarray, rank: int) -> View:
         """Right where `right`, else with the target's token at `rank`."""
         top = np.full((3, 8, 5), 63, np.int32)
         places = np.where(right, 0, rank)
         np.put_along_axis(top, places[..., None], text[..., None], axis=-1)
-        return View(top, law)
+        return View(top, probs)
 
     first = np.zeros((3, 8), bool)
     first[:, :4] = True
-    found = estimates(HeldOut(rows, law), draft(~first, 2), [draft(first, 3)], 4)
+    found = estimates(HeldOut(rows, probs), draft(~first, 2), [draft(first, 3)], 4)
     assert found["agreement"] == 0.5
     assert found["pool_agreement"] == 1
     assert found["top2"] == 0.5

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import layers
+from specjax.models import layers
 from tests.conftest import tiny_model
 from train.distil import distillation_loss
-from train.labels import Labelled, _top_of_law
+from train.labels import Labelled, _top_of_probs
 from train.loss import (
     DIVERGENCES,
     LOSSES,
@@ -71,10 +71,10 @@ TWINS = {
 
 def cells(logits: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
     """Probabilities of every token; or of the listed ones, and of all others as one."""
-    law = np.exp(log_softmax(logits))
+    probs = np.exp(log_softmax(logits))
     if ids is None:
-        return law
-    listed = np.take_along_axis(law, ids, axis=0)
+        return probs
+    listed = np.take_along_axis(probs, ids, axis=0)
     return np.concatenate([listed, 1 - listed.sum(axis=0, keepdims=True)])
 
 
@@ -108,8 +108,8 @@ def test_divergences_over_the_most_likely_tokens(rng, name):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_lumping_never_adds_divergence_and_vanishes_with_all_tokens(rng, name):
     teacher, logits = (jnp.float32(x) for x in rng.normal(size=(2, V, C)))
-    laws = (jax.nn.log_softmax(teacher, axis=0), jax.nn.log_softmax(logits, axis=0))
-    whole = np.asarray(DIVERGENCES[name](*laws))
+    distributions = (jax.nn.log_softmax(teacher, axis=0), jax.nn.log_softmax(logits, axis=0))
+    whole = np.asarray(DIVERGENCES[name](*distributions))
     found = []
     for k in (1, K, V - 1):
         ids, log_p = labels_of(np.asarray(teacher), k)
@@ -143,16 +143,16 @@ def test_labels_that_sum_to_more_than_one_stay_finite(name):
     assert np.isfinite(gradient).all()
 
 
-def test_stored_laws_are_the_models(rng):
+def test_stored_distributions_are_the_models(rng):
     model = tiny_model()
     rows = rng.integers(0, 64, (2, 9)).astype(np.int32)
-    ids, log_p, own = _top_of_law(model, rows, np.float32([0, 0.8]), 5, "float32")
-    law = log_softmax(np.asarray(sequence_logits(model, jnp.asarray(rows), jnp.dtype("float32"))))
-    law = law.T.reshape(2, 9, -1)
-    np.testing.assert_allclose(np.take_along_axis(law, np.asarray(ids), -1), log_p, atol=2e-5)
-    np.testing.assert_allclose(-np.sort(-law, axis=-1)[..., :5], log_p, atol=2e-5)
+    ids, log_p, own = _top_of_probs(model, rows, np.float32([0, 0.8]), 5, "float32")
+    probs = log_softmax(np.asarray(sequence_logits(model, jnp.asarray(rows), jnp.dtype("float32"))))
+    probs = probs.T.reshape(2, 9, -1)
+    np.testing.assert_allclose(np.take_along_axis(probs, np.asarray(ids), -1), log_p, atol=2e-5)
+    np.testing.assert_allclose(-np.sort(-probs, axis=-1)[..., :5], log_p, atol=2e-5)
     for row, scale in ((0, 1.0), (1, 0.8)):
-        tempered = log_softmax(law[row].T / scale).T
+        tempered = log_softmax(probs[row].T / scale).T
         chosen = tempered[np.arange(8), rows[row, 1:]]
         np.testing.assert_allclose(own[row, :-1], chosen, atol=2e-5)
     assert (own[:, -1] == 0).all()
@@ -160,7 +160,9 @@ def test_stored_laws_are_the_models(rng):
 
 def labelled(rng, rows: int, length: int) -> Labelled:
     tokens = rng.integers(0, 64, (rows, length)).astype(np.int32)
-    ids, log_p, _ = _top_of_law(tiny_model(seed=5), tokens, np.ones(rows, np.float32), 6, "float32")
+    ids, log_p, _ = _top_of_probs(
+        tiny_model(seed=5), tokens, np.ones(rows, np.float32), 6, "float32"
+    )
     weight = rng.random((rows, length)).astype(np.float32)
     return Labelled(tokens, np.asarray(ids).astype(np.uint8), np.asarray(log_p), weight)
 
@@ -217,7 +219,7 @@ def test_gradients_of_linear_are_those_of_a_dot(rng, dtype, tolerance):
 def test_next_token_loss_is_the_mean_over_predicted_tokens(rng):
     rows = rng.integers(0, 64, (2, 9)).astype(np.int32)
     logits = sequence_logits(tiny_model(), jnp.asarray(rows[:, :-1]), jnp.dtype("float32"))
-    law = log_softmax(np.asarray(logits))
-    wanted = -law[rows[:, 1:].reshape(-1), np.arange(16)].mean()
+    probs = log_softmax(np.asarray(logits))
+    wanted = -probs[rows[:, 1:].reshape(-1), np.arange(16)].mean()
     found = next_token_loss(tiny_model(), jnp.asarray(rows), dtype=jnp.dtype("float32"))
     assert float(found) == pytest.approx(wanted, rel=1e-5)

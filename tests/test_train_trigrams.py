@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.checkpoints.ngram_files import load_ngram
 from specjax.draft.ngram import NO_TOKEN, contexts_of, successors
-from specjax.ngram_folder import load_ngram
 from tests.rows import PROMPT, STEPS, rows_of, whole
 from train.checks import check, check_for
 from train.config import Labels, Trigrams, load_recipe

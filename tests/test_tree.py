@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax import verify
-from specjax.tree import (
+from specjax.trees.tree import (
     NO_DRAFTER,
     NO_PARENT,
     Draws,
@@ -21,22 +20,23 @@ from specjax.tree import (
     root_only,
     take_row,
 )
+from specjax.verify import rules
 
 DRAWS, SIZE, DEPTH = 9, 3, 4  # few tokens, so that many draws coincide
 WINDOW = DEPTH + 1
 ROOT = 2
-RULES = (verify.GREEDY, verify.NAIVE, verify.MULTI_STEP)
+RULES = (rules.GREEDY, rules.NAIVE, rules.MULTI_STEP)
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 tree_of = quick(merge, static_argnames="depth")
 seen = quick(ancestors)
-decide = quick(verify.decide, static_argnames=("rule", "window"))
-trial_laws = quick(lambda tree: jax.vmap(tree.trial_q)(jnp.arange(DRAWS, dtype=jnp.int32)))
+decide = quick(rules.decide, static_argnames=("rule", "window"))
+trial_distributions = quick(lambda tree: jax.vmap(tree.trial_q)(jnp.arange(DRAWS, dtype=jnp.int32)))
 checked = settings(max_examples=80, deadline=None, derandomize=True)
 
 
 @st.composite
 def random_draws(draw):
-    """Draws of any topology up to DEPTH, each from a law of its own parent."""
+    """Draws of any topology up to DEPTH, each from a distribution of its own parent."""
     parents, depth = [], []
     for m in range(DRAWS):
         below = [NO_PARENT, *(i for i in range(m) if depth[i] < DEPTH)]
@@ -49,7 +49,7 @@ def random_draws(draw):
         parents=jnp.asarray(parents, jnp.int32),
         depth=jnp.asarray(depth, jnp.int32),
         drafter=jnp.asarray(draw(numbers), jnp.int32),
-        law=jnp.asarray(parents, jnp.int32) + 1,
+        row=jnp.asarray(parents, jnp.int32) + 1,
         q=jnp.asarray(random.dirichlet(np.ones(SIZE), DRAWS + 1), jnp.float32),
         certain=jnp.asarray(draw(st.booleans())),
     )
@@ -109,11 +109,11 @@ def test_merge_keeps_exactly_the_union_of_the_paths(draws):
 
 @checked
 @given(random_draws())
-def test_every_draw_stays_a_trial_of_its_own_node_and_law(draws):
+def test_every_draw_stays_a_trial_of_its_own_node_and_distribution(draws):
     draws, tree = both(draws)
     paths = node_paths(tree)
     assert [paths[int(node)] for node in tree.trial_node] == draw_paths(draws)
-    np.testing.assert_array_equal(tree.trial_law, draws.law)
+    np.testing.assert_array_equal(tree.trial_row, draws.row)
     np.testing.assert_array_equal(tree.q, draws.q)
     for node in np.flatnonzero(tree.valid)[1:]:
         first = int(np.argmax(tree.trial_node == node))
@@ -122,8 +122,8 @@ def test_every_draw_stays_a_trial_of_its_own_node_and_law(draws):
 
 @checked
 @given(random_draws())
-def test_a_trial_is_tried_by_the_law_it_was_drawn_from(draws):
-    found, draws = np.asarray(trial_laws(merged(draws))), jax.device_get(draws)
+def test_a_trial_is_tried_by_the_distribution_it_was_drawn_from(draws):
+    found, draws = np.asarray(trial_distributions(merged(draws))), jax.device_get(draws)
     own = np.eye(SIZE)[draws.tokens] if draws.certain else draws.q[draws.parents + 1]
     np.testing.assert_array_equal(found, own)
 
@@ -170,7 +170,7 @@ def test_empty_slots_are_never_accepted():
     """Slots that hold nothing have token 0 and parent 0, as a child of the root might."""
     none = jnp.zeros(DRAWS, jnp.int32)
     draws = Draws(
-        tokens=none + 1, parents=none + NO_PARENT, depth=none + 1, drafter=none, law=none,
+        tokens=none + 1, parents=none + NO_PARENT, depth=none + 1, drafter=none, row=none,
         q=jnp.ones((DRAWS + 1, SIZE)) / SIZE, certain=jnp.array(False),
     )  # fmt: skip
     tree = merged(draws)
@@ -189,7 +189,7 @@ def test_merge_orders_nodes_by_depth_then_by_first_draw():
         parents=jnp.array([-1, 0, -1, 2, 2, -1], jnp.int32),
         depth=jnp.array([1, 2, 1, 2, 2, 1], jnp.int32),
         drafter=jnp.array([0, 0, 1, 1, 1, 2], jnp.int32),
-        law=jnp.array([0, 1, 2, 3, 3, 4], jnp.int32),
+        row=jnp.array([0, 1, 2, 3, 3, 4], jnp.int32),
         q=jnp.ones((5, 10)) / 10,
         certain=jnp.array(False),
     )
@@ -209,7 +209,7 @@ def test_a_tree_draws_itself():
         parents=jnp.array([-1, 0, -1, -1, 3], jnp.int32),
         depth=jnp.array([1, 2, 1, 1, 2], jnp.int32),
         drafter=jnp.array([0, 0, 0, 1, 1], jnp.int32),
-        law=jnp.array([0, 1, 0, 0, 2], jnp.int32),
+        row=jnp.array([0, 1, 0, 0, 2], jnp.int32),
         q=q,
         certain=jnp.array(False),
     )
@@ -238,7 +238,9 @@ def test_roots_alone_are_trees_without_trials():
 
 
 def expansion(widths):
-    """Nodes of a static expansion by brute force: parent, depth, number of its law, rank."""
+    """Nodes of a static expansion by brute force: parent, depth, number of its distribution,
+    rank.
+    """
     frontier, nodes, expanded = [NO_PARENT], [], 0
     for level, width in enumerate(widths, 1):
         below = []
@@ -261,12 +263,12 @@ GENERAL = [
 @pytest.mark.parametrize("widths", UNIFORM + GENERAL)
 def test_a_shape_numbers_its_nodes_level_by_level(widths):
     shape, (nodes, expanded) = TreeShape(widths), expansion(widths)
-    parents, depths, laws, ranks = zip(*nodes, strict=True)
+    parents, depths, distributions, ranks = zip(*nodes, strict=True)
     assert shape.parents().tolist() == list(parents)
     assert shape.depths().tolist() == list(depths)
-    assert shape.laws().tolist() == list(laws)
+    assert shape.distributions().tolist() == list(distributions)
     assert shape.ranks().tolist() == list(ranks)
-    assert (shape.num_nodes, shape.num_laws) == (len(nodes), expanded)
+    assert (shape.num_nodes, shape.num_distributions) == (len(nodes), expanded)
     assert shape.depth == len(widths)
     assert shape.levels == (1, *(depths.count(level) for level in range(1, shape.depth + 1)))
     assert shape.widest == max(ranks) + 1

@@ -81,12 +81,12 @@ def make(shape, dtype, lengths=None, query_dtype=jnp.float32, first=False, soft_
     else:
         keys = jnp.where(dead[:, :, None], jnp.nan, keys).astype(dtype)
         prefix = Prefix(keys, jnp.where(dead[..., None], jnp.nan, values).astype(dtype), length)
-    visible = np.stack([random_ancestors(rng, nodes, earlier) for _ in range(rows)])
+    tree_mask = np.stack([random_ancestors(rng, nodes, earlier) for _ in range(rows)])
     return Operands(
         normal(rows, heads, nodes, dim).astype(query_dtype),
         normal(rows, kv_heads, earlier + nodes, dim).astype(dtype),
         normal(rows, kv_heads, earlier + nodes, dim).astype(dtype),
-        jnp.asarray(visible),
+        jnp.asarray(tree_mask),
         prefix,
         jnp.asarray(rng.integers(0, slots, (rows, nodes)), jnp.int32) if first else None,
         soft_cap,
@@ -96,8 +96,8 @@ def make(shape, dtype, lengths=None, query_dtype=jnp.float32, first=False, soft_
 def lower_triangular(at):
     """The operands of a plain sequence, spelled out."""
     rows, tokens = at.query.shape[0], at.query.shape[2]
-    visible = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (rows, tokens, tokens))
-    return at._replace(visible=visible, prefix=None)
+    tree_mask = jnp.broadcast_to(jnp.tri(tokens, dtype=bool), (rows, tokens, tokens))
+    return at._replace(tree_mask=tree_mask, prefix=None)
 
 
 def away_from_home(implementation):
@@ -111,7 +111,7 @@ def run(at, implementation=None, plain=False):
     soft_cap = at.soft_cap
     return jax.jit(
         lambda at: tree_attention(
-            at.query, at.block_keys, at.block_values, None if plain else at.visible, at.prefix,
+            at.query, at.block_keys, at.block_values, None if plain else at.tree_mask, at.prefix,
             first=at.first, soft_cap=soft_cap, implementation=implementation,
             interpret=away_from_home(implementation),
         )
@@ -135,7 +135,7 @@ def attention(request):
 
 def assert_close(actual, at, dtype=None):
     expected = np.asarray(reference.tree_attention(at), np.float32)
-    keys = at.visible.shape[-1] + at.slots
+    keys = at.tree_mask.shape[-1] + at.slots
     share = tolerance(dtype or at.block_keys.dtype, at.query.shape[-1], keys)
     if at.soft_cap is not None:
         share *= 2  # the tangent is rounded too
@@ -227,7 +227,7 @@ def test_plain_sequence_with_capped_scores(attention):
 def test_plain_sequence_sees_its_window(window):
     near = np.tri(300, dtype=bool) & ~np.tri(300, k=-window, dtype=bool)
     at = lower_triangular(make((1, 4, 2, 300, 0, 1, 8), jnp.float32))
-    at = at._replace(visible=jnp.asarray(near)[None])
+    at = at._replace(tree_mask=jnp.asarray(near)[None])
     for name in (None, "reference"):
         assert_close(tree_attention(*at[:3], None, window=window, implementation=name), at)
     with pytest.raises(ValueError, match="`window` is for plain sequences"):
@@ -241,7 +241,7 @@ def test_long_sequences_are_a_loop_over_chunks(window, tokens):
     at = make((2, 2, 1, tokens, 0, 1, 4), jnp.float32)._replace(prefix=None)
     weight = jnp.cos(jnp.arange(at.query.size, dtype=jnp.float32)).reshape(at.query.shape)
     seen = np.tri(tokens, dtype=bool) & ~np.tri(tokens, k=-(window or tokens), dtype=bool)
-    at = at._replace(visible=jnp.broadcast_to(jnp.asarray(seen), (2, tokens, tokens)))
+    at = at._replace(tree_mask=jnp.broadcast_to(jnp.asarray(seen), (2, tokens, tokens)))
     assert_close(tree_attention(*at[:3], None, window=window), at)
     actual = gradients(lambda *x: tree_attention(*x, None, window=window), weight, at)
     expected = gradients(lambda *x: reference.tree_attention(at._replace(**named(x))), weight, at)
@@ -260,7 +260,7 @@ def gradients(function, weight, at):
 def test_plain_sequence_has_the_gradient_of_the_definition():
     at = make((1, 4, 2, 131, 0, 1, 8), jnp.float32)._replace(prefix=None)
     weight = jnp.cos(jnp.arange(at.query.size, dtype=jnp.float32)).reshape(at.query.shape)
-    at = at._replace(visible=jnp.tri(131, dtype=bool)[None])
+    at = at._replace(tree_mask=jnp.tri(131, dtype=bool)[None])
     ours = gradients(lambda *x: tree_attention(*x, None), weight, at)
     plain = gradients(lambda *x: reference.tree_attention(at._replace(**named(x))), weight, at)
     for actual, expected in zip(ours, plain, strict=True):
@@ -270,7 +270,9 @@ def test_plain_sequence_has_the_gradient_of_the_definition():
 def test_unseen_tokens_have_no_part(attention):
     at = make(SHAPES["groups of five"], jnp.bfloat16)
     others = jnp.arange(at.query.shape[2]) != 3
-    at = at._replace(visible=at.visible & (others | ~others[:, None]))  # only node 3 sees node 3
+    at = at._replace(
+        tree_mask=at.tree_mask & (others | ~others[:, None])
+    )  # only node 3 sees node 3
     before = attention(at)
     changed = at._replace(
         block_keys=at.block_keys.at[:, :, 3].add(5.0),
@@ -284,7 +286,7 @@ def test_unseen_tokens_have_no_part(attention):
 @pytest.mark.parametrize("name", ["reference", *PALLAS])
 def test_columns_that_nobody_sees_may_hold_anything(name):
     at = make(SHAPES["earlier levels"], jnp.bfloat16)
-    at = at._replace(visible=at.visible.at[:, :, 2].set(False))
+    at = at._replace(tree_mask=at.tree_mask.at[:, :, 2].set(False))
     spoiled = at._replace(
         block_keys=at.block_keys.at[:, :, 2].set(jnp.nan),
         block_values=at.block_values.at[:, :, 2].set(jnp.nan),

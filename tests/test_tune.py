@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import machine
-from specjax import acceptance, law, methods, tune, tuned, walk
 from specjax.__main__ import main
-from specjax.sampling import Sampling, process
-from specjax.setting import Setting, from_json, to_json
-from specjax.tuned import Entry
+from specjax.base.sampling import Sampling, process
+from specjax.measure import distribution_tests, tune
+from specjax.methods import acceptance, registry, tuned
+from specjax.methods.setting import Setting, from_json, to_json
+from specjax.methods.tuned import Entry
+from specjax.verify import token_wise
 from tests.folders import answer, own_cache, pair_flags
 from tests.pairs import PROMPTS, near, varied_model
 
@@ -33,14 +35,14 @@ def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
     entries = tuned.read(file)
     assert [(entry.temperature, entry.batch) for entry in entries] == [(0.0, 1), (0.8, 1)]
     held = json.loads((tmp_path / "tuned.json").read_text())
-    for promises in held["env"]["promises"]:
-        widths = [str(one["setting"]["widths"]) for one in promises
+    for estimates in held["env"]["promises"]:
+        widths = [str(one["setting"]["widths"]) for one in estimates
                   if one["setting"]["method"] in ("chain", "tree")]  # fmt: skip
-        assert {"chain", "lookup"} <= {one["setting"]["method"] for one in promises}
+        assert {"chain", "lookup"} <= {one["setting"]["method"] for one in estimates}
         assert len(widths) == len(set(widths)) >= 1  # a tree that is the chain is tried once
-        rates = [one["tokens_per_step"] / one["seconds"] for one in promises]
+        rates = [one["tokens_per_step"] / one["seconds"] for one in estimates]
         assert rates == sorted(rates, reverse=True)
-        left_out = [rate for rate, one in zip(rates, promises, strict=True) if one["bound"]]
+        left_out = [rate for rate, one in zip(rates, estimates, strict=True) if one["bound"]]
         assert max(left_out, default=0) < 0.7 * rates[0]  # what could win is measured
     for entry in entries:
         assert entry.setting.method in ("none", "chain", "tree", "lookup")
@@ -58,7 +60,7 @@ def test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file(tmp_path, 
 
     file = tmp_path / "tuned.json"
     file.write_text("from an earlier run")
-    monkeypatch.setattr(tune, "_check_run", ended)
+    monkeypatch.setattr("specjax.cli.tune.fastest_of", ended)
     arguments = ["--methods", "chain", "--temperatures", "0", *pair_flags()]
     assert main(["tune", str(file), *FLAGS, *arguments]) == 130
     assert file.read_text() == "from an earlier run"
@@ -69,24 +71,24 @@ def test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file(tmp_path, 
 
 def test_the_fastest_that_was_run_is_taken():
     rows = [
-        {"method": name, "label": name, "setting": to_json(methods.setting_of(name)),
+        {"method": name, "label": name, "setting": to_json(registry.setting_of(name)),
          "tokens_per_second": rate, "tokens_per_step": 2.0, "speedup": rate / 10}
         for name, rate in (("none", 10.0), ("chain", 30.0), ("lookup", 20.0))
     ]  # fmt: skip
-    promises = [tune.Promise(methods.setting_of(name), 3.0, 0.1) for name in ("lookup", "chain")]
-    entry = tune.entry_of(rows, 10.0, promises, 0.5, 1)
-    assert entry.setting == methods.setting_of("chain")
+    estimates = [tune.Estimate(registry.setting_of(name), 3.0, 0.1) for name in ("lookup", "chain")]
+    entry = tune.entry_of(rows, 10.0, estimates, 0.5, 1)
+    assert entry.setting == registry.setting_of("chain")
     assert entry.measured == {"tokens_per_step": 2.0, "tokens_per_second": 30.0, "speedup": 3.0}
     assert entry.expected == pytest.approx(
         {"tokens_per_step": 3.0, "tokens_per_second": 30.0, "speedup": 3.0}
     )
     rows[0]["tokens_per_second"] = 50.0
-    assert tune.entry_of(rows, 50.0, promises, 0.5, 1)[2:4] == (Setting(), {})
+    assert tune.entry_of(rows, 50.0, estimates, 0.5, 1)[2:4] == (Setting(), {})
 
 
 def test_the_nearest_entry_of_the_same_kind_is_picked():
     entries = [
-        Entry(temperature, batch, methods.setting_of("chain", None, number), {}, {})
+        Entry(temperature, batch, registry.setting_of("chain", None, number), {}, {})
         for number, (temperature, batch) in enumerate(((0, 1), (0.3, 1), (1.0, 1), (1.0, 8)), 1)
     ]
     asked = {(0.0, 1): 1, (0.0, 9): 1, (0.01, 1): 2, (0.9, 1): 3, (0.9, 6): 4, (5.0, 2): 3}
@@ -147,7 +149,7 @@ def test_wrong_options_are_refused(arguments, sentence, capsys):
 
 def test_a_certificate_of_a_file_takes_no_tree(tmp_path, capsys):
     file = tmp_path / "tuned.json"
-    tuned.write(file, [Entry(0.0, 1, methods.setting_of("chain"), {}, {})], {})
+    tuned.write(file, [Entry(0.0, 1, registry.setting_of("chain"), {}, {})], {})
     assert main(["verify", "--config", str(file), "--budget", "3", *pair_flags()]) == 2
     assert "--config names the tree and budget" in capsys.readouterr().err
 
@@ -169,7 +171,10 @@ def test_positional_acceptance_is_that_of_plain_passes(temperature):
     found = acceptance.measured(target, draft, texts, starts, temperature, 3, ranks=4).by_rank
     prefixes = [text[:at] for text, start in zip(texts, starts, strict=True)
                 for at in range(start, len(text))]  # fmt: skip
-    of_target, of_draft = law.logits_after(target, prefixes), law.logits_after(draft, prefixes)
+    of_target, of_draft = (
+        distribution_tests.logits_after(target, prefixes),
+        distribution_tests.logits_after(draft, prefixes),
+    )
     slow = by_rank if temperature == 0 else by_trial
     expected = np.mean([slow(*pair, temperature) for pair in zip(of_target, of_draft, strict=True)],
                        axis=0)  # fmt: skip
@@ -180,7 +185,7 @@ def test_positional_acceptance_is_that_of_plain_passes(temperature):
 def test_survival_is_what_block_verification_keeps():
     """Along texts of p, the expectation of the least q/p is that of the rule's own weights under q.
 
-    All texts of three tokens over laws that depend on the text; the weights are those of
+    All texts of three tokens over distributions that depend on the text; the weights are those of
     Algorithm 2 of arXiv 2403.10444.
     """
     noise = np.random.default_rng(0)
@@ -188,8 +193,8 @@ def test_survival_is_what_block_verification_keeps():
     found, expected = np.zeros(3), np.zeros(3)
     for text in itertools.product(range(3), repeat=3):
         nodes = [0, 1 + text[0], 4 + 3 * text[0] + text[1]]
-        of_p, of_q = (np.array([law[n, t] for n, t in zip(nodes, text, strict=True)])
-                      for law in (p, q))  # fmt: skip
+        of_p, of_q = (np.array([probs[n, t] for n, t in zip(nodes, text, strict=True)])
+                      for probs in (p, q))  # fmt: skip
         found += of_p.prod() * acceptance._survival(of_q / of_p, 3)[0]
         weight, weights = 1.0, []
         for ratio in of_p / of_q:
@@ -219,10 +224,12 @@ def test_survival_is_that_of_plain_passes():
     text, start = [*PROMPTS[0], 7, 3, 9, 11, 2, 40], len(PROMPTS[0])
     found = acceptance.measured(target, draft, [text], [start], 0.7, 4)
     prefixes = [text[:at] for at in range(start, len(text))]
-    laws = [np.asarray(process(jax.numpy.asarray(law.logits_after(model, prefixes))[:, None],
-                               Sampling(0.7).rows(len(prefixes))))[:, 0]
-            for model in (target, draft)]  # fmt: skip
-    p, q = (own[np.arange(len(prefixes)), text[start:]] for own in laws)
+    rows = Sampling(0.7).rows(len(prefixes))
+    logits = [distribution_tests.logits_after(model, prefixes) for model in (target, draft)]
+    distributions = [
+        np.asarray(process(jax.numpy.asarray(own)[:, None], rows))[:, 0] for own in logits
+    ]
+    p, q = (own[np.arange(len(prefixes)), text[start:]] for own in distributions)
     least = np.insert(acceptance._survival(q / p, 4), 0, 1, axis=1)
     begins, expected = acceptance._begins(least[:, 1:]), 1.0
     for depth in range(1, 5):
@@ -252,11 +259,11 @@ def by_rank(of_target, of_draft, _):
 
 def by_trial(of_target, of_draft, temperature):
     """The shipped trial, its token averaged over."""
-    laws = [process(jax.numpy.asarray(x)[None, None], Sampling(temperature).rows(1))[0, 0]
+    distributions = [process(jax.numpy.asarray(x)[None, None], Sampling(temperature).rows(1))[0, 0]
             for x in (of_target, of_draft)]  # fmt: skip
-    now, q, reached, found = laws[0], laws[1], 1.0, []
+    now, q, reached, found = distributions[0], distributions[1], 1.0, []
     for _ in range(4):
-        trials = [walk.multi_step(now, q, jax.numpy.int32(x)) for x in range(q.shape[0])]
+        trials = [token_wise.multi_step(now, q, jax.numpy.int32(x)) for x in range(q.shape[0])]
         accept = float(sum(q[x] * trial.accept for x, trial in enumerate(trials) if q[x] > 0))
         found.append(reached * accept)
         reached *= 1 - accept

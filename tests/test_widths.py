@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specjax.widths import canonical, counts, of_json, read, spelled, widest
+from specjax.trees.widths import canonical, counts, of_json, read, spelled, widest
 
 
 @st.composite

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.models.config import ModelConfig
 from train.config import TABLES, Recipe, Schedule
 from train.documents import SPLITS
 from train.heldout import TOP
@@ -91,7 +91,9 @@ def _names(recipe: Recipe) -> None:
     _one_of("boost.rule", recipe.boost.rule, NAMES)
     _one_of("distil.loss", recipe.distil.loss, LOSSES)
     if recipe.boost.rule == RESIDUAL and recipe.distil.loss == HARD:
-        raise ValueError(f"boost.rule={RESIDUAL} changes laws, which distil.loss={HARD} ignores.")
+        raise ValueError(
+            f"boost.rule={RESIDUAL} changes distributions, which distil.loss={HARD} ignores."
+        )
     if not {0.0} < set(recipe.evaluation.temperatures):
         raise ValueError(
             f"evaluation.temperatures are {recipe.evaluation.temperatures}; they must hold 0 and "

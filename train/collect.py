@@ -7,10 +7,10 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from specjax.decode import run
-from specjax.model import Model
-from specjax.request import prepare
-from specjax.sampling import Sampling
+from specjax.base.sampling import Sampling
+from specjax.decoding.generate import run
+from specjax.decoding.request import prepare
+from specjax.models.transformer import Model
 from train.chunks import Arrays, load_chunks, make_chunks
 from train.config import Collect, Evaluation
 from train.data import Prompts, Stream

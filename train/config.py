@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from specjax.config import ModelConfig
+from specjax.models.config import ModelConfig
 
 TABLES = ("coverage", "width", "rules", "equal_nodes", "equal_time")
 """What `train.evaluate` measures."""
@@ -103,7 +103,7 @@ class Collect:
 
 @dataclasses.dataclass(frozen=True)
 class Labels:
-    """The target's law after every token, kept as its `top_k` probabilities.
+    """The target's distribution after every token, kept as its `top_k` probabilities.
 
     It is kept for all collected rows and for `corpus_rows` rows of `corpus_length` corpus tokens,
     about `tokens` tokens at a time. `dtype` is that of the target's matrix products.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from specjax.model import Model
+from specjax.models.transformer import Model
 from train.config import Distil, Schedule
 from train.labels import Labelled
 from train.loop import Log, Metrics, fit
@@ -22,8 +22,8 @@ Batch = tuple[Labelled, ...]
 def distillation_loss(model: Model, batch: Batch, *, loss: str, dtype: str) -> Float[Array, ""]:
     """Mean weighted loss a position, over parts of several lengths, in nats a token.
 
-    A position's loss is the divergence named `loss` from the target's law, or the cross-entropy
-    of the row's own next token. Matrix products are in `dtype`.
+    A position's loss is the divergence named `loss` from the target's distribution, or the
+    cross-entropy of the row's own next token. Matrix products are in `dtype`.
     """
     total = sum(_weighted_sum(model, part, loss, dtype) for part in batch)
     return jnp.asarray(total / sum(part.weight.size for part in batch))

@@ -17,13 +17,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from specjax import checkpoint, prompts
-from specjax.folder import BUNDLED
-from specjax.measure import environment, forget_programs
-from specjax.model import Model
-from specjax.options import parsed
-from specjax.records import use_compilation_cache
-from specjax.values import at_least, check_seed, check_target_file
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import BUNDLED
+from specjax.cli.options import parsed
+from specjax.cli.values import at_least, check_seed, check_target_file
+from specjax.measure import prompts
+from specjax.measure.timing import environment, forget_programs
+from specjax.methods.records import use_compilation_cache
+from specjax.models.transformer import Model
 from train import tables
 from train.chunks import write_text
 from train.config import TABLES
@@ -131,7 +132,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     measured on the same models, prompts and settings: a killed evaluation goes on.
     """
     folder = _pair_folder(options.model)
-    target, tokenizer = checkpoint.load(_target_folder(folder))
+    target, tokenizer = huggingface.load(_target_folder(folder))
     boosted = _drafts(folder)
     other = _drafts(Path(options.alike)) if options.alike else []
     _check_rows(target, boosted)
@@ -274,7 +275,7 @@ def _target_folder(folder: Path) -> str | Path:
 def _drafts(folder: Path) -> list[Model]:
     """The members of a pool: a pair's, or those of a folder that holds nothing else."""
     own = folder / "drafts"
-    return checkpoint.load_pool(own if own.is_dir() else folder)
+    return huggingface.load_pool(own if own.is_dir() else folder)
 
 
 def _check_rows(target: Model, drafts: Sequence[Model]) -> None:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoint import load_model, save_model
+from specjax.checkpoints.huggingface import load_model, save_model
 from train.chunks import write_text
 from train.collect import load_collected
 from train.data import Prompts, Stream, evenly

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from specjax import prompts
+from specjax.measure import prompts
 from train.documents import SPLITS, Document
 
 _FEWEST = 12

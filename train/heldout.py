@@ -8,10 +8,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
-from specjax.model import Model
+from specjax.models.transformer import Model
 from train.collect import Collected
 from train.loop import Metrics
-from train.step import log_law_of, sequence_logits
+from train.step import log_probs_of, sequence_logits
 
 TOP = 5
 _ROWS = 32
@@ -20,16 +20,16 @@ _ROWS = 32
 class View(NamedTuple):
     """What a model says at each step of a continuation, all earlier tokens being the target's.
 
-    `top` holds its most likely tokens, `log_law` its log probability of the row's next token at
+    `top` holds its most likely tokens, `log_probs` its log probability of the row's next token at
     the row's temperature (at 1 for greedy rows).
     """
 
     top: Int[np.ndarray, "N S k"]
-    log_law: Float[np.ndarray, "N S"]
+    log_probs: Float[np.ndarray, "N S"]
 
 
 class HeldOut(NamedTuple):
-    """Held-out rows, and the target's log probability of their tokens (`View.log_law`)."""
+    """Held-out rows, and the target's log probability of their tokens (`View.log_probs`)."""
 
     rows: Collected
     log_p: Float[np.ndarray, "N S"]
@@ -37,7 +37,7 @@ class HeldOut(NamedTuple):
 
 def hold_out(target: Model, rows: Collected) -> HeldOut:
     """`rows` with the target's own view of them."""
-    return HeldOut(rows, view(target, rows).log_law)
+    return HeldOut(rows, view(target, rows).log_probs)
 
 
 def view(model: Model, rows: Collected) -> View:
@@ -49,8 +49,10 @@ def view(model: Model, rows: Collected) -> View:
               columns[at : at + _ROWS])
         for at in starts
     ]  # fmt: skip
-    top, log_law = (np.concatenate([np.asarray(p) for p in ps]) for ps in zip(*parts, strict=True))
-    return View(top, log_law)
+    top, log_probs = (
+        np.concatenate([np.asarray(p) for p in ps]) for ps in zip(*parts, strict=True)
+    )
+    return View(top, log_probs)
 
 
 @jax.jit
@@ -65,8 +67,8 @@ def _view(
     logits = logits.T.reshape(rows, length, -1)
     logits = jnp.take_along_axis(logits, jnp.asarray(columns)[..., None] - 1, axis=1)
     chosen = jnp.take_along_axis(jnp.asarray(tokens), jnp.asarray(columns), axis=1)
-    law = log_law_of(logits, chosen, jnp.asarray(temperature))
-    return lax.top_k(logits, TOP)[1].astype(jnp.int32), law
+    probs = log_probs_of(logits, chosen, jnp.asarray(temperature))
+    return lax.top_k(logits, TOP)[1].astype(jnp.int32), probs
 
 
 def matched_run(match: Bool[np.ndarray, "N S"], depth: int) -> Int[np.ndarray, "N S"]:
@@ -126,7 +128,7 @@ def estimates(heldout: HeldOut, own: View, earlier: list[View], depth: int) -> M
     text = rows.where(greedy)
     found: Metrics = _greedy("", text, [own.top[greedy]], depth)
     accept, chain = sampled_chain(
-        heldout.log_p[~greedy], own.log_law[~greedy], rows.length[~greedy], depth
+        heldout.log_p[~greedy], own.log_probs[~greedy], rows.length[~greedy], depth
     )
     found |= {"sampled_acceptance": accept, "sampled_tokens_per_step": chain}
     if earlier:

@@ -1,4 +1,4 @@
-"""The target's law after every token of a row, as its most likely tokens."""
+"""The target's distribution after every token of a row, as its most likely tokens."""
 
 from functools import partial
 from pathlib import Path
@@ -10,14 +10,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
-from specjax.model import Model
+from specjax.models.transformer import Model
 from train.chunks import Arrays, load_chunks, make_chunks
 from train.collect import Collected
 from train.config import Labels
 from train.data import Mixture, Streams
 from train.loop import Log
 from train.parallel import Spread
-from train.step import log_law_of, sequence_logits
+from train.step import log_probs_of, sequence_logits
 
 _ROWS = 16
 
@@ -37,14 +37,14 @@ class Labelled(NamedTuple):
 def label_collected(
     folder: Path, target: Model, collected: Collected, settings: Labels, log: Log
 ) -> None:
-    """Fills `folder` with the target's laws along the collected rows."""
+    """Fills `folder` with the target's distributions along the collected rows."""
     _label(folder, target, collected.tokens, collected.temperature, settings, log)
 
 
 def label_corpus(
     folder: Path, target: Model, streams: Streams, test_share: float, settings: Labels, log: Log
 ) -> None:
-    """Fills `folder` with the target's laws along rows cut from the training corpus."""
+    """Fills `folder` with the target's distributions along rows cut from the training corpus."""
     rows, length = settings.corpus_rows, settings.corpus_length
     # a Mixture's rows are one token longer than what it is asked for
     corpus = Mixture(streams, test_share, length - 1, rows, settings.seed).batch(0)
@@ -64,7 +64,7 @@ def _label(
 
     def make(chunk: int) -> Arrays:
         rows = tokens[pieces[chunk]]
-        ids, log_p, own = _top_of_law(
+        ids, log_p, own = _top_of_probs(
             placed, *spread.rows((rows, temperature[pieces[chunk]])), settings.top_k,
             settings.dtype,
         )  # fmt: skip
@@ -84,7 +84,7 @@ def load_labels(
     """What one of the above left in `folder` for `rows` rows, every position of weight 1.
 
     And the target's log probability of every token's successor at the row's temperature (at 1
-    for greedy rows, as in `View.log_law`); 0 for the last token.
+    for greedy rows, as in `View.log_probs`); 0 for the last token.
 
     Raises:
       ValueError: it has not finished.
@@ -101,7 +101,7 @@ def _pieces(rows: int, length: int, settings: Labels) -> list[slice]:
 
 
 @partial(jax.jit, static_argnames=("k", "dtype"))
-def _top_of_law(
+def _top_of_probs(
     target: Model,
     rows: Int32[Array, "B T"] | Int32[np.ndarray, "B T"],
     temperature: Float[Array, " B"] | Float[np.ndarray, " B"],
@@ -113,22 +113,22 @@ def _top_of_law(
     log_p, ids = lax.top_k(logits, k)
     log_p = log_p - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     following = jnp.roll(jnp.asarray(rows), -1, axis=1)
-    own = log_law_of(logits, following, jnp.asarray(temperature))
+    own = log_probs_of(logits, following, jnp.asarray(temperature))
     return ids.astype(jnp.int32), log_p, own.at[:, -1].set(0)
 
 
-def law_at(model: Model, labelled: Labelled) -> Float[np.ndarray, "N T k"]:
+def probs_at(model: Model, labelled: Labelled) -> Float[np.ndarray, "N T k"]:
     """`model`'s log probabilities of the labelled tokens, in float32."""
     pieces = range(0, len(labelled.tokens), _ROWS)
     found = [
-        _law_at(model, labelled.tokens[at : at + _ROWS], labelled.ids[at : at + _ROWS])
+        _probs_at(model, labelled.tokens[at : at + _ROWS], labelled.ids[at : at + _ROWS])
         for at in pieces
     ]
     return np.concatenate([np.asarray(part) for part in found])
 
 
 @jax.jit
-def _law_at(
+def _probs_at(
     model: Model, tokens: Int32[np.ndarray, "B T"] | Int32[Array, "B T"], ids: Array | np.ndarray
 ) -> Float[Array, "B T k"]:
     logits = sequence_logits(model, jnp.asarray(tokens), jnp.dtype("float32")).T

@@ -16,8 +16,8 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from specjax.config import ModelConfig
-from specjax.model import Model
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model
 from train.config import Schedule
 from train.parallel import Spread
 from train.report import flops_per_token, matmul_rate

@@ -17,7 +17,7 @@ TOO_FEW, TOO_MANY = 0.05, 0.95
 """Outside these marked shares the next draft learns from nearly all samples, or from too few."""
 
 ROUNDING = 1e-6
-"""Mass that float32 laws may leave where none should be."""
+"""Mass that float32 distributions may leave where none should be."""
 
 
 class Seen(NamedTuple):
@@ -154,18 +154,19 @@ NAMES = (*RULES, RESIDUAL, BY_NOTHING)
 
 
 def residual(
-    p: Float[np.ndarray, "*B k"], laws: Sequence[Float[np.ndarray, "*B k"]]
+    p: Float[np.ndarray, "*B k"], distributions: Sequence[Float[np.ndarray, "*B k"]]
 ) -> tuple[Float[np.ndarray, "*B k"], Float[np.ndarray, "*B"]]:
-    """What is left of the target's law once a draw of every earlier draft was rejected.
+    """What is left of the target's distribution once a draw of every earlier draft was rejected.
 
     Multi-step verification (SpecInfer, algorithm 2) goes on with norm(max(0, p - q)) after each
-    rejection; the best next draft is that law itself. `p` and the drafts' `laws` cover the same
-    tokens, the last of which may stand for all others. Gives the law, and the probability that
-    all draws were rejected; where no more than rounding is left the law is `p`.
+    rejection; the best next draft is that distribution itself. `p` and the drafts' `distributions`
+    cover the same tokens, the last of which may stand for all others. Gives the distribution, and
+    the probability that all draws were rejected; where no more than rounding is left the
+    distribution is `p`.
     """
     left, reached = p.astype(np.float64), np.ones(p.shape[:-1])
-    for law in laws:
-        rest = np.maximum(left - law, 0)
+    for probs in distributions:
+        rest = np.maximum(left - probs, 0)
         mass = rest.sum(axis=-1)
         reached = reached * mass
         left = np.where(mass[..., None] > ROUNDING, rest / np.maximum(mass, ROUNDING)[..., None], p)

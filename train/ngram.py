@@ -77,25 +77,26 @@ class Counts:
 def back_off(
     lower: Float[np.ndarray, " V"], seen: Successors, discount: float
 ) -> Float[np.ndarray, " V"]:
-    """Katz's law: discounted counts, and what they lose spread over the others as in `lower`.
+    """Katz's distribution: discounted counts, and what they lose spread over the others as in
+    `lower`.
 
     Counts are not discounted where `lower` leaves nothing to the others.
     """
     tokens, counts = seen
     if not len(tokens):
         return lower
-    law = lower.copy()
-    law[tokens] = 0
-    rest, total = law.sum(), counts.sum()
+    probs = lower.copy()
+    probs[tokens] = 0
+    rest, total = probs.sum(), counts.sum()
     if rest < _NOTHING:
         discount, rest = 0.0, 1.0
-    law *= discount * len(tokens) / total / rest
-    law[tokens] = (counts - discount) / total
-    return law
+    probs *= discount * len(tokens) / total / rest
+    probs[tokens] = (counts - discount) / total
+    return probs
 
 
 class Katz:
-    """The laws of a back-off trigram model over `size` tokens, one at a time."""
+    """The distributions of a back-off trigram model over `size` tokens, one at a time."""
 
     def __init__(self, said: Said, size: int) -> None:
         known = said.before != NO_TOKEN
@@ -107,13 +108,17 @@ class Katz:
         self.unigram = back_off(np.full(size, 1 / size), alone.of(0), alone.discount)
 
     def bigram(self, last: int) -> Float[np.ndarray, " V"]:
-        """The law after `last`, the token before it being unknown or never seen with it."""
+        """The distribution after `last`, the token before it being unknown or never seen with
+        it.
+        """
         return back_off(self.unigram, self.singles.of(last), self.singles.discount)
 
     def trigram(
         self, before: int, last: int, lower: Float[np.ndarray, " V"] | None = None
     ) -> Float[np.ndarray, " V"]:
-        """The law after `before` and `last`; `lower` is `bigram(last)`, where it is at hand."""
+        """The distribution after `before` and `last`; `lower` is `bigram(last)`, where it is at
+        hand.
+        """
         lower = self.bigram(last) if lower is None else lower
         if before == NO_TOKEN:
             return lower
@@ -128,10 +133,10 @@ def materialize(model: Katz, width: int, most_contexts: int) -> NGram:
     contexts = _frequent(model, most_contexts)
     shape = model.size + len(contexts), width
     tokens, log_q = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-    for row, law in enumerate(_laws(model, contexts)):
-        best = np.argpartition(-law, width - 1)[:width]
-        tokens[row] = best[np.lexsort((best, -law[best]))]
-        log_q[row] = np.log(np.maximum(law[tokens[row]], _NEVER))
+    for row, probs in enumerate(_distributions(model, contexts)):
+        best = np.argpartition(-probs, width - 1)[:width]
+        tokens[row] = best[np.lexsort((best, -probs[best]))]
+        log_q[row] = np.log(np.maximum(probs[tokens[row]], _NEVER))
     return pack(contexts, tokens, log_q)
 
 
@@ -143,8 +148,12 @@ def _frequent(model: Katz, most: int) -> Int[np.ndarray, "C 2"]:
     return np.stack([before[order], last[order]], axis=1)
 
 
-def _laws(model: Katz, contexts: Int[np.ndarray, "C 2"]) -> Iterator[Float[np.ndarray, " V"]]:
-    """The laws after every token, then after `contexts`, which are sorted by their last token."""
+def _distributions(
+    model: Katz, contexts: Int[np.ndarray, "C 2"]
+) -> Iterator[Float[np.ndarray, " V"]]:
+    """The distributions after every token, then after `contexts`, which are sorted by their last
+    token.
+    """
     for last in range(model.size):
         yield model.bigram(last)
     at, lower = NO_TOKEN, model.unigram

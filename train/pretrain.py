@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.config import ModelConfig
-from specjax.model import Model, initialize
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model, initialize
 from train.config import Reading
 from train.data import Mixture, Stream, Streams, evaluation_rows
 from train.loop import Log, Metrics, fit

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.config import ModelConfig
-from specjax.measure import environment
+from specjax.measure.timing import environment
+from specjax.models.config import ModelConfig
 
 _PACKAGES = ("flax", "optax", "orbax-checkpoint", "numpy", "tokenizers")
 _OPTIONS = ("GLIBC_TUNABLES", "XLA_FLAGS")

@@ -1,8 +1,8 @@
 """`python -m train.run CONFIG [group.field=value ...] --folder DIR`: every stage of a recipe.
 
-Each stage leaves its result in the folder and resumes from what it finds there, so the same
-command goes on after a kill. A result is found again by all that it was made from: recipes that
-share stages can share a folder. On Linux the environment variable
+Each stage leaves its result in the folder and resumes from what it finds there, so the same command
+goes on after a kill. A result is found again by all that it was made from: recipes that share
+stages can share a folder. On Linux the environment variable
 `GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592`
 makes training on a CPU about 1.6 times faster (huge pages, and memory kept between steps).
 """
@@ -11,10 +11,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from specjax.model import Model
-from specjax.records import use_compilation_cache
+from specjax.methods.records import use_compilation_cache
+from specjax.models.transformer import Model
 from train import evaluate, labels, trigrams
-from train.boost import gather, lesson
+from train.boost import boost_filter, gather
 from train.checks import check
 from train.collect import collect, ended, load_collected
 from train.config import load_recipe
@@ -63,7 +63,7 @@ def _of_ends(share: float) -> str:
 
 
 def run_label(work: Work) -> None:
-    """The target's laws along the collected rows and along corpus rows."""
+    """The target's distributions along the collected rows and along corpus rows."""
     settings = work.recipe.labels
     rows = load_collected("collect", work.collected("collected"), work.recipe.collect)
     labels.label_collected(work.collected_labels, work.target, rows, settings, work.log)
@@ -89,7 +89,7 @@ def run_boost(work: Work) -> None:
     development = load_collected("collect", work.collected("development"), recipe.evaluation)
     count, length = rows.tokens.shape
     of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
-    material = gather(
+    data = gather(
         rows,
         *labels.load_labels(work.collected_labels, count, length, recipe.labels),
         labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
@@ -97,10 +97,10 @@ def run_boost(work: Work) -> None:
     heldout = hold_out(work.target, development)
     pool, views = list[Model](), list[View]()
     for member in range(recipe.boost.drafts):
-        schedule, taught, folder = work.draft_schedule(member), material, work.drafted(member)
+        schedule, taught, folder = work.draft_schedule(member), data, work.drafted(member)
         boosted = member and recipe.boost.rule != BY_NOTHING
         if boosted and steps_done(folder) < schedule.steps:
-            taught, marked = lesson(material, pool, recipe.boost)
+            taught, marked = boost_filter(data, pool, recipe.boost)
             work.log.write(
                 "boost", where=folder.name, seconds=0.0, draft=member, rule=recipe.boost.rule,
                 marked=marked, verdict=verdict(marked),

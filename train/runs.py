@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax import measure
-from specjax.decode import Generation, generate
+from specjax.base.sampling import Sampling
+from specjax.decoding.generate import Generation, generate
+from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
-from specjax.model import Model
-from specjax.request import prepare
-from specjax.sampling import Sampling
-from specjax.verify import DRAWN, MULTI_STEP, NAIVE
+from specjax.measure import timing
+from specjax.models.transformer import Model
+from specjax.trees.construction import DRAWN
+from specjax.verify.rules import MULTI_STEP, NAIVE
 from train.collect import Collected, joined
 
 Shape = tuple[tuple[int, ...], ...]
@@ -114,7 +115,7 @@ def speeds(
     sampling = Sampling(temperature=temperature)
     for number, prompt in enumerate(task.prompts):
         key = jax.random.fold_in(jax.random.key(task.seed), number)
-        runs: dict[str, list[measure.Timed]] = {name: [] for name in drafters}
+        runs: dict[str, list[timing.Timed]] = {name: [] for name in drafters}
         requests = {
             name: prepare(
                 *(key, target, drafter, [prompt], task.new_tokens, sampling),
@@ -124,10 +125,10 @@ def speeds(
             for name, drafter in drafters.items()
         }
         for name, drafter in drafters.items():
-            measure.warm(target, drafter, requests[name])
+            timing.warm(target, drafter, requests[name])
         for _ in range(2):
             for name, drafter in drafters.items():
-                runs[name].append(measure.timed(target, drafter, requests[name]))
+                runs[name].append(timing.timed(target, drafter, requests[name]))
         for name, two in runs.items():
             best = min(two, key=lambda run: run.seconds)
             tokens[name] += float(best.lengths.sum())

@@ -12,8 +12,8 @@ from flax.training.train_state import TrainState
 from jaxtyping import Array, Float, Int32
 from optax import contrib
 
-from specjax.config import ModelConfig
-from specjax.model import Model, initialize, trunk, unembed
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model, initialize, trunk, unembed
 from train.config import Schedule
 from train.loss import cross_entropy
 
@@ -83,13 +83,13 @@ def sequence_logits(
     return unembed(model, x, dtype)
 
 
-def log_law_of(
+def log_probs_of(
     logits: Float[Array, "B S V"], tokens: Int32[Array, "B S"], temperature: Float[Array, " B"]
 ) -> Float[Array, "B S"]:
     """Log probabilities of `tokens` at each row's temperature, at 1 for greedy rows."""
     scale = jnp.where(temperature > 0, temperature, 1)[:, None, None]
-    law = jax.nn.log_softmax(logits / scale, axis=-1)
-    return jnp.take_along_axis(law, tokens[..., None], axis=-1)[..., 0]
+    probs = jax.nn.log_softmax(logits / scale, axis=-1)
+    return jnp.take_along_axis(probs, tokens[..., None], axis=-1)[..., 0]
 
 
 def next_token_loss(

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from specjax import measure
 from specjax.draft import ExpansionDrafter
-from specjax.model import Model
-from specjax.verify import BLOCK, DISTINCT, DRAWN, MULTI_STEP, NAIVE, RECURSIVE, TOP_K, TRAVERSAL
+from specjax.measure import timing
+from specjax.models.transformer import Model
+from specjax.trees.construction import DISTINCT, DRAWN, TOP_K
+from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, RECURSIVE, TRAVERSAL
 from train.collect import Collected
 from train.heldout import TOP, cover, estimates, hold_out, view
 from train.runs import Row, Shape, Task, continuations, measured, speeds
@@ -127,7 +128,7 @@ def rules(pair: Pair, task: Task) -> list[Row]:
                 {"shape": shown(shape), "rule": name, "children": children,
                  "temperature": SAMPLED, **found}
             )  # fmt: skip
-        measure.forget_programs()
+        timing.forget_programs()
     return rows
 
 
@@ -216,7 +217,7 @@ def _found(pair: Pair, trials: Iterable[Trial], task: Task) -> dict[Trial, Row]:
         for trial in alike:
             drafts = pair.pools[trial.pool]
             found[trial] = measured(pair.target, drafts, shape, task, trial.temperature)
-        measure.forget_programs()
+        timing.forget_programs()
     return found
 
 

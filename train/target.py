@@ -4,11 +4,11 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from specjax import sharded
-from specjax.folder import Files
+from specjax.checkpoints import orbax
+from specjax.checkpoints.files import Files
 
 _TEXTS = ("*.json", "tokenizer.model", "*.jinja", "*.txt")
-_WEIGHTS = ("*.safetensors", f"{sharded.FOLDER}/**/*", "*.bin")
+_WEIGHTS = ("*.safetensors", f"{orbax.FOLDER}/**/*", "*.bin")
 """Patterns of weights; what the first of them that fits names is loaded."""
 
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, Int32
 
+from specjax.checkpoints.ngram_files import load_ngram, save_ngram
 from specjax.draft.ngram import NO_TOKEN, NGram, successors
-from specjax.model import Model
-from specjax.ngram_folder import load_ngram, save_ngram
+from specjax.models.transformer import Model
 from train.collect import Collected
 from train.config import Trigrams
 from train.heldout import cover, view

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
-from specjax.checkpoint import load
-from specjax.config import ModelConfig
-from specjax.folder import Files, find
-from specjax.model import Model, initialize
+from specjax.checkpoints.files import Files, find
+from specjax.checkpoints.huggingface import load
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
 from train.config import Collect, Evaluation, Recipe, Schedule
@@ -157,12 +157,12 @@ class Work:
 
     @property
     def collected_labels(self) -> Path:
-        """Where the target's laws along its own text lie."""
+        """Where the target's distributions along its own text lie."""
         return self.place("labels", self.collected("collected").name, self.recipe.labels)
 
     @property
     def corpus_labels(self) -> Path:
-        """Where the target's laws along corpus rows lie."""
+        """Where the target's distributions along corpus rows lie."""
         share = self.recipe.corpus.test_share
         return self.place(
             "corpus_labels", self.target_id, self.corpus_id, self.recipe.labels, share

@@ -1,4 +1,5 @@
-"""Later drafts learn what verification has left of the target's law (half and half with it).
+"""Later drafts learn what verification has left of the target's distribution (half and half with
+it).
 
 Command:    python -m train.run configs/boost/residual.py --folder runs/bundled --out OUT
             (the stages before the drafts, and draft 0, are shared with configs/bundled.py)

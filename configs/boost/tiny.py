@@ -7,7 +7,7 @@ Wall time:  under a minute on 2 idle cores, nearly all of it compilation (50 s o
 To reach:   a pool that runs; its figures mean nothing.
 """
 
-from specjax.config import ModelConfig
+from specjax.models.config import ModelConfig
 from train.config import (
     Boost,
     Collect,

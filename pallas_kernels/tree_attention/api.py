@@ -49,7 +49,7 @@ def tree_attention(
     query: Float[Array, "B H T D"],
     block_keys: Float[Array, "B K M D"],
     block_values: Float[Array, "B K M D"],
-    visible: Bool[Array, "B T M"] | None,
+    tree_mask: Bool[Array, "B T M"] | None,
     prefix: Prefix | None = None,
     *,
     first: Int[Array, "B T"] | None = None,
@@ -61,8 +61,8 @@ def tree_attention(
     """Attention of `T` nodes to a cached prefix and to the block columns they may see.
 
     Query head `h` uses key/value head `h // (H // K)`. The block holds the nodes' own keys and
-    values, possibly after those of earlier levels of the same tree (`M >= T`); `visible[b, t, m]`
-    says that `m` is `t` itself or one of its ancestors. `visible=None` stands for a plain
+    values, possibly after those of earlier levels of the same tree (`M >= T`); `tree_mask[b, t, m]`
+    says that `m` is `t` itself or one of its ancestors. `tree_mask=None` stands for a plain
     sequence: each token sees itself and those before it; it takes no prefix and no earlier block.
     `first` is the first slot of the prefix that a node sees, for a sliding window; a token of a
     plain sequence sees the last `window` tokens up to itself. Scores are capped to ±`soft_cap` by
@@ -75,9 +75,9 @@ def tree_attention(
     """
     if first is not None and prefix is None:
         raise ValueError("`first` bounds a prefix, and there is none.")
-    if window is not None and visible is not None:
-        raise ValueError("`window` is for plain sequences; `first` and `visible` bound a tree's.")
-    if visible is None:
+    if window is not None and tree_mask is not None:
+        raise ValueError("`window` is for plain sequences; `first` and `tree_mask` bound a tree's.")
+    if tree_mask is None:
         if prefix is not None or block_keys.shape[2] != query.shape[2]:
             raise ValueError(
                 f"visible=None takes no prefix and as many keys ({block_keys.shape[2]}) "
@@ -87,7 +87,7 @@ def tree_attention(
             return xla.causal(query, block_keys, block_values, soft_cap, window)
         rows, tokens = query.shape[0], query.shape[2]
         plain = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
-        visible = jnp.broadcast_to(plain, (rows, tokens, tokens))
-    at = Operands(query, block_keys, block_values, visible, prefix, first, soft_cap)
+        tree_mask = jnp.broadcast_to(plain, (rows, tokens, tokens))
+    at = Operands(query, block_keys, block_values, tree_mask, prefix, first, soft_cap)
     name, forced = implementation or tuning.choice(at), implementation is not None
     return dispatch.pick("tree_attention", name, forced, IMPLEMENTATIONS, at, interpret)(at)

@@ -78,7 +78,7 @@ def unable(at: Operands) -> str | None:
 def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H T D"]:
     """See `reference.tree_attention`; `interpret` is that of `mosaic_gpu.kernel`."""
     rows, heads, tokens, dim = at.query.shape
-    kv_heads, columns = at.block_keys.shape[1], at.visible.shape[-1]
+    kv_heads, columns = at.block_keys.shape[1], at.tree_mask.shape[-1]
     reach = at.groups * tokens
     workers = 2 if reach > _NODES and dim <= 128 else 1
     tiles = pl.cdiv(reach, workers * _NODES)
@@ -123,7 +123,7 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
 
 def _words(at: Operands, spare: int) -> Int32[Array, "B W R"]:
     """What every query of every head may see of the block, 32 columns to a word."""
-    padded = jnp.pad(at.visible, ((0, 0), (0, 0), (0, spare)))
+    padded = jnp.pad(at.tree_mask, ((0, 0), (0, 0), (0, spare)))
     bits = padded.reshape(*padded.shape[:2], -1, _WORD).astype(jnp.uint32)
     words = (bits << jnp.arange(_WORD, dtype=jnp.uint32)).sum(axis=-1, dtype=jnp.uint32)
     words = lax.bitcast_convert_type(words, jnp.int32)

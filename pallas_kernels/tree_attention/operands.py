@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     query: Float[Array, "B H T D"]
     block_keys: Float[Array, "B K M D"]
     block_values: Float[Array, "B K M D"]
-    visible: Bool[Array, "B T M"]
+    tree_mask: Bool[Array, "B T M"]
     prefix: Prefix | None = None
     first: Int[Array, "B T"] | None = None
     soft_cap: float | None = None
@@ -53,7 +53,7 @@ def folded(at: Operands) -> Float[Array, "B K G T D"]:
 
 def seen_values(at: Operands) -> Float[Array, "B K M D"]:
     """The block's values, zero in columns that nobody sees, whatever they held."""
-    return jnp.where(at.visible.any(axis=1)[:, None, :, None], at.block_values, 0)
+    return jnp.where(at.tree_mask.any(axis=1)[:, None, :, None], at.block_values, 0)
 
 
 def quantized(

@@ -20,7 +20,7 @@ def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
     in_prefix = jnp.broadcast_to(slots < length[:, None, None], (rows, tokens, slots.size))
     if at.first is not None:
         in_prefix &= slots >= at.first[..., None]
-    seen = jnp.concatenate([in_prefix, at.visible], axis=-1)[:, None]
+    seen = jnp.concatenate([in_prefix, at.tree_mask], axis=-1)[:, None]
     keys = jnp.concatenate([keys, at.block_keys], axis=2)
     values = jnp.concatenate([values, at.block_values], axis=2)
     used = seen.any(axis=(1, 2))[:, None, :, None]

@@ -35,10 +35,10 @@ class _Tiles:
         most = max(32, _ROWS // at.groups // 32 * 32)
         self.tokens = min(_up(tokens, max(least, 32)), most)
         self.slots = min(_up(at.slots, _LANES), _SLOTS)
-        self.columns = min(_up(at.visible.shape[-1], _LANES), _COLUMNS)
+        self.columns = min(_up(at.tree_mask.shape[-1], _LANES), _COLUMNS)
         self.token_tiles = pl.cdiv(tokens, self.tokens)
         self.slot_tiles = 0 if at.prefix is None else pl.cdiv(at.slots, self.slots)
-        self.column_tiles = pl.cdiv(at.visible.shape[-1], self.columns)
+        self.column_tiles = pl.cdiv(at.tree_mask.shape[-1], self.columns)
 
 
 def _up(count: int, multiple: int) -> int:
@@ -51,14 +51,14 @@ def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H
     rows, heads, tokens, dim = at.query.shape
     kv_heads = at.block_keys.shape[1]
     spare = tiles.token_tiles * tiles.tokens - tokens
-    empty = tiles.column_tiles * tiles.columns - at.visible.shape[-1]
+    empty = tiles.column_tiles * tiles.columns - at.tree_mask.shape[-1]
 
     query = jnp.pad(folded(at), [(0, 0)] * 3 + [(0, spare), (0, 0)])
-    visible = jnp.pad(at.visible.astype(jnp.int8), [(0, 0), (0, spare), (0, empty)])
+    tree_mask = jnp.pad(at.tree_mask.astype(jnp.int8), [(0, 0), (0, spare), (0, empty)])
     keys, values = (
         jnp.pad(x, [(0, 0), (0, 0), (0, empty), (0, 0)]) for x in (at.block_keys, seen_values(at))
     )
-    block = [query, keys, values, visible]
+    block = [query, keys, values, tree_mask]
     group = (1, 1, at.groups, tiles.tokens, dim)
     column = (1, 1, tiles.columns, dim)
 

@@ -47,7 +47,7 @@ class _Running(NamedTuple):
 def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B H T D"]:
     """See `reference.tree_attention`; `interpret` is that of `pallas_call`."""
     rows, heads, tokens, dim = at.query.shape
-    kv_heads, columns = at.block_keys.shape[1], at.visible.shape[-1]
+    kv_heads, columns = at.block_keys.shape[1], at.tree_mask.shape[-1]
     reach = at.groups * tokens
     tile = max(16, min(_MOST_QUERIES, pl.next_power_of_2(reach)))
     tiles = pl.cdiv(reach, tile)
@@ -56,7 +56,7 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
     wide = pl.next_power_of_2(dim)
     spare = ((0, 0), (0, 0), (0, tiles * tile - reach), (0, wide - dim))
     query = jnp.pad(folded(at).reshape(rows, kv_heads, reach, dim), spare)
-    operands = [query, at.block_keys, seen_values(at), at.visible.astype(jnp.int8)]
+    operands = [query, at.block_keys, seen_values(at), at.tree_mask.astype(jnp.int8)]
     specs = [
         pl.BlockSpec((None, None, tile, wide), lambda i, k, b: (b, k, i % tiles, 0)),
         pl.BlockSpec((None, None, columns, dim), lambda i, k, b: (b, k, 0, 0)),

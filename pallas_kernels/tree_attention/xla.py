@@ -33,8 +33,8 @@ def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
     query = (at.query * dim**-0.5).reshape(rows, heads // at.groups, at.groups * tokens, dim)
     scores = _capped(_dot(query, at.block_keys, "bkqd,bkmd->bkqm"), at.soft_cap)
     scores = _by_node(scores, tokens)
-    bias = jnp.where(at.visible, 0.0, -jnp.inf)[:, None, None]
-    scores = jnp.where(at.visible[:, None, None], scores, bias).reshape(*query.shape[:3], -1)
+    bias = jnp.where(at.tree_mask, 0.0, -jnp.inf)[:, None, None]
+    scores = jnp.where(at.tree_mask[:, None, None], scores, bias).reshape(*query.shape[:3], -1)
     top = scores.max(axis=-1, keepdims=True)
     if at.prefix is None:
         weights = jnp.exp(scores - lax.stop_gradient(top))
@@ -209,9 +209,9 @@ def _chunk(
     Queries past the last key, which only fill up, see what the last one sees.
     """
     number = jnp.minimum(start + jnp.arange(query.shape[1]), keys.shape[1] - 1)
-    visible = within(number, jnp.arange(since, stop), window)
+    tree_mask = within(number, jnp.arange(since, stop), window)
     seen = keys[None, :, since:stop], values[None, :, since:stop]
-    return tree_attention(Operands(query[None], *seen, visible[None], soft_cap=soft_cap))[0]
+    return tree_attention(Operands(query[None], *seen, tree_mask[None], soft_cap=soft_cap))[0]
 
 
 def _dot(x: Array, y: Array, axes: str) -> Array:

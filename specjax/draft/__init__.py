@@ -2,7 +2,7 @@
 
 from specjax.draft.best_first import BestFirstDrafter, Growth
 from specjax.draft.drafter import Drafter, Step
-from specjax.draft.expansion import ExpansionDrafter
 from specjax.draft.ngram import NGram
+from specjax.draft.static import ExpansionDrafter
 
 __all__ = ["BestFirstDrafter", "Drafter", "ExpansionDrafter", "Growth", "NGram", "Step"]

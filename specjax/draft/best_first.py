@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from specjax.arrays import Key
-from specjax.cache import NewKV
+from specjax.base.axes import Key
+from specjax.base.pytree import pytree, replace, static
+from specjax.base.sampling import Sampling, is_greedy, largest
 from specjax.draft.drafter import Drafter, DraftState, Step
-from specjax.draft.expansion import ModelState, catch_up, prefill
 from specjax.draft.growth import (
     Growth,
     Likely,
@@ -23,15 +23,15 @@ from specjax.draft.growth import (
     tree_of,
 )
 from specjax.draft.staged import TableStage, below_roots
-from specjax.model import Model, trunk, unembed
-from specjax.pytree import pytree, replace, static
-from specjax.sampling import Sampling, is_greedy, largest
-from specjax.tree import TokenTree
-from specjax.verify import TOP_K, Construction
+from specjax.draft.static import ModelState, catch_up, prefill
+from specjax.models.kv_cache import NewKV
+from specjax.models.transformer import Model, trunk, unembed
+from specjax.trees.construction import TOP_K, Construction
+from specjax.trees.tree import TokenTree
 
 
 def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], width: int) -> Likely:
-    """The likeliest tokens under a law sharpened by a temperature a row."""
+    """The likeliest tokens under a distribution sharpened by a temperature a row."""
     best, tokens = largest(logits, min(width, logits.shape[-1]))
     wide = sharpness[:, None, None]
     total = jax.nn.logsumexp(logits / wide, axis=-1, keepdims=True)
@@ -71,17 +71,19 @@ class ModelSource(Source):
 
     def after_guesses(self, nodes: Nodes, scored: Scored, carry: NewKV) -> tuple[Likely, NewKV]:
         """One pass over guesses below the roots, which are all that stands."""
-        visible, budget = visible_to(nodes, scored), nodes.tokens.shape[1]
-        visible = jnp.concatenate([visible[:, 1:, :budget], visible[:, 1:, budget + 1 :]], axis=2)
-        return self._run(jnp.maximum(scored.guesses, 0), visible, carry)
+        tree_mask, budget = visible_to(nodes, scored), nodes.tokens.shape[1]
+        tree_mask = jnp.concatenate(
+            [tree_mask[:, 1:, :budget], tree_mask[:, 1:, budget + 1 :]], axis=2
+        )
+        return self._run(jnp.maximum(scored.guesses, 0), tree_mask, carry)
 
     def _run(
-        self, tokens: Int32[Array, "B n"], visible: Bool[Array, "B n M"], carry: NewKV
+        self, tokens: Int32[Array, "B n"], tree_mask: Bool[Array, "B n M"], carry: NewKV
     ) -> tuple[Likely, NewKV]:
         """A pass over nodes, each of which sees its ancestors and itself."""
-        depth = visible.sum(axis=2, dtype=jnp.int32)
+        depth = tree_mask.sum(axis=2, dtype=jnp.int32)
         positions = self.held.cache.length[:, None] + depth - 1
-        x, made = trunk(self.model, tokens, positions, self.held.cache, visible, carry)
+        x, made = trunk(self.model, tokens, positions, self.held.cache, tree_mask, carry)
         logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
         return likely_of(logits, self.sharpness, self.width), made
 
@@ -117,8 +119,9 @@ class BestFirstState:
 class BestFirstDrafter(Drafter):
     """One draft's tree of the nodes with the largest product of probabilities.
 
-    The law that scores nodes is sharpened by `temperatures`, for greedy rows and for sampled ones
-    (1: as published); what is verified is the target's law, whatever they are.
+    The distribution that scores nodes is sharpened by `temperatures`, for greedy rows and for
+    sampled ones (1: as published); what is verified is the target's distribution, whatever they
+    are.
 
     Staged speculative decoding (arXiv 2308.04623) drafts for the draft: `table` guesses in every
     round what the draft will find likely, `second` proposes a tree for its first pass. Neither
@@ -136,9 +139,9 @@ class BestFirstDrafter(Drafter):
             raise ValueError("a growth by level has no use for guesses: they span levels.")
 
     @property
-    def num_seen(self) -> int:
+    def target_top_k(self) -> int:
         """What the second stage wants to see."""
-        return 0 if self.second is None else self.second.num_seen
+        return 0 if self.second is None else self.second.target_top_k
 
     @property
     def window(self) -> int:
@@ -165,7 +168,7 @@ class BestFirstDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        seen: Int32[Array, "B T k"],
+        top_tokens: Int32[Array, "B T k"],
     ) -> BestFirstState:
         """The draft's state after the prompts, and room for a tree."""
         rows, budget, config = prompt.shape[0], self.growth.budget, self.model.config
@@ -173,7 +176,7 @@ class BestFirstDrafter(Drafter):
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
         block = tuple((empty, empty) for _ in self.model.layers)
-        second = () if self.second is None else self.second.init(prompt, length, slots, seen)
+        second = () if self.second is None else self.second.init(prompt, length, slots, top_tokens)
         return BestFirstState(held, block, jnp.zeros((rows, budget), jnp.int32), second)
 
     def propose(

@@ -6,13 +6,13 @@ from typing import Any
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32
 
-from specjax.arrays import Key
-from specjax.pytree import pytree
-from specjax.sampling import Sampling
-from specjax.sharding import DATA
-from specjax.tree import TokenTree
-from specjax.verify import Construction
-from specjax.walk import Accepted
+from specjax.base.axes import Key
+from specjax.base.pytree import pytree
+from specjax.base.sampling import Sampling
+from specjax.parallel.mesh import DATA
+from specjax.trees.accepted import Accepted
+from specjax.trees.construction import Construction
+from specjax.trees.tree import TokenTree
 
 DraftState = Any
 """A pytree with rows first; the caller threads it and knows nothing of it."""
@@ -22,7 +22,7 @@ DraftState = Any
 class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
 
-    `count` can be below that of `accepted`, where a row ended inside the path. `seen` are the
+    `count` can be below that of `accepted`, where a row ended inside the path. `top_tokens` are the
     target's likeliest tokens after each node, as many as the drafter asked for.
     """
 
@@ -30,19 +30,19 @@ class Step:
     count: Int32[Array, " B"]
     tree: TokenTree
     accepted: Accepted
-    seen: Int32[Array, "B N k"]
+    top_tokens: Int32[Array, "B N k"]
 
 
 class Drafter(abc.ABC):
     """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
 
     `window` is the depth of its trees plus 1: the most tokens a step can commit. `construction`
-    says how they are made, which decides the legal rules. `num_seen` is how many of the target's
-    likeliest tokens after each token and node it asks to be shown.
+    says how they are made, which decides the legal rules. `target_top_k` is how many of the
+    target's likeliest tokens after each token and node it asks to be shown.
     """
 
     @property
-    def num_seen(self) -> int:
+    def target_top_k(self) -> int:
         """How many of the target's likeliest tokens it wants to see; most want none."""
         return 0
 
@@ -77,11 +77,11 @@ class Drafter(abc.ABC):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        seen: Int32[Array, "B T k"],
+        top_tokens: Int32[Array, "B T k"],
     ) -> DraftState:
         """The state after each row's first `length` tokens, the last of which is the root.
 
-        `slots` is how many tokens a row may come to hold, head-room included; `seen` are the
+        `slots` is how many tokens a row may come to hold, head-room included; `top_tokens` are the
         target's likeliest tokens after each token of the prompt.
         """
 

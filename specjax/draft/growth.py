@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from specjax.base.pytree import pytree, replace
 from specjax.draft.limits import check_growth
-from specjax.pytree import pytree, replace
-from specjax.tree import NO_PARENT, TokenTree, chosen
+from specjax.trees.tree import NO_PARENT, TokenTree, chosen
 
 
 @dataclasses.dataclass(frozen=True)

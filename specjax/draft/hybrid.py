@@ -3,16 +3,16 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from specjax.arrays import Key
+from specjax.base.axes import Key
+from specjax.base.pytree import pytree, replace, static
+from specjax.base.sampling import Sampling
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
 from specjax.draft.drafter import Drafter, Step
 from specjax.draft.growth import tree_of
 from specjax.draft.ngram import NGram
-from specjax.draft.text import Text, TextSource, append, grow_on, read
-from specjax.pytree import pytree, replace, static
-from specjax.sampling import Sampling
-from specjax.tree import TokenTree
-from specjax.verify import Construction
+from specjax.draft.prompt_lookup import Text, TextSource, append, grow_on, read
+from specjax.trees.construction import Construction
+from specjax.trees.tree import TokenTree
 
 
 @pytree
@@ -39,9 +39,9 @@ class HybridDrafter(Drafter):
     width: int = static(default=2)
 
     @property
-    def num_seen(self) -> int:
+    def target_top_k(self) -> int:
         """What the draft's second stage wants to see."""
-        return self.draft.num_seen
+        return self.draft.target_top_k
 
     @property
     def window(self) -> int:
@@ -68,10 +68,10 @@ class HybridDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        seen: Int32[Array, "B T k"],
+        top_tokens: Int32[Array, "B T k"],
     ) -> HybridState:
         """Both states after the prompts."""
-        draft = self.draft.init(prompt, length, slots + self.window, seen)  # see `commit`
+        draft = self.draft.init(prompt, length, slots + self.window, top_tokens)  # see `commit`
         return HybridState(draft, read(prompt, length, slots), draft.slots > 0)
 
     def propose(

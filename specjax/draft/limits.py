@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specjax.widths import check_count, is_number
+from specjax.trees.widths import check_count, is_number
 
 _NEARLY_ONE = 0.9999  # a child's score must be below its parent's
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Int32
 
-from specjax.pytree import pytree, static
+from specjax.base.pytree import pytree, static
 
 ORDER = 3
 """Tokens of a gram: two of context and the next one."""

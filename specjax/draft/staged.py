@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from specjax.base.pytree import pytree, static
 from specjax.draft.growth import Nodes, Scored, contexts, roots
 from specjax.draft.ngram import NO_TOKEN, NGram, successors
-from specjax.pytree import pytree, static
-from specjax.tree import TokenTree, TreeShape
+from specjax.trees.tree import TokenTree, TreeShape
 
 
 @pytree

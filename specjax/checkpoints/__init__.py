@@ -1,0 +1,1 @@
+"""Models in files: found, read and written; tokenizers; pairs of target and drafts."""

@@ -1,0 +1,256 @@
+"""Where a model's files are, and what they hold: folders, lists of files, and names of a hub."""
+
+import importlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+"""The pair that comes with the package."""
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "I64": np.int64,
+    "I32": np.int32,
+    "I16": np.int16,
+    "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
+    "BOOL": np.bool_,
+}
+
+_SAID = 300
+
+Name = str | Path
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is missing, damaged, or not what its configuration says.
+
+    Of a long sentence, as files can make it, the first and the last words are kept.
+    """
+
+    def __init__(self, said: str) -> None:
+        short = len(said) <= 2 * _SAID
+        super().__init__(said if short else f"{said[:_SAID]} ... {said[-_SAID:]}")
+
+
+class Files(NamedTuple):
+    """A folder with a configuration, and its weights where they were named one by one."""
+
+    folder: Path
+    weights: tuple[Path, ...] = ()
+
+
+def find(name: Name | Sequence[Name]) -> Files:
+    """The files that a name means: a folder, safetensors files of one, or a hub's id.
+
+    "bundled" is the target that comes with the package. An id is `org/name` or
+    `org/name@revision`; what it names is downloaded unless it is there already, with
+    huggingface_hub, which must be installed and may be set to be offline.
+
+    Raises:
+      CheckpointError: there is nothing of that name.
+    """
+    if not isinstance(name, str | Path):
+        files = tuple(Path(each) for each in name)
+        folders = {file.parent for file in files}
+        if len(folders) != 1 or any(file.suffix != ".safetensors" for file in files):
+            raise CheckpointError(
+                f"a list of files must be of safetensors files in one folder, not "
+                f"{', '.join(map(str, files)) or 'empty'}."
+            )
+        return Files(folders.pop(), files)
+    if name == "bundled":
+        return Files(BUNDLED / "target")
+    path = Path(name)
+    if path.is_dir() or not _is_id(str(name)):
+        return Files(path)
+    return Files(_download(str(name)))
+
+
+def _is_id(name: str) -> bool:
+    """Whether a name that is no folder can be one of a hub's."""
+    first, *rest = name.partition("@")[0].split("/")
+    local = first in ("", ".", "..", "~", "bundled") or Path(first).exists()
+    return len(rest) == 1 and bool(rest[0]) and not local and "\\" not in name
+
+
+def _download(name: str) -> Path:
+    repository, _, revision = name.partition("@")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"no model folder at {name}; to take it from a hub, install huggingface_hub."
+        ) from error
+    try:
+        found = snapshot_download(
+            repository,
+            revision=revision or None,
+            allow_patterns=_WANTED,
+            ignore_patterns=["consolidated*"],  # the same weights in another form
+        )
+        if not any(Path(found).glob("*.safetensors")):
+            wanted = [*_WANTED, "pytorch_model*.bin"]
+            found = snapshot_download(repository, revision=revision or None, allow_patterns=wanted)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise CheckpointError(
+            f"no model folder at {name}, and none of that name could be had from the hub"
+            f"{offline}: {first}"
+        ) from error
+    return Path(found)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """A folder's parsed `config.json`.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be read.
+    """
+    if not folder.is_dir():
+        if BUNDLED in folder.parents:
+            raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
+        raise CheckpointError(
+            f"no model folder at {folder}; it must exist, or be 'bundled' or a hub's org/name."
+        )
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} has no {CONFIG}, so it is not a model folder.")
+    return parsed(folder / CONFIG)
+
+
+def parsed(path: Path) -> dict[str, Any]:
+    """The object of a JSON file.
+
+    Raises:
+      CheckpointError: it holds none.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds a {type(found).__name__}, not an object.")
+    return found
+
+
+_EXPONENTS = {2: 0x7F80, 4: 0x7F800000, 8: 0x7FF0000000000000}
+"""Bits of positive infinity; past it are numbers that are none."""
+_BLOCK = 1 << 20
+
+
+def is_finite(tensor: np.ndarray) -> bool:
+    """Whether a floating-point tensor holds neither infinities nor NaN.
+
+    By the largest bits as signed and as unsigned numbers, which reads a file as fast as a disk
+    gives it: of its numbers those are the largest, positive and negative, that are not finite.
+    """
+    size = tensor.dtype.itemsize
+    infinity = 0x7C00 if tensor.dtype == np.float16 else _EXPONENTS[size]
+    bits = tensor.reshape(-1).view(f"i{size}")
+    for start in range(0, bits.size, _BLOCK):
+        block = bits[start : start + _BLOCK]
+        negative = int(block.view(f"u{size}").max()) - (1 << (8 * size - 1))
+        if max(int(block.max()), negative) >= infinity:
+            return False
+    return True
+
+
+def tensors(files: Files) -> Iterator[tuple[str, Path, np.ndarray]]:
+    """Every tensor with its name and file, as a view of the file that is mapped, not read.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, or holds something that is no array.
+    """
+    for file in files.weights or _weight_files(files.folder):
+        yield from _mapped(file) if file.suffix == ".safetensors" else _pickled(file)
+
+
+def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
+    try:
+        with safe_open(file, framework="np"):  # checks the header against the file's size
+            pass
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing, though it is named.") from error
+    except SafetensorError as error:
+        raise CheckpointError(f"{file} is truncated or damaged: {error}.") from error
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    data = np.zeros(0, np.uint8)
+    if file.stat().st_size > 8 + size:
+        data = np.asarray(np.memmap(file, np.uint8, "r", offset=8 + size))
+    for name, about in header.items():
+        if name == "__metadata__":
+            continue
+        kind = _DTYPES.get(about["dtype"])
+        if kind is None:
+            raise CheckpointError(f"{name} in {file} is {about['dtype']}, which is not supported.")
+        start, stop = about["data_offsets"]
+        yield name, file, data[start:stop].view(kind).reshape(about["shape"])
+
+
+def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
+    """Tensors of PyTorch's own format, mapped; its reader of weights alone runs nothing."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{file} is of PyTorch's own format; install torch to read it (weights only, nothing "
+            "in it is run), or save it as safetensors (transformers' save_pretrained does)."
+        ) from error
+    try:
+        held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing, though it is named.") from error
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise CheckpointError(f"{file} cannot be read as weights alone: {said}") from error
+    if not isinstance(held, dict):
+        raise CheckpointError(f"{file} holds a {type(held).__name__}, not tensors by name.")
+    for name, tensor in held.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{name} in {file} is a {type(tensor).__name__}, not a tensor.")
+        tensor = tensor.detach()
+        if tensor.dtype == torch.bfloat16:  # which numpy has from elsewhere
+            yield name, file, tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+        else:
+            yield name, file, tensor.numpy()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of a folder that hold weights, safetensors before others."""
+    for whole, index in ((WEIGHTS, INDEX), (PICKLE, PICKLE_INDEX)):
+        if (folder / whole).is_file():
+            return [folder / whole]
+        if (folder / index).is_file():
+            weight_map = parsed(folder / index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(name, str) for name in weight_map.values()
+            ):
+                raise CheckpointError(f"{folder / index} has no weight_map of file names.")
+            for name in weight_map.values():
+                if Path(name).name != name or "\\" in name or not name.endswith(whole[-4:]):
+                    raise CheckpointError(
+                        f"{folder / index} names {name!r}; it must be a {Path(whole).suffix} file "
+                        "in the same folder."
+                    )
+            return [folder / name for name in sorted(set(weight_map.values()))]
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")

@@ -1,0 +1,324 @@
+"""Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jaxtyping import Array
+from safetensors.numpy import save
+from tokenizers import Tokenizer
+
+from specjax.checkpoints import orbax
+from specjax.checkpoints.files import (
+    BUNDLED,
+    CONFIG,
+    WEIGHTS,
+    CheckpointError,
+    Files,
+    Name,
+    config_of,
+    find,
+    is_finite,
+    parsed,
+    tensors,
+)
+from specjax.checkpoints.tokenizers import save_tokenizer, tokenizer_of
+from specjax.models import families, memory
+from specjax.models.config import ModelConfig
+from specjax.models.families import Family, Stored
+from specjax.models.placement import placement as placement_of
+from specjax.models.transformer import Model, assemble
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
+"""What drafts for its first draft."""
+
+
+def load(
+    name: Name | Sequence[Name] = "bundled",
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+    positions: int | None = None,
+) -> "tuple[Model, PreTrainedTokenizerFast]":
+    """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
+
+    `dtype` is "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere. With a
+    `mesh` each weight is read straight into its shards (see `models.placement`). `positions` is how
+    many of the model's are used, by default all; of a LongRoPE model those of its short factors,
+    more take the long ones. Where a file stretches a context that it names, all of that may be
+    used.
+
+    Raises:
+      CheckpointError: the folder, a file or a tensor is missing or not supported.
+    """
+    found = find(name)
+    return load_model(found, dtype, mesh, positions), tokenizer_of(found.folder)
+
+
+def default_dtype() -> str:
+    """The dtype of weights where none is named."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def load_drafts(
+    names: Name | Sequence[Name] = "bundled",
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+) -> list[Model]:
+    """The models of a folder or of several, or the whole bundled pool in numeric order.
+
+    "bundled/0" names the first draft of the bundled pool alone. On a `mesh` every device holds
+    them whole.
+
+    Raises:
+      CheckpointError: a folder, a file or a tensor is missing or not supported.
+    """
+    if names == "bundled":
+        return load_pool(BUNDLED / "drafts", dtype, mesh)
+    several = [names] if isinstance(names, str | Path) else names
+    return [load_model(folder_of(name, "drafts"), dtype, mesh, split=False) for name in several]
+
+
+def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) -> list[Model]:
+    """The models of the folders 0, 1, ... in `folder`, in numeric order.
+
+    Raises:
+      CheckpointError: there is none, or one is not supported.
+    """
+    return [load_model(each, dtype, mesh, split=False) for each in pool_in(folder)]
+
+
+def pool_in(folder: Path) -> list[Path]:
+    """The folders 0, 1, ... in `folder`, in numeric order.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    found = [each for each in folder.glob("*") if each.name.isdigit()]
+    if not found:
+        raise CheckpointError(f"there are no drafts in {folder}: it needs folders 0, 1, ...")
+    return sorted(found, key=lambda each: int(each.name))
+
+
+def load_model(
+    name: Files | Name | Sequence[Name],
+    dtype: str | None = "float32",
+    mesh: Mesh | None = None,
+    positions: int | None = None,
+    split: bool = True,
+) -> Model:
+    """The weights of a folder, rounded to `dtype` (None: as `load` does).
+
+    Files are mapped, and a tensor at a time is rounded and placed: no more than the largest is
+    held beside what stays. On a `mesh` the model is `split`, or whole on every device.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, a tensor is unused, a parameter unfilled, a
+        shape differs from what the configuration says, or the configuration is not supported.
+    """
+    files = name if isinstance(name, Files) else find(name)
+    config, family = read_config(files.folder, positions)
+    # Of a table of positions the file has all.
+    whole = config if positions is None else read_config(files.folder)[0]
+    kind = jnp.dtype(dtype or default_dtype())
+    try:
+        placement = placement_of(config, mesh, split)
+        memory.check(
+            memory.Load(placement, kind).weights,
+            memory.available(placement.mesh),
+            f"its weights in {kind}",
+        )
+    except ValueError as error:
+        raise CheckpointError(f"{files.folder}: {error}") from error
+    if (files.folder / orbax.FOLDER).is_dir() and not files.weights:
+        if any(files.folder.glob("*.safetensors")):
+            raise CheckpointError(
+                f"{files.folder} holds weights twice, {orbax.FOLDER} and safetensors files."
+            )
+        try:
+            return orbax.restore(files.folder, whole, placement, kind)
+        except (ValueError, KeyError, OSError) as error:
+            said = str(error).partition("\n")[0]
+            raise CheckpointError(
+                f"{files.folder / orbax.FOLDER} cannot be read: {said}"
+            ) from error
+    outer: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    for stored, tensor in _checked(files, whole, family):
+        into = outer if stored.layer is None else layers[stored.layer]
+        for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
+            rows = config.outer_shapes[leaf][0] if stored.layer is None else len(part)
+            into[leaf] = placement.put(leaf, part[:rows], kind)
+    return assemble(placement.config, outer, layers, placement.axis, placement.repeats)
+
+
+def save_model(
+    model: Model,
+    folder: str | Path,
+    tokenizer: "Tokenizer | PreTrainedTokenizerFast | None" = None,
+    dtype: str = "bfloat16",
+    **extras: Any,
+) -> None:
+    """Writes `model` as a folder that `load` and transformers' `from_pretrained` read.
+
+    Weights are rounded to `dtype`; `extras` are added to `config.json`. A bare
+    `tokenizers.Tokenizer` is wrapped so that it adds no special tokens and decodes byte for byte.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = orbax.once(model)
+    config = families.write_config(model.config) | {"dtype": dtype, "torch_dtype": dtype} | extras
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    kind = jnp.dtype(dtype)
+    held = {name: np.asarray(tensor).astype(kind) for name, tensor in named_tensors(model)}
+    (folder / WEIGHTS).write_bytes(save(held, metadata={"format": "pt"}))
+    if tokenizer is not None:
+        save_tokenizer(tokenizer, folder, model.config)
+
+
+def save_sharded(
+    model: Model,
+    folder: str | Path,
+    tokenizer: "Tokenizer | PreTrainedTokenizerFast | None" = None,
+    config: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes `model` with Orbax, every process its own shards; `load` reads it onto any mesh.
+
+    `config` is what its `config.json` is to say; by default what the model knows of itself, which
+    of LongRoPE is one set of factors.
+
+    Raises:
+      CheckpointError: the folder has a model already.
+      ValueError: the family cannot say what the model is.
+    """
+    folder, model = Path(folder), orbax.once(model)
+    check_free(folder)
+    said = families.write_config(model.config) if config is None else config
+    folder.mkdir(parents=True, exist_ok=True)
+    if jax.process_count() > 1:  # before one writes, all have looked
+        multihost_utils.sync_global_devices(f"{folder} is free")
+    orbax.save(model, folder)
+    if jax.process_index() == 0:  # last, as a folder without it can be written to again
+        if tokenizer is not None:
+            save_tokenizer(tokenizer, folder, model.config)
+        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+
+def check_free(folder: Path) -> None:
+    """Checks that a model can be written into a folder: it holds none, and Orbax is installed.
+
+    Raises:
+      CheckpointError: it does.
+      ValueError: Orbax is not installed.
+    """
+    orbax.orbax()
+    there = [*folder.glob(CONFIG), *folder.glob(orbax.FOLDER), *folder.glob("*.safetensors")]
+    if there:
+        raise CheckpointError(f"{there[0]} exists already; name another folder.")
+
+
+def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
+    """The weights as Hugging Face's files name and pack them; the arrays themselves where whole."""
+    for stored in families.stored(families.FAMILIES[model.config.family], model.config):
+        holder = model if stored.layer is None else model.layers[stored.layer]
+        leaves = [getattr(holder, leaf) for leaf in stored.leaves]
+        if stored.is_leaf:
+            yield stored.name, leaves[0]
+        else:
+            yield stored.name, np.ascontiguousarray(stored.join(list(map(np.asarray, leaves))))
+
+
+def folder_of(name: str | Path, *within: str) -> Path:
+    """The folder that a name means: `bundled/...` comes with the package, there under `within`."""
+    first, *rest = Path(name).parts
+    return BUNDLED.joinpath(*within, *rest) if first == "bundled" and rest else Path(name)
+
+
+def described(folder: Path) -> dict[str, Any]:
+    """A folder's `config.json`, with the end tokens of its `generation_config.json`.
+
+    Raises:
+      CheckpointError: one is missing or damaged.
+    """
+    found = config_of(folder)
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (eos := parsed(generation).get("eos_token_id")) is not None:
+        found = found | {"eos_token_id": eos}
+    return found
+
+
+def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig, Family]:
+    """The configuration of a folder, and the family of its files.
+
+    Raises:
+      CheckpointError: it is missing, damaged or not supported.
+    """
+    found = described(folder)
+    try:
+        return families.read_config(found, positions), families.family_of(found)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+
+
+def _checked(
+    files: Files, config: ModelConfig, family: Family
+) -> Iterator[tuple[Stored, np.ndarray]]:
+    """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
+
+    An unembedding that a tied model's file repeats must equal its embedding.
+    """
+    expected = {stored.name: stored for stored in families.stored(family, config)}
+    missing, tied = dict(expected), {}
+    repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
+    for found, file, tensor in tensors(files):
+        if found.endswith(family.ignored) or found.startswith(family.ignored):
+            continue
+        name = family.name_of(found, expected)
+        if repeated and name in repeated:
+            tied[name] = tensor
+        stored = missing.pop(name, None)
+        shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
+        if stored is not None:
+            shape = stored.shape
+        if shape is None:
+            raise CheckpointError(
+                f"unexpected tensor {found} in {file}; the model has none of that name."
+            )
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
+            )
+        if stored is not None:
+            _check_numbers(found, file, tensor)
+            yield stored, tensor
+    if missing:
+        raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
+    if repeated and len(tied) == 2:
+        _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
+
+
+def _check_numbers(name: str, file: Path, tensor: np.ndarray) -> None:
+    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+        raise CheckpointError(
+            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers "
+            "(quantized ones are not supported)."
+        )
+    if not is_finite(tensor):
+        raise CheckpointError(f"{name} in {file} holds NaN or infinity.")
+
+
+def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: Path) -> None:
+    blocks = range(0, first.shape[0], 4096)
+    if not all(np.array_equal(first[at : at + 4096], second[at : at + 4096]) for at in blocks):
+        raise CheckpointError(
+            f"{folder} says tie_word_embeddings, but its {family.outer['unembedding']} differs "
+            f"from its {family.outer['embedding']}."
+        )

@@ -1,0 +1,120 @@
+"""A target and what drafts for it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from jax.sharding import Mesh
+
+from specjax.checkpoints import huggingface, ngram_files
+from specjax.checkpoints.files import BUNDLED, Files, config_of, find
+from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
+from specjax.draft.ngram import NGram
+from specjax.models.transformer import Model
+from specjax.parallel.mesh import settled
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class Pair(NamedTuple):
+    """A target with its tokenizer, and what drafts for it.
+
+    `table` is an n-gram model of the draft's output, `smaller` a draft for the draft.
+    """
+
+    target: Model
+    tokenizer: "PreTrainedTokenizerFast"
+    drafts: list[Model]
+    table: NGram | None = None
+    smaller: Model | None = None
+
+
+def load_pair(
+    model: str = "bundled",
+    draft: str | None = None,
+    dtype: str | None = None,
+    stage: str | None = None,
+    mesh: Mesh | None = None,
+    positions: int | None = None,
+) -> Pair:
+    """The target and drafts that `--model`, `--draft` and `--stage` name, on a mesh if given one.
+
+    Draft folders are separated by commas, as are an n-gram folder and that of a smaller draft
+    (bundled/ngram and bundled/stage2 are the bundled ones). Without them the bundled target comes
+    with what is bundled, and any other with none.
+
+    Raises:
+      CheckpointError: a folder, a file or a tensor is missing or not supported.
+      ValueError: a draft has another vocabulary than the target.
+    """
+    found = named(model, draft, stage)
+    target = huggingface.load_model(found.target, dtype, mesh, positions)
+    tokenizer = tokenizer_of(found.target.folder)
+    pair = Pair(target, tokenizer, [])
+    return _with_drafts(pair, found, mesh) if found.drafts or found.stages else pair
+
+
+class Named(NamedTuple):
+    """The files that `--model`, `--draft` and `--stage` name."""
+
+    target: Files
+    drafts: tuple[Files, ...]
+    stages: tuple[Path, ...]
+
+
+def named(model: str = "bundled", draft: str | None = None, stage: str | None = None) -> Named:
+    """What the options name: with the bundled target what is bundled, with any other nothing.
+
+    Raises:
+      CheckpointError: there is nothing of a name.
+    """
+    bundled = model == "bundled" and draft in (None, "bundled")
+    target, drafts = find(model), []
+    for name in ["bundled"] if bundled else names_in(draft):
+        if name == "bundled":
+            config_of(BUNDLED / "target")  # an installation may lack the bundled pair
+            drafts += map(Files, huggingface.pool_in(BUNDLED / "drafts"))
+        else:
+            drafts.append(find(huggingface.folder_of(name, "drafts")))
+    stages = [huggingface.folder_of(name) for name in names_in(stage)]
+    if bundled and stage is None:
+        stages = [each for each in huggingface.BUNDLED_STAGES if each.is_dir()]
+    return Named(target, tuple(drafts), tuple(stages))
+
+
+def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
+    """The pair with the drafts, the n-gram model and the smaller draft that are named."""
+    target = vocabulary_of(found.target, pair.target.config)
+    drafts = [
+        _draft(target, files, f"draft {number}", mesh) for number, files in enumerate(found.drafts)
+    ]
+    pair = pair._replace(drafts=drafts)
+    for each in found.stages:
+        if ngram_files.is_ngram(each):
+            table = ngram_files.load_ngram(each, target.rows)
+            pair = pair._replace(table=settled(table, mesh))
+        else:
+            smaller = _draft(target, Files(each), "the smaller draft", mesh)
+            pair = pair._replace(smaller=smaller)
+    return pair
+
+
+def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Model:
+    """A draft whose tokens are those of the target; tables may have other numbers of rows.
+
+    Raises:
+      ValueError: they are not.
+    """
+    model = huggingface.load_model(files, None, mesh, split=False)
+    verdict = compared(target, vocabulary_of(files, model.config))
+    if not verdict.same:
+        raise ValueError(
+            f"{name} ({files.folder}) has another vocabulary than the model: "
+            f"{verdict.reason}; see specjax check-pair."
+        )
+    return fitted(model, target.rows, verdict.known)
+
+
+def names_in(text: str | None) -> list[str]:
+    """Names between commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -1,0 +1,192 @@
+"""Tokenizers of folders, whether two models mean the same by them, and drafts fitted to that."""
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array
+from tokenizers import Tokenizer
+
+from specjax.base.pytree import replace
+from specjax.checkpoints.files import CheckpointError, Files, Name, find, parsed
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Contents = Mapping[str, int]
+_FILE = "tokenizer.json"
+_FILES = (_FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
+_SHOWN = 3
+
+
+def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
+    """The transformers tokenizer stored in `folder`.
+
+    Raises:
+      CheckpointError: the folder holds no tokenizer, or one that cannot be read.
+    """
+    folder = find(folder).folder
+    if not any((folder / name).is_file() for name in _FILES):
+        raise CheckpointError(f"no tokenizer in {folder}; it needs a {_FILE}.")
+    _quieten()
+    from transformers import AutoTokenizer
+
+    with _named(f"the tokenizer in {folder}"):
+        found = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        found.decode(found("a").input_ids)  # what is wrong in its settings fails here
+        return found
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Lets what a tokenizer's file makes the library raise say which file it is.
+
+    Its errors have no type of their own, and those of its Rust are no `Exception`.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{what} cannot be read: {error}") from error
+
+
+def save_tokenizer(
+    tokenizer: "Tokenizer | PreTrainedTokenizerFast", folder: Path, config: ModelConfig
+) -> None:
+    """Writes a tokenizer as transformers reads it; a bare one adds no special tokens."""
+    _quieten()
+    from transformers import PreTrainedTokenizerFast
+
+    if isinstance(tokenizer, Tokenizer):
+        eos = tokenizer.id_to_token(config.eos_ids[0]) if config.eos_ids else None
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            eos_token=eos,
+            clean_up_tokenization_spaces=False,
+            model_max_length=config.max_positions,
+        )
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    saved = parsed(path)
+    if saved.get("tokenizer_class") == "TokenizersBackend":  # transformers 4 knows the old name
+        saved["tokenizer_class"] = "PreTrainedTokenizerFast"
+        path.write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
+
+
+class Vocabulary(NamedTuple):
+    """What a folder's model means by its tokens; it has `rows` of them, some perhaps of padding.
+
+    `contents` is None where there is no tokenizer that can be compared.
+    """
+
+    folder: Path
+    rows: int
+    contents: Contents | None
+
+
+def vocabulary_of(files: Files, config: ModelConfig) -> Vocabulary:
+    """A model's vocabulary, as its folder's tokenizer has it.
+
+    Raises:
+      CheckpointError: the tokenizer cannot be read.
+    """
+    return Vocabulary(files.folder, config.vocab_size, _contents(files))
+
+
+def _contents(files: Files) -> Contents | None:
+    """The tokens with their numbers, added ones too.
+
+    Other files than `tokenizer.json` may need packages that are not here; then there are none.
+    """
+    file = files.folder / _FILE
+    if not file.is_file():
+        try:
+            return tokenizer_of(files.folder).get_vocab()
+        except CheckpointError:
+            return None
+    with _named(str(file)):
+        return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
+
+
+class Difference(NamedTuple):
+    """Numbers that two vocabularies give to different tokens: how many of how many, and some."""
+
+    number: int
+    of: int
+    examples: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.number:,} of {self.of:,} tokens differ, such as {'; '.join(self.examples)}"
+
+
+def difference(target: Contents, draft: Contents) -> Difference | None:
+    """How a draft's vocabulary differs from its target's, or None."""
+    names, others = ({number: token for token, number in each.items()} for each in (target, draft))
+    differing = sorted(n for n in {*names, *others} if names.get(n) != others.get(n))
+    if not differing:
+        return None
+    shown = tuple(f"{n} is {names.get(n)!r}, and {others.get(n)!r}" for n in differing[:_SHOWN])
+    return Difference(len(differing), len({*names, *others}), shown)
+
+
+class VocabularyMatch(NamedTuple):
+    """Whether a draft's tokens are its target's, what is to be said, and how many are known."""
+
+    same: bool
+    reason: str
+    known: int
+
+
+def compared(target: Vocabulary, draft: Vocabulary) -> VocabularyMatch:
+    """Whether a draft means by its tokens what its target does.
+
+    Tables may have other numbers of rows: those past the known tokens are padding, and tokens that
+    a draft has no row for are never proposed. Without contents on both sides, tables must be equal.
+    """
+    sizes = f"{target.rows:,} and {draft.rows:,} rows"
+    if target.contents is None or draft.contents is None:
+        which = target if target.contents is None else draft
+        reason = f"{which.folder} has no tokenizer that can be compared; tables of {sizes}"
+        return VocabularyMatch(target.rows == draft.rows, reason, target.rows)
+    known = max(target.contents.values()) + 1
+    if found := difference(target.contents, draft.contents):
+        return VocabularyMatch(False, f"{found} (the model's first)", known)
+    reason = f"the same {known:,} tokens"
+    if target.rows != draft.rows:
+        reason += f"; tables of {sizes}"
+    return VocabularyMatch(True, reason, known)
+
+
+def fitted(model: Model, size: int, known: int) -> Model:
+    """A draft with tables of `size` rows, of which it proposes those of the `known` that it has.
+
+    What it has beyond is cut off, what it lacks filled up.
+    """
+    if model.config.vocab_size == size:
+        return model
+
+    def rows(table: Array | None) -> Array | None:
+        if table is None:
+            return None
+        spare = max(0, size - table.shape[0])
+        return jnp.pad(table, ((0, spare), (0, 0)))[:size]
+
+    proposed = min(known, size, model.config.vocab_size)
+    config = dataclasses.replace(model.config, vocab_size=size, num_known=proposed)
+    embedding, unembedding = rows(model.embedding), rows(model.unembedding)
+    return replace(model, embedding=embedding, unembedding=unembedding, config=config)
+
+
+def _quieten() -> None:
+    """Keeps transformers from advising, at import, to install PyTorch."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -1,0 +1,167 @@
+"""`specjax bench`: what is to be measured, the table, and the files."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from specjax.base.output import tried
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.options import Bench
+from specjax.cli.outcome import Sheet, remember
+from specjax.cli.tables import table
+from specjax.cli.values import (
+    at_least,
+    check_seed,
+    check_target_file,
+    count_of,
+    dtypes_of,
+    items,
+    temperatures_in,
+)
+from specjax.measure import plots, prompts, timing
+from specjax.measure.bench import Bencher
+from specjax.measure.prompts import Prompt
+from specjax.measure.workload import MIXED, Workload
+from specjax.methods import registry, tuned
+from specjax.methods.setting import Setting
+from specjax.models.inflate import inflate
+from specjax.parallel.mesh import DATA
+from specjax.parallel.processes import devices_for, sizes_of
+from specjax.trees.widths import read
+
+_BATCHES = (1, 8)
+
+
+def bench(options: Bench) -> int:
+    """Runs `specjax bench`; gives the exit code.
+
+    Raises:
+      ValueError: an option or a prompt file is wrong, or no prompt fits.
+    """
+    workload_of(options)
+    mesh = devices_for(options.mesh)
+    listed = prompts.read(options.prompts)[: options.limit]
+    parameters = count_of(options.inflate) if options.inflate else None
+    pair = load_pair(
+        options.model, options.draft, "float32", options.stage, mesh, options.positions
+    )
+    workload = workload_of(options, pair)
+    if parameters:
+        pair = pair._replace(target=inflate(pair.target, parameters))
+    chosen, left_out = prompts.fitting(
+        listed, pair.tokenizer, pair.target.config.max_positions, options.max_new_tokens
+    )
+    workload = dataclasses.replace(workload, prompts=chosen)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        bencher = Bencher(
+            workload, pair, progress, phases=not options.skip_phases, traced=options.profile
+        )
+        sheet = Sheet(options.json, _environment(options, bencher, left_out))
+        for batch in workload.batches:
+            sheet.rows += bencher.rows(batch, sheet.keep)
+    return _leave(options, bencher, sheet)
+
+
+def _leave(options: Bench, bencher: Bencher, sheet: Sheet) -> int:
+    """Writes and remembers what was measured, then prints it: nobody may be there to read."""
+    written = [sheet.finish()]
+    if options.verify == registry.AUTO:  # with another rule other methods may be the fastest
+        date = sheet.env["date"]
+        remember(sheet.rows, bencher.pair, bencher.targets, date, MIXED)
+    if file := options.png:
+        work = partial(plots.draw, sheet.report(), file)
+        written.append(tried(f"{file} cannot be written", work))
+    table(sheet.report())
+    return 0 if all(written) else 2
+
+
+def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
+    """Where and on what the rows were measured."""
+    target = next(iter(bencher.targets.values()))
+    return timing.environment() | {
+        "config": dataclasses.asdict(options),
+        "model": dataclasses.asdict(target.stored_config),
+        "parameters": target.stored_config.num_parameters,
+        "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
+        "read_gb_per_second": bencher.bandwidth,
+        "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
+        "prompts_left_out": left_out,
+    }
+
+
+def workload_of(
+    options: Bench, pair: Pair | None = None, chosen: Sequence[Prompt] = ()
+) -> Workload:
+    """The workload that the options name; "all" are all methods, or those that `pair` can do.
+
+    Raises:
+      ValueError: an option is wrong.
+    """
+    at_least("--max-new-tokens", options.max_new_tokens, 1)
+    at_least("--limit", options.limit, 1)
+    check_seed(options.seed)
+    plots.check(options.png)
+    for name in ("json", "png"):
+        check_target_file(f"--{name}", getattr(options, name))
+    registry.check_rule(options.verify)
+    batches = _batches(options)
+    temperatures = temperatures_in(options.temperatures)
+    for name in ("inflate", "profile"):
+        if options.mesh is not None and getattr(options, name):
+            raise ValueError(f"--{name} is for one device; leave out --mesh or it.")
+    if options.verify == "greedy" and max(temperatures) > 0:
+        raise ValueError(f"the greedy rule needs --temperatures 0, not {options.temperatures}.")
+    dtypes = dtypes_of(options.dtype)
+    names = [name for name in registry.names_of(options.methods, pair) if name != "none"]
+    drafts = 1 if pair is None else len(pair.drafts)
+    written = [] if options.config is None else tuned.read(options.config)
+    fixed = [each.setting for each in written if each.setting.method != "none"]
+    settings = {batch: (*fixed, *_settings(options, names, batch, drafts)) for batch in batches}
+    return Workload(
+        chosen, settings, temperatures, dtypes, options.max_new_tokens, options.verify, options.seed
+    )
+
+
+def _batches(options: Bench) -> tuple[int, ...]:
+    """Rows per batch; of the default ones those that a mesh divides.
+
+    Raises:
+      ValueError: one that is named is no number, or the mesh does not divide it.
+    """
+    rows = sizes_of(options.mesh).get(DATA, 1)
+    if options.batch is None:
+        return tuple(batch for batch in _BATCHES if batch % rows == 0) or (rows,)
+    found = items(options.batch, int, "--batch")
+    for batch in found:
+        at_least("--batch", batch, 1)
+        if batch % rows:
+            raise ValueError(f"--mesh has data={rows}, which does not divide --batch {batch}.")
+    return found
+
+
+def _settings(options: Bench, names: Sequence[str], batch: int, drafts: int) -> list[Setting]:
+    """The settings to compare with plain decoding: shapes, or methods with every budget.
+
+    Raises:
+      ValueError: a method does not take what is named for it.
+    """
+    found = []
+    if options.trees is not None:
+        for named in options.trees.split(";"):
+            method, _, widths = named.strip().partition(":")
+            if method != "none":
+                shape = read(widths, "--trees") if widths else None
+                found.append(registry.setting_of(method, shape, None, batch, drafts))
+        if options.budgets is None:
+            return found
+    budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
+    return found + [
+        registry.setting_of(name, None, budget, batch, drafts)
+        for name in names
+        for budget in budgets
+    ]

@@ -1,0 +1,243 @@
+"""`specjax generate`: text as it is committed, and what it cost."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.options import Generate
+from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
+from specjax.decoding.generate import stream
+from specjax.decoding.request import Request, prepare
+from specjax.draft import Drafter, Step
+from specjax.measure import prompts, timing
+from specjax.methods import registry
+from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.setting import to_json
+from specjax.methods.tuned import read
+from specjax.parallel.processes import devices_for
+from specjax.trees.tree import draw_tree, take_row
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def generate(options: Generate) -> int:
+    """Runs `specjax generate`; gives the exit code.
+
+    Raises:
+      ValueError: an option is wrong, the pair does not fit, or the prompt does not.
+    """
+    _check(options)
+    prompt = _read() if options.prompt == "-" else prompts.checked(options.prompt, "the prompt")
+    mesh = devices_for(options.mesh, options.distributed)
+    pair = load_pair(
+        options.model, options.draft, dtype_of(options.dtype), options.stage, mesh,
+        options.positions,
+    )  # fmt: skip
+    asked = Asked(
+        options.method, widths_of(options.tree), options.budget, options.config, options.verify
+    )
+    choice = choose(asked, pair, options.temperature)
+    drafter = registry.build(choice.setting, pair, options.verify)
+    ids = _ids(options, pair.tokenizer, prompt)
+    request = prepare(
+        jax.random.key(options.seed), pair.target, drafter, [ids], options.max_new_tokens,
+        _sampling(options), options.verify, True,
+    )  # fmt: skip
+    say(f"method {choice.setting.label}: {choice.reason}.")
+    if options.json:
+        print(json.dumps(_answer(options, pair, choice, drafter, ids, request)))
+    else:
+        _narrate(options, pair, drafter, ids)
+    return 0
+
+
+def _read() -> str:
+    """The prompt on standard input."""
+    if sys.stdin is None:  # it was closed before this process began
+        raise ValueError("the prompt is -, and there is no standard input.")
+    what = "the prompt on standard input"
+    try:
+        return prompts.checked(sys.stdin.read(), what)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} is not {error.encoding}: byte {error.start} is not.") from error
+
+
+def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
+    if not options.chat:
+        return tokenizer(prompt).input_ids
+    if not tokenizer.chat_template:
+        raise ValueError(f"--chat needs a chat template, and {options.model} has none.")
+    return ids_of_chat(tokenizer, prompt)
+
+
+def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
+    """The tokens of a talk in which a user has said `prompt`.
+
+    Raises:
+      ValueError: the tokenizer's template is none, or refuses such a talk.
+    """
+    talk = [{"role": "user", "content": prompt}]
+    try:
+        text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    except Exception as error:  # what a template raises has no type of its own
+        raise ValueError(f"the chat template cannot be used: {error}") from error
+
+
+def _check(options: Generate) -> None:
+    registry.check_method(options.method, registry.AUTO)
+    registry.check_rule(options.verify)
+    at_least("--max-new-tokens", options.max_new_tokens, 1)
+    check_seed(options.seed)
+    if options.json and options.show_tree:
+        raise ValueError("--show-tree draws beside the text; it does not go with --json.")
+    widths = widths_of(options.tree)
+    if options.method != registry.AUTO:
+        registry.setting_of(options.method, widths, options.budget)
+    if options.config is not None:
+        read(options.config)
+
+
+def _sampling(options: Generate) -> Sampling:
+    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p)
+
+
+def say(sentence: str) -> None:
+    """Prints a remark beside the result, in the first of several processes."""
+    if jax.process_index() == 0:
+        print(f"specjax: {sentence}", file=sys.stderr, flush=True)
+
+
+def _answer(
+    options: Generate,
+    pair: Pair,
+    choice: Choice,
+    drafter: Drafter | None,
+    ids: list[int],
+    request: Request,
+) -> dict[str, Any]:
+    """What `--json` prints; the program is compiled before the clock starts."""
+    timing.warm(pair.target, drafter, request)
+    made = timing.timed(pair.target, drafter, request)
+    count, steps = int(made.lengths[0]), int(made.steps[0])
+    tokens = made.tokens[0, :count].tolist()
+    return {
+        "text": Continuation(pair.tokenizer, ids).text(tokens),
+        "token_ids": tokens,
+        "new_tokens": count,
+        "target_steps": steps,
+        "tokens_per_step": count / steps,
+        "seconds": made.seconds,
+        "tokens_per_second": count / made.seconds,
+        "method": choice.setting.method,
+        "setting": to_json(choice.setting),
+        "verify": request.rule.name,
+        "dtype": str(pair.target.embedding.dtype),
+    }
+
+
+class Continuation:
+    """Text of tokens that follow a prompt, whole characters at a time.
+
+    A byte-level token may end inside a character, which is held back until it is whole.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._prompt = list(prompt)
+        self._start = len(self._decode(self._prompt).rstrip(_INCOMPLETE))
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """All the text of `tokens`, whatever was added before."""
+        return self._decode([*self._prompt, *tokens])[self._start :]
+
+    def add(self, token: int) -> str:
+        """The text that one more token completes; may be empty."""
+        self._tokens.append(token)
+        whole = self.text(self._tokens).rstrip(_INCOMPLETE)
+        new = whole[self._shown :]
+        self._shown = max(self._shown, len(whole))
+        return new
+
+
+def _narrate(options: Generate, pair: Pair, drafter: Drafter | None, ids: list[int]) -> None:
+    """Streams the text, then says what it cost."""
+
+    def steps() -> Any:
+        return stream(
+            jax.random.key(options.seed), pair.target, drafter, [ids],
+            max_new_tokens=options.max_new_tokens, sampling=_sampling(options),
+            verify=options.verify,
+        )  # fmt: skip
+
+    next(steps())  # compiles; the clock starts after it
+    say_text = _printer(pair, ids)
+    tokens = passes = 0
+    start = time.perf_counter()
+    for step in steps():
+        if options.show_tree:
+            _show_tree(step, pair.tokenizer)
+        say_text(step)
+        if options.show_tree:
+            print()
+        tokens += int(step.count[0])
+        passes += 1
+    seconds = time.perf_counter() - start
+    print(flush=True)
+    say(
+        f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
+        f"{tokens / seconds:.1f} tokens/s."
+    )
+
+
+def _printer(pair: Pair, ids: list[int]) -> Callable[[Step], None]:
+    """Prints a step's text: on a terminal coloured by drafter, the target's own tokens plain."""
+    continuation = Continuation(pair.tokenizer, ids)
+    console = Console(highlight=False, soft_wrap=True)
+
+    def show(step: Step) -> None:
+        for index in range(int(step.count[0])):
+            piece = continuation.add(int(step.tokens[0, index]))
+            if console.is_terminal:
+                console.print(Text(piece, _style(step, index)), end="")
+            else:
+                sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    return show
+
+
+def _style(step: Step, index: int) -> str:
+    """The colour of the drafter whose node gave token `index`; the last token is the target's."""
+    if index + 1 >= int(step.accepted.count[0]):
+        return ""
+    drafter = int(step.tree.drafter[0, int(step.accepted.path[0, index + 1])])
+    return _COLOURS[drafter % len(_COLOURS)]
+
+
+def _show_tree(step: Step, tokenizer: "PreTrainedTokenizerFast") -> None:
+    def text(token: int) -> str:
+        decoded = tokenizer.decode([token])
+        return decoded if isinstance(decoded, str) else "".join(decoded)
+
+    print(draw_tree(take_row(step.tree, 0), text))

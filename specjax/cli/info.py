@@ -1,0 +1,267 @@
+"""`specjax info` and `specjax check-pair`: what a pair is, what it takes, and whether it fits."""
+
+import bisect
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import Files
+from specjax.checkpoints.pair import Pair, load_pair, named
+from specjax.checkpoints.tokenizers import compared, vocabulary_of
+from specjax.cli.options import CheckPair, Info
+from specjax.cli.values import at_least, dtype_of
+from specjax.decoding.request import PROMPT_BUCKETS, room
+from specjax.methods import records
+from specjax.methods.choice import Asked, choose
+from specjax.models import memory
+from specjax.models.config import ModelConfig
+from specjax.models.memory import Load, Plan, readable
+from specjax.models.placement import placement
+from specjax.parallel.processes import devices_for
+
+_NEW = 128
+"""New tokens of a text that memory is reckoned for: what `generate` makes unless told otherwise."""
+
+_NODES = 16
+"""Nodes of the trees that `check-pair` reckons with, root included."""
+
+
+def info(options: Info) -> int:
+    """Runs `specjax info`; gives the exit code.
+
+    The memory is told, and refused, before any of it is taken.
+
+    Raises:
+      ValueError: an option is wrong, the pair does not fit, or there is too little memory.
+    """
+    for name in ("batch", "length", "nodes"):
+        at_least(f"--{name}", getattr(options, name), 1)
+    mesh = devices_for(options.mesh, options.distributed)
+    found = named(options.model, options.draft)
+    target = huggingface.read_config(found.target.folder, options.positions)[0]
+    drafts = [huggingface.read_config(each.folder)[0] for each in found.drafts]
+    loads = _loads(target, drafts, options.dtype, mesh)
+    plan_for = partial(_plan, loads, options.batch, options.nodes)
+    most = _most(target)
+    length = min(options.length or most, most)
+    needed = plan_for(length)
+    longest = _longest(plan_for, needed.available, most)
+    sizes = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
+    if longest < (1 if options.length is None else length):
+        _print(sizes, options.json)
+        memory.check(needed.total, needed.available, f"texts of {length} tokens and the weights")
+    if options.json:
+        _print(sizes | _chosen(options, mesh), True)
+    else:
+        _print(sizes, False)
+        _print(_chosen(options, mesh), False)
+    return 0
+
+
+def _loads(
+    target: ModelConfig, drafts: Sequence[ModelConfig], dtype: str | None, mesh: Mesh | None
+) -> tuple[Load, list[Load]]:
+    """How a target and its drafts are held, these in the default dtype whatever the target's."""
+    small = huggingface.default_dtype()
+    held = Load(placement(target, mesh), jnp.dtype(dtype_of(dtype) or small))
+    return held, [Load(placement(each, mesh, split=False), jnp.dtype(small)) for each in drafts]
+
+
+def _most(target: ModelConfig) -> int:
+    """Tokens of the longest text that a model can have."""
+    return min(target.max_positions, PROMPT_BUCKETS[-1])
+
+
+def _plan(loads: tuple[Load, list[Load]], rows: int, nodes: int, length: int) -> Plan:
+    """The memory of texts of which the last `_NEW` tokens at most are new, as it is rounded up."""
+    new = min(_NEW, max(1, length - 1))
+    positions = loads[0].placed.config.max_positions
+    width, _, slots = room(max(1, length - new), new, nodes, positions)
+    return memory.plan(*loads, rows, width, slots, nodes)
+
+
+def _longest(plan_for: Callable[[int], Plan], spare: int | None, most: int) -> int:
+    """The longest texts, of `most` tokens at most, whose plan fits into `spare` bytes."""
+    if spare is None:
+        return most
+    return bisect.bisect_right(range(1, most + 1), spare, key=lambda n: plan_for(n).total)
+
+
+def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> dict[str, Any]:
+    given = {f.name: f.default for f in dataclasses.fields(target)}
+    config = {
+        name: value
+        for name, value in dataclasses.asdict(target).items()
+        if given[name] is dataclasses.MISSING or getattr(target, name) != given[name]
+    }
+    sizes = {f"{name}_bytes": value for name, value in needed._asdict().items()}
+    return {
+        "config": config,
+        "parameters": target.num_parameters,
+        "drafts": [draft.num_parameters for draft in drafts],
+        **sizes,
+        "total_bytes": needed.total,
+        "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
+    }
+
+
+def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
+    kind = dtype_of(options.dtype)
+    pair = load_pair(options.model, options.draft, kind, None, mesh, options.positions)
+
+    def chosen(temperature: float) -> str:
+        choice = choose(Asked(), pair, temperature, options.batch)
+        return f"{choice.setting.label} ({choice.reason})"
+
+    return {
+        "dtype": str(pair.target.embedding.dtype),
+        "method_greedy": chosen(0.0),
+        "method_sampled": chosen(0.8),
+        **_measurements(pair, options.batch),
+    }
+
+
+def _measurements(pair: Pair, batch: int) -> dict[str, Any]:
+    """Where measurements of the pair are, and how they are forgotten."""
+    file = records.file()
+    if file is None:
+        return {"cache_folder": "none: there is no home folder; name one with SPECJAX_CACHE"}
+    names = [records.setting(pair.target, pair.drafts, batch, sampled) for sampled in (False, True)]
+    kept = {name: runs for name in names if (runs := records.recall(name))}
+    found: dict[str, Any] = {"cache_folder": str(file.parent), "measurements": "none of this pair"}
+    if kept:
+        dates = sorted(run.date[:10] for runs in kept.values() for run in runs)
+        found["measurements"] = f"{len(dates)} of this pair in {file}, the last of {dates[-1]}"
+        entries = " and ".join(f'"{name}"' for name in kept)
+        found["to_forget_them"] = f"delete that file, or in it {entries}"
+    return found
+
+
+def _print(facts: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(facts))
+        return
+    for name, value in facts.items():
+        words = name.removesuffix("_bytes").replace("_", " ")
+        print(f"{words}: {_readable(name, value)}")
+
+
+def _readable(name: str, value: Any) -> str:
+    if value is None:
+        return "unknown"
+    if name.endswith("_bytes"):
+        return f"{readable(value)} of each device"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {entry}" for key, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(f"{entry:,}" for entry in value) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class Finding(NamedTuple):
+    """Something about a draft beside its target; `obstacle` if they cannot work together."""
+
+    what: str
+    said: str
+    obstacle: bool = False
+
+
+def check_pair(options: CheckPair) -> int:
+    """Runs `specjax check-pair`; gives the exit code, 1 if a draft cannot work for the target.
+
+    Configurations and tokenizers are read, weights are not.
+
+    Raises:
+      CheckpointError: a folder or file is missing or damaged, or an architecture not supported.
+      ValueError: an option is wrong, or the mesh does not divide the target.
+    """
+    kind = dtype_of(options.dtype)
+    mesh = devices_for(options.mesh)
+    found = named(options.target, ",".join(options.drafts))
+    target = huggingface.read_config(found.target.folder, options.positions)[0]
+    vocabulary = vocabulary_of(found.target, target)
+    report = {"target": _described(found.target, target, kind), "drafts": []}
+    for files in found.drafts:
+        draft = huggingface.read_config(files.folder)[0]
+        verdict = compared(vocabulary, vocabulary_of(files, draft))
+        findings = [
+            Finding("vocabulary", verdict.reason, not verdict.same),
+            _on_ends(target, draft),
+            _on_context(target, draft),
+            *_on_windows(draft),
+            _on_memory(_loads(target, [draft], kind, mesh), _most(target)),
+        ]
+        works = not any(finding.obstacle for finding in findings)
+        one = {"draft": _described(files, draft, None), "works": works}
+        report["drafts"].append(one | {"findings": [each._asdict() for each in findings]})
+    report["works"] = all(one["works"] for one in report["drafts"])
+    print(json.dumps(report)) if options.json else _tell(report)
+    return 0 if report["works"] else 1
+
+
+def _described(files: Files, config: ModelConfig, dtype: str | None) -> str:
+    kind = dtype or huggingface.default_dtype()
+    size = memory.Load(placement(config, None), jnp.dtype(kind)).weights
+    return (
+        f"{files.folder}: {config.family}, {config.num_parameters:,} parameters "
+        f"({readable(size)} in {kind}), {config.vocab_size:,} rows of vocabulary, "
+        f"{config.max_positions:,} positions"
+    )
+
+
+def _on_ends(target: ModelConfig, draft: ModelConfig) -> Finding:
+    ends = [", ".join(map(str, config.eos_ids)) or "none" for config in (target, draft)]
+    if ends[0] == ends[1]:
+        return Finding("end tokens", f"{ends[0]} in both")
+    return Finding("end tokens", f"{ends[0]} and {ends[1]}; the model's count")
+
+
+def _on_context(target: ModelConfig, draft: ModelConfig) -> Finding:
+    if draft.max_positions >= target.max_positions:
+        return Finding("context", f"{draft.max_positions:,} positions for {target.max_positions:,}")
+    return Finding(
+        "context",
+        f"{draft.max_positions:,} positions for {target.max_positions:,}: past them the draft "
+        "guesses poorly; the text stays the model's own",
+    )
+
+
+def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
+    windows = [window for window in draft.windows if window is not None]
+    if not windows:
+        return ()
+    return (Finding("windows", f"trees grown in several passes have at most {min(windows)} nodes"),)
+
+
+def _on_memory(loads: tuple[Load, list[Load]], most: int) -> Finding:
+    """What one text takes; an obstacle where not even its first token fits."""
+    plan_for = partial(_plan, loads, 1, _NODES)
+    needed = plan_for(most)
+    longest = _longest(plan_for, needed.available, most)
+    said = (
+        f"{readable(needed.total)} of each device with a text of {most:,} tokens, of which the "
+        f"draft takes {readable(needed.draft_weights + needed.draft_caches)}"
+    )
+    if needed.available is not None:
+        said += f"; here are {readable(needed.available)} to spare"
+    if longest < most:
+        weights = readable(needed.weights + needed.draft_weights)
+        said += f", for {longest:,} tokens" if longest else f", and the weights take {weights}"
+    return Finding("memory", said, not longest)
+
+
+def _tell(report: dict[str, Any]) -> None:
+    print(f"model {report['target']}")
+    for number, one in enumerate(report["drafts"]):
+        print(f"draft {number} {one['draft']}")
+        for finding in one["findings"]:
+            mark = "NO " if finding["obstacle"] else ""
+            print(f"  {mark}{finding['what']}: {finding['said']}")
+        print("  can draft for the model" if one["works"] else "  cannot draft for the model")

@@ -1,0 +1,102 @@
+"""The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and their like."""
+
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import tyro
+
+from specjax.cli.options import (
+    VERBS,
+    Bench,
+    CheckPair,
+    Generate,
+    Options,
+    Roofline,
+    Shard,
+    Tune,
+    Verify,
+    parsed,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; gives the exit code, 2 with one sentence for what a person got wrong.
+
+    Raises:
+      SystemExit: after printing help, or for unknown or missing flags (code 2).
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before this process began
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+    options: Options = parsed(VERBS, "specjax", arguments, tyro.conf.OmitSubcommandPrefixes)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    try:
+        code = _command(options)()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _let_output_go()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except RuntimeError as error:  # what jax raises when an allocation fails
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        print(f"specjax: not enough memory: {str(error).splitlines()[0]}", file=sys.stderr)
+        return 2
+    except MemoryError as error:
+        print(f"specjax: not enough memory: {error or 'more than there is'}.", file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"specjax: {' '.join(str(error).split())}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _let_output_go()
+        return 2
+
+
+def _let_output_go() -> None:
+    """Lets what standard output still holds go nowhere: nobody reads it, or it takes no more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _command(options: Options) -> Callable[[], int]:
+    """The verb, imported only now: what it needs takes a second to load."""
+    from specjax.methods import records
+
+    records.use_compilation_cache()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    if isinstance(options, Bench):
+        from specjax.cli import bench
+
+        return lambda: bench.bench(options)
+    if isinstance(options, Tune):
+        from specjax.cli import tune
+
+        return lambda: tune.tune(options)
+    if isinstance(options, Roofline):
+        from specjax.cli import roofline
+
+        return lambda: roofline.roofline(options)
+    if isinstance(options, Verify):
+        from specjax.cli import verify
+
+        return lambda: verify.verify(options)
+    if isinstance(options, Generate):
+        from specjax.cli import generate
+
+        return lambda: generate.generate(options)
+    if isinstance(options, Shard):
+        from specjax.cli import shard
+
+        return lambda: shard.shard(options)
+    from specjax.cli import info
+
+    if isinstance(options, CheckPair):
+        return lambda: info.check_pair(options)
+    return lambda: info.info(options)

@@ -1,0 +1,333 @@
+"""What the command line takes: a frozen dataclass a verb, and how their values are read."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias
+
+import tyro
+
+_FRAME = "│ "
+_RULE = "╰─╯-"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Context:
+    """How much of a model's context is used."""
+
+    positions: int | None = None
+    """Positions of the model's context to use; a LongRoPE model takes its long factors for more
+    than the original ones. By default all, or those. Where a model's file stretches a context that
+    it names, all of that may be used."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Devices:
+    """What a model runs on."""
+
+    mesh: str | None = None
+    """Devices along the axes data (rows), model (heads and features of the target) and draft (the
+    drafts of a pool), such as data=2,model=4."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hosts(Devices):
+    """What a model runs on, of several hosts perhaps."""
+
+    distributed: str | None = None
+    """One command a host, HOST:PORT,PROCESSES,PROCESS with the coordinator's address; or auto, from
+    SPECJAX_COORDINATOR, SPECJAX_PROCESSES and SPECJAX_PROCESS, or the cluster."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate(Context, Hosts):
+    """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
+
+    prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
+    """The text to continue; - reads it from standard input."""
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: str | None = None
+    """Draft model folders, separated by commas. By default the bundled ones, for the bundled
+    model."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
+    method: str = "auto"
+    """auto, none, chain, tree, pool, specexec, staged, lookup, ngram, recycle or hybrid; auto takes
+    what bench measured as fastest here."""
+    tree: str | None = None
+    """Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for chain, tree,
+    recycle, and for pool of every draft."""
+    budget: int | None = None
+    """Most nodes of a tree below its root; the drafts of a pool share them."""
+    config: str | None = None
+    """A file that tune wrote; it names the method for such a temperature."""
+    verify: str = "auto"
+    """auto, greedy, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of
+    one draft)."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Sample among this many tokens only; 0 is off."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens of this total probability; 1 is off."""
+    min_p: float = 0.0
+    """Leave out tokens below this share of the likeliest one's probability; 0 is off."""
+    seed: int = 0
+    """Names the random numbers: they are those of jax.random.key(seed)."""
+    max_new_tokens: int = 128
+    """Longest continuation, in tokens."""
+    chat: bool = False
+    """Give the prompt as a user's message, by the model's chat template."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+    show_tree: bool = False
+    """Draw the tree of every step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench(Context, Devices):
+    """Measure every method against plain decoding, and remember the fastest for --method auto."""
+
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    limit: int | None = None
+    """Take this many prompts only."""
+    methods: str = "chain,tree,pool,specexec,lookup,hybrid"
+    """Methods, separated by commas, or all; plain decoding is always measured."""
+    trees: str | None = None
+    """Shapes to compare instead of the methods' own, or beside --budgets: chain:1,1;tree:2/2."""
+    budgets: str | None = None
+    """Budgets of nodes to compare, such as 16,64,256; every method takes each."""
+    config: str | None = None
+    """Measure what this file, written by tune, names, beside the methods."""
+    skip_phases: bool = False
+    """Leave out the phases of a step, whose compilation takes longer than the rest; on a mesh they
+    are always left out."""
+    profile: bool = False
+    """Trace the loop too, and tell how long the passes of target and drafts, drafting beside
+    them, deciding and committing take of a step; tracing slows small operations down most."""
+    temperatures: str = "0,0.8"
+    """Temperatures, separated by commas."""
+    batch: str | None = None
+    """Rows per batch, separated by commas; above 1 a half greedy, half sampled batch is added. By
+    default 1 and 8, or what of them a mesh can divide."""
+    dtype: str | None = None
+    """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both."""
+    verify: str = "auto"
+    """auto, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of one
+    draft)."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation; end tokens are run past."""
+    inflate: str | None = None
+    """Grow the model to this many parameters, such as 100M, without changing its function."""
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
+    seed: int = 0
+    """Prompt i samples with fold_in(jax.random.key(seed), i)."""
+    json: str | None = None
+    """Write the measurements to this file."""
+    png: str | None = None
+    """Draw tokens per step and speed-up against the nodes of a tree to this file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tune:
+    """Find the fastest method, shape and budget for this machine and these prompts."""
+
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """Where to write the configuration; generate, bench and verify read it with --config."""
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    limit: int = 8
+    """Take this many prompts only."""
+    methods: str = "all"
+    """Methods to choose among, separated by commas; plain decoding is always one."""
+    budgets: str = "7,15,31,63"
+    """Budgets of nodes to choose among."""
+    temperatures: str = "0,0.8"
+    """Temperatures to choose for, separated by commas."""
+    batch: int = 1
+    """Rows to choose for."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation; end tokens are run past."""
+    inflate: str | None = None
+    """Grow the model to this many parameters, such as 100M, without changing its function."""
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
+    seed: int = 0
+    """Prompt i samples with fold_in(jax.random.key(seed), i)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Verify(Context, Hosts):
+    """Check on this very pair that speculative decoding changes nothing but speed."""
+
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    stage: str | None = None
+    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
+    staged and ngram. By default the bundled ones, for the bundled model."""
+    methods: str = "chain,tree,pool,specexec,hybrid"
+    """Methods, separated by commas, or all."""
+    tree: str | None = None
+    """Children per level of every static tree, such as 2,2,1 or 3/2,1,0; by default each method's
+    own."""
+    budget: int | None = None
+    """Most nodes of the other trees, and of static ones where no tree is named."""
+    config: str | None = None
+    """Check what this file, written by tune, names, instead of methods."""
+    verify: str = "naive,auto"
+    """Rules whose distribution is tested, separated by commas, or all; each where it is lossless.
+    auto is the rule that each method has when none is named."""
+    prompts: int = 8
+    """How many of the bundled prompts the greedy part continues."""
+    max_new_tokens: int = 64
+    """Tokens of their continuations."""
+    samples: int = 4096
+    """Continuations drawn to test the distribution of their first tokens."""
+    seed: int = 0
+    """Names the random numbers."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Info(Context, Hosts):
+    """Show a model, its drafts, the memory they would take, and the method auto would choose."""
+
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: str | None = None
+    """Draft model folders, separated by commas."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    batch: int = 1
+    """Texts at once, for the memory they take."""
+    length: int | None = None
+    """Tokens of a text, of which 128 are new; by default the model's whole context."""
+    nodes: int = 16
+    """Nodes of a tree, its root included."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckPair(Context, Devices):
+    """Say whether drafts can work for a model: their vocabularies, contexts and memory."""
+
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
+    """A Hugging Face folder, a hub's org/name or org/name@revision, or "bundled"."""
+    drafts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="DRAFT")]
+    """Drafts, named likewise."""
+    dtype: str | None = None
+    """What the model's weights would be held in: float32 or bfloat16. By default float32 on a CPU,
+    else bfloat16."""
+    json: bool = False
+    """Print one JSON object and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(Hosts):
+    """Write a model with Orbax, by shards that every process reads its own of, on any mesh."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """Where to write it; --model takes this folder then."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """Hold passes, plain steps and generations against the bandwidth measured in the same run."""
+
+    shapes: str | None = None
+    """Shapes of random weights, separated by commas; by default none on a CPU, else
+    llama-3.1-8b,llama-3.2-1b."""
+    inflate: str | None = None
+    """Sizes to grow the bundled target to; by default 100M on a CPU, else 1B,8B."""
+    nodes: str = "1,16,64"
+    """Nodes of the trees whose passes are timed."""
+    slots: int | None = None
+    """Tokens in the cache of those passes; by default 512 on a CPU, else 4096."""
+    methods: str = "chain,specexec"
+    """Methods to run end to end, separated by commas."""
+    temperatures: str = "0,0.8"
+    """Temperatures to run them at."""
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    limit: int = 8
+    """Take this many prompts only."""
+    max_new_tokens: int = 128
+    """Tokens of every continuation."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    seconds: float = 480.0
+    """Begin no further model after so long; what is left is said to be owed."""
+    json: str | None = None
+    """Write the measurements to this file, row by row."""
+
+
+Options: TypeAlias = Generate | Bench | Tune | Verify | Info | CheckPair | Shard | Roofline
+VERBS = (
+    Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[Tune, tyro.conf.subcommand("tune")]
+    | Annotated[Verify, tyro.conf.subcommand("verify")]
+    | Annotated[Info, tyro.conf.subcommand("info")]
+    | Annotated[CheckPair, tyro.conf.subcommand("check-pair")]
+    | Annotated[Shard, tyro.conf.subcommand("shard")]
+    | Annotated[Roofline, tyro.conf.subcommand("roofline")]
+)
+
+
+def parsed(kind: Any, prog: str, arguments: Sequence[str] | None, *config: Any) -> Any:
+    """The options, an instance of `kind`, that arguments give; by default those of the process.
+
+    Raises:
+      SystemExit: after printing help, or with code 2 after one sentence on standard error.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return tyro.cli(
+                kind, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff, *config)
+            )
+    except SystemExit as stop:
+        if stop.code:
+            print(f"{prog}: {_sentence(complaint.getvalue(), prog)}", file=sys.stderr)
+        raise
+
+
+def _sentence(panel: str, prog: str) -> str:
+    """What the first part of a panel of tyro's says, on one line.
+
+    Its parts end with a rule or with the frame; without a frame a rule is also below the title.
+    """
+    lines = [line.strip(_FRAME) for line in panel.splitlines()[1:]]
+    if lines and not lines[0].strip(_RULE):
+        del lines[0]
+    said = " ".join(" ".join(itertools.takewhile(lambda line: line.strip(_RULE), lines)).split())
+    return f"{said.rstrip('.')}; see {prog} --help."

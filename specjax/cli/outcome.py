@@ -1,0 +1,130 @@
+"""What a run of `specjax bench` leaves behind: its report, and what `--method auto` goes by."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from specjax.base.output import is_stream, reason, tried, write_json
+from specjax.checkpoints.pair import Pair
+from specjax.methods import records
+from specjax.methods.choice import shipped
+from specjax.methods.evidence import LEAST_ROUNDS
+from specjax.methods.records import Measured, Run
+from specjax.methods.setting import Setting, from_json
+from specjax.models.transformer import Model
+
+Row = dict[str, Any]
+_SECONDS = 10.0
+
+
+@dataclasses.dataclass
+class Sheet:
+    """A report in the making, and the file that it is kept in while it grows.
+
+    The file is whole and valid at any time; its `complete` says whether all rows are there, of all
+    prompts.
+    """
+
+    file: str | None
+    env: dict[str, Any]
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    written: float = float("-inf")
+    refused: bool = False
+
+    def report(self, rows: Sequence[Row] = (), complete: bool = False) -> dict[str, Any]:
+        """The report with the rows that are done, and others that are not."""
+        return {"complete": complete, "env": self.env, "rows": [*self.rows, *rows]}
+
+    def keep(self, rows: Callable[[], Sequence[Row]]) -> None:
+        """Writes what is measured so far, at most every 10 seconds: the rows of a batch size.
+
+        A file that refuses is not tried again before the end.
+        """
+        file = self.file
+        if not file or self.refused or is_stream(file):
+            return
+        if time.monotonic() - self.written < _SECONDS:
+            return
+        self.refused = not tried(
+            f"{file} cannot be written", lambda: write_json(file, self.report(rows()))
+        )
+        self.written = time.monotonic()
+
+    def finish(self) -> bool:
+        """Writes the whole report; whether it could."""
+        file = self.file
+        if not file:
+            return True
+        whole = self.report(complete=True)
+        return tried(f"{file} cannot be written", lambda: write_json(file, whole))
+
+
+def remember(
+    rows: Sequence[Row], pair: Pair, targets: Mapping[str, Model], date: str, mixed: str
+) -> Path | None:
+    """Keeps what `--method auto` goes by, and says of what it is not told anything; gives the file.
+
+    A run is kept only if the shipped default ran in it beside others: without it nothing could be
+    decided. A cache that refuses is said in a line and loses nothing else. `mixed` is the
+    temperature of rows that no text has.
+
+    Rates are those that the speed-ups name over one plain rate, so that groups compare.
+    """
+    file, untold = None, []
+    for (batch, dtype, temperature), alike in _alike(rows, mixed):
+        run = Run(date, temperature, alike[0]["prompts"], tuple(map(_measured, alike)))
+        default = shipped(pair, temperature > 0, batch).setting
+        if len(run.measured) < 2:  # plain decoding alone says nothing about the methods
+            continue
+        if lacks := _lacks(run, default):
+            untold.append(f"temperature {temperature:g}, batch {batch}, {dtype} ({lacks})")
+            continue
+        name = records.setting(targets[dtype], pair.drafts, batch, temperature > 0)
+        try:
+            file = records.remember(name, run)
+        except OSError as error:
+            _say(f"what was measured is not remembered for --method auto: {reason(error)}.")
+            return None
+    if untold:
+        _say(f"--method auto is told nothing about {'; '.join(untold)}.")
+    return file
+
+
+def _alike(rows: Sequence[Row], mixed: str) -> Iterator[tuple[tuple[int, str, float], list[Row]]]:
+    """Rows of a batch size, dtype and temperature; of plain decoding's rates one for all dtypes."""
+
+    def kind(row: Row) -> tuple[int, str, float]:
+        return row["batch"], row["dtype"], row["temperature"]
+
+    plain = {(row["temperature"], row["batch"]): row["plain_tokens_per_second"]
+             for row in rows if row["method"] == "none"}  # fmt: skip
+    found = [
+        row | {"rate": row["speedup"] * plain[row["temperature"], row["batch"]]}
+        for row in rows
+        if row["temperature"] != mixed
+    ]
+    for one, alike in groupby(sorted(found, key=kind), key=kind):
+        yield one, list(alike)
+
+
+def _measured(row: Row) -> Measured:
+    return Measured(from_json(row["setting"], "a row"), row["rate"], tuple(row["round_speedups"]))
+
+
+def _lacks(run: Run, default: Setting) -> str | None:
+    """What a run lacks for anything to be decided by it."""
+    beside = run.of(default)
+    if beside is None:
+        return f"the shipped default, {default.label}, was not measured beside the others"
+    rounds = len(beside.ratios)
+    if rounds < LEAST_ROUNDS:
+        return f"{rounds} batches of prompts are too few; {LEAST_ROUNDS} at least"
+    return None
+
+
+def _say(sentence: str) -> None:
+    print(f"specjax: {sentence}", file=sys.stderr, flush=True)

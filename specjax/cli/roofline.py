@@ -1,0 +1,131 @@
+"""`specjax roofline`: rows as they come, on standard output and in a file."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.machine import read_bandwidth
+from specjax.base.output import is_stream, tried, write_json
+from specjax.checkpoints.huggingface import default_dtype
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.options import Roofline
+from specjax.cli.values import (
+    at_least,
+    budgets_of,
+    check_target_file,
+    count_of,
+    temperatures_in,
+)
+from specjax.measure import prompts, timing
+from specjax.measure.roofline import SHAPES, Generations, Row, costs, of_pair
+from specjax.models.inflate import inflate
+from specjax.models.transformer import initialize
+
+_ON_A_CPU = {"shapes": "", "inflate": "100M", "slots": 512}
+_ELSEWHERE = {"shapes": "llama-3.1-8b,llama-3.2-1b", "inflate": "1B,8B", "slots": 4096}
+
+
+def line(row: Row) -> str:
+    """A row as text."""
+    shown = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if name not in ("model", "what")
+    )
+    return f"{row.get('model', ''):26} {row['what']:24} {'  '.join(shown)}"
+
+
+def roofline(options: Roofline) -> int:
+    """Runs `specjax roofline`, which writes and prints row by row; gives the exit code.
+
+    Raises:
+      ValueError: an option is wrong, or no prompt fits.
+      OSError: standard output cannot be written; the file is.
+    """
+    check_target_file("--json", options.json)
+    rows: list[Row] = []
+    unread: OSError | None = None
+    for row in measured(options):
+        rows.append(row)
+        if options.json and not is_stream(options.json):
+            _write(options, rows, complete=False)
+        try:
+            print(line(row), flush=True)
+        except OSError as error:  # nobody reads, but the file is still wanted
+            if not options.json:
+                raise
+            unread = error
+    written = not options.json or _write(options, rows, complete=True)
+    if unread is not None:
+        raise unread
+    return 0 if written else 2
+
+
+def _write(options: Roofline, rows: Sequence[Row], complete: bool) -> bool:
+    """Writes the rows so far; whether it could, which a line on standard error says."""
+    file = options.json
+    assert file is not None
+    report = {
+        "complete": complete,
+        "env": timing.environment(),
+        "config": dataclasses.asdict(options),
+        "rows": rows,
+    }
+    return tried(f"{file} cannot be written", lambda: write_json(file, report))
+
+
+def measured(options: Roofline) -> Iterator[Row]:
+    """All rows, one after the other.
+
+    Raises:
+      ValueError: an option is wrong, or no prompt fits.
+    """
+    begin, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
+    shapes = options.shapes if options.shapes is not None else _default(on_cpu, "shapes")
+    sizes = options.inflate if options.inflate is not None else _default(on_cpu, "inflate")
+    slots = int(_default(on_cpu, "slots")) if options.slots is None else options.slots
+    nodes = budgets_of(options.nodes, "--nodes")
+    at_least("--slots", options.slots, 1)
+    dtype, bandwidth = options.dtype or default_dtype(), read_bandwidth()
+    yield {"what": "read bandwidth", "gb_per_second": bandwidth / 1e9}
+    for name in filter(None, shapes.split(",")):
+        if name not in SHAPES:
+            raise ValueError(f"no shape {name!r}; there are {', '.join(SHAPES)}.")
+        shape = partial(initialize, jax.random.key(0), SHAPES[name], jnp.dtype(dtype))
+        if time.monotonic() - begin > options.seconds:
+            yield {"model": name, "what": "owed"}
+            continue
+        for row in costs(shape(), nodes, slots, bandwidth):
+            yield {"model": name, **row}
+    for size in filter(None, sizes.split(",")):
+        name = f"bundled, grown to {size}"
+        if time.monotonic() - begin > options.seconds:
+            yield {"model": name, "what": "owed"}
+            continue
+        pair = load_pair("bundled", None, "float32")
+        pair = pair._replace(target=inflate(pair.target, count_of(size)))
+        work = _generations(options, pair)
+        for row in of_pair(pair, nodes, slots, bandwidth, work, dtype):
+            yield {"model": name, **row}
+
+
+def _generations(options: Roofline, pair: Pair) -> Generations:
+    """What is run end to end.
+
+    Raises:
+      ValueError: an option is wrong, or no prompt fits.
+    """
+    listed = prompts.read(options.prompts)[: options.limit]
+    longest = pair.target.config.max_positions
+    chosen, _ = prompts.fitting(listed, pair.tokenizer, longest, options.max_new_tokens)
+    temperatures = temperatures_in(options.temperatures)
+    return Generations(chosen, options.methods, temperatures, options.max_new_tokens)
+
+
+def _default(on_cpu: bool, name: str) -> Any:
+    return (_ON_A_CPU if on_cpu else _ELSEWHERE)[name]

@@ -1,0 +1,141 @@
+"""`specjax tune`: what is chosen among, what came of it, and the file."""
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specjax.base.output import tried
+from specjax.checkpoints.huggingface import default_dtype
+from specjax.checkpoints.pair import load_pair
+from specjax.cli.options import Tune
+from specjax.cli.values import (
+    at_least,
+    budgets_of,
+    check_seed,
+    check_target_file,
+    count_of,
+    dtype_of,
+    temperatures_in,
+)
+from specjax.measure import prompts, timing
+from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
+from specjax.methods import registry, tuned
+from specjax.methods.setting import to_json
+from specjax.methods.tuned import Entry, Unfinished
+from specjax.models.inflate import inflate
+from specjax.models.transformer import Model
+
+
+def tune(options: Tune) -> int:
+    """Runs `specjax tune`; gives the exit code.
+
+    Raises:
+      ValueError: an option or a prompt file is wrong, or no prompt fits.
+    """
+    temperatures, choices = _check(options)
+    listed = prompts.read(options.prompts)[: options.limit]
+    parameters = count_of(options.inflate) if options.inflate else None
+    native = load_pair(options.model, options.draft, "float32", options.stage)
+    dtype = dtype_of(options.dtype) or default_dtype()
+    grown = inflate(native.target, parameters) if parameters else native.target
+    chosen, _ = prompts.fitting(
+        listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
+    )
+    as_it_runs = jax.tree.map(lambda leaf: leaf.astype(dtype), grown)
+    pairs = native, native._replace(target=as_it_runs)
+    estimates: list[Sequence[Estimate]] = []
+    checked: list[tuple[Entry, list[dict[str, Any]]]] = []
+    unfinished = Unfinished(options.out)
+
+    def keep(found: Sequence[Estimate] = ()) -> None:
+        so_far = [*estimates, found] if found else estimates
+        entries = [entry for entry, _ in checked]
+        unfinished.keep(entries, _environment(options, grown, so_far))
+
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+        tuner = Tuner(choices, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
+        for temperature in temperatures:
+            estimates.append(tuner.estimates(temperature, keep))
+        final = native._replace(target=grown)
+        for temperature, best in zip(temperatures, estimates, strict=True):
+            checked.append(fastest_of(choices, final, dtype, chosen, temperature, best, progress))
+            keep()
+    entries = [entry for entry, _ in checked]
+    env = _environment(options, grown, estimates)
+    written = tried(
+        f"{options.out} cannot be written", lambda: tuned.write(options.out, entries, env)
+    )
+    if written:
+        unfinished.remove()
+    for (entry, rows), best in zip(checked, estimates, strict=True):
+        _say(entry, best, rows)
+    return 0 if written else 2
+
+
+def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
+    """The temperatures and what is chosen among, once all options are checked."""
+    for name in ("limit", "max_new_tokens", "batch"):
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    check_seed(options.seed)
+    check_target_file("FILE", options.out)
+    registry.names_of(options.methods, None)
+    budgets = budgets_of(options.budgets)
+    dtype_of(options.dtype)
+    choices = Choices(options.methods, budgets, options.batch, options.max_new_tokens, options.seed)
+    return temperatures_in(options.temperatures), choices
+
+
+def _environment(
+    options: Tune, target: Model, estimates: Sequence[Sequence[Estimate]]
+) -> dict[str, Any]:
+    """Where settings were measured, and what each of them promised."""
+    return timing.environment() | {
+        "config": dataclasses.asdict(options),
+        "parameters": target.config.num_parameters,
+        "promises": [
+            [{"setting": to_json(p.setting), "tokens_per_step": p.tokens, "seconds": p.seconds,
+              "bound": p.bound} for p in each]
+            for each in estimates
+        ],
+    }  # fmt: skip
+
+
+def _say(entry: Entry, estimates: Sequence[Estimate], rows: Sequence[dict[str, Any]]) -> None:
+    """What was promised, what came of it, and what was written."""
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    lines = Table("setting", "tokens/step", "ms/step", "tokens/s expected", "measured", "speed-up")
+    measured = {row["label"]: row for row in rows if row["method"] != "none"}
+    for estimate in estimates:
+        row = measured.get(estimate.setting.label)
+        expected = estimate.rate * entry.batch
+        lines.add_row(
+            estimate.setting.label,
+            f"{estimate.tokens:.2f}",
+            f"{'≥ ' * estimate.bound}{estimate.seconds * 1e3:.2f}",
+            f"{'≤ ' * estimate.bound}{expected:.1f}",
+            "" if row is None else f"{row['tokens_per_second']:.1f}",
+            "" if row is None else f"{row['speedup']:.2f}",
+        )
+    console.print(f"temperature {entry.temperature:g}, batch {entry.batch}")
+    console.print(lines)
+    console.print(_verdict(entry))
+
+
+def _verdict(entry: Entry) -> str:
+    """The setting taken, and how far off the expectation was."""
+    rate = entry.measured["tokens_per_second"]
+    if not entry.expected:
+        return f"taken: plain decoding, {rate:.1f} tokens/s; nothing was faster."
+    off = rate / entry.expected["tokens_per_second"] - 1
+    steps = entry.measured["tokens_per_step"]
+    return (
+        f"taken: {entry.setting.label}, {rate:.1f} tokens/s, {entry.measured['speedup']:.2f} times "
+        f"plain decoding ({off:+.0%} against the expected rate; {steps:.2f} tokens per step, "
+        f"expected {entry.expected['tokens_per_step']:.2f})."
+    )

@@ -1,0 +1,122 @@
+"""`specjax verify`: what is certified, and what came of it."""
+
+import json
+from typing import Any
+
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.options import Verify
+from specjax.cli.values import at_least, check_seed, widths_of
+from specjax.measure import prompts
+from specjax.measure.certificate import Checks, certificate, judged
+from specjax.methods import registry
+from specjax.methods.setting import Setting
+from specjax.methods.tuned import read
+from specjax.parallel.processes import devices_for
+from specjax.trees.widths import widest
+from specjax.verify.rules import GREEDY, RULES
+
+
+def verify(options: Verify) -> int:
+    """Runs `specjax verify`; gives the exit code, 1 if the certificate fails.
+
+    Raises:
+      ValueError: an option is wrong or the pair does not fit.
+    """
+    settings_of(options, None)
+    for name in ("prompts", "max_new_tokens", "samples"):
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    widths_of(options.tree)
+    check_seed(options.seed)
+    checks = checks_of(options)
+    mesh = devices_for(options.mesh, options.distributed)
+    pair = load_pair(
+        options.model, options.draft, "float32", options.stage, mesh, options.positions
+    )
+    settings = settings_of(options, pair)
+    judged(pair, settings, checks)
+    chosen, _ = prompts.fitting(
+        prompts.read(None)[: options.prompts],
+        pair.tokenizer,
+        pair.target.config.max_positions,
+        options.max_new_tokens,
+    )
+    found = certificate(pair, settings, chosen, checks)
+    print(json.dumps(found) if options.json else summary(found))
+    return 0 if found["passed"] else 1
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The certificate in a few lines."""
+    greedy, naive, drawn = found["greedy"], found["sampled"]["naive"], found["sampled"]["law"]
+    lines = [
+        f"{_mark(part)} {title}: {one['method']}, {one['equal_tokens']} of {part['tokens']} tokens "
+        f"equal, {len(one['divergences'])} divergences, {one['tokens_per_step']:.2f} tokens a step"
+        for title, part in (("temperature 0", greedy), ("naive rule, same seed", naive))
+        for one in part["methods"]
+    ]
+    lowest = min(test["p_value"] for test in drawn["tests"])
+    lines.append(
+        f"{_mark(drawn)} distribution of {drawn['samples']} samples: {len(drawn['tests'])} tests, "
+        f"lowest p-value {lowest:.3g}, level {drawn['level']:.3g}"
+    )
+    return "\n".join([*lines, "lossless" if found["passed"] else "NOT LOSSLESS"])
+
+
+def _mark(part: dict[str, Any]) -> str:
+    return "passed" if part["passed"] else "FAILED"
+
+
+def checks_of(options: Verify) -> Checks:
+    """How much is checked.
+
+    Raises:
+      ValueError: there is no rule of a name, or it is not one that samples.
+    """
+    rules = tuple(_rules(options))
+    return Checks(options.max_new_tokens, options.samples, rules, options.seed)
+
+
+def _rules(options: Verify) -> list[str]:
+    """The rules named, or all but the greedy one; "auto" is that of each setting's own.
+
+    Raises:
+      ValueError: there is no such rule, or it is not one that samples.
+    """
+    sampling = [name for name in RULES if name != GREEDY.name]
+    if options.verify == "all":
+        return sampling
+    names = [name.strip() for name in options.verify.split(",")]
+    for name in names:
+        if name not in (registry.AUTO, *sampling):
+            raise ValueError(
+                f"--verify has {name!r}; rules that sample are auto, {', '.join(sampling)}, or all."
+            )
+    return names
+
+
+def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
+    """The settings that are checked: of methods, or of a file that tune wrote.
+
+    A chain is left out where `--tree` is wider and others are there. "all" are the methods that
+    the pair has everything for.
+
+    Raises:
+      ValueError: a method is unknown or does not take what is named, the file is none, or a tree
+        or budget is named beside it.
+    """
+    if options.config is not None:
+        if (options.tree, options.budget) != (None, None):
+            raise ValueError("--config names the tree and budget; leave them out beside it.")
+        return list(dict.fromkeys(entry.setting for entry in read(options.config)))
+    names = registry.names_of(options.methods, pair)
+    others = [name for name in names if name != "chain"]
+    wide = widest(widths_of(options.tree) or (1,)) > 1
+    drafts = 1 if pair is None else len(pair.drafts)
+    return [_setting(name, options, drafts) for name in (others if wide and others else names)]
+
+
+def _setting(method: str, options: Verify, drafts: int) -> Setting:
+    """A method with `--tree` if its tree is static, else with `--budget`."""
+    widths = widths_of(options.tree) if method in registry.STATIC else None
+    budget = options.budget if method != "none" and widths is None else None
+    return registry.setting_of(method, widths, budget, 1, drafts)

@@ -1,0 +1,1 @@
+"""The loop over draft, score, verify and commit: `generate` and `stream`."""

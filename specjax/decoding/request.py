@@ -1,0 +1,288 @@
+"""What is asked of a generation: checked on the host, padded to buckets."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Int32
+
+from specjax.base.axes import Key
+from specjax.base.pytree import pytree
+from specjax.base.sampling import Sampling, fold, threefry
+from specjax.draft.drafter import Drafter
+from specjax.models import memory
+from specjax.models.transformer import Model
+from specjax.parallel.mesh import ROWS, Layout, check_rows, laid_out, layout_of
+from specjax.trees.construction import DRAWN, Construction
+from specjax.verify.rules import NAIVE, Rule, find_rule
+
+PROMPT_BUCKETS = (
+    *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
+    *(12288, 16384, 24576, 32768, 49152, 65536, 98304, 131072),
+)
+OUTPUT_BUCKETS = (32, 128, 512, 2048, 8192, 32768)
+_SLOT_MULTIPLE = 64
+
+
+@pytree
+class Limits:
+    """Where a text ends: after `max_new_tokens`, or after an end token where `stop` says so."""
+
+    max_new_tokens: Int32[Array, ""]
+    stop: Bool[Array, ""]
+
+
+def window_of(drafter: Drafter | None) -> int:
+    """The most tokens a step can commit."""
+    return 1 if drafter is None else drafter.window
+
+
+class Request(NamedTuple):
+    """Arguments of `run`, checked and padded to their buckets."""
+
+    rule: Rule
+    sampling: Sampling
+    limits: Limits
+    prompt: Array
+    length: Array
+    key: Array
+    outputs: int
+    slots: int
+    layout: Layout | None = None
+
+
+Prompts: TypeAlias = Sequence[Sequence[int | np.integer] | Array | np.ndarray] | Array | np.ndarray
+"""Token ids: a list of prompts, each a list or a 1-D array; or a 2-D array with a prompt a row."""
+
+
+def listed(prompts: Prompts) -> list[list[int]]:
+    """The prompts as lists of token ids.
+
+    Raises:
+      TypeError: they are not lists or arrays of whole numbers.
+      ValueError: an array has other than two axes.
+    """
+    wanted = "it must be a list of prompts, each a list of token ids"
+    if isinstance(prompts, str | bytes):
+        raise TypeError(f"prompts is text, {prompts[:20]!r}; {wanted}: tokenize it first.")
+    if isinstance(prompts, jax.Array | np.ndarray) and prompts.ndim != 2:
+        raise ValueError(f"prompts has shape {prompts.shape}; an array of prompts has two axes.")
+    if not isinstance(prompts, Sequence | jax.Array | np.ndarray):
+        raise TypeError(f"prompts is a {type(prompts).__name__}; {wanted}.")
+    return [_ids_of(row, prompt) for row, prompt in enumerate(prompts)]
+
+
+def _ids_of(row: int, prompt: Any) -> list[int]:
+    if isinstance(prompt, str | bytes):
+        raise TypeError(f"prompt {row} is text, {prompt[:20]!r}; it must be a list of token ids.")
+    if isinstance(prompt, jax.Array | np.ndarray):
+        found = np.asarray(prompt)
+        if found.ndim == 1 and found.dtype.kind in "iu":
+            return found.tolist()
+        if found.ndim:
+            raise TypeError(
+                f"prompt {row} is an array of {found.dtype} with shape {found.shape}; it must be "
+                "whole numbers along one axis."
+            )
+        prompt = found[()]
+    if not isinstance(prompt, Sequence):
+        raise TypeError(
+            f"prompt {row} is {prompt!r}, not a list of token ids; for a single prompt, give a "
+            "list that holds it."
+        )
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"prompt {row} holds {token!r}; token ids are whole numbers.")
+    return [int(token) for token in prompt]
+
+
+def check_prompts(
+    target: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[int]:
+    """The prompts' lengths.
+
+    Raises:
+      TypeError: `max_new_tokens` is no whole number.
+      ValueError: there is no prompt, or one is empty, holds a foreign token or does not fit.
+    """
+    config = target.config
+    if not prompts:
+        raise ValueError("there is no prompt.")
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
+        raise TypeError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
+    lengths = [len(prompt) for prompt in prompts]
+    for row, prompt in enumerate(prompts):
+        if not lengths[row]:
+            raise ValueError(f"prompt {row} is empty; it needs at least one token.")
+        if lengths[row] + max_new_tokens > config.max_positions:
+            raise ValueError(
+                f"prompt {row} has {lengths[row]} tokens and {max_new_tokens} are asked for; "
+                f"together they exceed the model's {config.max_positions}."
+            )
+        foreign = next((t for t in prompt if not 0 <= t < config.vocab_size), None)
+        if foreign is not None:
+            raise ValueError(
+                f"prompt {row} holds token {foreign}; the vocabulary has {config.vocab_size}."
+            )
+    return lengths
+
+
+def prepare(
+    key: Array | np.ndarray,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    max_new_tokens: int,
+    sampling: Sampling,
+    verify: str,
+    stop_at_eos: bool,
+) -> Request:
+    """The request as arrays in buckets.
+
+    Raises:
+      TypeError: an argument is of another type than it must be.
+      ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
+        draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
+        out of its range; a mesh's axis does not divide the rows; the texts
+        would take more memory than there is; a draft is split over a mesh.
+    """
+    _check_types(target, drafter, sampling, verify)
+    prompts = listed(prompts)
+    lengths = check_prompts(target, prompts, max_new_tokens)
+    _check_drafter(target, drafter)
+    rows, keys = sampling.rows(len(prompts)), row_keys(key, len(prompts))
+    trees = Construction(DRAWN, chain=True) if drafter is None else drafter.construction
+    rule = find_rule(verify, trees)
+    rule = NAIVE if drafter is None else rule
+    if verify == "greedy" and np.any(np.asarray(rows.temperature) > 0):
+        raise ValueError(
+            "the greedy rule needs temperature 0; "
+            f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use auto or naive."
+        )
+    layout = layout_of(target, drafter)
+    check_rows(layout, len(prompts))
+    most = target.config.max_positions
+    width, outputs, slots = room(max(lengths), max_new_tokens, window_of(drafter), most)
+    padded = np.zeros((len(prompts), width), np.int32)
+    for row, prompt in enumerate(prompts):
+        padded[row, : lengths[row]] = prompt
+    _check_memory(target, drafter, rule, len(prompts), width, slots)
+    by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), keys)
+    limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
+    rows, padded, length, keys = laid_out(layout, by_row, ROWS)
+    return Request(
+        rule=rule,
+        sampling=rows,
+        limits=laid_out(layout, limits, P()),
+        prompt=padded,
+        length=length,
+        key=keys,
+        outputs=outputs,
+        slots=slots,
+        layout=layout,
+    )
+
+
+def _check_types(target: Model, drafter: Drafter | None, sampling: Sampling, verify: str) -> None:
+    """Checks what else would fail far from here, and say something of jax."""
+    wanted = {
+        "target": (target, Model, "load gives one, and a tokenizer beside it"),
+        "sampling": (sampling, Sampling, "such as specjax.Sampling(temperature=0.8)"),
+        "verify": (verify, str, "such as 'auto'"),
+    }
+    if drafter is not None:
+        wanted["drafter"] = (drafter, Drafter, "build and load_drafter give one")
+    for name, (value, kind, hint) in wanted.items():
+        if not isinstance(value, kind):
+            raise TypeError(
+                f"{name} is a {type(value).__name__}; it must be a {kind.__name__}: {hint}."
+            )
+
+
+def _check_drafter(target: Model, drafter: Drafter | None) -> None:
+    if drafter is None:
+        return
+    if drafter.vocab_size != target.config.vocab_size:
+        raise ValueError(
+            f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
+            f"the target one of {target.config.vocab_size}."
+        )
+    if any(draft.placed.axis is not None for draft in memory.loads_in(drafter)):
+        raise ValueError("a draft is split over the mesh; load_drafts gives drafts that are whole.")
+
+
+def _check_memory(
+    target: Model, drafter: Drafter | None, rule: Rule, rows: int, width: int, slots: int
+) -> None:
+    nodes = 1 if drafter is None else drafter.num_slots
+    held, drafts = memory.load_of(target), memory.loads_in(drafter)
+    needed = memory.plan(held, drafts, rows, width, slots, nodes, rule.name)
+    what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
+    memory.check(needed.beside_weights, needed.available, what)
+
+
+class Room(NamedTuple):
+    """Tokens of prompts and of what is made, and slots of the caches, as programs have them."""
+
+    prompt: int
+    outputs: int
+    slots: int
+
+
+def room(prompt: int, new_tokens: int, window: int, positions: int) -> Room:
+    """What so many tokens are rounded up to, where a step commits `window` at most.
+
+    No text is longer than the context of `positions`, whatever its tokens are rounded up to.
+
+    Raises:
+      ValueError: they exceed the largest bucket.
+    """
+    width, outputs = bucket(prompt, PROMPT_BUCKETS), bucket(new_tokens, OUTPUT_BUCKETS)
+    tokens = min(width + outputs, max(width, positions)) + window
+    slots = -(-tokens // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+    return Room(width, outputs, slots)
+
+
+def bucket(size: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `size`.
+
+    Raises:
+      ValueError: there is none.
+    """
+    fitting = next((b for b in buckets if b >= size), None)
+    if fitting is None:
+        raise ValueError(f"{size} tokens exceed the largest bucket, {buckets[-1]}.")
+    return fitting
+
+
+def row_keys(key: Array | np.ndarray, rows: int) -> Key[Array, " B"]:
+    """One key a row: `fold(key, row)` of a single key, or the given keys; all of threefry.
+
+    Raises:
+      TypeError: it is not a key of jax's.
+      ValueError: the number of keys is not that of the prompts.
+    """
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise TypeError(f"key is {key!r}; it must be a key of jax's, such as jax.random.key(0).")
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(jax.random.key(0)).shape
+        if key.dtype != np.uint32 or key.ndim not in (1, 2) or key.shape[-1:] != words:
+            raise TypeError(
+                f"key is an array of {key.dtype} with shape {key.shape}; it must be a key of "
+                "jax's, such as jax.random.key(0)."
+            )
+        key = jax.random.wrap_key_data(jnp.asarray(key))
+    keys = jnp.asarray(key)
+    if keys.ndim == 0:
+        return jax.vmap(partial(fold, keys))(jnp.arange(rows))
+    if keys.shape != (rows,):
+        raise ValueError(
+            f"key has shape {keys.shape}, for {rows} prompts; give one key, or one a row."
+        )
+    return threefry(keys)

@@ -1,0 +1,376 @@
+"""Static expansion by a pool of draft models (SpecInfer, arXiv 2305.09781, section 3)."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int32
+
+from specjax.base.axes import Key
+from specjax.base.pytree import pytree, static
+from specjax.base.sampling import (
+    Purpose,
+    Sampling,
+    draw,
+    draw_distinct,
+    fold,
+    is_greedy,
+    largest,
+    most_likely,
+    warm,
+)
+from specjax.draft.drafter import Drafter, Step
+from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
+from specjax.models.transformer import Model, trunk, unembed
+from specjax.parallel.mesh import DATA, DRAFT, gathered, mesh_of, place_along, size_of, stacked
+from specjax.trees.construction import DISTINCT, DRAWN, TOP_K, Construction
+from specjax.trees.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge, unmerged
+from specjax.trees.widths import Widths
+
+
+@pytree
+class ModelState:
+    """A draft model's cache, root included, and its logits after the root."""
+
+    cache: KVCache
+    logits: Float[Array, "*G B V"]
+
+
+@pytree
+class ExpansionDrafter(Drafter):
+    """A pool of drafts, each expanding a tree below the root; the trees are merged into one.
+
+    `groups` are equal models with equal trees: a single one, or several stacked on a leading axis
+    and run as one `vmap`; `sizes` says how many a group holds (1: not stacked), `shapes` which
+    tree its members expand. `axis` is the mesh axis over which stacked ones are spread, if any.
+    """
+
+    groups: tuple[Model, ...]
+    sizes: tuple[int, ...] = static()
+    shapes: tuple[TreeShape, ...] = static()
+    children: str = static(default=DRAWN)
+    axis: str | None = static(default=None)
+
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[Model],
+        widths: Widths | tuple[Widths, ...],
+        children: str = DRAWN,
+        stack: bool | None = None,
+    ) -> "ExpansionDrafter":
+        """A pool of `models`, equal ones stacked if `stack` (default: except on CPU).
+
+        `widths` are those of every model's tree (see `TreeShape`; the first is a number), or a
+        tuple of each model's own; `children` says how children are made (`DRAWN`, `DISTINCT` or
+        `TOP_K` of `verify`). On 2
+        CPU cores a batched dot made three stacked drafts cost as much as four to six single
+        ones, so there they are unrolled. On a mesh with a `draft` axis they are stacked, and each
+        device of it runs its share.
+
+        Raises:
+          ValueError: there is no model, vocabularies differ, trees are not one a model, or the
+            mesh's axis does not divide a number of equal drafts.
+        """
+        if not models:
+            raise ValueError("a pool needs at least one draft model.")
+        sizes = {m.config.vocab_size for m in models}
+        if len(sizes) > 1:
+            raise ValueError(f"the drafts have different vocabulary sizes: {sorted(sizes)}.")
+        mesh = mesh_of(models)
+        devices = size_of(mesh, DRAFT)
+        if stack is None:
+            stack = jax.default_backend() != "cpu" or devices > 1
+        alike: list[tuple[TreeShape, list[Model]]] = []
+        for model, shape in zip(models, _shapes(widths, len(models)), strict=True):
+            group = next(
+                (g for s, g in alike if stack and s == shape and g[0].config == model.config), None
+            )
+            if group is None:
+                alike.append((shape, [model]))
+            else:
+                group.append(model)
+        for _, group in alike:
+            if len(group) > 1 and len(group) % devices:
+                raise ValueError(
+                    f"mesh axis draft={devices} does not divide {len(group)} equal drafts."
+                )
+        axis = DRAFT if devices > 1 and any(len(g) > 1 for _, g in alike) else None
+        groups = tuple(g[0] if len(g) == 1 else stacked(g, mesh, axis) for _, g in alike)
+        sizes, shapes = tuple(len(g) for _, g in alike), tuple(s for s, _ in alike)
+        return cls(groups, sizes, shapes, children, axis)
+
+    @property
+    def construction(self) -> Construction:
+        """How trees are made."""
+        chain = all(shape.widest == 1 for shape in self.shapes)
+        return Construction(self.children, sum(self.sizes), chain)
+
+    @property
+    def state_specs(self) -> tuple[P, ...]:
+        """Stacked drafts first, then rows."""
+        return tuple(P(DATA) if size == 1 else P(self.axis, DATA) for size in self.sizes)
+
+    @property
+    def trees(self) -> tuple[TreeShape, ...]:
+        """Every draft's tree, in the order of the groups."""
+        pairs = zip(self.shapes, self.sizes, strict=True)
+        return tuple(shape for shape, size in pairs for _ in range(size))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the drafts' vocabulary."""
+        return self.groups[0].config.vocab_size
+
+    @property
+    def window(self) -> int:
+        """Depth of the trees plus 1."""
+        return max(shape.depth for shape in self.shapes) + 1
+
+    @property
+    def num_slots(self) -> int:
+        """Node slots of the merged tree, the root included."""
+        return 1 + sum(shape.num_nodes for shape in self.trees)
+
+    def init(
+        self,
+        prompt: Int32[Array, "B T"],
+        length: Int32[Array, " B"],
+        slots: int,
+        top_tokens: Int32[Array, "B T k"],
+    ) -> tuple[ModelState, ...]:
+        """Every draft's state after the prompts."""
+        del top_tokens
+
+        def one(model: Model) -> ModelState:
+            return prefill(model, prompt, length, slots)
+
+        return self._each(one, ())
+
+    def propose(
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: tuple[ModelState, ...],
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[TokenTree, tuple[ModelState, ...]]:
+        """The drafts' trees, merged."""
+        keys = jax.vmap(lambda k, at: fold(k, at, Purpose.DRAFT))(key, position)
+        certain = is_greedy(sampling) | (self.children == TOP_K)
+        tokens, distributions, first = [], [], 0
+        groups = zip(self.groups, self.sizes, self.shapes, state, strict=True)
+        for model, size, shape, held in groups:
+            here = size if size == 1 else model.embedding.shape[0]
+            numbers = first + place_along(self.axis if size > 1 else None) * here + jnp.arange(here)
+            first += size
+
+            def one(
+                model: Model, held: ModelState, number: Array, shape: TreeShape = shape
+            ) -> tuple[Array, Array]:
+                own = jax.vmap(lambda k: fold(k, number))(keys)
+                return expand(model, held, own, shape, sampling, certain, self.children == DISTINCT)
+
+            if size == 1:
+                made = jax.tree.map(lambda x: x[None], one(model, held, numbers[0]))
+            else:
+                made = gathered(jax.vmap(one)(model, held, numbers), self.axis)
+            tokens.extend(made[0])
+            distributions.extend(made[1])
+        tree = self._merged(
+            jnp.concatenate(tokens, 1), jnp.concatenate(distributions, 1), last, certain
+        )
+        return tree, state
+
+    def _merged(
+        self,
+        tokens: Int32[Array, "B M"],
+        distributions: Float[Array, "B R V"],
+        last: Int32[Array, " B"],
+        certain: Array,
+    ) -> TokenTree:
+        rows, trees = last.shape[0], self.trees
+        nodes = np.cumsum([0, *(tree.num_nodes for tree in trees)])
+        starts = np.cumsum([0, *(tree.num_distributions for tree in trees)])
+        parents = [
+            np.where(tree.parents() == NO_PARENT, NO_PARENT, tree.parents() + start)
+            for tree, start in zip(trees, nodes, strict=False)
+        ]
+
+        def same(values: Sequence[np.ndarray]) -> Int32[Array, "B M"]:
+            joined = np.concatenate(values)
+            return jnp.asarray(np.broadcast_to(joined, (rows, joined.size)), jnp.int32)
+
+        draws = Draws(
+            tokens=tokens,
+            parents=same(parents),
+            depth=same([tree.depths() for tree in trees]),
+            drafter=same([np.full(tree.num_nodes, number) for number, tree in enumerate(trees)]),
+            row=same([tree.distributions() + at for tree, at in zip(trees, starts, strict=False)]),
+            q=distributions,
+            certain=certain,
+        )
+        if len(trees) == 1 and (self.children != DRAWN or trees[0].widest == 1):
+            return jax.vmap(unmerged)(draws, last)
+        depth = self.window - 1
+        return jax.vmap(lambda d, root: merge(d, root, depth))(draws, last)
+
+    def commit(self, state: tuple[ModelState, ...], step: Step) -> tuple[ModelState, ...]:
+        """Every draft caught up with the step's tokens, in one pass each."""
+
+        def one(model: Model, held: ModelState) -> ModelState:
+            return catch_up(model, held, step.tokens, step.count)
+
+        return self._each(one, (state,))
+
+    def _each(self, one: Any, arguments: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
+        """`one` of every group's model and arguments, under `vmap` where a group is stacked."""
+        rows = zip(self.groups, *arguments, strict=True)
+        return tuple(
+            one(*row) if size == 1 else jax.vmap(one)(*row)
+            for size, row in zip(self.sizes, rows, strict=True)
+        )
+
+
+def _shapes(widths: Widths | tuple[Widths, ...], models: int) -> list[TreeShape]:
+    """One tree a model; a tree's own first level is a number, as there is one root."""
+    if widths and isinstance(widths[0], int):
+        return [TreeShape(cast(Widths, widths))] * models
+    own = [each for each in widths if isinstance(each, tuple)]
+    if len(own) != models or len(own) != len(widths):
+        raise ValueError(f"{len(widths)} trees are named for {models} drafts; each needs its own.")
+    return [TreeShape(each) for each in own]
+
+
+def prefill(
+    model: Model, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
+) -> ModelState:
+    """A draft's state after each row's first `length` tokens, with room for `slots`."""
+    rows, tokens = prompt.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
+    x, new = trunk(model, prompt, positions, None, None)
+    dtype = cache_dtype(model.embedding.dtype)
+    cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads).keep(new, None, length)
+    return ModelState(cache, _logits_at(model, x, length - 1, tokens))
+
+
+def catch_up(
+    model: Model, held: ModelState, tokens: Int32[Array, "B W"], count: Int32[Array, " B"]
+) -> ModelState:
+    """The state after the first `count` of `tokens`; a row with no new token keeps its logits."""
+    rows, window = tokens.shape
+    steps = jnp.arange(window, dtype=jnp.int32)
+    tree_mask = jnp.broadcast_to(steps <= steps[:, None], (rows, window, window))
+    positions = held.cache.length[:, None] + steps
+    x, new = trunk(model, tokens, positions, held.cache, tree_mask)
+    logits = _logits_at(model, x, jnp.maximum(count - 1, 0), window)
+    logits = jnp.where(count[:, None] > 0, logits, held.logits)
+    return ModelState(held.cache.keep(new, None, count), logits)
+
+
+def _logits_at(
+    model: Model, x: Float[Array, "E C"], index: Int32[Array, " B"], tokens: int
+) -> Float[Array, "B V"]:
+    """Logits after token `index` of each row."""
+    rows = jnp.arange(index.shape[0], dtype=jnp.int32)
+    return unembed(model, jnp.take(x, rows * tokens + index, axis=1)).T
+
+
+def expand(
+    model: Model,
+    held: ModelState,
+    key: Key[Array, " B"],
+    shape: TreeShape,
+    sampling: Sampling,
+    certain: Array,
+    distinct: bool = False,
+) -> tuple[Int32[Array, "B M"], Float[Array, "B R V"]]:
+    """The drawn tokens of one draft's tree, and the distributions of its expanded nodes.
+
+    Rows that are `certain` take the most likely children; the others independent draws, or draws
+    without replacement if `distinct`. A pass of a level runs the nodes that have children only.
+    """
+    rows, made, distributions = held.logits.shape[0], [], []
+    noise = _uniforms(key, shape, distinct, held.logits.dtype)
+    level_logits, block = held.logits[:, None], None
+    tree_mask = np.zeros((1, 0), bool)
+    for level in range(shape.depth):
+        _, counts = shape.expanded(level)
+        probs = warm(level_logits, sampling, certain)
+        if level in noise:
+            drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(probs, noise[level])
+        else:
+            own = jax.vmap(lambda k, level=level: fold(k, level))(key)
+            drawn = jax.vmap(partial(draw_distinct, count=int(counts.max())))(probs, own)
+        tokens = _children(level_logits, counts, drawn, certain)
+        made.append(tokens)
+        distributions.append(probs)
+        if level + 1 == shape.depth:
+            break
+        inner, _ = shape.expanded(level + 1)
+        above = np.repeat(tree_mask, counts, axis=0)[inner]
+        tree_mask = np.concatenate([above, np.eye(inner.size, dtype=bool)], 1)
+        x, new = trunk(
+            model,
+            _at(tokens, inner),
+            jnp.broadcast_to(held.cache.length[:, None] + level, (rows, inner.size)),
+            held.cache,
+            jnp.asarray(np.broadcast_to(tree_mask, (rows, *tree_mask.shape))),
+            block,
+        )
+        level_logits = unembed(model, x).T.reshape(rows, inner.size, -1)
+        block = new if block is None else jax.tree.map(_append, block, new)
+    return jnp.concatenate(made, axis=1), jnp.concatenate(distributions, axis=1)
+
+
+def _at(tokens: Int32[Array, "B m"], kept: np.ndarray) -> Int32[Array, "B n"]:
+    """The columns `kept`, which are in order."""
+    return tokens if kept.size == tokens.shape[1] else tokens[:, kept]
+
+
+def _append(earlier: Array, new: Array) -> Array:
+    return jnp.concatenate([earlier, new], axis=2)
+
+
+def _uniforms(
+    key: Key[Array, " B"], shape: TreeShape, distinct: bool, dtype: jnp.dtype
+) -> dict[int, Float[Array, "B n w 2"]]:
+    """The uniforms of every level's independent draws, those of one size made together.
+
+    A single child is drawn so even where children are to be `distinct`.
+    """
+    levels: dict[tuple[int, int], list[int]] = {}
+    for level in range(shape.depth):
+        _, counts = shape.expanded(level)
+        if counts.max() == 1 or not distinct:
+            levels.setdefault((counts.size, int(counts.max())), []).append(level)
+    found = {}
+    for size, own in levels.items():
+
+        def one(k: Array, level: Array, size: tuple[int, int] = size) -> Array:
+            return jax.random.uniform(fold(k, level), (*size, 2), dtype)
+
+        made = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(key, jnp.asarray(own))
+        found |= {level: made[:, place] for place, level in enumerate(own)}
+    return found
+
+
+def _children(
+    logits: Float[Array, "B n V"],
+    counts: np.ndarray,
+    drawn: Int32[Array, "B n w"],
+    certain: Array,
+) -> Int32[Array, "B m"]:
+    """`counts` children of the expanded nodes of a level: `drawn`, or the likeliest ones.
+
+    Every node has as many as the one that has the most, and keeps the first of them.
+    """
+    rows, nodes, width = drawn.shape
+    best = most_likely(logits)[..., None] if width == 1 else largest(logits, width)[1]
+    children = jnp.where(certain[:, None, None], best, drawn)
+    kept = np.flatnonzero(np.arange(width) < counts[:, None])
+    return _at(children.reshape(rows, nodes * width), kept)

@@ -1,0 +1,1 @@
+"""Clocks, benchmarks, tuning, and the losslessness certificate."""

@@ -1,0 +1,263 @@
+"""A losslessness certificate for one pair of target and drafts."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.base.sampling import Sampling, fold, process
+from specjax.checkpoints.pair import Pair
+from specjax.decoding.generate import Generation, generate
+from specjax.draft import Drafter
+from specjax.measure import distribution_tests
+from specjax.measure.prompts import Prompt
+from specjax.methods import registry
+from specjax.methods.setting import Setting
+from specjax.models.transformer import Model
+from specjax.verify.rules import NAIVE, RULES, find_rule
+
+TOLERANCE = 1e-4
+"""A gap, between two logits or a threshold and its uniform, that rounding may close: passes of
+different numbers of tokens round differently."""
+TEMPERATURE = 0.8
+FAMILY_ERROR = 1e-6
+"""Probability that a lossless pair fails the sampled part by chance."""
+_PROMPT = "def add(first, second):\n    return"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """How much is checked: `max_new_tokens` of each prompt, `samples` texts for each rule.
+
+    `rules` are names; "auto" is the rule that each method has when none is named.
+    """
+
+    max_new_tokens: int = 64
+    samples: int = 4096
+    rules: tuple[str, ...] = ("naive", "auto")
+    seed: int = 0
+
+
+class Divergence(NamedTuple):
+    """Where a row first differs from plain decoding, and the gap that rounding had to close."""
+
+    prompt: str
+    position: int
+    gap: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One method against plain decoding, token for token."""
+
+    method: str
+    rows: int
+    equal_tokens: int
+    tokens_per_step: float
+    divergences: tuple[Divergence, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every divergence is one of rounding."""
+        return all(divergence.gap < TOLERANCE for divergence in self.divergences)
+
+    def report(self) -> dict[str, Any]:
+        """The comparison as plain values."""
+        return {
+            "method": self.method,
+            "passed": self.passed,
+            "rows": self.rows,
+            "equal_tokens": self.equal_tokens,
+            "tokens_per_step": self.tokens_per_step,
+            "divergences": [divergence._asdict() for divergence in self.divergences],
+        }
+
+
+def compare(
+    pair: Pair,
+    setting: Setting,
+    chosen: Sequence[Prompt],
+    checks: Checks,
+    temperature: float,
+    plain: np.ndarray,
+) -> Comparison:
+    """A method's tokens against those of plain decoding with the same keys.
+
+    At temperature 0 under the method's own rule; else under the naive one, which emits the very
+    tokens of plain sampling.
+    """
+    drafter = registry.build(setting, pair, "naive" if temperature else "auto")
+    made = tokens_of(pair.target, drafter, chosen, checks, temperature)
+    pairs = zip(chosen, plain, made.tokens, range(len(chosen)), strict=True)
+    divergences, equal = [], 0
+    for prompt, expected, got, row in pairs:
+        differing = np.flatnonzero(expected != got)
+        equal += int(differing[0]) if differing.size else expected.size
+        if differing.size:
+            at = int(differing[0])
+            gap = _gap(pair.target, [*prompt.tokens, *expected[:at].tolist()], temperature,
+                       _row_key(checks, row), (int(expected[at]), int(got[at])))  # fmt: skip
+            divergences.append(Divergence(prompt.name, at, gap))
+    per_step = float(made.lengths.sum() / made.steps.sum())
+    return Comparison(setting.label, len(chosen), equal, per_step, tuple(divergences))
+
+
+def _row_key(checks: Checks, row: int) -> jax.Array:
+    return fold(jax.random.key(checks.seed), row)
+
+
+def tokens_of(
+    target: Model,
+    drafter: Drafter | None,
+    chosen: Sequence[Prompt],
+    checks: Checks,
+    temperature: float,
+) -> Generation:
+    """All prompts' continuations as one batch, run past end tokens."""
+    return generate(
+        jax.random.key(checks.seed),
+        target,
+        drafter,
+        [prompt.tokens for prompt in chosen],
+        max_new_tokens=checks.max_new_tokens,
+        sampling=Sampling(temperature),
+        verify="naive" if temperature else "auto",
+        stop_at_eos=False,
+    )
+
+
+def _gap(
+    target: Model,
+    prefix: list[int],
+    temperature: float,
+    key: jax.Array,
+    tokens: tuple[int, int],
+) -> float:
+    """How far the decision between two tokens was from going the other way."""
+    logits = distribution_tests.logits_after(target, [prefix])[0]
+    if temperature == 0:
+        best = np.sort(logits)[-2:]
+        return float(best[1] - min(logits[tokens[0]], logits[tokens[1]], best[0]))
+    return distribution_tests.threshold_gap(logits, temperature, key, len(prefix), tokens)
+
+
+def greedy_part(
+    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
+) -> dict[str, Any]:
+    """At temperature 0 every method gives the tokens of plain decoding."""
+    plain = tokens_of(pair.target, None, chosen, checks, 0.0).tokens
+    found = [compare(pair, s, chosen, checks, 0.0, plain) for s in settings]
+    return section(found, plain)
+
+
+def naive_part(
+    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
+) -> dict[str, Any]:
+    """With one seed the naive rule gives the tokens of plain sampling."""
+    plain = tokens_of(pair.target, None, chosen, checks, TEMPERATURE).tokens
+    found = [compare(pair, s, chosen, checks, TEMPERATURE, plain) for s in settings]
+    return section(found, plain) | {"temperature": TEMPERATURE}
+
+
+def section(found: Sequence[Comparison], plain: np.ndarray) -> dict[str, Any]:
+    """The comparisons of one part as plain values; `plain` holds the tokens compared with."""
+    return {
+        "passed": all(comparison.passed for comparison in found),
+        "tokens": int(plain.size),
+        "divergences": sum(len(comparison.divergences) for comparison in found),
+        "tolerance": TOLERANCE,
+        "methods": [comparison.report() for comparison in found],
+    }
+
+
+def distribution_part(pair: Pair, settings: Sequence[Setting], checks: Checks) -> dict[str, Any]:
+    """Tokens of many continuations follow the target's distribution, whatever the step before
+    drew.
+    """
+    prompt = pair.tokenizer(_PROMPT).input_ids
+    tests = [
+        test
+        for setting, rule in judged(pair, settings, checks)
+        for test in _distribution_tests(pair, setting, rule, prompt, checks)
+    ]
+    level = FAMILY_ERROR / len(tests)
+    return {
+        "passed": all(test["p_value"] >= level for test in tests),
+        "temperature": TEMPERATURE,
+        "samples": checks.samples,
+        "family_error": FAMILY_ERROR,
+        "level": level,
+        "tests": tests,
+    }
+
+
+def _distribution_tests(
+    pair: Pair, setting: Setting, rule: str, prompt: list[int], checks: Checks
+) -> list[dict[str, Any]]:
+    """G-tests of the first token, of the second after the most frequent first ones, and of steps
+    that follow each other.
+    """
+    drafter = registry.build(setting, pair, rule)
+    sampling = Sampling(TEMPERATURE)
+    texts = distribution_tests.draw_texts(
+        jax.random.key(checks.seed), pair.target, drafter, prompt, sampling, rule, checks.samples
+    )
+    drawn = texts.tokens
+    common = np.argsort(np.bincount(drawn[:, 0]))[::-1][:3].tolist()
+    prefixes = [prompt, *([*prompt, token] for token in common)]
+    groups = [drawn[:, 0], *(drawn[drawn[:, 0] == token, 1] for token in common)]
+    logits = distribution_tests.logits_after(pair.target, prefixes)
+    rows = sampling.rows(len(prefixes))
+    distributions = np.asarray(process(jnp.asarray(logits)[:, None], rows)[:, 0], np.float64)
+    names = ["first", *(f"second after {token}" for token in common)]
+    found = {
+        name: distribution_tests.g_test(group, p)
+        for name, group, p in zip(names, groups, distributions, strict=True)
+        if group.size
+    }
+    found["steps"] = distribution_tests.independence(
+        pair.target, prompt, texts, sampling, checks.seed
+    )
+    return [
+        {"method": setting.label, "rule": rule, "token": name} | test._asdict()
+        for name, test in found.items()
+    ]
+
+
+def judged(pair: Pair, settings: Sequence[Setting], checks: Checks) -> list[tuple[Setting, str]]:
+    """Settings with the rules that are lossless for the trees each makes for them.
+
+    Raises:
+      ValueError: there is none.
+    """
+    found = []
+    for setting, rule in itertools.product(settings, checks.rules):
+        drafter = registry.build(setting, pair, rule)
+        if drafter is None:
+            found.append((setting, NAIVE.name if rule == registry.AUTO else rule))
+        elif rule == registry.AUTO:
+            found.append((setting, find_rule(rule, drafter.construction).name))
+        elif RULES[rule].refusal(drafter.construction) is None:
+            found.append((setting, rule))
+    found = list(dict.fromkeys(found))
+    if not found:
+        labels = ", ".join(setting.label for setting in settings)
+        rules = ", ".join(checks.rules)
+        raise ValueError(f"of the rules {rules} none is lossless for the trees of {labels}.")
+    return found
+
+
+def certificate(
+    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
+) -> dict[str, Any]:
+    """The whole certificate; `passed` says whether every part holds."""
+    greedy = greedy_part(pair, settings, chosen, checks)
+    naive = naive_part(pair, settings, chosen, checks)
+    drawn = distribution_part(pair, settings, checks)
+    sampled = {"passed": naive["passed"] and drawn["passed"], "naive": naive, "law": drawn}
+    passed = greedy["passed"] and sampled["passed"]
+    return {"passed": passed, "dtype": "float32", "greedy": greedy, "sampled": sampled}

@@ -1,0 +1,176 @@
+"""How far passes, plain steps and whole generations are from the floor.
+
+The floor of a pass is the time that reading its weights and the cache once takes, at the bandwidth
+that the same run measured. Named shapes have random weights, for costs alone; the bundled pair,
+its target grown without changing its function, is run end to end: against plain decoding, and
+against transformers' plain and assisted generation where PyTorch is installed.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import Pair
+from specjax.decoding.request import Request, prepare
+from specjax.measure import timing, transformers_baseline
+from specjax.measure.bench import Bencher
+from specjax.measure.prompts import Prompt
+from specjax.measure.workload import Workload
+from specjax.methods import registry
+from specjax.models.config import ModelConfig
+from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.transformer import Model, forward
+
+SHAPES = {
+    "llama-3.1-8b": ModelConfig(
+        128_256, 4096, 14_336, 32, 32, 8, 128, 500_000.0, 1e-5, False, 131_072
+    ),
+    "llama-3.2-1b": ModelConfig(128_256, 2048, 8192, 16, 32, 8, 64, 500_000.0, 1e-5, True, 131_072),
+    "qwen3-4b": ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128, 1e6, 1e-6, True, 40_960),
+}
+"""The sizes of real models; what else tells them apart costs next to nothing."""
+_ROUNDS = 7
+_ROUND_SECONDS = 0.2
+_STEPS = 64
+
+Row = dict[str, Any]
+
+
+def spent(work: Callable[[], Any]) -> float:
+    """Seconds of a call, of many that are handed to the device at once: the median of 7 rounds."""
+    jax.block_until_ready(work())
+    _, one = timing.clocked(work)
+    calls = max(3, round(_ROUND_SECONDS / one))
+    rounds = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        jax.block_until_ready([work() for _ in range(calls)][-1])
+        rounds.append((time.perf_counter() - begin) / calls)
+    return statistics.median(rounds)
+
+
+def cache_bytes(config: ModelConfig, tokens: int, dtype: jnp.dtype) -> int:
+    """Bytes of the keys and values of so many tokens of one row."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * dtype.itemsize
+
+
+def passes(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -> Iterator[Row]:
+    """A row for every number of nodes: a pass over them below `slots` cached tokens of one row."""
+    config, dtype = model.config, cache_dtype(model.embedding.dtype)
+    cache = empty_cache(config, 1, slots, dtype)
+    cache = replace(cache, length=jnp.full(1, slots, jnp.int32))
+    looked = jax.jit(forward)
+    one = None
+    for count in nodes:
+        tokens = jax.random.randint(jax.random.key(count), (1, count), 0, config.vocab_size)
+        positions = slots + jnp.arange(count, dtype=jnp.int32)[None]
+        tree_mask = jnp.tri(count, dtype=bool)[None]
+
+        def work(*at: jax.Array) -> Any:
+            return looked(model, at[0], at[1], cache, at[2])[0]
+
+        taken = spent(lambda at=(tokens, positions, tree_mask): work(*at))
+        one = one or taken
+        floor = (timing.weight_bytes(model) + cache_bytes(config, slots, dtype)) / bandwidth
+        yield {
+            "what": "pass", "nodes": count, "slots": slots, "seconds": taken,
+            "over_the_first": taken / one, "over_floor": taken / floor,
+        }  # fmt: skip
+
+
+def plain_step(model: Model, slots: int, bandwidth: float) -> Row:
+    """A step of plain decoding inside the compiled loop, `slots` tokens into a text."""
+    config, dtype = model.config, cache_dtype(model.embedding.dtype)
+    text = jax.random.randint(jax.random.key(0), (slots,), 0, config.vocab_size).tolist()
+    asked = prepare(
+        jax.random.key(0), model, None, [text], _STEPS + 1, Sampling(), "auto", stop_at_eos=False
+    )
+
+    def seconds(request: Request) -> float:
+        return timing.timed(model, None, request).seconds
+
+    first = asked._replace(limits=replace(asked.limits, max_new_tokens=jnp.int32(1)))
+    seconds(first)
+    pairs = [(seconds(asked), seconds(first)) for _ in range(_ROUNDS)]
+    taken = statistics.median(all_of_it - start for all_of_it, start in pairs) / _STEPS
+    held = cache_bytes(config, slots + _STEPS // 2, dtype)
+    floor = (timing.weight_bytes(model) + held) / bandwidth
+    return {"what": "plain step", "slots": slots, "seconds": taken, "over_floor": taken / floor}
+
+
+class Generations(NamedTuple):
+    """Texts that are made end to end, a row at a time."""
+
+    prompts: Sequence[Prompt]
+    methods: str
+    temperatures: tuple[float, ...]
+    max_new_tokens: int
+
+
+def generations(pair: Pair, work: Generations, dtype: str) -> Iterator[Row]:
+    """Rows of `bench` for the pair, then of transformers over the same weights."""
+    names = [name for name in registry.names_of(work.methods, pair) if name != "none"]
+    settings = [registry.setting_of(name, None, None, 1, len(pair.drafts)) for name in names]
+    workload = Workload(
+        work.prompts, {1: settings}, work.temperatures, (dtype,), work.max_new_tokens
+    )
+    found = Bencher(workload, pair).rows(1)
+    kept = ("temperature", "dtype", "tokens_per_step", "tokens_per_second", "speedup")
+    yield from ({"what": row["label"]} | {name: row[name] for name in kept} for row in found)
+    try:
+        yield from _peers(pair, work, dtype)
+    except Exception as error:  # whatever another library raises, the rest goes on
+        yield {"what": "transformers", "error": f"{type(error).__name__}: {error}"}
+
+
+def _peers(pair: Pair, work: Generations, dtype: str) -> Iterator[Row]:
+    """Plain and assisted generation of transformers, each run once after a warm-up."""
+    if not transformers_baseline.available():
+        yield {"what": "transformers", "error": "PyTorch is not installed"}
+        return
+    target, draft = (
+        jax.tree.map(lambda leaf: leaf.astype(dtype), model)
+        for model in (pair.target, pair.drafts[0])
+    )
+    generated = transformers_baseline.Peer(target, draft)
+    texts = [prompt.tokens for prompt in work.prompts]
+    for temperature in work.temperatures:
+        plain = None
+        for assisted in (False, True):
+            generated.generate(texts[:1], 8, temperature, assisted)
+            made = generated.generate(texts, work.max_new_tokens, temperature, assisted)
+            rate = sum(map(len, made.outputs)) / made.seconds
+            plain = plain or rate
+            yield {
+                "what": "transformers, assisted" if assisted else "transformers, plain",
+                "temperature": temperature, "dtype": dtype, "tokens_per_second": rate,
+                "speedup": rate / plain, **generated.versions,
+            }  # fmt: skip
+
+
+def of_pair(
+    pair: Pair,
+    nodes: tuple[int, ...],
+    slots: int,
+    bandwidth: float,
+    work: Generations,
+    dtype: str,
+) -> Iterator[Row]:
+    """The costs of a pair's target, then its generations."""
+    longest = pair.target.config.max_positions
+    model = jax.tree.map(lambda leaf: leaf.astype(dtype), pair.target)
+    yield from costs(model, nodes, min(slots, longest - _STEPS - 1 - max(nodes)), bandwidth)
+    del model
+    yield from generations(pair, work, dtype)
+
+
+def costs(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -> Iterator[Row]:
+    """The passes of a model, and its plain step."""
+    yield from passes(model, nodes, slots, bandwidth)
+    yield plain_step(model, slots, bandwidth)

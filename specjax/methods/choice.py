@@ -1,0 +1,159 @@
+"""Which method to use: the one asked for, one that tune wrote down, or the fastest measured."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from specjax.checkpoints.pair import Pair
+from specjax.methods import records
+from specjax.methods.evidence import Gain, evidence, fastest, gains
+from specjax.methods.records import Run
+from specjax.methods.registry import AUTO, build, check_method, lacking, setting_of
+from specjax.methods.setting import Setting
+from specjax.methods.tuned import pick, read
+from specjax.trees.widths import Widths, widest
+from specjax.verify.rules import RULES
+
+# By platform, kind and whether there is one row. 40 prompts of HumanEval, bundled pair at 100M,
+# bfloat16, 2 CPU cores (Zen 5), jax 0.10.2, 2026-11-21: specexec of 15 nodes 4.06 times plain
+# decoding at T = 0 and 1.41 at 0.8, a chain of 7 3.34 and 2.64.
+_SHIPPED = {("cpu", "greedy", True): "specexec"}
+_ELSEWHERE = "chain"
+
+
+class Asked(NamedTuple):
+    """What a person asked for: a method or `auto`, perhaps with a tree or a budget of nodes.
+
+    Or a file that tune wrote, and nothing else. `verify` is the rule that will judge the trees.
+    """
+
+    method: str = AUTO
+    widths: Widths | None = None
+    budget: int | None = None
+    config: str | None = None
+    verify: str = AUTO
+
+
+class Choice(NamedTuple):
+    """A setting, and why it was taken."""
+
+    setting: Setting
+    reason: str
+
+
+def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choice:
+    """The setting to use: that of the method named, or for `auto` the shipped one, or one that was
+    measured here as faster than that.
+
+    What was measured replaces the shipped default only if both ran side by side and the gain is
+    above the noise (the rule is that of `methods.evidence`). `auto` takes no method that the pair
+    lacks something for, and none whose trees the rule is not lossless for. Where several
+    temperatures above 0 were measured, the nearest one counts.
+
+    Raises:
+      ValueError: there is no such method, or it does not take what is asked for.
+    """
+    method, widths, budget, config, verify = asked
+    check_method(method, AUTO)
+    if config is not None:
+        return _written(asked, pair, temperature, batch)
+    if method != AUTO:
+        return Choice(
+            setting_of(method, widths, budget, batch, len(pair.drafts)), "it was asked for"
+        )
+    if widths is not None and budget is None:
+        if not pair.drafts:
+            raise ValueError(
+                "a tree is named and there is no draft model; name one with --draft, or a method."
+            )
+        named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
+        return Choice(setting_of(named, widths, budget), "a tree was asked for")
+    if budget is not None:
+        # Chosen nodes win at temperature 0, drawn ones above it (the figures at `_SHIPPED`).
+        named = ("tree", "specexec") if temperature > 0 else ("specexec", "tree")
+        settings = [setting_of(n, None, budget) for n in (named if pair.drafts else ("lookup",))]
+        able = [one for one in settings if _able(one, pair, verify)]
+        return Choice((able or settings)[0], "a budget of nodes was asked for")
+    return _measured(asked, pair, temperature, batch)
+
+
+def _able(setting: Setting, pair: Pair, verify: str) -> bool:
+    """Whether the pair has what a setting needs, and the rule is lossless for its trees."""
+    if lacking(setting.method, pair) is not None:
+        return False
+    try:
+        drafter = build(setting, pair, verify)
+    except ValueError:  # it names a second stage that this pair has not
+        return False
+    return drafter is None or verify == AUTO or RULES[verify].refusal(drafter.construction) is None
+
+
+def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice:
+    """What tune wrote for such rows."""
+    if (asked.method, asked.widths, asked.budget) != (AUTO, None, None):
+        raise ValueError("--config names the method, tree and budget; leave them out beside it.")
+    assert asked.config is not None
+    found = pick(read(asked.config), temperature, batch)
+    return Choice(found.setting, f"{asked.config} names it for temperature {found.temperature:g}")
+
+
+def _measured(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice:
+    """The shipped default, or what was measured as faster than it."""
+    default = shipped(pair, temperature > 0, batch, asked.verify)
+    if jax.process_count() > 1:  # each host has measurements of its own, and all must run the same
+        return default
+    kept = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
+    found = evidence(kept, default.setting)
+    if not found:
+        return default._replace(reason=f"{default.reason}; run specjax bench to measure here")
+    nearest = min((run.temperature for run in found), key=lambda one: abs(one - temperature))
+    alike = [run for run in found if run.temperature == nearest]
+    able = [gain for gain in gains(alike, default.setting)
+            if _able(gain.setting, pair, asked.verify)]  # fmt: skip
+    if best := fastest(able):
+        return Choice(best.setting, _told(best, default.setting))
+    return default._replace(reason=f"{default.reason}; {_kept(alike)}")
+
+
+def _told(best: Gain, default: Setting) -> str:
+    """What was measured of a setting that replaces the default, when, and how surely."""
+    last = best.last
+    ran, plain = last.of(best.setting), last.of(Setting())
+    assert ran is not None
+    said = (
+        f"bench measured {ran.tokens_per_second:.1f} tokens/s with it at temperature "
+        f"{last.temperature:g} on this machine on {last.date[:10]}, {math.exp(best.mean):.2f} "
+        f"times the shipped default {default.label} (noise {math.expm1(best.noise):.0%}, "
+        f"{_runs(best.runs)})"
+    )
+    if best.setting == Setting():
+        return f"{said}, and no other method was faster"
+    beside = "" if plain is None else f", and {plain.tokens_per_second:.1f} with plain decoding"
+    return f"{said}{beside}"
+
+
+def _kept(runs: Sequence[Run]) -> str:
+    """Why the default stays though it was measured."""
+    last = max(runs, key=lambda run: run.date)
+    return (
+        f"at temperature {last.temperature:g} bench measured none here that is faster by more than "
+        f"the noise ({_runs(runs)}, the last on {last.date[:10]})"
+    )
+
+
+def _runs(runs: Sequence[Run]) -> str:
+    prompts = sum(run.prompts for run in runs)
+    return f"{prompts} prompts" if len(runs) == 1 else f"{prompts} prompts in {len(runs)} runs"
+
+
+def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice:
+    """What is taken where nothing is measured."""
+    if not pair.drafts:
+        return Choice(Setting(), "there is no draft model")
+    platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"
+    setting = setting_of(_SHIPPED.get((platform, kind, batch == 1), _ELSEWHERE), batch=batch)
+    if not _able(setting, pair, verify):
+        setting = setting_of(_ELSEWHERE, batch=batch)
+    return Choice(setting, f"the shipped default for {platform}, {kind}")

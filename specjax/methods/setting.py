@@ -1,0 +1,127 @@
+"""A method of drafting with all it is built from, as plain values that a file can hold."""
+
+import dataclasses
+import difflib
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.draft.growth import Growth
+from specjax.draft.limits import check_growth
+from specjax.trees.tree import TreeShape
+from specjax.trees.widths import Widths, canonical, check_count, is_number, of_json, spelled
+
+METHODS = ("none", "chain", "tree", "pool", "specexec", "staged", "lookup", "ngram", "recycle",
+           "hybrid")  # fmt: skip
+TABLE, DRAFT = "ngram", "draft"
+_LEAST = 1e-37
+_LONGEST_NAME = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A method and what it takes; fields that it does not take are None.
+
+    `widths` is the static tree of chain, tree, pool and recycle; `growth` how the tree of specexec,
+    staged, hybrid, lookup and ngram grows. `temperatures` sharpen the draft's distribution where it
+    scores nodes, for greedy rows and for sampled ones. `stage` says who guesses for a staged draft,
+    an "ngram" table or a smaller "draft"; `guess` is the tree of its guesses, below each of the
+    `fan` likeliest nodes of a round.
+    """
+
+    method: str = "none"
+    widths: Widths | None = None
+    growth: Growth | None = None
+    temperatures: tuple[float, float] | None = None
+    stage: str | None = None
+    guess: Widths | None = None
+    fan: int | None = None
+
+    @property
+    def nodes(self) -> int:
+        """The most nodes below the root of one draft's tree."""
+        if self.growth is not None:
+            return self.growth.budget
+        return 0 if self.widths is None else TreeShape(self.widths).num_nodes
+
+    @property
+    def label(self) -> str:
+        """The method with its shape or budget, such as `chain 1,1,1` or `specexec 15`."""
+        if self.growth is not None or self.method == "recycle":
+            return f"{self.method} {self.nodes}"
+        return f"{self.method} {spelled(self.widths)}".strip()
+
+
+def to_json(setting: Setting) -> dict[str, Any]:
+    """The fields that the method takes."""
+    found = dataclasses.asdict(setting)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def from_json(values: object, where: str) -> Setting:
+    """The setting that a file holds.
+
+    Raises:
+      ValueError: a name is unknown, or a value is not what it should be; `where` is in the
+        sentence.
+    """
+    changed = dict(_checked_names(values, Setting, where))
+    if changed.get("method", "none") not in METHODS:
+        raise ValueError(
+            f"{where}: no method {reprlib.repr(changed['method'])}; there are {', '.join(METHODS)}."
+        )
+    if changed.get("stage") not in (None, TABLE, DRAFT):
+        raise ValueError(
+            f"{where}: no stage {reprlib.repr(changed['stage'])}; there are {TABLE} and {DRAFT}."
+        )
+    given = {name: value for name, value in changed.items() if value is not None}
+    try:
+        for name in ("widths", "guess"):
+            if name in given:
+                given[name] = canonical(of_json(given[name]))
+        if "growth" in given:
+            given["growth"] = _growth(given["growth"], f"{where}, growth")
+        if "temperatures" in given:
+            given["temperatures"] = _temperatures(given["temperatures"])
+        if "fan" in given:
+            check_count("fan", given["fan"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return Setting(**given)
+
+
+def _growth(values: object, where: str) -> Growth:
+    given = _checked_names(values, Growth, where)
+    if "budget" not in given:
+        raise ValueError("growth has no budget.")
+    held: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(Growth)}
+    held |= given
+    check_growth(held)
+    floats: dict[str, Any] = {name: float(held[name]) for name in ("decay", "least_gain")}
+    return Growth(**held | floats)
+
+
+def _temperatures(values: object) -> tuple[float, float]:
+    if not isinstance(values, list | tuple) or len(values) != 2 or not all(map(_is_scale, values)):
+        raise ValueError(
+            f"temperatures are {reprlib.repr(values)}; they must be two positive numbers."
+        )
+    return float(values[0]), float(values[1])
+
+
+def _is_scale(value: object) -> bool:
+    """Whether a value is a number that float32 holds and one may divide by."""
+    return is_number(value) and _LEAST < value < 1 / _LEAST
+
+
+def _checked_names(values: object, kind: type, where: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} is {reprlib.repr(values)}; it must be an object.")
+    known = [field.name for field in dataclasses.fields(kind)]
+    for name in values:
+        if name not in known:
+            near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1, 0)
+            raise ValueError(
+                f"{where} has {name[:_LONGEST_NAME]!r}; the nearest name there is is {near[0]!r}."
+            )
+    return values

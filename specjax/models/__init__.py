@@ -1,0 +1,1 @@
+"""The decoder: configuration, layers, KV cache, and the families of published models."""

@@ -1,0 +1,179 @@
+"""What a decoder is, apart from its weights."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from specjax.models.rope import Stretch
+
+Shape = tuple[int, ...]
+_MOST = 2**31 - 1
+_MOST_LAYERS = 10_000
+
+MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
+"""The matrices of a layer, any of which may have a bias."""
+
+NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+"""The norms of a layer: before and after attention, before and after the feed-forward part."""
+
+PRE_NORMS = ("attention_norm", "mlp_norm")
+
+NORM_KINDS = ("rms", "offset_rms", "layer")
+"""By root mean square, so with weights that are offsets from 1, or of mean and variance, biased."""
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+def check_size(field: str, key: str, value: object) -> None:
+    """Checks a number of `ModelConfig`, which its file calls `key`.
+
+    Raises:
+      ValueError: it is no whole number above 0, or one that no model has.
+    """
+    most = _MOST_LAYERS if field == "num_layers" else _MOST
+    if type(value) is not int or not 0 < value <= most:
+        raise ValueError(f"{key} is {value!r}; it must be a whole number from 1 to {most}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Shape and constants of a decoder. Hashable: it is part of what is compiled.
+
+    `rope_theta` is the base of the rotary frequencies and `rope_stretch` what they are stretched
+    by, `norm_eps` the epsilon inside norms, `max_positions` the longest context in tokens,
+    `eos_ids` the tokens that end a text. `family` is the table of `families`.
+
+    Layers: `norm` is the kind of their norms and `norms` says which of `NORMS` they have;
+    `activation` is that of the feed-forward part, whose gate only `gated` models have; `biases`
+    names the matrices that have one. In `parallel` models both parts of a layer read its input.
+
+    Attention: `head_norms` norms queries and keys before they are rotated, those of each "head" or
+    the "whole" width; the first `rotary_dim` features of a head are rotated (None: all).
+    `windows` holds for each layer how many tokens up to its own a token sees, None for all of
+    them, and is empty where no layer has a window; layers that have one rotate by `window_theta`
+    and do not stretch, where it is given. Scores are scaled by `query_scale` (None: the root of
+    `head_dim`, inverted) and capped to ±`attention_cap`.
+
+    Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
+    of positions is added, position 0 at that row of it; logits are capped to ±`logit_cap`, and of
+    tokens past the first `num_known` they are the lowest there is (None: there are none).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    tie_embeddings: bool = True
+    max_positions: int = 2048
+    eos_ids: tuple[int, ...] = ()
+    rope_stretch: Stretch | None = None
+    biases: tuple[str, ...] = ()
+    head_norms: str | None = None
+    windows: tuple[int | None, ...] = ()
+    family: str = "llama"
+    norm: str = "rms"
+    norms: tuple[str, ...] = PRE_NORMS
+    activation: str = "silu"
+    gated: bool = True
+    parallel: bool = False
+    rotary_dim: int | None = None
+    window_theta: float | None = None
+    query_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_scale: float = 1.0
+    position_offset: int | None = None
+    num_known: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+                     "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
+            check_size(name, name, getattr(self, name))
+        for name in ("rope_theta", "window_theta", "norm_eps", "query_scale", "attention_cap",
+                     "logit_cap", "embedding_scale"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) is not a multiple of "
+                f"num_kv_heads ({self.num_kv_heads})."
+            )
+        if self.rotated % 2 or not 0 <= self.rotated <= self.head_dim:
+            raise ValueError(
+                f"head_dim is {self.head_dim} and rotary_dim {self.rotary_dim}; rotary embedding "
+                "turns an even number of a head's features."
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
+        for window in self.windows:
+            if window is not None and (type(window) is not int or window < 1):
+                raise ValueError(
+                    f"a layer's window is {window!r}; it must be a whole number above 0."
+                )
+        for what, names, known in (
+            ("matrix", self.biases, MATRICES),
+            ("norm", self.norms, NORMS),
+            ("kind of norm", (self.norm,), NORM_KINDS),
+            ("activation", (self.activation,), ACTIVATIONS),
+            ("norm of heads", (self.head_norms,), (None, "head", "whole")),
+        ):
+            for name in names:
+                if name not in known:
+                    raise ValueError(
+                        f"there is no {what} {name!r}; there are {', '.join(map(str, known))}."
+                    )
+
+    @property
+    def rotated(self) -> int:
+        """How many features of a head are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of stored weights."""
+        layer, outer = (
+            sum(math.prod(shape) for shape in shapes.values())
+            for shapes in (self.layer_shapes, self.outer_shapes)
+        )
+        return self.num_layers * layer + outer
+
+    @property
+    def layer_shapes(self) -> dict[str, Shape]:
+        """The shape of every leaf that a layer has, by its name in `LayerWeights`."""
+        d, f = self.hidden_size, self.intermediate_size
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, Shape] = {
+            "query": (heads, d), "key": (kv_heads, d), "value": (kv_heads, d), "output": (d, heads),
+            "gate": (f, d), "up": (f, d), "down": (d, f),
+        }  # fmt: skip
+        if not self.gated:
+            del shapes["gate"]
+        shapes |= {f"{name}_bias": shapes[name][:1] for name in self.biases}
+        shapes |= self._norm_shapes(self.norms)
+        if self.head_norms is not None:
+            whole = self.head_norms == "whole"
+            shapes["query_norm"] = (heads if whole else self.head_dim,)
+            shapes["key_norm"] = (kv_heads if whole else self.head_dim,)
+        return shapes
+
+    @property
+    def outer_shapes(self) -> dict[str, Shape]:
+        """The shape of every leaf outside the layers, by its name in `Model`."""
+        table = self.vocab_size, self.hidden_size
+        shapes: dict[str, Shape] = {"embedding": table, **self._norm_shapes(("final_norm",))}
+        if not self.tie_embeddings:
+            shapes["unembedding"] = table
+        if self.position_offset is not None:
+            rows = self.max_positions + self.position_offset
+            shapes["position_embedding"] = (rows, self.hidden_size)
+        return shapes
+
+    def _norm_shapes(self, names: Sequence[str]) -> dict[str, Shape]:
+        ends = ("", "_bias") if self.norm == "layer" else ("",)
+        return {name + end: (self.hidden_size,) for name in names for end in ends}

@@ -1,0 +1,78 @@
+"""Which leaves of a model lie in which tensor of a file, and how."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.models.config import ModelConfig, Shape
+from specjax.models.families.family import Family
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor of a file: its name and shape there, and the leaves that it holds.
+
+    `layer` is that of the leaves, None for those outside; `sizes` are their rows and `heads` how
+    many heads lie one after the other, 0 where the leaves do.
+    """
+
+    name: str
+    shape: Shape
+    layer: int | None
+    leaves: tuple[str, ...]
+    sizes: tuple[int, ...]
+    turned: bool = False
+    heads: int = 0
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the tensor is a single leaf as it stands."""
+        return len(self.leaves) == 1 and not self.turned
+
+    def split(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """The leaves of the tensor, as views of it where they lie together."""
+        tensor = tensor.T if self.turned else tensor
+        if self.heads:
+            parts = tensor.reshape(self.heads, len(self.leaves), -1, *tensor.shape[1:])
+            return [parts[:, i].reshape(-1, *tensor.shape[1:]) for i in range(len(self.leaves))]
+        return np.split(tensor, np.cumsum(self.sizes)[:-1])
+
+    def join(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
+        """The tensor that holds the leaves."""
+        if self.heads:
+            parts = [leaf.reshape(self.heads, 1, -1, *leaf.shape[1:]) for leaf in leaves]
+            return np.concatenate(parts, axis=1).reshape(-1, *leaves[0].shape[1:])
+        tensor = leaves[0] if len(leaves) == 1 else np.concatenate(leaves)
+        return tensor.T if self.turned else tensor
+
+
+def stored(family: Family, config: ModelConfig) -> Iterator[Stored]:
+    """Every tensor that a checkpoint of `config` must hold."""
+    yield from _tensors(family, family.outer, config.outer_shapes, None, "")
+    for layer in range(config.num_layers):
+        prefix = family.layer_prefix.format(index=layer)
+        yield from _tensors(family, family.layer, config.layer_shapes, layer, prefix, config)
+
+
+def _tensors(
+    family: Family,
+    names: Any,
+    shapes: dict[str, Shape],
+    layer: int | None,
+    prefix: str,
+    config: ModelConfig | None = None,
+) -> Iterator[Stored]:
+    for together, name in names.items():
+        for end, kind in (("", "weight"), ("_bias", "bias")):
+            leaves = tuple(leaf + end for leaf in together.split())
+            if any(leaf not in shapes for leaf in leaves):
+                continue
+            sizes = tuple(shapes[leaf][0] for leaf in leaves)
+            shape = sum(sizes), *shapes[leaves[0]][1:]
+            turned = family.packing == "turned" and layer is not None and len(shape) == 2
+            heads = config.num_heads if config and family.packing == "heads" and leaves[1:] else 0
+            whole = prefix + name.removesuffix("weight") + kind
+            shape = shape[::-1] if turned else shape
+            yield Stored(whole, shape, layer, leaves, sizes, turned, heads)

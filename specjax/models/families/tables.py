@@ -1,0 +1,118 @@
+"""The families, and their configurations read and written."""
+
+import dataclasses
+from typing import Any
+
+from specjax.models.config import ModelConfig, check_size
+from specjax.models.families import rotary
+from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
+from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
+from specjax.models.families.gpt import GPT2, NEOX, OPT
+from specjax.models.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
+        *(GPT2, OPT, NEOX),
+    )
+}
+
+
+def family_of(config: Json) -> Family:
+    """The table for a parsed `config.json`.
+
+    Raises:
+      ValueError: its `model_type` has no table.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[model_type]
+
+
+def read_config(config: Json, positions: int | None = None) -> ModelConfig:
+    """The `ModelConfig` a parsed `config.json` describes, of `positions` (None: see `rotary`).
+
+    Raises:
+      ValueError: a key that is needed is missing, or a value is not supported.
+    """
+    family = family_of(config)
+    config = family.older(config)
+    for key, supported in family.fixed.items():
+        if key in config and config[key] not in supported:
+            raise ValueError(
+                f"{key} is {config[key]!r}, which {family.model_type} models do not support "
+                f"here; supported: {supported[0]!r}."
+            )
+    values: dict[str, Any] = {}
+    kinds = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+    for field, key in family.fields.items():
+        values[field] = value_of(family, config, key)
+        config = {**config, key: values[field]}
+        _check(field, key, values[field], kinds[field])
+    values.setdefault("num_kv_heads", values["num_heads"])
+    values.setdefault("head_dim", values["hidden_size"] // values["num_heads"])
+    length = rotary.used(config, values["max_positions"], positions)
+    values["max_positions"] = length.used
+    values["activation"] = _activation(family, values["activation"])
+    features = dict(family.features(config, length))
+    seen = (window is None or window >= length.used for window in features.get("windows", ()))
+    if features.get("window_theta") is None and all(seen):
+        features["windows"] = ()  # nobody is ever outside
+    return ModelConfig(**values, **features, eos_ids=_eos_ids(config), family=config["model_type"])
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """A `config.json` of its family that reads back as `config`, in old and new spelling.
+
+    Raises:
+      ValueError: the family has no keys for some of it.
+    """
+    eos, family = config.eos_ids, FAMILIES[config.family]
+    names = {ours: theirs for theirs, ours in reversed(ACTIVATION_KEYS.items())}
+    values = {key: getattr(config, field) for field, key in family.fields.items()}
+    made = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **values,
+        family.fields["activation"]: names[config.activation],
+        **family.written(config),
+        "bos_token_id": None,
+        "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
+    }
+    if read_config(made) != config:
+        raise ValueError(f"a {config.family} model cannot say what this one is: {config}.")
+    return made
+
+
+def _check(field: str, key: str, value: Any, kind: Any) -> None:
+    """Checks a value against the type of the field that it fills."""
+    if kind is int:
+        check_size(field, key, value)
+    if kind is float and (type(value) not in (int, float) or value <= 0):
+        raise ValueError(f"{key} is {value!r}; it must be a number above 0.")
+    if kind is bool and type(value) is not bool:
+        raise ValueError(f"{key} is {value!r}; it must be true or false.")
+
+
+def _activation(family: Family, named: Any) -> str:
+    if named not in ACTIVATION_KEYS:
+        raise ValueError(
+            f"{family.fields['activation']} is {named!r}, which is not supported; "
+            f"supported: {', '.join(ACTIVATION_KEYS)}."
+        )
+    return ACTIVATION_KEYS[named]
+
+
+def _eos_ids(config: Json) -> tuple[int, ...]:
+    eos = config.get("eos_token_id")
+    if eos is None:
+        return ()
+    ends = eos if isinstance(eos, list) else [eos]
+    for end in ends:
+        if type(end) is not int or abs(end) >= 2**31:
+            raise ValueError(f"eos_token_id is {eos!r}; it must be a token's number, or several.")
+    return tuple(ends)

@@ -1,0 +1,72 @@
+"""Keys and values of the committed prefix, per row."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from specjax.base.pytree import pytree, replace
+from specjax.models import layers
+from specjax.models.config import ModelConfig
+
+NewKV = tuple[tuple[Array, Array], ...]
+"""Per layer the keys and values `[B, K, T, D]` of one pass."""
+
+
+@pytree
+class KVCache:
+    """Per layer keys `[B, K, D, S]` and values `[B, K, S, D]`, and how many slots count.
+
+    Nothing at or past a row's `length` is ever visible. Keys are stored transposed because both
+    dots of attention then read memory in order.
+    """
+
+    keys: tuple[Float[Array, "B K D S"], ...]
+    values: tuple[Float[Array, "B K S D"], ...]
+    length: Int32[Array, " B"]
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of a row."""
+        return self.keys[0].shape[-1]
+
+    def keep(
+        self, new: NewKV, path: Int32[Array, "B W"] | None, count: Int32[Array, " B"]
+    ) -> "KVCache":
+        """The cache with the first `count` tokens of `path` appended.
+
+        `path` holds indices into the pass that gave `new`; `None` takes its tokens in order. The
+        whole window is written, so `length + W` may not exceed `slots`.
+        """
+        keys, values = list(self.keys), list(self.values)
+        for layer, (key, value) in enumerate(new):
+            if path is not None:
+                at = path[:, None, :, None]
+                key = jnp.take_along_axis(key, at, axis=2)
+                value = jnp.take_along_axis(value, at, axis=2)
+            key = key.swapaxes(-1, -2)
+            keys[layer] = layers.write_window(keys[layer], key, self.length, axis=3)
+            values[layer] = layers.write_window(values[layer], value, self.length, axis=2)
+        return replace(self, keys=tuple(keys), values=tuple(values), length=self.length + count)
+
+
+def cache_dtype(weights: jnp.dtype) -> jnp.dtype:
+    """The dtype of keys and values: the weights', but float32 on CPU, where it is faster."""
+    return jnp.dtype("float32" if jax.default_backend() == "cpu" else weights)
+
+
+def empty_cache(
+    config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype, heads: int | None = None
+) -> KVCache:
+    """A cache of `slots` slots for each of `rows` rows, holding nothing.
+
+    `heads` are the key/value heads that a device has, by default all.
+    """
+    heads = heads or config.num_kv_heads
+    shape = (rows, heads, config.head_dim, slots)
+    turned = (rows, heads, slots, config.head_dim)
+    each = range(config.num_layers)
+    return KVCache(
+        keys=tuple(jnp.zeros(shape, dtype) for _ in each),
+        values=tuple(jnp.zeros(turned, dtype) for _ in each),
+        length=jnp.zeros(rows, jnp.int32),
+    )

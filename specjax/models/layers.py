@@ -1,0 +1,213 @@
+"""Layers over feature-major activations `[features, columns]`, and every platform-specific form.
+
+Columns are rows × tokens: only attention knows rows. Weights are `[out, in]` as in Hugging Face
+files, activations `[in, C]`. Measured reasons for the forms, 2 cores of a Zen 5 CPU with AVX-512,
+jax 0.10.2, 2026-11-20, matrices of 1792 × 640:
+
+* weights [out, in] times activations [in, C] is the only orientation that stays fast from 1 to 32
+  columns (f32 at 16 columns: 6.7 ms against 21.2 ms for 24 matrices);
+* a bfloat16 dot must return float32: 5.1 against 50.8 ms at 16 columns, and 0.65 against 0.17
+  TFLOP/s at 4096;
+* a bfloat16 dot of fewer than 8 columns is ten times slower than a padded one;
+* contracting dimension 0 of a weight (the gradient of the input) runs at 0.18 to 0.24 TFLOP/s,
+  a transposed copy of the weight at 0.3 to 0.5.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.dispatch import precision_of
+from specjax.models.rope import Stretch, frequencies
+
+_MIN_BF16_COLUMNS = 8
+_UNROLLED_ROWS = 16
+_FEW_TOKENS = 64
+
+
+def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(
+        x, y, dims, precision=precision_of(x.dtype), preferred_element_type=jnp.float32
+    )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
+    columns = x.shape[1]
+    short = dtype == jnp.bfloat16 and columns < _MIN_BF16_COLUMNS and _on_cpu()
+    if short:
+        x = jnp.pad(x, ((0, 0), (0, _MIN_BF16_COLUMNS - columns)))
+    x = row_major(_rounded(x, dtype))
+    return row_major(_dot(_rounded(weight, dtype), x, (1, 0)))[:, :columns]
+
+
+def _linear_forward(weight: Array, x: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+    x = _rounded(x, dtype)
+    return _linear(weight, x, dtype), (weight, x)
+
+
+def _linear_backward(
+    dtype: jnp.dtype, saved: tuple[Array, Array], grad: Array
+) -> tuple[Array, Array]:
+    weight, x = saved
+    grad = _rounded(grad, dtype)
+    turned = row_major(lax.optimization_barrier(_rounded(weight, dtype).T))
+    return _dot(grad, x, (1, 1)).astype(weight.dtype), _dot(turned, grad, (1, 0))
+
+
+_linear.defvjp(_linear_forward, _linear_backward)
+
+
+def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+    """`x` in `dtype`, really stored so: XLA:CPU would fold the cast away into a float32 dot."""
+    return x if x.dtype == dtype else lax.optimization_barrier(x.astype(dtype))
+
+
+@jax.custom_jvp
+def row_major(x: Array) -> Array:
+    """`x`, stored with its last axis contiguous.
+
+    A transpose beside a dot otherwise passes its layout on to the residual stream and from there
+    to every dot, which takes them off XLA:CPU's fast path and off bfloat16 altogether.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+@row_major.defjvp
+def _row_major_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return row_major(primals[0]), tangents[0]
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def linear(
+    weight: Float[Array, "O I"], x: Float[Array, "I C"], dtype: jnp.dtype | None = None
+) -> Float[Array, "O C"]:
+    """`weight @ x` with float32 accumulation and a float32 result.
+
+    Operands are rounded to `dtype`, by default the weight's own. Differentiable in reverse mode.
+    """
+    return _linear(weight, x, jnp.dtype(dtype or weight.dtype))
+
+
+def fast_columns(columns: int, dtype: jnp.dtype) -> int:
+    """The number of columns, at least `columns`, at which a pass over them is fastest.
+
+    XLA:CPU's dots of odd widths are slow: a 100M-parameter pass in milliseconds at 9 / 12 / 16 /
+    17 / 25 / 32 columns took 32 / 31 / 27 / 37 / 50 / 44 in float32 and 17 / 21 / 25 / 38 / 34 /
+    29 in bfloat16 (2 cores, 2026-11-21).
+    """
+    exact = _MIN_BF16_COLUMNS if dtype == jnp.float32 else 2 * _MIN_BF16_COLUMNS
+    return columns if columns <= exact or not _on_cpu() else -(-columns // 16) * 16
+
+
+def normed(
+    kind: str,
+    weight: Float[Array, " E"],
+    bias: Float[Array, " E"] | None,
+    x: Float[Array, "*shape"],
+    eps: float,
+    axis: int = 0,
+    across: str | None = None,
+) -> Float[Array, "*shape"]:
+    """The features along `axis` scaled to unit mean square, then by `weight` (see `NORM_KINDS`).
+
+    `across` is the mesh axis that the features are spread over, if any.
+    """
+
+    def mean(x: Array) -> Array:
+        own = jnp.mean(x, axis=axis, keepdims=True)
+        return own if across is None else lax.pmean(own, across)
+
+    def beside(leaf: Array) -> Array:
+        return leaf.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - axis - 1))
+
+    if kind == "layer":
+        x = x - mean(x)
+    x = x * lax.rsqrt(mean(jnp.square(x)) + eps)
+    x = x * (1 + beside(weight) if kind == "offset_rms" else beside(weight))
+    return x if bias is None else x + beside(bias)
+
+
+def activate(kind: str, x: Float[Array, "F C"]) -> Float[Array, "F C"]:
+    """The activation of a feed-forward layer, by its name in `ACTIVATIONS`."""
+    if kind == "silu":
+        return jax.nn.silu(x)
+    return jax.nn.relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=kind == "gelu_tanh")
+
+
+def capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    """`x` within ±`cap`, by a tangent; as it is where that is None."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def rotary_angles(
+    positions: Int32[Array, "B T"], features: int, theta: float, stretch: Stretch | None = None
+) -> tuple[Float[Array, "half B T"], Float[Array, "half B T"]]:
+    """Cosine and sine of each position's rotary angles, one per pair of features."""
+    frequency = jnp.asarray(frequencies(features, theta, stretch))
+    angle = frequency[:, None, None] * positions.astype(jnp.float32)
+    magnitude = 1.0 if stretch is None else stretch.magnitude
+    return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
+
+
+def rotate(
+    x: Float[Array, "H D B T"],
+    angles: tuple[Float[Array, "half B T"], Float[Array, "half B T"]],
+) -> Float[Array, "H D B T"]:
+    """Rotary position embedding, pairing feature `i` with `i + half` (Hugging Face's LLaMA).
+
+    Features past the angles stay as they are.
+    """
+    cos, sin = angles
+    half = cos.shape[0]
+    first, second, rest = jnp.split(x, (half, 2 * half), axis=1)
+    turned = [first * cos - second * sin, second * cos + first * sin, rest]
+    return jnp.concatenate([part for part in turned if part.shape[1]], axis=1)
+
+
+def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:
+    """The tokens' rows of `table` as columns, in float32.
+
+    XLA:CPU takes the table's size for the work of a gather, and wakes a second thread for it: a
+    few rows are sliced there.
+    """
+
+    def gathered(table: Array, tokens: Array) -> Array:
+        return table[tokens].T
+
+    def sliced(table: Array, tokens: Array) -> Array:
+        rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
+        return jnp.stack(rows, axis=1)
+
+    tokens = tokens.reshape(-1)
+    if tokens.size > _FEW_TOKENS:
+        columns = gathered(table, tokens)
+    else:
+        columns = lax.platform_dependent(table, tokens, cpu=sliced, default=gathered)
+    return row_major(columns.astype(jnp.float32))
+
+
+def write_window(buffer: Array, window: Array, start: Int32[Array, " B"], axis: int) -> Array:
+    """`buffer` with `window[b]` written from slot `start[b]` on along `axis`, for each row b.
+
+    The window must fit: `start + window.shape[axis] <= buffer.shape[axis]` (checked by the
+    caller on the host, because XLA would move the window silently). Few rows are written one by
+    one, which XLA:CPU does in place; a batched update would become a scatter.
+    """
+    window = window.astype(buffer.dtype)
+    if buffer.shape[0] <= _UNROLLED_ROWS:
+        for row in range(buffer.shape[0]):
+            at = [jnp.int32(0)] * buffer.ndim
+            at[0], at[axis] = jnp.int32(row), start[row]
+            buffer = lax.dynamic_update_slice(buffer, window[row : row + 1], at)
+        return buffer
+    update = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
+    return jax.vmap(update)(buffer, window, start)

@@ -1,0 +1,241 @@
+"""What a generation takes of a device's memory, said before any of it is taken."""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax.models.kv_cache import cache_dtype
+from specjax.models.placement import Placement
+from specjax.models.transformer import Model
+from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
+
+_DISTRIBUTIONS = {"block": 7.2, "traversal": 5.8, "multi-step": 5.4, "recursive": 5.3}
+_FEWEST_DISTRIBUTIONS, _USUAL_DISTRIBUTIONS = 4.4, _DISTRIBUTIONS["traversal"]
+"""Float32 arrays over a tree's nodes and the vocabulary that live at once where a rule decides:
+logits in two layouts, the target's distribution, the drafts', and what is between them; 3 to 9 %
+more than XLA:CPU takes (`python -m tests.memory_table`, jax 0.10.2, 2026-11-23)."""
+
+_CHUNK = 128
+"""Queries of a plain sequence whose scores live at once (`pallas_kernels.tree_attention.xla`)."""
+
+
+_GROUPS_2 = ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file"))
+_GROUPS_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+             ("total_inactive_file", "total_active_file"))  # fmt: skip
+"""Where control groups are, and in them the limit, what is taken, and of that what is of files."""
+
+
+class Load(NamedTuple):
+    """A model and how it is held: in `dtype`, `copies` of it, placed somehow."""
+
+    placed: Placement
+    dtype: jnp.dtype
+    copies: int = 1
+
+    @property
+    def parts(self) -> int:
+        """Devices that share a layer."""
+        return 1 if self.placed.axis is None else size_of(self.placed.mesh, self.placed.axis)
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights on a device."""
+        config, mesh = self.placed.config, self.placed.mesh
+
+        def own(name: str, shape: tuple[int, ...]) -> int:
+            parts = math.prod(size_of(mesh, axis) for axis in self.placed.spec(name) if axis)
+            return math.prod(shape) // parts
+
+        layer = sum(own(name, shape) for name, shape in config.layer_shapes.items())
+        outer = sum(own(name, shape) for name, shape in config.outer_shapes.items())
+        return self.copies * (config.num_layers * layer + outer) * self.dtype.itemsize
+
+    def caches(self, rows: int, slots: int) -> int:
+        """Bytes of keys and values on a device that has so many rows."""
+        config = self.placed.config
+        heads = config.num_kv_heads // self.parts
+        token = 2 * config.num_layers * heads * config.head_dim * cache_dtype(self.dtype).itemsize
+        return self.copies * rows * slots * token
+
+    def prefill(self, rows: int, tokens: int) -> int:
+        """Bytes of a pass over prompts: its largest arrays, and all keys and values it made."""
+        config, scores = self.placed.config, 2 * 4 * min(tokens, _CHUNK) * tokens
+        inside = self._layer(rows * tokens, scores * config.num_heads // self.parts)
+        return inside + self.caches(rows, tokens)
+
+    def step(self, rows: int, nodes: int, slots: int) -> int:
+        """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
+        config = self.placed.config
+        scores = 2 * 4 * rows * nodes * slots * config.num_heads // self.parts
+        values = self.caches(rows, slots) // (2 * config.num_layers)
+        return self._layer(rows * nodes, scores + values) + 2 * self.caches(rows, nodes)
+
+    def _layer(self, columns: int, scores: int) -> int:
+        """The stream of a pass and the inside of the layer that has most, bytes of float32.
+
+        A dot in bfloat16 reads its columns rounded, beside what they were.
+        """
+        config = self.placed.config
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // self.parts
+        features = (1 + config.gated) * config.intermediate_size // self.parts
+        rounded = self.dtype.itemsize * columns * (config.hidden_size + features // 2)
+        inside = max(4 * columns * features, 4 * columns * heads + scores)
+        return 4 * columns * 2 * config.hidden_size + inside + rounded * (self.dtype.itemsize < 4)
+
+    @property
+    def widened(self) -> int:
+        """Bytes of an embedding that XLA:CPU widens to float32 as a whole to look tokens up."""
+        if self.dtype.itemsize == 4 or jax.default_backend() != "cpu":
+            return 0
+        held = self.placed.config.outer_shapes["embedding"]
+        return 4 * math.prod(held) // self.parts
+
+
+def load_of(model: Model) -> Load:
+    """How a model is held; of stacked ones, all that a device has."""
+    stack = model.embedding.shape[0] if model.embedding.ndim == 3 else 1
+    mesh = mesh_of(model)
+    placed = Placement(model.config, mesh, model.axis)
+    return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)))
+
+
+def loads_in(tree: Any) -> list[Load]:
+    """How the models within a drafter are held."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Model))
+    return [load_of(leaf) for leaf in leaves if isinstance(leaf, Model)]
+
+
+class Plan(NamedTuple):
+    """Bytes that a generation takes of each device, and how many there are to be had.
+
+    `prompts` is what reading them takes, `trees` what a step does; they follow each other.
+    `widened` are copies of embeddings in float32.
+    """
+
+    weights: int
+    draft_weights: int
+    caches: int
+    draft_caches: int
+    trees: int
+    prompts: int
+    widened: int
+    available: int | None
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.weights + self.draft_weights + self.beside_weights
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes that the texts take."""
+        return self.caches + self.draft_caches + max(self.trees, self.prompts) + self.widened
+
+
+def plan(
+    target: Load,
+    drafts: Sequence[Load],
+    rows: int,
+    prompt: int,
+    slots: int,
+    nodes: int,
+    rule: str | None = None,
+) -> Plan:
+    """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
+
+    Prompts of `prompt` tokens are read in one pass. `rule` is the name of the one that decides, by
+    default traversal. Tables that draft without a model are left out, and that a pool which is
+    stacked is held a second time.
+    """
+    own = -(-rows // size_of(target.placed.mesh, DATA))
+    distributions = (
+        _USUAL_DISTRIBUTIONS if rule is None else _DISTRIBUTIONS.get(rule, _FEWEST_DISTRIBUTIONS)
+    )
+    every = (target, *drafts)
+    return Plan(
+        weights=target.weights,
+        draft_weights=sum(draft.weights for draft in drafts),
+        caches=target.caches(own, slots),
+        draft_caches=sum(draft.caches(own, slots) for draft in drafts),
+        trees=int(4 * distributions * own * nodes * target.placed.config.vocab_size)
+        + target.step(own, nodes, slots),
+        prompts=sum(each.prefill(own, prompt) for each in every),
+        widened=sum(each.widened for each in every),
+        available=available(target.placed.mesh),
+    )
+
+
+def available(mesh: Mesh | None) -> int | None:
+    """Bytes that each device has to spare, None if unknown; a CPU's devices share its memory."""
+    own = [jax.devices()[0]] if mesh is None else list(mesh.local_devices)
+    if own[0].platform == "cpu":
+        spare = host()
+        return None if spare is None else spare // len(own)
+    found = [device.memory_stats() for device in own]
+    free = [stats["bytes_limit"] - stats["bytes_in_use"] for stats in found if stats]
+    return min(free, default=None)
+
+
+def check(needed: int, spare: int | None, what: str) -> None:
+    """Checks that `needed` bytes can be had.
+
+    Raises:
+      ValueError: they cannot; `what` names them.
+    """
+    if spare is not None and needed > spare:
+        raise ValueError(
+            f"{what} would take {readable(needed)} of each device, which has {readable(spare)} "
+            "to spare."
+        )
+
+
+def readable(size: int) -> str:
+    """Bytes as people read them."""
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def host(root: Path = Path("/")) -> int | None:
+    """Bytes that the host could give without swapping, no more than its control groups let it.
+
+    None where the system does not tell. `root` is where its files are.
+    """
+    listed = _read(root / "proc/meminfo").splitlines()
+    free = (int(line.split()[1]) * 1024 for line in listed if line.startswith("MemAvailable:"))
+    return min((*free, *_left_in_groups(root)), default=None)
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Bytes left in each control group of this process that has a limit, of version 2 or 1.
+
+    Pages of files can be had back, and count as left. A container may see its own group as the
+    topmost one, whatever it is called outside.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, kinds, path = line.split(":", 2)
+        if kinds == "":
+            top, most, used, of_files = _GROUPS_2
+        elif "memory" in kinds.split(","):
+            top, most, used, of_files = _GROUPS_1
+        else:
+            continue
+        below = Path(path.lstrip("/"))
+        for group in (below, *below.parents):
+            folder = root / top / group
+            limit, taken = _read(folder / most).strip(), _read(folder / used).strip()
+            if not (limit.isdigit() and taken.isdigit()):
+                continue
+            figures = (line.split() for line in _read(folder / "memory.stat").splitlines())
+            back = sum(int(value) for name, value in figures if name in of_files)
+            yield max(0, int(limit) - max(0, int(taken) - back))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,130 @@
+"""How a model's weights lie on a mesh: logical axes, and the mesh axis that each is spread over."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from specjax.models.config import ModelConfig
+from specjax.parallel.mesh import MODEL, size_of, with_all_axes
+
+MESH_AXES: Mapping[str, str] = {
+    "heads": MODEL,
+    "kv_heads": MODEL,
+    "features": MODEL,
+    "vocabulary": MODEL,
+}
+"""Logical axes of weights, and the mesh axis that each is spread over."""
+
+LEAF_AXES: Mapping[str, tuple[str | None, ...]] = {
+    "embedding": ("vocabulary", None),
+    "unembedding": ("vocabulary", None),
+    "query": ("heads", None),
+    "key": ("kv_heads", None),
+    "value": ("kv_heads", None),
+    "output": (None, "heads"),
+    "gate": ("features", None),
+    "up": ("features", None),
+    "down": (None, "features"),
+    "query_bias": ("heads",),
+    "key_bias": ("kv_heads",),
+    "value_bias": ("kv_heads",),
+    "gate_bias": ("features",),
+    "up_bias": ("features",),
+}
+"""Logical axes of a model's leaves; those that are not here are whole everywhere."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How a model lies on a mesh.
+
+    `config` is the model's with as many key/value heads as are held: where devices outnumber them,
+    each is held `repeats` times. `axis` is the mesh axis that layers are split over, if any.
+    """
+
+    config: ModelConfig
+    mesh: Mesh | None = None
+    axis: str | None = None
+    repeats: int = 1
+
+    def spec(self, leaf: str) -> P:
+        """How a leaf is spread."""
+        axes = LEAF_AXES.get(leaf, ())
+        if leaf in ("query_norm", "key_norm") and self.config.head_norms == "whole":
+            axes = ("heads",)
+        if "vocabulary" in axes and self.config.vocab_size % size_of(self.mesh, MODEL):
+            axes = ()
+        if self.axis is None:
+            axes = ()
+        return P(*(None if axis is None else MESH_AXES[axis] for axis in axes))
+
+    def put(self, leaf: str, value: np.ndarray, dtype: Any) -> Array:
+        """A leaf on its devices, rounded to `dtype` a shard at a time."""
+        if self.is_repeated(leaf):
+            value = self._repeated(value)
+        if self.mesh is None:
+            made = jax.device_put(np.array(value, dtype))
+        else:
+            placed = NamedSharding(self.mesh, self.spec(leaf))
+            made = jax.make_array_from_callback(
+                value.shape, placed, lambda index: np.array(value[index], dtype)
+            )
+        return made.block_until_ready()
+
+    def is_repeated(self, leaf: str) -> bool:
+        """Whether a leaf has key/value heads, each of which is held several times."""
+        per_head = leaf == "key_norm" and self.config.head_norms == "head"
+        return self.repeats > 1 and leaf.split("_")[0] in ("key", "value") and not per_head
+
+    def once(self, value: Array) -> Array:
+        """One copy of each head of a leaf that has each several times, spread if that divides."""
+        spec = P() if value.shape[0] // self.repeats % size_of(self.mesh, MODEL) else P(MODEL)
+        placed = None if self.mesh is None else NamedSharding(self.mesh, spec)
+        return _first(value, self.config.num_kv_heads // self.repeats, self.repeats, placed)
+
+    def _repeated(self, value: np.ndarray) -> np.ndarray:
+        heads = self.config.num_kv_heads // self.repeats
+        parts = value.reshape(heads, -1, *value.shape[1:])
+        return np.repeat(parts, self.repeats, axis=0).reshape(-1, *value.shape[1:])
+
+
+@partial(jax.jit, static_argnames=("heads", "repeats", "placed"))
+def _first(value: Array, heads: int, repeats: int, placed: NamedSharding | None) -> Array:
+    """Of each of `heads` that come `repeats` times the first."""
+    parts = value.reshape(heads, repeats, -1, *value.shape[1:])
+    made = parts[:, 0].reshape(-1, *value.shape[1:])
+    return made if placed is None else lax.with_sharding_constraint(made, placed)
+
+
+def placement(config: ModelConfig, mesh: Mesh | None, split: bool = True) -> Placement:
+    """How a model of `config` is `split` over the `model` axis of a mesh, or whole on all of it.
+
+    Raises:
+      ValueError: the axis does not divide its heads, key/value heads or features.
+    """
+    mesh = with_all_axes(mesh)
+    devices = size_of(mesh, MODEL)
+    if not split or devices == 1:
+        return Placement(config, mesh)
+    for what, count in (("heads", config.num_heads), ("features", config.intermediate_size)):
+        if count % devices:
+            raise ValueError(
+                f"mesh axis model={devices} does not divide the model's {count} {what}."
+            )
+    kv_heads = config.num_kv_heads
+    if kv_heads % devices and devices % kv_heads:
+        raise ValueError(
+            f"mesh axis model={devices} and the model's {kv_heads} key/value heads do not divide "
+            "one another."
+        )
+    repeats = max(1, devices // kv_heads)
+    held = dataclasses.replace(config, num_kv_heads=kv_heads * repeats)
+    return Placement(held, mesh, MODEL, repeats)

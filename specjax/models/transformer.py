@@ -1,0 +1,355 @@
+"""A decoder as pure functions of a pytree of weights."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.tree_attention import Prefix, tree_attention
+from specjax.base.pytree import pytree, static
+from specjax.models import layers
+from specjax.models.config import MATRICES, ModelConfig, Shape
+from specjax.models.kv_cache import KVCache, NewKV
+from specjax.models.rope import Stretch
+from specjax.parallel.mesh import all_sum, gathered
+
+Angles = tuple[Array, Array]
+
+
+@pytree
+class LayerWeights:
+    """One decoder layer; matrices are `[out, in]`. What a family has not is None."""
+
+    attention_norm: Float[Array, " E"] | None
+    query: Float[Array, "HD E"]
+    key: Float[Array, "KD E"]
+    value: Float[Array, "KD E"]
+    output: Float[Array, "E HD"]
+    mlp_norm: Float[Array, " E"] | None
+    gate: Float[Array, "F E"] | None
+    up: Float[Array, "F E"]
+    down: Float[Array, "E F"]
+    query_bias: Float[Array, " HD"] | None = None
+    key_bias: Float[Array, " KD"] | None = None
+    value_bias: Float[Array, " KD"] | None = None
+    output_bias: Float[Array, " E"] | None = None
+    gate_bias: Float[Array, " F"] | None = None
+    up_bias: Float[Array, " F"] | None = None
+    down_bias: Float[Array, " E"] | None = None
+    query_norm: Float[Array, " N"] | None = None
+    key_norm: Float[Array, " M"] | None = None
+    attention_norm_bias: Float[Array, " E"] | None = None
+    attention_post_norm: Float[Array, " E"] | None = None
+    attention_post_norm_bias: Float[Array, " E"] | None = None
+    mlp_norm_bias: Float[Array, " E"] | None = None
+    mlp_post_norm: Float[Array, " E"] | None = None
+    mlp_post_norm_bias: Float[Array, " E"] | None = None
+
+
+@pytree
+class Model:
+    """Weights of a decoder with its static `config`; `unembedding` is None when tied.
+
+    Within a program over a mesh the leaves are a device's own; `axis` is the mesh axis over which
+    heads, features and the vocabulary are spread, None where each device has all of them.
+    `config` counts the key/value heads that are held, `repeats` times as many as the checkpoint's.
+    """
+
+    embedding: Float[Array, "V E"]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Float[Array, " E"]
+    unembedding: Float[Array, "V E"] | None
+    config: ModelConfig = static()
+    final_norm_bias: Float[Array, " E"] | None = None
+    position_embedding: Float[Array, "P E"] | None = None
+    axis: str | None = static(default=None)
+    repeats: int = static(default=1)
+
+    @property
+    def stored_config(self) -> ModelConfig:
+        """Its configuration in a checkpoint, where every key/value head is once."""
+        heads = self.config.num_kv_heads // self.repeats
+        return dataclasses.replace(self.config, num_kv_heads=heads)
+
+    @property
+    def kv_heads(self) -> int:
+        """How many key/value heads are here."""
+        return self.layers[0].key.shape[0] // self.config.head_dim
+
+
+def assemble(
+    config: ModelConfig,
+    outer: Mapping[str, Any],
+    layers: Sequence[Mapping[str, Any]],
+    axis: str | None = None,
+    repeats: int = 1,
+) -> Model:
+    """A model of named leaves: those outside its layers, and those of each layer."""
+    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
+    made = tuple(LayerWeights(**{**absent, **layer}) for layer in layers)
+    whole = {"unembedding": None, **outer}
+    return Model(**whole, layers=made, config=config, axis=axis, repeats=repeats)
+
+
+def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
+    """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers).
+
+    Biases are 0 and norms do nothing.
+    """
+    out_scale = 0.02 / (2 * config.num_layers) ** 0.5
+    keys = iter(jax.random.split(key, 2 + len(MATRICES) * config.num_layers))
+
+    def leaf(name: str, shape: Shape) -> Array:
+        if len(shape) == 1:
+            zero = name.endswith("_bias") or config.norm == "offset_rms"
+            return jnp.zeros(shape, dtype) if zero else jnp.ones(shape, dtype)
+        scale = out_scale if name in ("output", "down") else 0.02
+        own = jax.random.fold_in(key, 0) if name == "position_embedding" else next(keys)
+        return scale * jax.random.normal(own, shape, dtype)
+
+    def leaves(shapes: Mapping[str, Shape]) -> dict[str, Array]:
+        return {name: leaf(name, shape) for name, shape in shapes.items()}
+
+    outer = config.outer_shapes
+    first = leaves({"embedding": outer.pop("embedding")})
+    layers = [leaves(config.layer_shapes) for _ in range(config.num_layers)]
+    return assemble(config, first | leaves(outer), layers)
+
+
+class AttentionMask(NamedTuple):
+    """What the tokens of a pass see in a layer.
+
+    `tree_mask` are columns of the pass, as in `forward`; `first` is the first slot of the cached
+    prefix that a token sees, None for slot 0; `window` how many tokens up to its own a token of a
+    plain sequence sees, None for all.
+    """
+
+    tree_mask: Bool[Array, "B T M"] | None
+    first: Int32[Array, "B T"] | None = None
+    window: int | None = None
+
+
+def attention_mask_of(
+    window: int | None,
+    positions: Int32[Array, "B T"],
+    cache: KVCache | None,
+    tree_mask: Bool[Array, "B T M"] | None,
+) -> AttentionMask:
+    """What is seen through a window: a token's own position and the `window - 1` before it.
+
+    Raises:
+      ValueError: nodes of earlier passes, of which positions are not known, may lie outside.
+    """
+    if window is None or tree_mask is None:
+        return AttentionMask(tree_mask, None, window)
+    tokens, columns = tree_mask.shape[1:]
+    if columns > tokens and columns > window:
+        raise ValueError(
+            f"a draft with a sliding window of {window} cannot grow a tree of {columns} nodes."
+        )
+    if columns == tokens:
+        depth = tree_mask.sum(axis=2)
+        tree_mask = tree_mask & (depth[:, :, None] - depth[:, None] < window)
+    return AttentionMask(tree_mask, None if cache is None else positions - (window - 1))
+
+
+def attend(
+    model: Model,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    angles: Angles,
+    mask: AttentionMask,
+    prefix: Prefix | None,
+    block: tuple[Array, Array] | None,
+    dtype: jnp.dtype | None,
+) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
+    """Attention of one layer before its output projection, and the pass's keys and values."""
+    config = model.config
+    rows, tokens = angles[0].shape[1:]
+
+    def heads(matrix: str) -> Array:
+        made = _product(weights, matrix, x, dtype)
+        normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
+        if normed and not per_head:
+            made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
+        made = made.reshape(-1, config.head_dim, rows, tokens)
+        if normed and per_head:
+            made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
+        return made
+
+    query = layers.rotate(heads("query"), angles).transpose(2, 0, 3, 1)
+    if config.query_scale is not None:  # attention itself scales by the root of the head's size
+        query = query * (config.query_scale * config.head_dim**0.5)
+    key = layers.rotate(heads("key"), angles).transpose(2, 0, 3, 1)
+    value = heads("value").transpose(2, 0, 3, 1)
+    if prefix is not None:  # a node's keys round as they will in the cache, where others read them
+        key, value = key.astype(prefix.keys.dtype), value.astype(prefix.values.dtype)
+    new = (key, value)
+    if block is not None:
+        key = jnp.concatenate([block[0], key], axis=2)
+        value = jnp.concatenate([block[1], value], axis=2)
+    mixed = tree_attention(
+        query, key, value, mask.tree_mask, prefix,
+        first=mask.first, soft_cap=config.attention_cap, window=mask.window,
+    )  # fmt: skip
+    return mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens), new
+
+
+def apply_layer(
+    model: Model,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    angles: Angles,
+    mask: AttentionMask,
+    prefix: Prefix | None = None,
+    block: tuple[Array, Array] | None = None,
+    dtype: jnp.dtype | None = None,
+) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
+    """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made."""
+    config = model.config
+
+    def norm(name: str, x: Array) -> Array:
+        return _norm(config, weights, name, x) if name in config.norms else x
+
+    before = x
+    mixed, new = attend(
+        model, weights, norm("attention_norm", x), angles, mask, prefix, block, dtype
+    )
+    x = x + norm("attention_post_norm", _product(weights, "output", mixed, dtype, model.axis))
+    entering = norm("mlp_norm", before if config.parallel else x)
+    hidden = layers.activate(
+        config.activation,
+        _product(weights, "gate" if config.gated else "up", entering, dtype),
+    )
+    if config.gated:
+        hidden = hidden * _product(weights, "up", entering, dtype)
+    made = _product(weights, "down", hidden, dtype, model.axis)
+    return x + norm("mlp_post_norm", made), new
+
+
+def _norm(
+    config: ModelConfig,
+    weights: LayerWeights | Model,
+    name: str,
+    x: Array,
+    axis: int = 0,
+    across: str | None = None,
+) -> Array:
+    leaf, bias = getattr(weights, name), getattr(weights, f"{name}_bias", None)
+    return layers.normed(config.norm, leaf, bias, x, config.norm_eps, axis, across)
+
+
+def _product(
+    weights: LayerWeights, matrix: str, x: Array, dtype: jnp.dtype | None, axis: str | None = None
+) -> Array:
+    """A matrix of a layer times columns, and its bias if it has one.
+
+    `axis` is the mesh axis that its inputs are spread over.
+    """
+    made = all_sum(layers.linear(getattr(weights, matrix), x, dtype), axis)
+    bias = getattr(weights, f"{matrix}_bias")
+    return made if bias is None else made + bias.astype(made.dtype)[:, None]
+
+
+@jax.named_scope("pass")
+def trunk(
+    model: Model,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    cache: KVCache | None,
+    tree_mask: Bool[Array, "B T M"] | None,
+    block: NewKV | None = None,
+    dtype: jnp.dtype | None = None,
+) -> tuple[Float[Array, "E C"], NewKV]:
+    """All layers: the normed hidden columns (`C = B·T`, row-major) and the new keys and values."""
+    config = model.config
+    x = embed(model, tokens, positions)
+    windows = config.windows or (None,) * config.num_layers
+    views = {
+        window: (
+            attention_mask_of(window, positions, cache, tree_mask),
+            layers.rotary_angles(positions, config.rotated, *rotary_of(config, window)),
+        )
+        for window in set(windows)
+    }
+    made = []
+    for index, weights in enumerate(model.layers):
+        prefix = None
+        if cache is not None:
+            prefix = Prefix(cache.keys[index], cache.values[index], cache.length)
+        earlier = None if block is None else block[index]
+        mask, angles = views[windows[index]]
+        x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype)
+        made.append(new)
+    return _norm(config, model, "final_norm", x), tuple(made)
+
+
+def embed(
+    model: Model, tokens: Int32[Array, "B T"], positions: Int32[Array, "B T"]
+) -> Float[Array, "E C"]:
+    """What enters the first layer; a position past a table of them takes its last row."""
+    config, table = model.config, model.embedding
+    x = _rows_of(model, tokens)
+    if config.embedding_scale != 1:
+        x = x * jnp.asarray(config.embedding_scale, table.dtype).astype(x.dtype)
+    if config.position_offset is None or model.position_embedding is None:
+        return x
+    rows = jnp.minimum(positions, config.max_positions - 1) + config.position_offset
+    return x + layers.embed(model.position_embedding, rows)
+
+
+def _rows_of(model: Model, tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:
+    """The tokens' embeddings; a device gives those of its part of the vocabulary."""
+    held = model.embedding.shape[0]
+    if held == model.config.vocab_size:
+        return layers.embed(model.embedding, tokens)
+    tokens = tokens - held * lax.axis_index(model.axis)
+    own = (tokens >= 0) & (tokens < held)
+    x = layers.embed(model.embedding, jnp.where(own, tokens, 0))
+    return all_sum(jnp.where(own.reshape(-1), x, 0), model.axis)
+
+
+def rotary_of(config: ModelConfig, window: int | None) -> tuple[float, Stretch | None]:
+    """The base and the stretch of the rotary frequencies of layers with such a window."""
+    if window is not None and config.window_theta is not None:
+        return config.window_theta, None
+    return config.rope_theta, config.rope_stretch
+
+
+@jax.named_scope("pass")
+def unembed(
+    model: Model, x: Float[Array, "E C"], dtype: jnp.dtype | None = None
+) -> Float[Array, "V C"]:
+    """Logits of each column, float32."""
+    table = model.embedding if model.unembedding is None else model.unembedding
+    logits = layers.capped(layers.linear(table, x, dtype), model.config.logit_cap)
+    if table.shape[0] < model.config.vocab_size:
+        logits = gathered(logits, model.axis)
+    if model.config.num_known is None:
+        return logits
+    known = jnp.arange(logits.shape[0]) < model.config.num_known
+    return jnp.where(known[:, None], logits, jnp.finfo(logits.dtype).min)
+
+
+def forward(
+    model: Model,
+    tokens: Int32[Array, "B T"],
+    positions: Int32[Array, "B T"],
+    cache: KVCache | None,
+    tree_mask: Bool[Array, "B T M"] | None,
+    block: NewKV | None = None,
+) -> tuple[Float[Array, "B T V"], NewKV]:
+    """Logits after each token, and the keys and values of this pass (the cache is only read).
+
+    A token sees the cached prefix of its row up to `cache.length`, and the columns of the pass
+    that `tree_mask` grants it: first those of `block` (an earlier pass of the same tree), then the
+    pass's own; `tree_mask=None` is a plain sequence without cache. `positions` place tokens for the
+    rotary embedding; slots play no part in it.
+    """
+    x, new = trunk(model, tokens, positions, cache, tree_mask, block)
+    logits = unembed(model, x).T.reshape(*tokens.shape, -1)
+    return logits, new

@@ -1,0 +1,1 @@
+"""Many devices: meshes, what passes between devices, and processes that share a mesh."""

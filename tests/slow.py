@@ -1,0 +1,68 @@
+"""Tests that `pytest` leaves out and `pytest -m slow` runs: repetitions of what the others prove.
+
+Each promise is proven once without them: the output distribution for every rule, greedy equality
+for every method, one family of each kind, resumption, sharding, several processes. A pattern is a
+regular expression for the whole of `file::test[case]`, without the folder and `.py`.
+"""
+
+import re
+
+PATTERNS = (
+    r"test_bench::test_a_cache_and_an_output_that_refuse_lose_nothing\[head -1\]",
+    r"test_bench::test_a_cache_that_refuses_is_a_line",
+    r"test_bench::test_candidates_that_no_process_can_hold_run_in_groups",
+    r"test_bundled::test_tokens_are_those_of_plain_decoding\[naive\]",
+    r"test_certificate::test_a_biased_accept_probability_fails_the_distribution\[traverse.*",
+    r"test_certificate::test_noise_shared_by_rows_fails_the_distribution\[(naive-of_row_0-|multi-step-).*",
+    r"test_decode::test_chosen_trees_give_the_tokens_of_plain_decoding\[text\]",
+    r"test_decode::test_greedy_rows_equal_plain_decoding\[(unequal|stacked|random)\]",
+    r"test_decode::test_naive_equals_plain_sampling_token_for_token\[(random|chain)\]",
+    r"test_decode::test_rows_of_a_mixed_batch_equal_their_solo_runs\[near-naive\]",
+    r"test_decode::test_the_target_as_its_own_drafter_is_accepted_whole\[widths2\]",
+    r"test_distributed::test_bench_measures_on_a_mesh_and_auto_tells_it_from_one_device",
+    r"test_distributed::test_two_processes_with_rows_of_their_own_give_the_tokens_of_one",
+    r"test_distributed::test_a_process_that_waits_times_out.*",
+    r"test_generation::test_a_row_draws_alone_what_it_draws_beside_one_that_ended\[unsafe_rbg-.*",
+    r"test_generation::test_trees_of_any_topology_are_one_program\[(staged|hybrid)\]",
+    r"test_info::test_a_draft_with_rows_for_some_tokens_only_changes_no_.*\[shape0.*",
+    r"test_info::test_padded_tables_draft_as_well_as_others\[same\]",
+    r"test_lowering::test_every_named_shape_is_lowered\[(llama-3.2-1b|bundled)-.*",
+    r"test_memory::test_a_plan_is_what_the_program_takes_or_a_quarter_more"
+    r"\[(pool|long texts|small vocabulary|tree, one row|chain, naive|prefill of 16,384)\]",
+    r"test_parity::test_decoding_and_trees_have_the_logits_of_transformers"
+    r"\[(?!(gemma3|phi3_long|qwen3|gpt2|neox|plain)\]).*",
+    r"test_parity::test_greedy_texts_are_those_of_transformers"
+    r"\[(?!(gemma3|gpt2|neox|mistral|phi3)-).*",
+    r"test_parity::test_trees_at_the_end_of_a_context_are_cut_off_there\[neox\]",
+    r"test_profile::test_a_step_is_held_against_its_passes_alone\[specexec-0.0\]",
+    r"test_profile::test_bench_tells_the_parts_of_a_traced_step",
+    r"test_roofline::test_the_command_measures_shapes_and_the_grown_pair",
+    r"test_sampled_distribution::test_sampled_distribution_is_that_of_plain_decoding"
+    r"\[(hybrid|distinct|naive|chosen|not a number.*|recycled|plain)\]",
+    r"test_sampled_distribution::test_sampled_distribution_is_that_of_plain_decoding_whatever_the_keys"
+    r"\[(unsafe_rbg-.*|rbg-(pool|naive|from the leaves))\]",
+    r"test_sampled_distribution::test_trees_cut_off_by_the_context_.*\[(from the leaves|a block)\]",
+    r"test_sampled_distribution::test_a_wrong_step_is_caught\[(noise .*|one key.*)\]",
+    r"test_staged::test_stages_do_not_change_the_tree\[(deep-both|small-(both|expansion|table|itself|text))\]",
+    r"test_staged::test_guesses_of_the_whole_.*",
+    r"test_staged::test_few_beams_.*",
+    r"test_static::test_a_node_may_have_children_of_its_own_number\[distinct\]",
+    r"test_static::test_every_draft_may_have_a_tree_of_its_own\[False\]",
+    r"test_static::test_every_trial_is_what_a_plain_pass_of_its_draft_says\[(unrolled-prompt|stacked-.*)\]",
+    r"test_train::test_devices_share_the_rows_of_a_batch",
+    r"test_train::test_exported_pool_is_lossless_for_the_exported_target",
+    r"test_train::test_the_exported_pair_generates_from_the_command_line",
+    r"test_train_evaluate::test_tables_are_kept_however_the_pair_is_spelled",
+    r"test_train_evaluate::test_the_command_writes_all_tables_and_a_picture",
+    r"test_train_from_checkpoint::test_the_pool_is_lossless_for_the_given_target",
+    r"test_tree_attention::test_long_sequences_are_a_loop_over_chunks\[(1|37|700)-(900|1024)\]",
+    r"test_tree_attention::test_long_sequences_are_a_loop_over_chunks\[(1|700)-1300\]",
+    r"test_tune::test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file",
+    r"test_tune::test_what_tune_writes_is_what_the_other_verbs_take",
+)
+_WHOLE = re.compile("|".join(f"(?:{pattern})" for pattern in PATTERNS))
+
+
+def is_slow(node: str) -> bool:
+    """Whether a test, named `tests/file.py::test[case]`, is one of them."""
+    return _WHOLE.fullmatch(node.removeprefix("tests/").replace(".py::", "::")) is not None

@@ -1,0 +1,365 @@
+"""Folders written and read back, and every way a folder can be wrong."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from specjax.checkpoints import files as folder_module
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import CheckpointError
+from specjax.checkpoints.huggingface import load, load_drafts, load_model, save_model, save_sharded
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.models import families
+from tests.conftest import tiny_config, tiny_model
+
+TEXTS = [
+    "def f():\n\treturn  1\n",
+    "  leading, trailing  ",
+    "don't . stop ,  now !",
+    "naïve 日本 \u200b\r\n\x00\x01 <s></s>",
+    "<|endoftext|>x",
+    "",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["def f(): return 1", "  now and then"] * 3, trainer)
+    return made
+
+
+@pytest.fixture(scope="module")
+def original():
+    return tiny_model(vocab_size=300, tie_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def written(original, tokenizer, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    save_model(original, folder, tokenizer, dtype="float32")
+    return folder
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
+
+
+def change_tensors(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def test_what_is_saved_loads_back(written, original):
+    again = load_model(written)
+    assert again.config == original.config
+    jax.tree.map(np.testing.assert_array_equal, again, original)
+
+
+def test_bfloat16_files_and_bfloat16_models(original, tmp_path):
+    save_model(original, tmp_path, dtype="bfloat16")
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), original)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, "bfloat16"), rounded)
+    widened = load_model(tmp_path, "float32")
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(widened))
+    jax.tree.map(np.testing.assert_array_equal, widened, rounded)
+
+
+def test_extras_go_to_the_configuration(original, tmp_path):
+    save_model(original, tmp_path, trained_on="nothing")
+    assert json.loads((tmp_path / "config.json").read_text())["trained_on"] == "nothing"
+
+
+def test_shards_read_like_one_file(folder, original):
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[:7], "b.safetensors": names[7:]}
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    (folder / "model.safetensors").unlink()
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder), original)
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing"):
+        load_model(folder)
+
+
+def test_tokenizer_gives_plain_ids_and_exact_text(written, tokenizer):
+    model, loaded = load(written)
+    assert model.config.vocab_size == 300
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
+    assert loaded.bos_token is None
+    for text in TEXTS:
+        ids = loaded(text).input_ids
+        assert ids == tokenizer.encode(text, add_special_tokens=False).ids
+        assert loaded.decode(ids) == text
+
+
+def test_a_loaded_tokenizer_saves_again(original, written, tmp_path):
+    save_model(original, tmp_path, tokenizer_of(written))
+    assert tokenizer_of(tmp_path)(TEXTS[0]) == tokenizer_of(written)(TEXTS[0])
+
+
+def test_drafts_load_from_one_folder_or_several(written):
+    assert len(load_drafts(written)) == 1
+    assert len(load_drafts([written, str(written)])) == 2
+
+
+def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
+    for module in (huggingface, folder_module):
+        monkeypatch.setattr(module, "BUNDLED", tmp_path)
+    with pytest.raises(CheckpointError, match=r"no drafts in .*drafts"):
+        load_drafts("bundled")
+    with pytest.raises(CheckpointError, match=r"no bundled pair: .*target is missing"):
+        load("bundled")
+    for index, width in ((10, 4), (9, 6)):
+        save_model(tiny_model(intermediate_size=width), tmp_path / "drafts" / str(index))
+    assert [draft.config.intermediate_size for draft in load_drafts("bundled")] == [6, 4]
+
+
+def test_default_dtype_on_a_cpu_is_float32(written):
+    if jax.default_backend() == "cpu":
+        assert load_model(written, None).embedding.dtype == jnp.float32
+
+
+def test_tied_file_may_repeat_its_embedding(tmp_path):
+    model = tiny_model()
+    save_model(model, tmp_path, dtype="float32")
+    embedding = np.asarray(model.embedding)
+    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embedding}))
+    assert load_model(tmp_path).unembedding is None
+    change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embedding + 1}))
+    with pytest.raises(CheckpointError, match="tie_word_embeddings, but its lm_head"):
+        load_model(tmp_path)
+
+
+def test_rotary_constants_of_old_files_are_ignored(folder, original):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    change_tensors(folder, lambda t: t.update({name: np.ones(4, np.float32)}))
+    assert load_model(folder).config == original.config
+
+
+def test_generation_config_decides_the_end_tokens(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_model(folder).config.eos_ids == (3, 4)
+
+
+def test_missing_unused_and_misshapen_tensors_are_named(folder):
+    name = "model.layers.1.mlp.up_proj.weight"
+    change_tensors(folder, lambda t: t.update({name: t[name][:5]}))
+    with pytest.raises(CheckpointError, match=rf"{name} .*shape \(5, 32\).*\(48, 32\)"):
+        load_model(folder)
+    change_tensors(folder, lambda t: t.pop(name))
+    with pytest.raises(CheckpointError, match=f"no tensor {name}"):
+        load_model(folder)
+    change_tensors(folder, lambda t: t.update({"model.extra": np.ones(2, np.float32)}))
+    with pytest.raises(CheckpointError, match=r"unexpected tensor model\.extra in"):
+        load_model(folder)
+
+
+def test_damaged_and_missing_files_are_named(folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no model folder at .*nowhere"):
+        load_model(tmp_path / "nowhere")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged"):
+        load_model(folder)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"copy has neither model\.safetensors nor"):
+        load_model(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer in .*copy"):
+        tokenizer_of(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_model(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"copy has no config\.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "bloom"}, "'bloom' is not supported; supported: llama"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' .*not supported"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope scaling 'su'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5.* at least 1"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 8,
+                              "high_freq_factor": 4, "original_max_position_embeddings": 9}},
+         "from 8.0 to 4.0 turns"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' has no 'factor'"),
+        ({"rope_parameters": {"rope_theta": 5.0}, "rope_scaling": {"type": "yarn", "factor": 4}},
+         "give one of them"),
+        ({"original_max_position_embeddings": 7,
+          "rope_parameters": {"rope_type": "yarn", "factor": 2,
+                              "original_max_position_embeddings": 9}}, "is 7, and 9"),
+        ({"model_type": "mistral", "sliding_window": 8.0}, "window is 8.0"),
+        ({"rope_parameters": {"full_attention": {}}}, "differ between layers"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "partial_rotary_factor": 0.5}},
+         "partial_rotary_factor"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias is True"),
+        ({"model_type": "mistral", "sliding_window": 0}, "window is 0; it must be a whole number"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["chunked"] * 2},
+         "layer_types has 'chunked'"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full_attention"]},
+         "layer_types names 1 layers; there are 2"),
+        ({"hidden_act": "tanh"}, "hidden_act is 'tanh'.*silu"),
+        ({"sliding_window": 128}, "sliding_window is 128"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"vocab_size": "absent"}, "no 'vocab_size'"),
+        ({"num_key_value_heads": 3}, r"num_heads \(4\)"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; it must be"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; it must be a"),
+        ({"vocab_size": 10**400}, "vocab_size is 1000.* it must be a whole number from 1 to"),
+        ({"eos_token_id": 2**40}, "eos_token_id is 1099511627776; it must be a token's number"),
+        ({"num_hidden_layers": 4.0}, "num_hidden_layers is 4.0; it must be a whole number"),
+        ({"rope_parameters": None, "rope_scaling": "linear"},
+         "rope_scaling is 'linear'; it must be an object"),
+        *(({"rope_parameters": None, "rope_theta": theta}, f"rope_theta is {theta}; it must be a")
+          for theta in (0.0, -1.0, float("nan"), float("inf"))),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0.0; it must be a finite number"),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "rope_local_base_freq": 0},
+         "window_theta is 0.0; it must be a finite number"),
+        ({"model_type": "gemma2", "rope_parameters": None, "final_logit_softcapping": 0},
+         "logit_cap is 0.0; it must be a finite number"),
+        ({"model_type": "gemma2", "rope_parameters": None, "query_pre_attn_scalar": 0},
+         "query_pre_attn_scalar is 0.0; it must be"),
+        ({"rms_norm_eps": float("inf")}, "norm_eps is inf; it must be a finite number"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor inf"),
+    ],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_with_the_path(folder, changes, words):
+    change_config(folder, **changes)
+    with pytest.raises(CheckpointError, match=rf"copy/config\.json: .*{words}"):
+        load_model(folder)
+
+
+def test_absent_keys_mean_what_they_mean_to_transformers():
+    config = {
+        "model_type": "llama",
+        "vocab_size": 7,
+        "hidden_size": 24,
+        "intermediate_size": 9,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "rope_theta": 5e5,
+    }
+    read = families.read_config(config)
+    assert (read.head_dim, read.num_kv_heads, read.rope_theta) == (8, 3, 5e5)
+    assert (read.tie_embeddings, read.eos_ids, read.norm_eps) == (False, (), 1e-6)
+    assert families.read_config(config | {"eos_token_id": None}).eos_ids == ()
+
+
+@pytest.mark.parametrize("eos", [(), (5,), (1, 2)])
+def test_a_configuration_written_reads_back(eos):
+    config = tiny_config(eos_ids=eos, rope_theta=1234.0, norm_eps=1e-5, tie_embeddings=False)
+    assert families.read_config(json.loads(json.dumps(families.write_config(config)))) == config
+
+
+FINITE = np.array([0.0, -0.0, 1e-30, -1e30, 3.0e38, -3.0e38], np.float32)
+
+
+@pytest.mark.parametrize("kind", ["float16", "bfloat16", "float32", "float64"])
+def test_a_number_that_is_not_finite_is_found_in_every_float(kind):
+    highest = float(jnp.finfo(kind).max)
+    whole = np.clip(FINITE.astype(np.float64), -highest, highest).astype(jnp.dtype(kind))
+    assert folder_module.is_finite(whole)
+    assert folder_module.is_finite(whole[:0])
+    for value in (np.nan, -np.nan, np.inf, -np.inf):
+        for place in (0, 3, 5):
+            wrong = whole.copy()
+            wrong[place] = value
+            assert not folder_module.is_finite(wrong)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda x: np.full_like(x, np.nan), "holds NaN or infinity"),
+        (lambda x: np.where(np.arange(x.size).reshape(x.shape) == 7, -np.inf, x), "holds NaN or"),
+        (lambda x: x.astype(np.int8), "is int8; weights must be floating-point numbers"),
+        (lambda x: x != 0, "is bool; weights must be floating-point numbers"),
+    ],
+    ids=["all NaN", "one infinity", "integers", "truth"],
+)
+def test_weights_that_are_no_numbers_are_refused(folder, change, words):
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = np.ascontiguousarray(change(tensors[name]))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{name} in .*copy/model\.safetensors {words}"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int32"])
+def test_weights_by_shards_that_are_no_numbers_are_refused(tmp_path, kind):
+    model = tiny_model()
+    norm = jnp.full(model.final_norm.shape, np.nan if kind == "float32" else 1, kind)
+    spoilt = jax.tree.map(lambda leaf: norm if leaf is model.final_norm else leaf, model)
+    save_sharded(spoilt, tmp_path / "kept")
+    words = "hold NaN or infinity" if kind == "float32" else "final_norm is int32; weights must be"
+    with pytest.raises(CheckpointError, match=rf"weights\.orbax cannot be read: .*{words}"):
+        load_model(tmp_path / "kept")
+
+
+@pytest.mark.parametrize(
+    "name", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", "x.bin", "a\\b"]
+)
+def test_an_index_names_files_of_its_own_folder(folder, name):
+    """Whatever they are: what is outside is not opened."""
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json names .*in the same folder"):
+        load_model(folder)
+
+
+def test_a_long_value_is_shortened(folder):
+    change_config(folder, eos_token_id="x" * 5000)
+    with pytest.raises(
+        CheckpointError, match=r"eos_token_id is 'xxx.* \.\.\. .*or several"
+    ) as said:
+        load_model(folder)
+    assert len(str(said.value)) < 700
+
+
+def test_a_tokenizer_of_wrong_settings_is_refused_when_it_is_read(folder):
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "many"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer in .*copy cannot be read: '>' not"):
+        tokenizer_of(folder)
+
+
+def test_nested_json_gets_one_sentence(folder):
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
+        load_model(folder)
