@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from specjax.checkpoints.pair import Pair, load_pair
     from specjax.decoding.generate import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
+    from specjax.methods.method import Method, Setting, register_method
     from specjax.methods.registry import build, load_drafter, setting_of
-    from specjax.methods.setting import Setting
     from specjax.models.config import ModelConfig
     from specjax.models.transformer import Model
     from specjax.parallel.mesh import make_mesh
     from specjax.trees.tree import TokenTree, TreeShape
+    from specjax.verify.rules import Rule, register_rule
 
 _HOMES = {
     "checkpoints.huggingface": ("load", "load_drafts", "load_model", "save_model", "save_sharded"),
@@ -31,9 +32,11 @@ _HOMES = {
     "models.transformer": ("Model",),
     "checkpoints.pair": ("Pair", "load_pair"),
     "base.sampling": ("Sampling",),
-    "methods.setting": ("Setting",),
+    "methods.builtin": ("register_method",),
+    "methods.method": ("Method", "Setting"),
     "parallel.mesh": ("make_mesh",),
     "trees.tree": ("TokenTree", "TreeShape"),
+    "verify.rules": ("Rule", "register_rule"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -41,9 +44,11 @@ __all__ = [
     "Drafter",
     "ExpansionDrafter",
     "Generation",
+    "Method",
     "Model",
     "ModelConfig",
     "Pair",
+    "Rule",
     "Sampling",
     "Setting",
     "Step",
@@ -57,6 +62,8 @@ __all__ = [
     "load_model",
     "load_pair",
     "make_mesh",
+    "register_method",
+    "register_rule",
     "save_model",
     "save_sharded",
     "setting_of",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.trees.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge
-from specjax.verify import token_wise, traversal
+from specjax.verify import rules, token_wise, traversal
 from tests import oracles
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}  # half the time on CPU, the same values
@@ -151,6 +151,13 @@ def node_contexts(tree: TokenTree) -> jax.Array:
     return jax.lax.fori_loop(1, tree.num_slots, one, zeros)
 
 
+TRIAL_PROBS = {
+    rules.MULTI_STEP: TokenTree.trial_q,
+    rules.RECURSIVE: token_wise.without_earlier,
+    rules.ONE_HOT: token_wise.own_token,
+}
+"""The distribution by which each token-wise rule tries a child (`test_token_wise` holds their
+decisions against it)."""
 FLOW_OPTIONS = ("depth", "rule", "trial_probs", "alter")
 
 

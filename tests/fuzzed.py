@@ -14,7 +14,6 @@ import numpy as np
 from safetensors.numpy import load, save
 
 from specjax.__main__ import main
-from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.ngram_files import load_ngram, save_ngram
 from specjax.checkpoints.pair import Pair, load_pair
@@ -204,7 +203,7 @@ def read_folder(folder: Path, rng: np.random.Generator) -> None:
         cli("info", "--model", str(folder))
     model, tokenizer = huggingface.load(folder)
     ids = tokenizer("def add(a, b):").input_ids
-    prepare(KEY, model, None, [ids], 4, Sampling(), "auto", True)
+    prepare(KEY, model, None, [ids], max_new_tokens=4)
     if rng.random() < 0.01:
         ids = generate(KEY, model, None, [ids], max_new_tokens=4).tokens[0].tolist()
     tokenizer.decode(ids)
@@ -221,7 +220,7 @@ def read_draft(folder: Path, rng: np.random.Generator) -> None:
 
 def read_family(folder: Path, rng: np.random.Generator) -> None:
     """A model without a tokenizer."""
-    prepare(KEY, huggingface.load_model(folder), None, [[1, 2, 3]], 4, Sampling(), "auto", True)
+    prepare(KEY, huggingface.load_model(folder), None, [[1, 2, 3]], max_new_tokens=4)
 
 
 def read_ngram(folder: Path, rng: np.random.Generator) -> None:

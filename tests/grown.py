@@ -162,5 +162,5 @@ def commit(drafter, state, tree, texts, counts, rests, pick=max):
     accepted = Accepted(jnp.asarray(path), length, length)
     grown = jax.tree.map(jnp.asarray, tree)
     seen = seen_after(grown.tokens, drafter.target_top_k)
-    step = Step(jnp.asarray(tokens), length, grown, accepted, seen)
+    step = Step(jnp.asarray(tokens), length, length < 0, grown, accepted, seen)
     return COMMIT(drafter, state, step), [[*t, *new] for t, new in zip(texts, made, strict=True)]

@@ -48,11 +48,12 @@ def of_a_step(pair: Pair, method: str, limits: dict[str, float]) -> float:
     drafter = registry.build(registry.setting_of(method), pair)
     sampling = Sampling(temperature=0.8, **limits)
     request = prepare(
-        jax.random.key(0), pair.target, drafter, [[1, 2, 3, 4]], NEW, sampling, "auto", False
-    )
-    warm(pair.target, drafter, request)
-    made = [timed(pair.target, drafter, request) for _ in range(5)]
-    return 1000 * statistics.median(one.seconds / one.steps.sum() for one in made)
+        jax.random.key(0), pair.target, drafter, [[1, 2, 3, 4]], max_new_tokens=NEW,
+        sampling=sampling, stop_at_eos=False,
+    )  # fmt: skip
+    warm(request)
+    made = [timed(request) for _ in range(5)]
+    return 1000 * statistics.median(seconds / one.steps.sum() for one, seconds in made)
 
 
 def told(found: dict[str, float]) -> str:

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.base.pytree import unchecked
 from specjax.base.sampling import Sampling
 from specjax.decoding.generate import run
-from specjax.decoding.request import Limits, Room, room, window_of
+from specjax.decoding.request import Limits, Room, Rows, room
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
+from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.memory import readable
@@ -106,7 +108,9 @@ def drafter_of(case: Case) -> Any:
                 return BestFirstDrafter(models[0], jnp.ones(2), growth)
         raise ValueError(case.method)
 
-    return None if case.method == "none" else jax.eval_shape(made, models)
+    if case.method == "none":
+        return PlainDrafter(case.config.vocab_size)
+    return jax.eval_shape(made, models)
 
 
 class Found(NamedTuple):
@@ -116,7 +120,7 @@ class Found(NamedTuple):
     compiled: int
 
 
-def lowered(case: Case, drafter: Any = None) -> Any:
+def lowered(case: Case, drafter: Any) -> Any:
     """The whole program of a case, not yet compiled."""
     target = abstract(case.config, case.dtype)
     width, outputs, slots = room_of(case, drafter)
@@ -126,22 +130,22 @@ def lowered(case: Case, drafter: Any = None) -> Any:
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), case.rows))
     sampling = jax.eval_shape(lambda: Sampling(temperature=np.float32(0.8)).rows(case.rows))
-    return run.lower(
-        target, drafter, rule=rule_of(case, drafter), sampling=sampling,
-        limits=jax.eval_shape(lambda: Limits(jnp.int32(0), jnp.asarray(False))),
-        prompt=array(case.rows, width), length=array(case.rows), key=keys,
-        outputs=outputs, slots=slots,
+    limits = unchecked(Limits, max_new_tokens=array(case.rows), end_ids=array(case.rows, 0))
+    rows = unchecked(
+        Rows, prompt=array(case.rows, width), length=array(case.rows), key=keys, sampling=sampling,
+        limits=limits,
     )  # fmt: skip
+    return run.lower(target, drafter, rows, rule_of(case, drafter), outputs, slots)
 
 
 def room_of(case: Case, drafter: Any) -> Room:
     """The sizes that the program of a case has."""
-    return room(case.prompt, case.new, window_of(drafter), case.config.max_positions)
+    return room(case.prompt, case.new, drafter.window, case.config.max_positions)
 
 
 def rule_of(case: Case, drafter: Any) -> Rule:
     """The rule that decides."""
-    return NAIVE if drafter is None else find_rule(case.rule, drafter.construction)
+    return NAIVE if drafter.window == 1 else find_rule(case.rule, drafter.construction)
 
 
 def found(case: Case) -> Found:
@@ -151,7 +155,8 @@ def found(case: Case) -> Found:
     width, _, slots = room_of(case, drafter)
     planned = memory.plan(
         memory.load_of(abstract(case.config, case.dtype)), memory.loads_in(drafter), case.rows,
-        width, slots, 1 if drafter is None else drafter.num_slots, rule_of(case, drafter).name,
+        width, slots, drafter.num_slots,
+        rule_of(case, drafter).live_distributions,
     )  # fmt: skip
     return Found(planned.beside_weights, taken.temp_size_in_bytes + taken.output_size_in_bytes)
 

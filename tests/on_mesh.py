@@ -65,8 +65,11 @@ def programs(folder: Path) -> dict:
     for layers in (2, 3):
         mesh = make_mesh(model=8)
         target = huggingface.load_model(folder / f"layers{layers}", mesh=mesh)
-        asked = prepare(jax.random.key(0), target, None, PROMPTS, NEW, MIXED, "auto", False)
-        text = run.lower(target, None, **asked._asdict()).compile().as_text()
+        asked = prepare(
+            jax.random.key(0), target, None, PROMPTS, max_new_tokens=NEW, sampling=MIXED,
+            stop_at_eos=False,
+        )  # fmt: skip
+        text = run.lower(**asked._asdict()).compile().as_text()
         sums = len(re.findall(r" all-reduce(?:-start)?\(", text))
         shapes = re.findall(r"f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
         sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes]

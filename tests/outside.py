@@ -153,8 +153,8 @@ def passes_of(drafter: Drafter, rounds: float) -> PassesOnly:
 def passes_only() -> Iterator[None]:
     """A step that decides nothing and keeps none of the target's keys."""
 
-    def verify_tree(rule, sampling, state, tree, logits, window):
-        del rule, sampling, state
+    def verify_tree(rule, state, tree, logits, window):
+        del rule, state
         along = jnp.arange(window, dtype=jnp.int32)[None]
         return Accepted(
             path=jnp.where(along < KEPT, along, 0),
@@ -162,10 +162,11 @@ def passes_only() -> Iterator[None]:
             token=tree.tokens[:, 1],
         )
 
-    def commit(drafter, state, new, draft, step):
+    def commit(state, new, draft, step):
         count = step.count + held_back(new[-1][0])
         cache = replace(state.cache, length=state.cache.length + count)
-        return replace(state, cache=cache, draft=drafter.commit(draft, step))
+        made = state.made + step.count
+        return replace(state, cache=cache, draft=draft, made=made, done=step.done)
 
     kept = stepping.verify_tree, stepping.commit
     stepping.verify_tree, stepping.commit = verify_tree, commit
@@ -175,24 +176,22 @@ def passes_only() -> Iterator[None]:
         stepping.verify_tree, stepping.commit = kept
 
 
-def loop_of(target: Model, drafter: Drafter, request: Request) -> Callable[[bool], tuple]:
+def loop_of(request: Request) -> Callable[[bool], tuple]:
     """Runs a compiled loop, whole or of one token: its steps and seconds."""
-    static_names = ("rule", "outputs", "slots")
-    afresh = jax.jit(lambda *a, **k: run.__wrapped__(*a, **k), static_argnames=static_names)
-    compiled = afresh.lower(target, drafter, **request._asdict()).compile()
-    whole = {k: v for k, v in request._asdict().items() if k not in static_names}
-    one = whole | {"limits": replace(request.limits, max_new_tokens=jnp.int32(1))}
+    target, drafter, rows, rule, outputs, slots, _ = request
+    afresh = jax.jit(lambda *a: run.__wrapped__(*a, rule, outputs, slots))
+    compiled = afresh.lower(target, drafter, rows).compile()
+    least = jnp.ones_like(rows.limits.max_new_tokens)
+    one = replace(rows, limits=replace(rows.limits, max_new_tokens=least))
 
     def timed(first: bool) -> tuple[int, float]:
-        made, seconds = timing.clocked(
-            lambda: compiled(target, drafter, **(one if first else whole))
-        )
-        return int(made[2].max()), seconds
+        made, seconds = timing.clocked(lambda: compiled(target, drafter, one if first else rows))
+        return int(made.steps.max()), seconds
 
     return timed
 
 
-def mean_rounds(target: Model, drafter: BestFirstDrafter, request: Request) -> float:
+def mean_rounds(request: Request) -> float:
     """How many passes the growth of a tree takes, on a request's own text."""
     counted, real = [], ModelSource.after
 
@@ -202,7 +201,7 @@ def mean_rounds(target: Model, drafter: BestFirstDrafter, request: Request) -> f
 
     ModelSource.after = after
     try:
-        steps, _ = loop_of(target, drafter, request)(False)
+        steps, _ = loop_of(request)(False)
     finally:
         ModelSource.after = real
     jax.effects_barrier()
@@ -213,15 +212,16 @@ def outside(pair: Pair, method: str, temperature: float, prompt: str) -> tuple[f
     """Seconds of a step and of its passes alone (medians), and the median share of what is not."""
     budget = None if method == "chain" else 15
     drafter = registry.build(registry.setting_of(method, budget=budget), pair)
-    assert drafter is not None
     tokens = pair.tokenizer(prompt).input_ids
-    asked = prepare(jax.random.key(0), pair.target, drafter, [tokens], 128, Sampling(temperature),
-                    "auto", False)  # fmt: skip
+    asked = prepare(
+        jax.random.key(0), pair.target, drafter, [tokens], max_new_tokens=128,
+        sampling=Sampling(temperature), stop_at_eos=False,
+    )  # fmt: skip
     best_first = isinstance(drafter, BestFirstDrafter)
-    rounds = mean_rounds(pair.target, drafter, asked) if best_first else 0.0
-    whole = loop_of(pair.target, drafter, asked)
+    rounds = mean_rounds(asked) if best_first else 0.0
+    whole = loop_of(asked)
     with passes_only():
-        alone = loop_of(pair.target, passes_of(drafter, rounds), asked)
+        alone = loop_of(asked._replace(drafter=passes_of(drafter, rounds)))
 
     def step(run: Callable[[bool], tuple[int, float]]) -> float:
         (steps, seconds), (first, begun) = run(False), run(True)

@@ -12,7 +12,6 @@ import pytest
 
 from pallas_kernels import machine
 from specjax.__main__ import main
-from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli import outcome, values
 from specjax.cli.bench import workload_of
@@ -23,8 +22,9 @@ from specjax.measure import bench, prompts, timing
 from specjax.measure.prompts import Prompt
 from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
+from specjax.methods.builtin import METHODS
 from specjax.methods.choice import Asked, Choice, choose
-from specjax.methods.setting import METHODS, Setting
+from specjax.methods.method import Setting
 from specjax.methods.tuned import Entry
 from specjax.models.inflate import inflate
 from tests.conftest import tiny_model
@@ -169,14 +169,15 @@ def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     target = tiny_model(num_layers=1)
     drafter = registry.build(registry.setting_of("tree", (2, 1)), Pair(target, None, [target]))
     asked = request.prepare(
-        jax.random.key(0), target, drafter, [[1, 2, 3]], 10, Sampling(), "auto", False
+        jax.random.key(0), target, drafter, [[1, 2, 3]], max_new_tokens=10, stop_at_eos=False
     )
     for _ in range(2):
-        found = timing.phases(target, drafter, asked, steps=3)
+        found = timing.phases(asked, steps=3)
         assert min(found.prefill, found.draft, found.target) > 0
     assert timing.typical([found, found]) == found
-    timing.warm(target, drafter, asked)
-    run = timing.timed(target, drafter, asked)
+    timing.warm(asked)
+    run, seconds = timing.timed(asked)
+    assert seconds > 0
     assert run.tokens.shape == (1, 10)
     assert run.steps.tolist() == [4]
     assert run.nodes.tolist() == [16]
@@ -232,7 +233,7 @@ def settings(plan) -> list[Setting]:
 
 def test_every_method_takes_every_budget():
     plan = workload_of(Bench(methods="all", budgets="4,9"))
-    named = [(name, budget) for name in METHODS[1:] for budget in (4, 9)]
+    named = [(name, budget) for name in list(METHODS)[1:] for budget in (4, 9)]
     assert settings(plan) == [registry.setting_of(name, None, budget) for name, budget in named]
 
 
@@ -325,10 +326,10 @@ def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path
     found, groups, timed = [], [], timing.timed
     clear = jax.clear_caches
 
-    def run(target, drafter, asked):
-        made = timed(target, drafter, asked)
-        seconds = len(groups) + (2.0 if target.embedding.dtype == "float32" else 1.0)
-        return made._replace(seconds=seconds if drafter is None else 0.5)
+    def run(asked):
+        made, _ = timed(asked)
+        seconds = len(groups) + (2.0 if asked.target.embedding.dtype == "float32" else 1.0)
+        return made, seconds if asked.drafter.window == 1 else 0.5
 
     monkeypatch.setattr(timing, "timed", run)
     monkeypatch.setattr(jax, "clear_caches", lambda: (groups.append(1), clear()))

@@ -20,7 +20,6 @@ from specjax.draft import ExpansionDrafter
 from specjax.measure import certificate, distribution_tests
 from specjax.measure.prompts import Prompt
 from specjax.methods import registry
-from specjax.models.kv_cache import KVCache
 from specjax.verify import rules, token_wise
 from tests.folders import answer, own_cache, pair_flags
 
@@ -123,20 +122,18 @@ def test_a_biased_accept_probability_fails_the_distribution(
     assert failed == {wrong}
 
 
-def of_row_0(state):
-    """The state whose noise is that of row 0 at its position, a part of it for every row.
+def of_row_0(key, length):
+    """Keys and lengths whose noise is that of row 0 at its position, a part of it for every row.
 
     So do rbg keys under `vmap`: each row draws apart, and as long as row 0 goes on, afresh.
     """
-    rows = jnp.arange(state.key.shape[0])
-    length = jnp.broadcast_to(state.cache.length[0], rows.shape)
-    keys = jax.vmap(partial(fold, state.key[0]))(rows)
-    return replace(state, key=keys, cache=replace(state.cache, length=length))
+    rows = jnp.arange(key.shape[0])
+    return jax.vmap(partial(fold, key[0]))(rows), jnp.broadcast_to(length[0], rows.shape)
 
 
-def of_row_0_whole(state):
-    """The state in which every row has row 0's key."""
-    return replace(state, key=jnp.broadcast_to(state.key[0], state.key.shape))
+def of_row_0_whole(key, length):
+    """Every row has row 0's key."""
+    return jnp.broadcast_to(key[0], key.shape), length
 
 
 @pytest.mark.parametrize(
@@ -148,13 +145,13 @@ def test_noise_shared_by_rows_fails_the_distribution(
 ):
     judged, propose = stepping.verify_tree, ExpansionDrafter.propose
 
-    def verify_tree(rule, sampling, state, *rest):
-        return judged(rule, sampling, shared(state), *rest)
+    def verify_tree(rule, state, *rest):
+        key, length = shared(state.key, state.cache.length)
+        alike = replace(state, key=key, cache=replace(state.cache, length=length))
+        return judged(rule, alike, *rest)
 
     def proposed(drafter, key, position, held, *rest):
-        cache = KVCache((), (), position)
-        alike = shared(stepping.DecodeState(cache, (), jnp.zeros_like(position), key))
-        return propose(drafter, alike.key, alike.cache.length, held, *rest)
+        return propose(drafter, *shared(key, position), held, *rest)
 
     monkeypatch.setattr(stepping, "verify_tree", verify_tree)
     monkeypatch.setattr(ExpansionDrafter, "propose", proposed)

@@ -7,8 +7,8 @@ import pytest
 
 from specjax.methods import registry
 from specjax.methods.evidence import evidence, fastest, gains
+from specjax.methods.method import Setting
 from specjax.methods.records import Measured, Run
-from specjax.methods.setting import Setting
 
 DEFAULT, OTHER = registry.setting_of("specexec"), registry.setting_of("chain")
 PLAIN = Setting()

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.base.pytree import replace
+from specjax.base.pytree import replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.generate import run, stream
-from specjax.decoding.request import prepare
+from specjax.decoding.request import Rows, prepare
 from specjax.draft import ExpansionDrafter
 from specjax.methods import registry
 from specjax.models.transformer import Model
@@ -170,12 +170,13 @@ def test_trees_of_any_topology_are_one_program(target, method):
 def test_nothing_moves_between_host_and_device_inside_a_run(target):
     drafter = alone(near(target, 1))
     sampling = Sampling(temperature=0.8)
-    request = prepare(KEY, target, drafter, PROMPTS, NEW, sampling, "auto", False)
+    request = prepare(KEY, target, drafter, PROMPTS, max_new_tokens=NEW, sampling=sampling)
+    held = {name: getattr(request.rows, name) for name in ("prompt", "key", "sampling", "limits")}
+    on_host = unchecked(Rows, **held, length=np.ones(4, np.int32))
     with jax.transfer_guard("disallow"):
-        tokens, *_ = run(target, drafter, **request._asdict())
-        tokens.block_until_ready()
+        jax.block_until_ready(run(**request._asdict()))
         with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
-            run(target, drafter, **request._replace(length=np.ones(4, np.int32))._asdict())
+            run(**request._replace(rows=on_host)._asdict())
 
 
 def keys_used(monkeypatch, target, drafter, verify):
@@ -189,12 +190,15 @@ def keys_used(monkeypatch, target, drafter, verify):
 
     monkeypatch.setattr(jax.random, "uniform", recorded)
     sampling = Sampling(temperature=0.8)
-    request = prepare(KEY, target, drafter, PROMPTS[:1], NEW, sampling, verify, False)._asdict()
-    static = {name: request.pop(name) for name in ("rule", "outputs", "slots")}
-    afresh = jax.jit(lambda *models, **arrays: run.__wrapped__(*models, **static, **arrays))
-    _, _, steps, _ = afresh(target, drafter, **request)
+    request = prepare(
+        KEY, target, drafter, PROMPTS[:1], max_new_tokens=NEW, sampling=sampling, verify=verify,
+        stop_at_eos=False,
+    )  # fmt: skip
+    static = {name: getattr(request, name) for name in ("rule", "outputs", "slots")}
+    afresh = jax.jit(lambda *models_and_rows: run.__wrapped__(*models_and_rows, **static))
+    made = afresh(target, drafter, request.rows)
     jax.effects_barrier()
-    return seen, int(steps[0])
+    return seen, int(made.steps[0])
 
 
 def test_no_key_is_used_twice_under_multi_step(monkeypatch, target):

@@ -229,7 +229,7 @@ def test_info_says_how_long_a_text_may_be(capsys, monkeypatch):
     target, key = load_model(pair_folder() / "target"), jax.random.key(0)
     new = min(128, longest - 1)
     prompts = [[1] * (longest - new)] * 16
-    prepare(key, target, None, prompts, new, Sampling(), "auto", True)  # which it takes
+    prepare(key, target, None, prompts, max_new_tokens=new)  # which it takes
     assert main([*flags, "--length", str(longest + 1)]) == 2
     assert f"texts of {longest + 1} tokens and the weights would take" in capsys.readouterr().err
 
@@ -239,7 +239,7 @@ def test_generate_refuses_with_numbers_what_cannot_fit(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda mesh: 1 << 20)
     words = r"64 texts of 128 tokens in trees of 1 nodes would take .* MiB .* 1.0 MiB to spare"
     with pytest.raises(ValueError, match=words):
-        prepare(jax.random.key(0), target, None, [[1, 2]] * 64, 20, Sampling(), "auto", True)
+        prepare(jax.random.key(0), target, None, [[1, 2]] * 64, max_new_tokens=20)
 
 
 def test_a_plan_is_near_what_the_compiler_takes():
@@ -248,9 +248,9 @@ def test_a_plan_is_near_what_the_compiler_takes():
 
     target = load_model(pair_folder() / "target")
     prompts = [[1, 2, 3]] * 16
-    request = prepare(jax.random.key(0), target, None, prompts, 200, Sampling(), "auto", True)
-    compiled = run.lower(target, None, **request._asdict()).compile().memory_analysis()
+    request = prepare(jax.random.key(0), target, None, prompts, max_new_tokens=200)
+    compiled = run.lower(**request._asdict()).compile().memory_analysis()
     taken = compiled.temp_size_in_bytes + compiled.output_size_in_bytes
-    rows, width = request.prompt.shape
+    rows, width = request.rows.prompt.shape
     planned = memory.plan(memory.load_of(target), [], rows, width, request.slots, 1).beside_weights
     assert 0.5 < planned / taken < 2

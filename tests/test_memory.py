@@ -4,7 +4,7 @@ import pytest
 
 from specjax.decoding.request import OUTPUT_BUCKETS, room
 from specjax.models import memory
-from tests.memory_table import CASES, LLAMA_8B, Case, found, lowered
+from tests.memory_table import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 
 pytestmark = pytest.mark.long_running  # compiled as a user's programs are
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
@@ -18,8 +18,8 @@ def test_a_plan_is_what_the_program_takes_or_a_quarter_more(name):
 
 
 def test_a_prefills_program_and_memory_grow_no_faster_than_its_prompt():
-    sizes = [4096, 8192]
-    programs = [lowered(Case(LLAMA_8B, "none", 1, size)) for size in sizes]
+    cases = [Case(LLAMA_8B, "none", 1, size) for size in (4096, 8192)]
+    programs = [lowered(case, drafter_of(case)) for case in cases]
     short, long = (len(program.as_text().splitlines()) for program in programs)
     assert long <= 1.01 * short
     short, long = (p.compile().memory_analysis().temp_size_in_bytes for p in programs)

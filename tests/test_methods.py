@@ -12,10 +12,13 @@ from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.draft.ngram import pack
+from specjax.draft.plain import PlainDrafter
 from specjax.methods import choice, records, registry
+from specjax.methods.builtin import METHODS
 from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.method import Setting
 from specjax.methods.records import Measured, Run
-from specjax.methods.setting import METHODS, Setting, from_json, to_json
+from specjax.methods.setting import from_json, to_json
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K
 from specjax.trees.widths import Widths
 from tests.conftest import tiny_model
@@ -72,8 +75,10 @@ def test_a_method_is_a_drafter(method, widths, slots, drafts):
     assert naive.children == TOP_K
 
 
-def test_plain_decoding_has_no_drafter():
-    assert registry.build(registry.setting_of("none"), PAIR) is None
+def test_plain_decoding_drafts_nothing():
+    drafter = registry.build(registry.setting_of("none"), PAIR)
+    assert isinstance(drafter, PlainDrafter)
+    assert (drafter.window, drafter.num_slots) == (1, 1)
     for named in ({"widths": (1,)}, {"budget": 3}):
         with pytest.raises(ValueError, match="takes no tree and no budget"):
             registry.setting_of("none", **named)
@@ -108,7 +113,7 @@ def test_what_a_method_lacks_is_said(method):
         registry.build(asked, PAIR._replace(table=TABLE))
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("method", list(METHODS)[1:])
 @pytest.mark.parametrize("budget", [None, 1, 6, 40])
 def test_every_method_keeps_to_its_budget(method, budget):
     pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE)
@@ -124,7 +129,7 @@ def test_every_method_keeps_to_its_budget(method, budget):
 def test_all_are_the_methods_that_a_pair_can_do():
     assert registry.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "recycle"]
     assert not {"staged", "ngram"} & set(registry.names_of("all", PAIR))
-    assert registry.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS[1:])
+    assert registry.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS)[1:]
     assert registry.names_of("chain, none", PAIR) == ["chain", "none"]
 
 
@@ -242,7 +247,7 @@ def test_a_tie_keeps_the_shipped_default_and_says_so():
 )
 @given(
     ratios=st.lists(
-        st.tuples(st.sampled_from(METHODS), st.floats(0.1, 10)),
+        st.tuples(st.sampled_from(list(METHODS)), st.floats(0.1, 10)),
         min_size=1, max_size=6, unique_by=lambda entry: entry[0],
     )
 )  # fmt: skip

@@ -79,12 +79,11 @@ def test_bench_tells_the_parts_of_a_traced_step(tmp_path, capsys, monkeypatch):
         assert (plain[part] > 0) != drafting
 
 
-def products_of(target, drafter, request) -> int:
+def products_of(request) -> int:
     """The matrix products of a request's program."""
     static = {name: getattr(request, name) for name in ("rule", "outputs", "slots")}
-    arrays = {k: v for k, v in request._asdict().items() if k not in static}
-    traced = jax.make_jaxpr(lambda t, d, a: run.__wrapped__(t, d, **a, **static))
-    return str(traced(target, drafter, arrays)).count("dot_general")
+    traced = jax.make_jaxpr(lambda *models_and_rows: run.__wrapped__(*models_and_rows, **static))
+    return str(traced(request.target, request.drafter, request.rows)).count("dot_general")
 
 
 @pytest.mark.parametrize(("method", "temperature"), [("chain", 0.8), ("specexec", 0.0)])
@@ -94,13 +93,13 @@ def test_a_step_is_held_against_its_passes_alone(method, temperature, monkeypatc
     folder = pair_folder()
     pair = load_pair(f"{folder}/target", f"{folder}/two")
     drafter = registry.build(registry.setting_of(method), pair)
-    assert drafter is not None
     asked = prepare(
-        jax.random.key(0), pair.target, drafter, [[1, 2]], 40, Sampling(temperature), "auto", False
-    )
-    expected = products_of(pair.target, drafter, asked)
+        jax.random.key(0), pair.target, drafter, [[1, 2]], max_new_tokens=40,
+        sampling=Sampling(temperature), stop_at_eos=False,
+    )  # fmt: skip
+    expected = products_of(asked)
     with outside.passes_only():
-        assert products_of(pair.target, outside.passes_of(drafter, 2.5), asked) == expected
+        assert products_of(asked._replace(drafter=outside.passes_of(drafter, 2.5))) == expected
     whole, alone, share = outside.outside(pair, method, temperature, "return a")
     assert min(whole, alone) > 0
     assert share < 1

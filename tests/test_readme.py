@@ -11,12 +11,18 @@ from pathlib import Path
 import jax
 import pytest
 
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import tokenizers
 from specjax.checkpoints.huggingface import load_model, save_model
 from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.methods import registry
+from specjax.methods.builtin import METHODS
+from specjax.models.families import FAMILIES
 from specjax.models.transformer import initialize
+from specjax.verify import rules
+from specjax.verify.rules import RULES
 from tests.folders import pair_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,9 +57,27 @@ def stood_in(code, folders):
     return code
 
 
+@pytest.fixture
+def _registries():
+    """What an example registers is forgotten after it."""
+    kept = [(records, dict(records)) for records in (METHODS, RULES, FAMILIES, IMPLEMENTATIONS)]
+    yield
+    for records, before in kept:
+        records.clear()
+        records.update(before)
+
+
+@pytest.mark.usefixtures("_registries")
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, stand_ins):
     exec(compile(stood_in(code, stand_ins), "README.md", "exec"), {})
+
+
+def test_tables_are_those_of_the_records():
+    readme, methods = (page.read_text() for page in (ROOT / "README.md", ROOT / "docs/methods.md"))
+    assert registry.table() in readme
+    assert registry.table() in methods
+    assert rules.table() in readme
 
 
 def test_the_pair_of_the_second_example_is_checked_first(stand_ins, capsys):
@@ -87,6 +111,7 @@ def test_the_first_command_needs_no_extra():
     extras = ("absl", "flax", "optax", "orbax", "matplotlib", "beartype")
     code = f"""import sys
 sys.modules |= dict.fromkeys({extras})
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.__main__ import main
 sampled = "--max-new-tokens 12 --temperature 0.9 --top-k 50 --top-p 0.9 --min-p 0.01 --verify naive"
 for own in ("--max-new-tokens 2", sampled + " --method none", sampled + " --method tree"):

@@ -85,9 +85,9 @@ def draws_of(case: Case, children) -> tuple[np.ndarray, np.ndarray]:
 
 def flows_by(rule, case, tokens) -> np.ndarray:
     """The flows of given draws, every trial tried by the distribution that the rule names."""
-    if rule.trial_probs is None:
+    if rule in JUDGED_WHOLE:
         return enumeration.flows_of(case, tokens, flow=JUDGED_WHOLE[rule])
-    return enumeration.flows_of(case, tokens, trial_probs=rule.trial_probs)
+    return enumeration.flows_of(case, tokens, trial_probs=enumeration.TRIAL_PROBS[rule])
 
 
 def flow_of(rule, case, children) -> np.ndarray:

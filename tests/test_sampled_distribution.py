@@ -18,11 +18,12 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.decoding import stepping
 from specjax.decoding.generate import run
-from specjax.decoding.request import Limits
+from specjax.decoding.request import NO_END, Limits, Rows
 from specjax.draft import ExpansionDrafter, static
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.plain import PlainDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure.distribution_tests import g_test
 from specjax.models.transformer import Model
@@ -94,6 +95,13 @@ def warm(rows: int) -> Sampling:
     return Sampling(temperature=1.3, top_k=KEPT).rows(rows)
 
 
+def rows_of(prompt, length, keys) -> Rows:
+    """Rows that draw three tokens each, whatever these are."""
+    count = prompt.shape[0]
+    limits = Limits(jnp.full(count, TOKENS, jnp.int32), jnp.full((count, 1), NO_END, jnp.int32))
+    return Rows(prompt, length, keys, warm(count), limits)
+
+
 def probs_after(texts: list[list[int]]) -> np.ndarray:
     """p after whole texts, as plain decoding computes it."""
     model, length = target(), jnp.asarray([len(text) for text in texts], jnp.int32)
@@ -104,7 +112,8 @@ def probs_after(texts: list[list[int]]) -> np.ndarray:
     @jax.jit
     def probs(prompt, length):
         keys = jax.random.split(jax.random.key(0), len(texts))
-        state = stepping.prefill(model, None, prompt, length, keys, SLOTS)
+        rows = rows_of(prompt, length, keys)
+        state = stepping.prefill(model, PlainDrafter(model.config.vocab_size), rows, SLOTS)
         tree = root_only(state.last, model.config.vocab_size)
         return process(stepping.score_tree(model, tree, state)[0], warm(len(texts)))[:, 0]
 
@@ -132,18 +141,16 @@ def texts_of(
     model = target() if model is None else model
     prompt = jnp.tile(jnp.asarray(PROMPT, jnp.int32), (ROWS, 1))
     length = jnp.full(ROWS, len(PROMPT), jnp.int32)
-    limits = Limits(jnp.int32(TOKENS), jnp.asarray(False))
+    drafter = PlainDrafter(model.config.vocab_size) if drafter is None else drafter
     cells = {text: cell for cell, text in enumerate(expected())}
     found, passes = [], 0
     for batch in range(batches):
         keys = jax.random.split(jax.random.key(batch, impl=impl), ROWS)
-        tokens, made, steps, _ = run(
-            model, drafter, rule=rule, sampling=warm(ROWS), limits=limits,
-            prompt=prompt, length=length, key=keys, outputs=TOKENS, slots=SLOTS,
-        )  # fmt: skip
-        assert (made == TOKENS).all()
-        found += [cells[tuple(text)] for text in np.asarray(tokens).tolist()]
-        passes += int(steps.sum())
+        rows = rows_of(prompt, length, keys)
+        made = run(model, drafter, rows, rule=rule, outputs=TOKENS, slots=SLOTS)
+        assert (made.lengths == TOKENS).all()
+        found += [cells[tuple(text)] for text in np.asarray(made.tokens).tolist()]
+        passes += int(made.steps.sum())
     return np.array(found), len(found) * TOKENS / passes
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from specjax.draft import Growth
 from specjax.methods import tuned
-from specjax.methods.setting import Setting, from_json, to_json
+from specjax.methods.method import Setting
+from specjax.methods.setting import from_json, to_json
 from specjax.trees.tree import TreeShape
 from specjax.trees.widths import MOST_NODES, counts
 

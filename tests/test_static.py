@@ -57,7 +57,7 @@ def proposed(drafts, shapes, stack, children, committed):
         count = jnp.asarray(COUNTS)
         accepted = Accepted(jnp.zeros_like(jnp.asarray(NEW)), count, count)
         state = drafter.commit(
-            state, Step(jnp.asarray(NEW), count, tree, accepted, nothing_seen((4, 3)))
+            state, Step(jnp.asarray(NEW), count, count < 0, tree, accepted, nothing_seen((4, 3)))
         )
         texts = [[*p, *new[:n]] for p, new, n in zip(PROMPTS, NEW, COUNTS, strict=True)]
         tree, _ = propose(state, texts)

@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
 from specjax.decoding.generate import prefill_jit, step_jit
-from specjax.decoding.request import Limits
+from specjax.decoding.request import NO_END, Limits, Rows
 from specjax.draft import Step
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure import distribution_tests
@@ -94,7 +95,8 @@ def test_tables_and_trees_are_those_of_dictionaries(name):
         tokens = jnp.asarray(np.stack(known), jnp.int32)
         accepted = Accepted(jnp.zeros_like(tokens), length, tokens[:, 0])
         grown = jax.tree.map(jnp.asarray, tree)
-        state = COMMIT(drafter, state, Step(tokens, length, grown, accepted, jnp.asarray(seen)))
+        step = Step(tokens, length, length < 0, grown, accepted, jnp.asarray(seen))
+        state = COMMIT(drafter, state, step)
         for row, own in enumerate(count):
             there = tree.valid[row] & (own > 0)
             tables[row] = noted(tables[row], tree.tokens[row][there], seen[row][there])
@@ -144,19 +146,18 @@ def test_what_is_shown_is_what_the_target_thinks_likely():
     for row, prompt in zip(padded, PROMPTS, strict=True):
         row[: len(prompt)] = prompt
     keys = jax.random.split(jax.random.key(0), rows)
-    state = prefill_jit(target, drafter, jnp.asarray(padded), length, keys, slots=64)
+    limits = Limits(jnp.full(rows, 99, jnp.int32), jnp.full((rows, 1), NO_END, jnp.int32))
+    asked = Rows(jnp.asarray(padded), length, keys, Sampling().rows(rows), limits)
+    state = prefill_jit(target, drafter, asked, slots=64)
+    state = replace(state, done=jnp.asarray([False, False, True, False]))
     tables = []
     for prompt in PROMPTS:
         heads = [prompt[: n + 1] for n in range(len(prompt))]
         tables.append(noted({}, prompt, target_after(target, heads, shape.widest)))
-    texts, limits = PROMPTS, Limits(jnp.int32(99), jnp.asarray(False))
-    made, done = jnp.zeros(rows, jnp.int32), jnp.asarray([False, False, True, False])
-    steps = 0
+    texts, steps = PROMPTS, 0
     for _ in range(3):
         tables_equal(np.asarray(state.draft), tables)
-        state, gave, done = step_jit(
-            target, drafter, NAIVE, Sampling().rows(rows), limits, state, made, done
-        )
+        state, gave = step_jit(target, drafter, NAIVE, state)
         tree = jax.tree.map(np.asarray, gave.tree)
         check(drafter, tree, tables, texts)
         for row in (0, 1, 3):

@@ -186,7 +186,7 @@ def test_every_token_wise_rule_tries_by_its_own_distribution(rule):
         at = jnp.int32(11)
         accept = jax.random.uniform(fold(key, at, Purpose.ACCEPT), (tree.num_slots,))
         last = jax.random.uniform(fold(key, at, Purpose.RESIDUAL), (2,))
-        distributions = jax.vmap(lambda trial: rule.trial_probs(tree, trial))(
+        distributions = jax.vmap(lambda trial: enumeration.TRIAL_PROBS[rule](tree, trial))(
             jnp.arange(6, dtype=jnp.int32)
         )
         given = replace(

@@ -12,7 +12,8 @@ from specjax.__main__ import main
 from specjax.base.sampling import Sampling, process
 from specjax.measure import distribution_tests, tune
 from specjax.methods import acceptance, registry, tuned
-from specjax.methods.setting import Setting, from_json, to_json
+from specjax.methods.method import Setting
+from specjax.methods.setting import from_json, to_json
 from specjax.methods.tuned import Entry
 from specjax.verify import token_wise
 from tests.folders import answer, own_cache, pair_flags

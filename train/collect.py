@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from specjax.base.sampling import Sampling
-from specjax.decoding.generate import run
+from specjax.decoding.generate import on_host, run
 from specjax.decoding.request import prepare
 from specjax.models.transformer import Model
 from train.chunks import Arrays, load_chunks, make_chunks
@@ -16,9 +16,6 @@ from train.config import Collect, Evaluation
 from train.data import Prompts, Stream
 from train.loop import Log
 from train.parallel import Spread
-
-_OF_ROWS = ("prompt", "length", "key", "sampling")
-"""What of a generation's request has a row for each prompt."""
 
 
 class Collected(NamedTuple):
@@ -92,13 +89,12 @@ def collect(
         texts = [prompts.at(int(row)) for row in rows]
         temperature = of_row[rows % len(of_row)]
         sampling, own = Sampling(temperature=temperature), jax.random.fold_in(key, chunk)
-        request = prepare(own, target, None, texts, settings.new_tokens, sampling, "auto", True)
-        request = request._replace(
-            **{name: spread.rows(getattr(request, name)) for name in _OF_ROWS}
+        request = prepare(
+            own, target, None, texts, max_new_tokens=settings.new_tokens, sampling=sampling
         )
-        new, length, *_ = run(placed, None, **request._asdict())
-        new = np.asarray(new)[:, : settings.new_tokens]
-        found = joined(texts, new, np.asarray(length), temperature, width)._asdict()
+        request = request._replace(target=placed, rows=spread.rows(request.rows))
+        made = on_host(run(**request._asdict()), settings.new_tokens)
+        found = joined(texts, made.tokens, made.lengths, temperature, width)._asdict()
         return {name: found[name] for name in found if name != "steps"}
 
     make_chunks(stage, folder, num_chunks(settings), make, log)

@@ -13,7 +13,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.measure import timing
 from specjax.models.transformer import Model
 from specjax.trees.construction import DRAWN
-from specjax.verify.rules import MULTI_STEP, NAIVE
+from specjax.verify.rules import AUTO, MULTI_STEP, NAIVE
 from train.collect import Collected, joined
 
 Shape = tuple[tuple[int, ...], ...]
@@ -115,22 +115,23 @@ def speeds(
     sampling = Sampling(temperature=temperature)
     for number, prompt in enumerate(task.prompts):
         key = jax.random.fold_in(jax.random.key(task.seed), number)
-        runs: dict[str, list[timing.Timed]] = {name: [] for name in drafters}
+        runs: dict[str, list[tuple[Generation, float]]] = {name: [] for name in drafters}
         requests = {
             name: prepare(
-                *(key, target, drafter, [prompt], task.new_tokens, sampling),
-                "auto" if drafter is None else MULTI_STEP.name,
-                True,
+                *(key, target, drafter, [prompt]),
+                max_new_tokens=task.new_tokens,
+                sampling=sampling,
+                verify=AUTO if drafter is None else MULTI_STEP.name,
             )
             for name, drafter in drafters.items()
         }
-        for name, drafter in drafters.items():
-            timing.warm(target, drafter, requests[name])
+        for name in drafters:
+            timing.warm(requests[name])
         for _ in range(2):
-            for name, drafter in drafters.items():
-                runs[name].append(timing.timed(target, drafter, requests[name]))
+            for name in drafters:
+                runs[name].append(timing.timed(requests[name]))
         for name, two in runs.items():
-            best = min(two, key=lambda run: run.seconds)
+            best, took = min(two, key=lambda run: run[1])
             tokens[name] += float(best.lengths.sum())
-            seconds[name] += best.seconds
+            seconds[name] += took
     return {name: tokens[name] / seconds[name] for name in drafters}

@@ -80,7 +80,7 @@ def tree_attention(
     if tree_mask is None:
         if prefix is not None or block_keys.shape[2] != query.shape[2]:
             raise ValueError(
-                f"visible=None takes no prefix and as many keys ({block_keys.shape[2]}) "
+                f"tree_mask=None takes no prefix and as many keys ({block_keys.shape[2]}) "
                 f"as queries ({query.shape[2]})."
             )
         if implementation in (None, "xla"):

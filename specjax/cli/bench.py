@@ -28,11 +28,12 @@ from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
 from specjax.measure.workload import MIXED, Workload
 from specjax.methods import registry, tuned
-from specjax.methods.setting import Setting
+from specjax.methods.method import Setting
 from specjax.models.inflate import inflate
 from specjax.parallel.mesh import DATA
 from specjax.parallel.processes import devices_for, sizes_of
 from specjax.trees.widths import read
+from specjax.verify.rules import AUTO, check_rule
 
 _BATCHES = (1, 8)
 
@@ -70,7 +71,7 @@ def bench(options: Bench) -> int:
 def _leave(options: Bench, bencher: Bencher, sheet: Sheet) -> int:
     """Writes and remembers what was measured, then prints it: nobody may be there to read."""
     written = [sheet.finish()]
-    if options.verify == registry.AUTO:  # with another rule other methods may be the fastest
+    if options.verify == AUTO:  # with another rule other methods may be the fastest
         date = sheet.env["date"]
         remember(sheet.rows, bencher.pair, bencher.targets, date, MIXED)
     if file := options.png:
@@ -108,7 +109,7 @@ def workload_of(
     plots.check(options.png)
     for name in ("json", "png"):
         check_target_file(f"--{name}", getattr(options, name))
-    registry.check_rule(options.verify)
+    check_rule(options.verify)
     batches = _batches(options)
     temperatures = temperatures_in(options.temperatures)
     for name in ("inflate", "profile"):

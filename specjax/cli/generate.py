@@ -14,16 +14,18 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Generate
 from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
-from specjax.decoding.generate import stream
+from specjax.decoding.generate import begin, steps
 from specjax.decoding.request import Request, prepare
-from specjax.draft import Drafter, Step
+from specjax.draft import Step
 from specjax.measure import prompts, timing
 from specjax.methods import registry
 from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.method import check_method
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import read
 from specjax.parallel.processes import devices_for
 from specjax.trees.tree import draw_tree, take_row
+from specjax.verify.rules import AUTO, check_rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -52,14 +54,15 @@ def generate(options: Generate) -> int:
     drafter = registry.build(choice.setting, pair, options.verify)
     ids = _ids(options, pair.tokenizer, prompt)
     request = prepare(
-        jax.random.key(options.seed), pair.target, drafter, [ids], options.max_new_tokens,
-        _sampling(options), options.verify, True,
+        jax.random.key(options.seed), pair.target, drafter, [ids],
+        max_new_tokens=options.max_new_tokens, sampling=_sampling(options),
+        verify=options.verify,
     )  # fmt: skip
     say(f"method {choice.setting.label}: {choice.reason}.")
     if options.json:
-        print(json.dumps(_answer(options, pair, choice, drafter, ids, request)))
+        print(json.dumps(_answer(pair, choice, ids, request)))
     else:
-        _narrate(options, pair, drafter, ids)
+        _narrate(options, pair, ids, request)
     return 0
 
 
@@ -97,14 +100,14 @@ def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
 
 
 def _check(options: Generate) -> None:
-    registry.check_method(options.method, registry.AUTO)
-    registry.check_rule(options.verify)
+    check_method(options.method, AUTO)
+    check_rule(options.verify)
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     check_seed(options.seed)
     if options.json and options.show_tree:
         raise ValueError("--show-tree draws beside the text; it does not go with --json.")
     widths = widths_of(options.tree)
-    if options.method != registry.AUTO:
+    if options.method != AUTO:
         registry.setting_of(options.method, widths, options.budget)
     if options.config is not None:
         read(options.config)
@@ -120,17 +123,10 @@ def say(sentence: str) -> None:
         print(f"specjax: {sentence}", file=sys.stderr, flush=True)
 
 
-def _answer(
-    options: Generate,
-    pair: Pair,
-    choice: Choice,
-    drafter: Drafter | None,
-    ids: list[int],
-    request: Request,
-) -> dict[str, Any]:
+def _answer(pair: Pair, choice: Choice, ids: list[int], request: Request) -> dict[str, Any]:
     """What `--json` prints; the program is compiled before the clock starts."""
-    timing.warm(pair.target, drafter, request)
-    made = timing.timed(pair.target, drafter, request)
+    timing.warm(request)
+    made, seconds = timing.timed(request)
     count, steps = int(made.lengths[0]), int(made.steps[0])
     tokens = made.tokens[0, :count].tolist()
     return {
@@ -139,8 +135,8 @@ def _answer(
         "new_tokens": count,
         "target_steps": steps,
         "tokens_per_step": count / steps,
-        "seconds": made.seconds,
-        "tokens_per_second": count / made.seconds,
+        "seconds": seconds,
+        "tokens_per_second": count / seconds,
         "method": choice.setting.method,
         "setting": to_json(choice.setting),
         "verify": request.rule.name,
@@ -180,21 +176,13 @@ class Continuation:
         return new
 
 
-def _narrate(options: Generate, pair: Pair, drafter: Drafter | None, ids: list[int]) -> None:
+def _narrate(options: Generate, pair: Pair, ids: list[int], request: Request) -> None:
     """Streams the text, then says what it cost."""
-
-    def steps() -> Any:
-        return stream(
-            jax.random.key(options.seed), pair.target, drafter, [ids],
-            max_new_tokens=options.max_new_tokens, sampling=_sampling(options),
-            verify=options.verify,
-        )  # fmt: skip
-
-    next(steps())  # compiles; the clock starts after it
+    next(steps(request, begin(request)))  # compiles; the clock starts after it
     say_text = _printer(pair, ids)
     tokens = passes = 0
     start = time.perf_counter()
-    for step in steps():
+    for _, step in steps(request, begin(request)):
         if options.show_tree:
             _show_tree(step, pair.tokenizer)
         say_text(step)

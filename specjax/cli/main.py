@@ -1,5 +1,6 @@
 """The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and their like."""
 
+import importlib
 import io
 import os
 import sys
@@ -12,6 +13,7 @@ from specjax.cli.options import (
     Bench,
     CheckPair,
     Generate,
+    Info,
     Options,
     Roofline,
     Shard,
@@ -19,6 +21,18 @@ from specjax.cli.options import (
     Verify,
     parsed,
 )
+
+_COMMANDS: dict[type, tuple[str, str]] = {
+    Generate: ("generate", "generate"),
+    Bench: ("bench", "bench"),
+    Tune: ("tune", "tune"),
+    Verify: ("verify", "verify"),
+    Info: ("info", "info"),
+    CheckPair: ("info", "check_pair"),
+    Shard: ("shard", "shard"),
+    Roofline: ("roofline", "roofline"),
+}
+"""The module of a verb's options, and the function in it that runs them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,32 +85,6 @@ def _command(options: Options) -> Callable[[], int]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    if isinstance(options, Bench):
-        from specjax.cli import bench
-
-        return lambda: bench.bench(options)
-    if isinstance(options, Tune):
-        from specjax.cli import tune
-
-        return lambda: tune.tune(options)
-    if isinstance(options, Roofline):
-        from specjax.cli import roofline
-
-        return lambda: roofline.roofline(options)
-    if isinstance(options, Verify):
-        from specjax.cli import verify
-
-        return lambda: verify.verify(options)
-    if isinstance(options, Generate):
-        from specjax.cli import generate
-
-        return lambda: generate.generate(options)
-    if isinstance(options, Shard):
-        from specjax.cli import shard
-
-        return lambda: shard.shard(options)
-    from specjax.cli import info
-
-    if isinstance(options, CheckPair):
-        return lambda: info.check_pair(options)
-    return lambda: info.info(options)
+    module, function = _COMMANDS[type(options)]
+    command = getattr(importlib.import_module(f"specjax.cli.{module}"), function)
+    return lambda: command(options)

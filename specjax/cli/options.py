@@ -5,7 +5,7 @@ import dataclasses
 import io
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import tyro
@@ -14,32 +14,66 @@ _FRAME = "│ "
 _RULE = "╰─╯-"
 
 
+def _help(text: str, values: Callable[[str], str] | None = None) -> Any:
+    """The help of an option, and what follows it from its default: the values that it takes."""
+    return tyro.conf.arg(help=text, help_behavior_hint=values)
+
+
+def _of_methods(default: str) -> str:
+    """Every method, as its record tells it; read only when help is asked for."""
+    from specjax.methods.builtin import METHODS
+
+    listed = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
+    return f"({listed}. default: {default})"
+
+
+def _of_rules(default: str) -> str:
+    """Every verification rule, as its record tells it; read only when help is asked for."""
+    from specjax.verify.rules import RULES
+
+    listed = "; ".join(f"{rule.name}: {rule.summary}" for rule in RULES.values())
+    return f"({listed}. default: {default})"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
     """How much of a model's context is used."""
 
-    positions: int | None = None
-    """Positions of the model's context to use; a LongRoPE model takes its long factors for more
-    than the original ones. By default all, or those. Where a model's file stretches a context that
-    it names, all of that may be used."""
+    positions: Annotated[
+        int | None,
+        _help(
+            "Positions of the model's context to use; a LongRoPE model takes its long factors for"
+            " more than the original ones. By default all, or those. Where a model's file "
+            "stretches a context that it names, all of that may be used.",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """What a model runs on."""
 
-    mesh: str | None = None
-    """Devices along the axes data (rows), model (heads and features of the target) and draft (the
-    drafts of a pool), such as data=2,model=4."""
+    mesh: Annotated[
+        str | None,
+        _help(
+            "Devices along the axes data (rows), model (heads and features of the target) and "
+            "draft (the drafts of a pool), such as data=2,model=4.",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hosts(Devices):
     """What a model runs on, of several hosts perhaps."""
 
-    distributed: str | None = None
-    """One command a host, HOST:PORT,PROCESSES,PROCESS with the coordinator's address; or auto, from
-    SPECJAX_COORDINATOR, SPECJAX_PROCESSES and SPECJAX_PROCESS, or the cluster."""
+    distributed: Annotated[
+        str | None,
+        _help(
+            "One command a host, HOST:PORT,PROCESSES,PROCESS with the coordinator's address; or "
+            "auto, from SPECJAX_COORDINATOR, SPECJAX_PROCESSES and SPECJAX_PROCESS, or the "
+            "cluster.",
+        ),
+    ] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,25 +84,35 @@ class Generate(Context, Hosts):
     """The text to continue; - reads it from standard input."""
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: str | None = None
-    """Draft model folders, separated by commas. By default the bundled ones, for the bundled
-    model."""
-    stage: str | None = None
-    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
-    staged and ngram. By default the bundled ones, for the bundled model."""
-    method: str = "auto"
-    """auto, none, chain, tree, pool, specexec, staged, lookup, ngram, recycle or hybrid; auto takes
-    what bench measured as fastest here."""
-    tree: str | None = None
-    """Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for chain, tree,
-    recycle, and for pool of every draft."""
+    draft: Annotated[
+        str | None,
+        _help(
+            "Draft model folders, separated by commas. By default the bundled ones, for the "
+            "bundled model.",
+        ),
+    ] = None
+    stage: Annotated[
+        str | None,
+        _help(
+            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
+            "methods staged and ngram. By default the bundled ones, for the bundled model.",
+        ),
+    ] = None
+    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
+    """What drafts; auto takes what bench measured as fastest here."""
+    tree: Annotated[
+        str | None,
+        _help(
+            "Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for "
+            "chain, tree, recycle, and for pool of every draft.",
+        ),
+    ] = None
     budget: int | None = None
     """Most nodes of a tree below its root; the drafts of a pool share them."""
     config: str | None = None
     """A file that tune wrote; it names the method for such a temperature."""
-    verify: str = "auto"
-    """auto, greedy, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of
-    one draft)."""
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
+    """The verification rule; auto takes the one that accepts most of what is lossless."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     temperature: float = 0.0
@@ -99,7 +143,9 @@ class Bench(Context, Devices):
     """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
     limit: int | None = None
     """Take this many prompts only."""
-    methods: str = "chain,tree,pool,specexec,lookup,hybrid"
+    methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
+        "chain,tree,pool,specexec,lookup,hybrid"
+    )
     """Methods, separated by commas, or all; plain decoding is always measured."""
     trees: str | None = None
     """Shapes to compare instead of the methods' own, or beside --budgets: chain:1,1;tree:2/2."""
@@ -107,22 +153,34 @@ class Bench(Context, Devices):
     """Budgets of nodes to compare, such as 16,64,256; every method takes each."""
     config: str | None = None
     """Measure what this file, written by tune, names, beside the methods."""
-    skip_phases: bool = False
-    """Leave out the phases of a step, whose compilation takes longer than the rest; on a mesh they
-    are always left out."""
-    profile: bool = False
-    """Trace the loop too, and tell how long the passes of target and drafts, drafting beside
-    them, deciding and committing take of a step; tracing slows small operations down most."""
+    skip_phases: Annotated[
+        bool,
+        _help(
+            "Leave out the phases of a step, whose compilation takes longer than the rest; on a "
+            "mesh they are always left out.",
+        ),
+    ] = False
+    profile: Annotated[
+        bool,
+        _help(
+            "Trace the loop too, and tell how long the passes of target and drafts, drafting "
+            "beside them, deciding and committing take of a step; tracing slows small operations "
+            "down most.",
+        ),
+    ] = False
     temperatures: str = "0,0.8"
     """Temperatures, separated by commas."""
-    batch: str | None = None
-    """Rows per batch, separated by commas; above 1 a half greedy, half sampled batch is added. By
-    default 1 and 8, or what of them a mesh can divide."""
+    batch: Annotated[
+        str | None,
+        _help(
+            "Rows per batch, separated by commas; above 1 a half greedy, half sampled batch is "
+            "added. By default 1 and 8, or what of them a mesh can divide.",
+        ),
+    ] = None
     dtype: str | None = None
     """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both."""
-    verify: str = "auto"
-    """auto, naive, one-hot, multi-step, recursive, block (chains) or traversal (trees of one
-    draft)."""
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
+    """The verification rule; auto takes the one that accepts most of what is lossless."""
     max_new_tokens: int = 128
     """Tokens of every continuation; end tokens are run past."""
     inflate: str | None = None
@@ -131,9 +189,13 @@ class Bench(Context, Devices):
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    stage: str | None = None
-    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
-    staged and ngram. By default the bundled ones, for the bundled model."""
+    stage: Annotated[
+        str | None,
+        _help(
+            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
+            "methods staged and ngram. By default the bundled ones, for the bundled model.",
+        ),
+    ] = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
     json: str | None = None
@@ -152,7 +214,7 @@ class Tune:
     """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
     limit: int = 8
     """Take this many prompts only."""
-    methods: str = "all"
+    methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "all"
     """Methods to choose among, separated by commas; plain decoding is always one."""
     budgets: str = "7,15,31,63"
     """Budgets of nodes to choose among."""
@@ -170,9 +232,13 @@ class Tune:
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    stage: str | None = None
-    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
-    staged and ngram. By default the bundled ones, for the bundled model."""
+    stage: Annotated[
+        str | None,
+        _help(
+            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
+            "methods staged and ngram. By default the bundled ones, for the bundled model.",
+        ),
+    ] = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
 
@@ -185,21 +251,35 @@ class Verify(Context, Hosts):
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    stage: str | None = None
-    """Folders of an n-gram model and of a smaller draft, separated by commas, for the methods
-    staged and ngram. By default the bundled ones, for the bundled model."""
-    methods: str = "chain,tree,pool,specexec,hybrid"
+    stage: Annotated[
+        str | None,
+        _help(
+            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
+            "methods staged and ngram. By default the bundled ones, for the bundled model.",
+        ),
+    ] = None
+    methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
+        "chain,tree,pool,specexec,hybrid"
+    )
     """Methods, separated by commas, or all."""
-    tree: str | None = None
-    """Children per level of every static tree, such as 2,2,1 or 3/2,1,0; by default each method's
-    own."""
+    tree: Annotated[
+        str | None,
+        _help(
+            "Children per level of every static tree, such as 2,2,1 or 3/2,1,0; by default each "
+            "method's own.",
+        ),
+    ] = None
     budget: int | None = None
     """Most nodes of the other trees, and of static ones where no tree is named."""
     config: str | None = None
     """Check what this file, written by tune, names, instead of methods."""
-    verify: str = "naive,auto"
-    """Rules whose distribution is tested, separated by commas, or all; each where it is lossless.
-    auto is the rule that each method has when none is named."""
+    verify: Annotated[
+        str,
+        _help(
+            "Rules whose distribution is tested, separated by commas, or all; each where it is "
+            "lossless. auto is the rule that each method has when none is named.",
+        ),
+    ] = "naive,auto"
     prompts: int = 8
     """How many of the bundled prompts the greedy part continues."""
     max_new_tokens: int = 64
@@ -240,9 +320,13 @@ class CheckPair(Context, Devices):
     """A Hugging Face folder, a hub's org/name or org/name@revision, or "bundled"."""
     drafts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="DRAFT")]
     """Drafts, named likewise."""
-    dtype: str | None = None
-    """What the model's weights would be held in: float32 or bfloat16. By default float32 on a CPU,
-    else bfloat16."""
+    dtype: Annotated[
+        str | None,
+        _help(
+            "What the model's weights would be held in: float32 or bfloat16. By default float32 "
+            "on a CPU, else bfloat16.",
+        ),
+    ] = None
     json: bool = False
     """Print one JSON object and nothing else on standard output."""
 
@@ -263,9 +347,13 @@ class Shard(Hosts):
 class Roofline:
     """Hold passes, plain steps and generations against the bandwidth measured in the same run."""
 
-    shapes: str | None = None
-    """Shapes of random weights, separated by commas; by default none on a CPU, else
-    llama-3.1-8b,llama-3.2-1b."""
+    shapes: Annotated[
+        str | None,
+        _help(
+            "Shapes of random weights, separated by commas; by default none on a CPU, else "
+            "llama-3.1-8b,llama-3.2-1b.",
+        ),
+    ] = None
     inflate: str | None = None
     """Sizes to grow the bundled target to; by default 100M on a CPU, else 1B,8B."""
     nodes: str = "1,16,64"

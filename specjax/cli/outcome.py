@@ -13,8 +13,9 @@ from specjax.checkpoints.pair import Pair
 from specjax.methods import records
 from specjax.methods.choice import shipped
 from specjax.methods.evidence import LEAST_ROUNDS
+from specjax.methods.method import Setting
 from specjax.methods.records import Measured, Run
-from specjax.methods.setting import Setting, from_json
+from specjax.methods.setting import from_json
 from specjax.models.transformer import Model
 
 Row = dict[str, Any]

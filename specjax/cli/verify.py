@@ -9,11 +9,11 @@ from specjax.cli.values import at_least, check_seed, widths_of
 from specjax.measure import prompts
 from specjax.measure.certificate import Checks, certificate, judged
 from specjax.methods import registry
-from specjax.methods.setting import Setting
+from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import read
 from specjax.parallel.processes import devices_for
 from specjax.trees.widths import widest
-from specjax.verify.rules import GREEDY, RULES
+from specjax.verify.rules import AUTO, RULES
 
 
 def verify(options: Verify) -> int:
@@ -82,12 +82,12 @@ def _rules(options: Verify) -> list[str]:
     Raises:
       ValueError: there is no such rule, or it is not one that samples.
     """
-    sampling = [name for name in RULES if name != GREEDY.name]
+    sampling = [rule.name for rule in RULES.values() if not rule.greedy_only]
     if options.verify == "all":
         return sampling
     names = [name.strip() for name in options.verify.split(",")]
     for name in names:
-        if name not in (registry.AUTO, *sampling):
+        if name not in (AUTO, *sampling):
             raise ValueError(
                 f"--verify has {name!r}; rules that sample are auto, {', '.join(sampling)}, or all."
             )
@@ -117,6 +117,6 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
 
 def _setting(method: str, options: Verify, drafts: int) -> Setting:
     """A method with `--tree` if its tree is static, else with `--budget`."""
-    widths = widths_of(options.tree) if method in registry.STATIC else None
-    budget = options.budget if method != "none" and widths is None else None
+    widths = widths_of(options.tree) if METHODS[method].takes_widths else None
+    budget = options.budget if METHODS[method].takes_budget and widths is None else None
     return registry.setting_of(method, widths, budget, 1, drafts)

@@ -3,26 +3,24 @@
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float, Int32
 
-from specjax.base.axes import Key
 from specjax.base.pytree import pytree, unchecked
 from specjax.base.sampling import Sampling
-from specjax.decoding.request import Limits, Prompts, Request, prepare, window_of
+from specjax.decoding.request import Prompts, Request, Rows, prepare
 from specjax.decoding.stepping import DecodeState, prefill, step
 from specjax.draft.drafter import Drafter, Step
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Model
-from specjax.parallel.mesh import ROWS, Layout, everywhere, laid_out, spread
-from specjax.verify.rules import Rule
+from specjax.parallel.mesh import ROWS, Layout, everywhere, spread
+from specjax.verify.rules import AUTO, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,79 +43,74 @@ class Generation:
 
 
 @pytree
+class Generated:
+    """A `Generation` on the device, with as many columns as the program has."""
+
+    tokens: Int32[Array, "B O"]
+    lengths: Int32[Array, " B"]
+    steps: Int32[Array, " B"]
+    nodes: Int32[Array, " B"]
+
+
+@pytree
 class _Loop:
     state: DecodeState
     tokens: Array
-    made: Array
     steps: Array
     nodes: Array
-    done: Array
 
 
 @partial(jax.jit, static_argnames=("rule", "outputs", "slots", "layout"))
 def run(
     target: Model,
-    drafter: Drafter | None,
+    drafter: Drafter,
+    rows: Rows,
     rule: Rule,
-    sampling: Sampling,
-    limits: Limits,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
     outputs: int,
     slots: int,
     layout: Layout | None = None,
-) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
-    """Prefill and the whole loop as one program: tokens, how many, target passes, and nodes.
+) -> Generated:
+    """Prefill and the whole loop as one program, from a request's fields (see `prepare`).
 
     On a mesh every device runs the loop on its own rows, and ends when these do.
     """
     whole = partial(_run, rule, outputs, slots)
-    over = spread(layout, whole, (target, drafter), (ROWS, P(), ROWS, ROWS, ROWS), ROWS)
-    return everywhere(layout, over(target, drafter, sampling, limits, prompt, length, key))
+    over = spread(layout, whole, (target, drafter), (ROWS,), ROWS)
+    return everywhere(layout, over(target, drafter, rows))
 
 
 def _run(
-    rule: Rule,
-    outputs: int,
-    slots: int,
-    target: Model,
-    drafter: Drafter | None,
-    sampling: Sampling,
-    limits: Limits,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
-) -> tuple[Int32[Array, "B O"], Int32[Array, " B"], Int32[Array, " B"], Int32[Array, " B"]]:
-    rows, window = prompt.shape[0], window_of(drafter)
-
+    rule: Rule, outputs: int, slots: int, target: Model, drafter: Drafter, rows: Rows
+) -> Generated:
     def body(at: _Loop) -> _Loop:
         with jax.named_scope("step"):
-            state, gave, done = step(
-                target, drafter, rule, sampling, limits, at.state, at.made, at.done
-            )
+            state, gave = step(target, drafter, rule, at.state)
+        live = ~at.state.done
         nodes = gave.tree.valid.sum(axis=1, dtype=jnp.int32) - 1
         return _Loop(
             state=state,
-            tokens=layers.write_window(at.tokens, gave.tokens, at.made, axis=1),
-            made=at.made + gave.count,
-            steps=at.steps + ~at.done,
-            nodes=at.nodes + jnp.where(at.done, 0, nodes),
-            done=done,
+            tokens=layers.write_window(at.tokens, gave.tokens, at.state.made, axis=1),
+            steps=at.steps + live,
+            nodes=at.nodes + jnp.where(live, nodes, 0),
         )
 
-    none = jnp.zeros(rows, jnp.int32)
+    none = jnp.zeros_like(rows.length)
     start = _Loop(
-        state=prefill(target, drafter, prompt, length, key, slots),
-        tokens=jnp.zeros((rows, outputs + window), jnp.int32),
-        made=none,
+        state=prefill(target, drafter, rows, slots),
+        tokens=jnp.zeros((none.shape[0], outputs + drafter.window), jnp.int32),
         steps=none,
         nodes=none,
-        done=none != 0,
     )
-    end = lax.while_loop(lambda at: ~at.done.all(), body, start)
-    live = jnp.arange(outputs) < end.made[:, None]
-    return jnp.where(live, end.tokens[:, :outputs], 0), end.made, end.steps, end.nodes
+    end = lax.while_loop(lambda at: ~at.state.done.all(), body, start)
+    length = end.state.made
+    live = jnp.arange(outputs) < length[:, None]
+    return Generated(jnp.where(live, end.tokens[:, :outputs], 0), length, end.steps, end.nodes)
+
+
+def on_host(made: Generated, max_new_tokens: int) -> Generation:
+    """What `run` gave as host arrays, without the columns that no row may reach."""
+    tokens, *counts = map(np.asarray, (made.tokens, made.lengths, made.steps, made.nodes))
+    return Generation(tokens[:, :max_new_tokens], *counts)
 
 
 def generate(
@@ -128,75 +121,88 @@ def generate(
     *,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
-    verify: str = "auto",
+    verify: str = AUTO,
     stop_at_eos: bool = True,
 ) -> Generation:
-    """Continuations of `prompts` (see `Prompts`), distributed exactly as the target's own.
+    """Continuations of `prompts`, distributed exactly as the target's own.
 
-    `key` is one key (row i uses `fold_in(key, i)`) or one a row. `drafter=None` is plain
-    decoding through the same program. One compilation a bucket of rows, prompt length and
-    output length; weights, prompts and sampling parameters never recompile.
+    One compilation a bucket of rows, prompt length and output length; weights, prompts and
+    sampling parameters never recompile.
+
+    Args:
+      key: one key (row i uses `fold_in(key, i)`) or one a row.
+      target: the model whose distribution the texts follow.
+      drafter: what proposes trees; None is plain decoding through the same program.
+      prompts: token ids (see `Prompts`).
+      max_new_tokens: the longest continuation of every row.
+      sampling: how to sample, for all rows or each; greedy by default.
+      verify: the name of a verification rule; "auto" takes the one that accepts most.
+      stop_at_eos: whether the target's end tokens end a text.
+
+    Returns:
+      Host arrays, tokens of shape `[B, max_new_tokens]`.
 
     Raises:
-      TypeError, ValueError: see `prepare`.
+      TypeError: an argument is of another type than it must be.
+      ValueError: an argument is refused (see `prepare`).
     """
     request = prepare(
-        key, target, drafter, prompts, max_new_tokens,
-        Sampling() if sampling is None else sampling, verify, stop_at_eos,
+        key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+        verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    made = run(target, drafter, **request._asdict())
-    tokens, lengths, steps, nodes = map(np.asarray, made)
-    return Generation(tokens[:, :max_new_tokens], lengths, steps, nodes)
+    return on_host(run(**request._asdict()), max_new_tokens)
 
 
 @partial(jax.jit, static_argnames=("slots", "layout"))
 def prefill_jit(
-    target: Model,
-    drafter: Drafter | None,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
-    slots: int,
-    layout: Layout | None = None,
+    target: Model, drafter: Drafter, rows: Rows, slots: int, layout: Layout | None = None
 ) -> DecodeState:
     """`prefill` as a program of its own, on one device or a mesh."""
     whole, states = partial(prefill, slots=slots), _state_specs(target, drafter)
-    over = spread(layout, whole, (target, drafter), (ROWS, ROWS, ROWS), states)
-    return over(target, drafter, prompt, length, key)
+    return spread(layout, whole, (target, drafter), (ROWS,), states)(target, drafter, rows)
 
 
-def step_on(
-    target: Model,
-    drafter: Drafter | None,
-    rule: Rule,
-    sampling: Sampling,
-    limits: Limits,
-    state: DecodeState,
-    made: Int32[Array, " B"],
-    done: Bool[Array, " B"],
-    layout: Layout | None = None,
-) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
-    """`step` on one device or a mesh; what it gave is on all of its devices."""
+@partial(jax.jit, static_argnames=("rule", "layout"), donate_argnames="state")
+def step_jit(
+    target: Model, drafter: Drafter, rule: Rule, state: DecodeState, layout: Layout | None = None
+) -> tuple[DecodeState, Step]:
+    """`step` as a program of its own, on one device or a mesh; what it gave is on all devices.
 
-    def whole(target: Model, drafter: Drafter | None, *more: Any) -> Any:
-        return step(target, drafter, rule, *more)
+    The buffers of `state` are given away.
+    """
+
+    def whole(target: Model, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, Step]:
+        return step(target, drafter, rule, state)
 
     states = _state_specs(target, drafter)
-    specs, out = (ROWS, P(), states, ROWS, ROWS), (states, ROWS, ROWS)
-    over = spread(layout, whole, (target, drafter), specs, out)
-    state, gave, done = over(target, drafter, sampling, limits, state, made, done)
-    return state, *everywhere(layout, (gave, done))
+    over = spread(layout, whole, (target, drafter), (states,), (states, ROWS))
+    state, gave = over(target, drafter, state)
+    return state, everywhere(layout, gave)
 
 
-step_jit = jax.jit(step_on, static_argnames=("rule", "layout"), donate_argnames="state")
-
-
-def _state_specs(target: Model, drafter: Drafter | None) -> DecodeState:
+def _state_specs(target: Model, drafter: Drafter) -> DecodeState:
     """How a state is spread: caches with their rows and heads, the rest with its rows."""
     held = P(*ROWS, target.axis)
-    draft = () if drafter is None else drafter.state_specs
     cache = unchecked(KVCache, keys=held, values=held, length=ROWS)
-    return unchecked(DecodeState, cache=cache, draft=draft, last=ROWS, key=ROWS)
+    by_row = dict.fromkeys(("last", "key", "sampling", "limits", "made", "done"), ROWS)
+    return unchecked(DecodeState, cache=cache, draft=drafter.state_specs, **by_row)
+
+
+def begin(request: Request) -> DecodeState:
+    """The state after a request's prompts."""
+    return prefill_jit(request.target, request.drafter, request.rows, request.slots, request.layout)
+
+
+def steps(request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, Step]]:
+    """States and what their steps gave, as host arrays, until every row is done.
+
+    Each state's buffers are given away to the next step, as are those of the first.
+    """
+    gave = None
+    while gave is None or not gave.done.all():
+        state, gave = step_jit(request.target, request.drafter, request.rule, state, request.layout)
+        gave = jax.device_get(gave)
+        yield state, gave
 
 
 def stream(
@@ -207,35 +213,21 @@ def stream(
     *,
     max_new_tokens: int = 128,
     sampling: Sampling | None = None,
-    verify: str = "auto",
+    verify: str = AUTO,
     stop_at_eos: bool = True,
 ) -> Iterator[Step]:
     """The same continuations as `generate`, a step at a time, as they are committed.
 
-    Each `Step` holds host arrays; row b gained `tokens[b, :count[b]]`.
+    Args: see `generate`.
+
+    Returns:
+      A `Step` of host arrays after another; row b gained `tokens[b, :count[b]]`.
 
     Raises:
       TypeError, ValueError: when it is called; see `prepare`.
     """
     request = prepare(
-        key, target, drafter, prompts, max_new_tokens,
-        Sampling() if sampling is None else sampling, verify, stop_at_eos,
+        key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+        verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return _steps(target, drafter, request)
-
-
-def _steps(target: Model, drafter: Drafter | None, request: Request) -> Iterator[Step]:
-    layout = request.layout
-    state = prefill_jit(
-        target, drafter, request.prompt, request.length, request.key, request.slots, layout
-    )
-    rows = request.prompt.shape[0]
-    made, done = np.zeros(rows, np.int32), np.zeros(rows, bool)
-    while not done.all():
-        so_far = laid_out(layout, (made, done), ROWS)
-        state, gave, ended = step_jit(
-            target, drafter, request.rule, request.sampling, request.limits, state, *so_far, layout
-        )
-        gave = jax.device_get(gave)
-        made, done = made + gave.count, np.asarray(ended)
-        yield gave
+    return (gave for _, gave in steps(request, begin(request)))

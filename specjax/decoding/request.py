@@ -7,18 +7,17 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree
 from specjax.base.sampling import Sampling, fold, threefry
 from specjax.draft.drafter import Drafter
+from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import ROWS, Layout, check_rows, laid_out, layout_of
-from specjax.trees.construction import DRAWN, Construction
-from specjax.verify.rules import NAIVE, Rule, find_rule
+from specjax.verify.rules import AUTO, NAIVE, Rule, find_rule
 
 PROMPT_BUCKETS = (
     *(32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
@@ -26,30 +25,39 @@ PROMPT_BUCKETS = (
 )
 OUTPUT_BUCKETS = (32, 128, 512, 2048, 8192, 32768)
 _SLOT_MULTIPLE = 64
+NO_END = -1
+"""Fills up `Limits.end_ids`; no token has this number."""
 
 
 @pytree
 class Limits:
-    """Where a text ends: after `max_new_tokens`, or after an end token where `stop` says so."""
+    """Where each row's text ends: after `max_new_tokens`, or after one of its `end_ids`.
 
-    max_new_tokens: Int32[Array, ""]
-    stop: Bool[Array, ""]
+    -1 fills up a row that has fewer end tokens than another.
+    """
+
+    max_new_tokens: Int32[Array, " B"]
+    end_ids: Int32[Array, "B e"]
 
 
-def window_of(drafter: Drafter | None) -> int:
-    """The most tokens a step can commit."""
-    return 1 if drafter is None else drafter.window
+@pytree
+class Rows:
+    """What is asked for, row by row: prompts of `length` tokens, right-padded to `T`."""
+
+    prompt: Int32[Array, "B T"]
+    length: Int32[Array, " B"]
+    key: Key[Array, " B"]
+    sampling: Sampling
+    limits: Limits
 
 
 class Request(NamedTuple):
-    """Arguments of `run`, checked and padded to their buckets."""
+    """Arguments of `specjax.decoding.generate.run`, checked and padded to their buckets."""
 
+    target: Model
+    drafter: Drafter
+    rows: Rows
     rule: Rule
-    sampling: Sampling
-    limits: Limits
-    prompt: Array
-    length: Array
-    key: Array
     outputs: int
     slots: int
     layout: Layout | None = None
@@ -138,12 +146,26 @@ def prepare(
     target: Model,
     drafter: Drafter | None,
     prompts: Prompts,
+    *,
     max_new_tokens: int,
-    sampling: Sampling,
-    verify: str,
-    stop_at_eos: bool,
+    sampling: Sampling | None = None,
+    verify: str = AUTO,
+    stop_at_eos: bool = True,
 ) -> Request:
     """The request as arrays in buckets.
+
+    Args:
+      key: one key (row i uses `fold_in(key, i)`) or one a row.
+      target: the model whose distribution the texts follow.
+      drafter: what proposes trees; None for plain decoding.
+      prompts: token ids (see `Prompts`).
+      max_new_tokens: the longest continuation of every row.
+      sampling: how to sample, for all rows or each; greedy by default.
+      verify: the name of a verification rule, or "auto".
+      stop_at_eos: whether the target's end tokens end a text.
+
+    Returns:
+      The arguments of `run`, on the target's mesh if it is on one.
 
     Raises:
       TypeError: an argument is of another type than it must be.
@@ -152,40 +174,46 @@ def prepare(
         out of its range; a mesh's axis does not divide the rows; the texts
         would take more memory than there is; a draft is split over a mesh.
     """
+    sampling = Sampling() if sampling is None else sampling
     _check_types(target, drafter, sampling, verify)
+    drafter = PlainDrafter(target.config.vocab_size) if drafter is None else drafter
     prompts = listed(prompts)
     lengths = check_prompts(target, prompts, max_new_tokens)
     _check_drafter(target, drafter)
-    rows, keys = sampling.rows(len(prompts)), row_keys(key, len(prompts))
-    trees = Construction(DRAWN, chain=True) if drafter is None else drafter.construction
-    rule = find_rule(verify, trees)
-    rule = NAIVE if drafter is None else rule
-    if verify == "greedy" and np.any(np.asarray(rows.temperature) > 0):
+    own_sampling, keys = sampling.rows(len(prompts)), row_keys(key, len(prompts))
+    rule = find_rule(verify, drafter.construction)
+    if rule.greedy_only and np.any(np.asarray(own_sampling.temperature) > 0):
         raise ValueError(
-            "the greedy rule needs temperature 0; "
-            f"it is {float(np.max(np.asarray(rows.temperature))):g}. Use auto or naive."
+            f"the {rule.name} rule needs temperature 0; "
+            f"it is {float(np.max(np.asarray(own_sampling.temperature))):g}. Use auto or naive."
         )
+    if drafter.window == 1:  # nothing is drafted, and there is nothing to verify
+        rule = NAIVE
     layout = layout_of(target, drafter)
     check_rows(layout, len(prompts))
     most = target.config.max_positions
-    width, outputs, slots = room(max(lengths), max_new_tokens, window_of(drafter), most)
+    width, outputs, slots = room(max(lengths), max_new_tokens, drafter.window, most)
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
     _check_memory(target, drafter, rule, len(prompts), width, slots)
-    by_row: Any = (rows, jnp.asarray(padded), jnp.asarray(lengths, jnp.int32), keys)
-    limits = Limits(jnp.int32(max_new_tokens), jnp.asarray(stop_at_eos))
-    rows, padded, length, keys = laid_out(layout, by_row, ROWS)
-    return Request(
-        rule=rule,
-        sampling=rows,
-        limits=laid_out(layout, limits, P()),
-        prompt=padded,
-        length=length,
+    rows = Rows(
+        prompt=jnp.asarray(padded),
+        length=jnp.asarray(lengths, jnp.int32),
         key=keys,
-        outputs=outputs,
-        slots=slots,
-        layout=layout,
+        sampling=own_sampling,
+        limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos),
+    )
+    return Request(target, drafter, laid_out(layout, rows, ROWS), rule, outputs, slots, layout)
+
+
+def limits_of(target: Model, rows: int, max_new_tokens: int, stop_at_eos: bool) -> Limits:
+    """The same limits for all rows, with the target's end tokens if `stop_at_eos`."""
+    ends = np.asarray(target.config.eos_ids, np.int32).reshape(1, -1)
+    ends = ends if stop_at_eos else np.full_like(ends, NO_END)
+    return Limits(
+        max_new_tokens=jnp.full(rows, max_new_tokens, jnp.int32),
+        end_ids=jnp.asarray(np.broadcast_to(ends, (rows, ends.shape[1]))),
     )
 
 
@@ -205,9 +233,7 @@ def _check_types(target: Model, drafter: Drafter | None, sampling: Sampling, ver
             )
 
 
-def _check_drafter(target: Model, drafter: Drafter | None) -> None:
-    if drafter is None:
-        return
+def _check_drafter(target: Model, drafter: Drafter) -> None:
     if drafter.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
@@ -218,11 +244,11 @@ def _check_drafter(target: Model, drafter: Drafter | None) -> None:
 
 
 def _check_memory(
-    target: Model, drafter: Drafter | None, rule: Rule, rows: int, width: int, slots: int
+    target: Model, drafter: Drafter, rule: Rule, rows: int, width: int, slots: int
 ) -> None:
-    nodes = 1 if drafter is None else drafter.num_slots
+    nodes = drafter.num_slots
     held, drafts = memory.load_of(target), memory.loads_in(drafter)
-    needed = memory.plan(held, drafts, rows, width, slots, nodes, rule.name)
+    needed = memory.plan(held, drafts, rows, width, slots, nodes, rule.live_distributions)
     what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
     memory.check(needed.beside_weights, needed.available, what)
 

@@ -10,74 +10,72 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, is_greedy, largest, most_likely, process
-from specjax.decoding.request import Limits, window_of
+from specjax.decoding.request import Limits, Rows
 from specjax.draft.drafter import Drafter, DraftState, Step
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.transformer import Model, forward, trunk, unembed
 from specjax.trees.accepted import Accepted
-from specjax.trees.tree import TokenTree, ancestors, root_only, shallower
+from specjax.trees.tree import TokenTree, ancestors, shallower
 from specjax.verify.rules import Rule, decide
 from specjax.verify.token_wise import match
 
-_SEEN_BLOCK = 128
+_BLOCK = 128
 """Columns of a prompt that are unembedded at a time."""
 
 
 @pytree
 class DecodeState:
-    """Everything a batch of rows needs to go on.
+    """Everything a batch of rows needs to go on; rows are independent of each other.
 
     `cache` holds each row's tokens but the last; `last` is that token, the root of the next tree,
-    and stands at position `cache.length`.
+    and stands at position `cache.length`. `made` are the tokens a row has given, and a row that is
+    `done` gives no more.
     """
 
     cache: KVCache
     draft: DraftState
     last: Int32[Array, " B"]
     key: Key[Array, " B"]
+    sampling: Sampling
+    limits: Limits
+    made: Int32[Array, " B"]
+    done: Bool[Array, " B"]
 
 
-def prefill(
-    target: Model,
-    drafter: Drafter | None,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
-    slots: int,
-) -> DecodeState:
-    """The state after prompts of `length` tokens, right-padded to `T`; `slots` cache slots a row.
+def prefill(target: Model, drafter: Drafter, rows: Rows, slots: int) -> DecodeState:
+    """The state after prompts, with `slots` cache slots a row.
 
     The last prompt token is the first root, so the first token comes from a step like any other.
     """
-    state, top_tokens = read(target, prompt, length, key, slots, target_top_k_of(drafter))
-    if drafter is None:
-        return state
-    return replace(state, draft=drafter.init(prompt, length, slots, top_tokens))
+    state, top_tokens = read(target, rows, slots, drafter.target_top_k)
+    return replace(state, draft=drafter.init(rows.prompt, rows.length, slots, top_tokens))
 
 
 def read(
-    target: Model,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    key: Key[Array, " B"],
-    slots: int,
-    target_top_k: int,
+    target: Model, rows: Rows, slots: int, target_top_k: int
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
     """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
-    rows, tokens = prompt.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
-    x, new = trunk(target, prompt, positions, None, None)
+    count, tokens = rows.prompt.shape
+    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (count, tokens))
+    x, new = trunk(target, rows.prompt, positions, None, None)
     dtype = cache_dtype(target.embedding.dtype)
-    cache = empty_cache(target.config, rows, slots, dtype, target.kv_heads)
-    last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0]
-    state = DecodeState(cache.keep(new, None, length - 1), (), last, key)
-    return state, top_tokens_in(target, x, prompt.shape, target_top_k)
-
-
-def target_top_k_of(drafter: Drafter | None) -> int:
-    """How many of the target's likeliest tokens the drafter wants to see."""
-    return 0 if drafter is None else drafter.target_top_k
+    cache = empty_cache(target.config, count, slots, dtype, target.kv_heads)
+    # What is passed through is copied: a state's buffers may be given away, and these are the
+    # caller's.
+    key, sampling, limits = jax.tree.map(jnp.copy, (rows.key, rows.sampling, rows.limits))
+    made = jnp.zeros(count, jnp.int32)
+    state = DecodeState(
+        cache=cache.keep(new, None, rows.length - 1),
+        draft=(),
+        last=jnp.take_along_axis(rows.prompt, rows.length[:, None] - 1, axis=1)[:, 0],
+        key=key,
+        sampling=sampling,
+        limits=limits,
+        made=made,
+        done=made != 0,
+    )
+    return state, top_tokens_in(target, x, rows.prompt.shape, target_top_k)
 
 
 def top_tokens_in(
@@ -86,20 +84,16 @@ def top_tokens_in(
     """The target's `count` likeliest tokens after each column of a pass, a block at a time."""
     if not count:
         return jnp.zeros((*shape, 0), jnp.int32)
-    columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _SEEN_BLOCK)))
-    blocks = columns.reshape(x.shape[0], -1, _SEEN_BLOCK).swapaxes(0, 1)
+    columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)))
+    blocks = columns.reshape(x.shape[0], -1, _BLOCK).swapaxes(0, 1)
     best = lax.map(lambda block: largest(unembed(target, block).T, count)[1], blocks)
     return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count)
 
 
-def draft_tree(
-    target: Model, drafter: Drafter | None, sampling: Sampling, state: DecodeState
-) -> tuple[TokenTree, DraftState]:
-    """A tree below each row's root, and the drafter's state; nothing but the root without one."""
-    if drafter is None:
-        return root_only(state.last, target.config.vocab_size), state.draft
+def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[TokenTree, DraftState]:
+    """A tree below each row's root, and the drafter's state."""
     length = state.cache.length
-    tree, draft = drafter.propose(state.key, length, state.draft, state.last, sampling)
+    tree, draft = drafter.propose(state.key, length, state.draft, state.last, state.sampling)
     return shallower(tree, target.config.max_positions - length), draft
 
 
@@ -121,12 +115,7 @@ def score_tree(
 
 
 def verify_tree(
-    rule: Rule,
-    sampling: Sampling,
-    state: DecodeState,
-    tree: TokenTree,
-    logits: Float[Array, "B N V"],
-    window: int,
+    rule: Rule, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"], window: int
 ) -> Accepted:
     """What `rule` accepts of every row's tree.
 
@@ -135,7 +124,7 @@ def verify_tree(
     """
 
     def by_rule(logits: Float[Array, "B N V"]) -> Accepted:
-        p = process(logits, sampling)
+        p = process(logits, state.sampling)
         one = partial(decide, rule, window=window)
         return jax.vmap(lambda key, at, t, probs: one(key, at, t, probs))(
             state.key, state.cache.length, tree, p
@@ -144,23 +133,38 @@ def verify_tree(
     def by_choice(logits: Float[Array, "B N V"]) -> Accepted:
         return jax.vmap(lambda t, choice: match(t, choice, window))(tree, most_likely(logits))
 
-    return lax.cond(is_greedy(sampling).all(), by_choice, by_rule, logits)
+    return lax.cond(is_greedy(state.sampling).all(), by_choice, by_rule, logits)
 
 
-def commit(
-    drafter: Drafter | None, state: DecodeState, new: NewKV, draft: DraftState, step: Step
-) -> DecodeState:
+def accept(
+    drafter: Drafter,
+    rule: Rule,
+    state: DecodeState,
+    tree: TokenTree,
+    logits: Float[Array, "B N V"],
+) -> Step:
+    """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
+    accepted = verify_tree(rule, state, tree, logits, drafter.window)
+    tokens = emitted(tree, accepted)
+    count, done = truncate(tokens, accepted.count, state)
+    top_tokens = top_tokens_of(logits, drafter.target_top_k)
+    return Step(tokens, count, done, tree, accepted, top_tokens)
+
+
+def commit(state: DecodeState, new: NewKV, draft: DraftState, step: Step) -> DecodeState:
     """The state after a step's tokens, of which the last becomes the root.
 
-    `new` are the pass's keys and values, `draft` is the drafter's state after it drafted.
+    `new` are the pass's keys and values, `draft` is the drafter's state after the step.
     """
     count = step.count
     last = jnp.take_along_axis(step.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     return replace(
         state,
         cache=state.cache.keep(new, step.accepted.path, count),
-        draft=draft if drafter is None else drafter.commit(draft, step),
+        draft=draft,
         last=jnp.where(count > 0, last, state.last),
+        made=state.made + count,
+        done=step.done,
     )
 
 
@@ -179,50 +183,35 @@ def top_tokens_of(logits: Float[Array, "B N V"], count: int) -> Int32[Array, "B 
 
 
 def truncate(
-    tokens: Int32[Array, "B W"],
-    count: Int32[Array, " B"],
-    made: Int32[Array, " B"],
-    done: Bool[Array, " B"],
-    limits: Limits,
-    eos_ids: tuple[int, ...],
+    tokens: Int32[Array, "B W"], count: Int32[Array, " B"], state: DecodeState
 ) -> tuple[Int32[Array, " B"], Bool[Array, " B"]]:
     """How many of a step's tokens count, and which rows are now done.
 
-    A row ends after the first end token inside the accepted path, or at exactly
+    A row ends after its first end token inside the accepted path, or at exactly its
     `max_new_tokens`; a row that was done gives nothing.
     """
-    is_end = jnp.isin(tokens, jnp.asarray(eos_ids, jnp.int32)) & limits.stop
+    limits = state.limits
+    is_end = (tokens[:, :, None] == limits.end_ids[:, None]).any(axis=-1)
     is_end &= jnp.arange(tokens.shape[1]) < count[:, None]
     ended = is_end.any(axis=1)
     count = jnp.where(ended, jnp.argmax(is_end, axis=1) + 1, count)
-    full = made + count >= limits.max_new_tokens
-    count = jnp.where(done, 0, jnp.minimum(count, limits.max_new_tokens - made))
-    return count.astype(jnp.int32), done | ended | full
+    full = state.made + count >= limits.max_new_tokens
+    count = jnp.where(state.done, 0, jnp.minimum(count, limits.max_new_tokens - state.made))
+    return count.astype(jnp.int32), state.done | ended | full
 
 
 def step(
-    target: Model,
-    drafter: Drafter | None,
-    rule: Rule,
-    sampling: Sampling,
-    limits: Limits,
-    state: DecodeState,
-    made: Int32[Array, " B"],
-    done: Bool[Array, " B"],
-) -> tuple[DecodeState, Step, Bool[Array, " B"]]:
+    target: Model, drafter: Drafter, rule: Rule, state: DecodeState
+) -> tuple[DecodeState, Step]:
     """One speculative step: draft, score, verify, commit.
 
     The names of the scopes are what `specjax.measure.profile` tells its parts by.
     """
     with jax.named_scope("draft"):
-        tree, draft = draft_tree(target, drafter, sampling, state)
+        tree, draft = draft_tree(target, drafter, state)
     with jax.named_scope("score"):
         logits, new = score_tree(target, tree, state)
     with jax.named_scope("verify"):
-        accepted = verify_tree(rule, sampling, state, tree, logits, window_of(drafter))
-        tokens = emitted(tree, accepted)
-        count, done = truncate(tokens, accepted.count, made, done, limits, target.config.eos_ids)
-        top_tokens = top_tokens_of(logits, target_top_k_of(drafter))
-    gave = Step(tokens, count, tree, accepted, top_tokens)
+        gave = accept(drafter, rule, state, tree, logits)
     with jax.named_scope("commit"):
-        return commit(drafter, state, new, draft, gave), gave, done
+        return commit(state, new, drafter.commit(draft, gave), gave), gave

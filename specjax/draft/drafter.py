@@ -4,7 +4,7 @@ import abc
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree
@@ -22,12 +22,14 @@ DraftState = Any
 class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
 
-    `count` can be below that of `accepted`, where a row ended inside the path. `top_tokens` are the
+    `count` can be below that of `accepted`, where a row ended inside the path; such a row, and one
+    that ended before, is `done`. `top_tokens` are the
     target's likeliest tokens after each node, as many as the drafter asked for.
     """
 
     tokens: Int32[Array, "B W"]
     count: Int32[Array, " B"]
+    done: Bool[Array, " B"]
     tree: TokenTree
     accepted: Accepted
     top_tokens: Int32[Array, "B N k"]

@@ -14,21 +14,25 @@ from rich.progress import Progress
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.sampling import Sampling, fold
 from specjax.checkpoints.pair import Pair
+from specjax.decoding.generate import Generation
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.measure import timing
 from specjax.measure.profile import profile
 from specjax.measure.prompts import Prompt
-from specjax.measure.timing import Phases, Timed
+from specjax.measure.timing import Phases
 from specjax.measure.workload import MIXED, PLAIN_DTYPES, Candidate, Temperature, Workload
 from specjax.methods import records, registry
-from specjax.methods.setting import Setting, to_json
+from specjax.methods.method import PLAIN, Setting
+from specjax.methods.setting import to_json
+from specjax.verify.rules import AUTO
 
 _PHASE_REQUESTS = 8
 
 Named: TypeAlias = tuple[Temperature, Candidate]
 Row: TypeAlias = dict[str, Any]
 Rows: TypeAlias = Callable[[], list[Row]]
+Run: TypeAlias = tuple[Generation, float]
 
 
 class Bucket(NamedTuple):
@@ -57,10 +61,10 @@ class Tally:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     beside: dict[Candidate, "Tally"] = dataclasses.field(default_factory=dict)
 
-    def add(self, run: Timed) -> None:
-        """Counts one generation."""
-        self.rates.append(int(run.lengths.sum()) / run.seconds)
-        self.seconds += run.seconds
+    def add(self, run: Generation, seconds: float) -> None:
+        """Counts one generation and its wall time."""
+        self.rates.append(int(run.lengths.sum()) / seconds)
+        self.seconds += seconds
         self.steps += int(run.steps.sum())
         self.nodes += int(run.nodes.sum())
         self.passes += int(run.steps.max())
@@ -101,9 +105,9 @@ class Bencher:
             dtype: jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), pair.target)
             for dtype in sorted(dtypes)
         }
-        self._drafters: dict[Setting, Drafter | None] = {}
+        self._drafters: dict[Setting, Drafter] = {}
 
-    def drafter(self, candidate: Candidate) -> Drafter | None:
+    def drafter(self, candidate: Candidate) -> Drafter:
         """The drafter of a candidate."""
         named = candidate.setting
         if named not in self._drafters:
@@ -122,10 +126,10 @@ class Bencher:
             self.targets[candidate.dtype],
             self.drafter(candidate),
             [prompt.tokens for _, prompt in rows],
-            workload.max_new_tokens,
-            Sampling(temperatures_of(temperature, len(rows), workload.temperatures)),
-            workload.verify if candidate.setting.method != "none" else "auto",
-            False,
+            max_new_tokens=workload.max_new_tokens,
+            sampling=Sampling(temperatures_of(temperature, len(rows), workload.temperatures)),
+            verify=AUTO if _is_plain(candidate) else workload.verify,
+            stop_at_eos=False,
         )
 
     def rows(self, batch: int, keep: Callable[[Rows], None] = lambda _: None) -> list[Row]:
@@ -158,7 +162,6 @@ class Bencher:
                     turn = number % len(group)  # a drift of the machine hits all alike
                     runs = {
                         candidate: self._measure(
-                            candidate,
                             requests[temperature, candidate][number],
                             tallies[temperature, candidate],
                             size == statistics.mode(sizes) and candidate not in done,
@@ -193,25 +196,24 @@ class Bencher:
                 jax.clear_caches()
                 group = []
             for each in [candidate] if group or candidate in plain else [*plain, candidate]:
-                timing.warm(self.targets[each.dtype], self.drafter(each), first[each])
+                timing.warm(first[each])
                 group.append(each)
         yield group
         jax.clear_caches()
 
-    def _measure(self, candidate: Candidate, request: Request, tally: Tally, common: bool) -> Timed:
+    def _measure(self, request: Request, tally: Tally, common: bool) -> Run:
         """Times one request, and its phases beside it if its size is the `common` one.
 
         That size stands for all: each costs five compilations, and the sizes of a set of prompts
         differ little.
         """
-        target, drafter = self.targets[candidate.dtype], self.drafter(candidate)
-        run = timing.timed(target, drafter, request)
+        run = timing.timed(request)
         if common and self.traced and not tally.parts:
-            tally.parts = profile(target, drafter, request)
+            tally.parts = profile(request)
         # The phases are compiled for a single device.
         wanted = common and self.phases and request.layout is None
         if wanted and len(tally.phases) < _PHASE_REQUESTS:
-            tally.phases.append(timing.phases(target, drafter, request))
+            tally.phases.append(timing.phases(request))
         return run
 
     def _row(self, candidate: Candidate, tally: Tally, batch: int, temperature: Temperature) -> Row:
@@ -227,7 +229,7 @@ class Bencher:
             "method": setting.method,
             "label": setting.label,
             "setting": to_json(setting),
-            "nodes": 0 if drafter is None else drafter.num_slots - 1,
+            "nodes": drafter.num_slots - 1,
             "temperature": temperature,
             "batch": batch,
             "dtype": candidate.dtype,
@@ -250,7 +252,7 @@ class Bencher:
         if not tally.phases:
             return row
         floor = timing.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)
-        return row | _shares(tally, floor if drafter is None else None)
+        return row | _shares(tally, floor if _is_plain(candidate) else None)
 
 
 def _shares(tally: Tally, floor: float | None) -> dict[str, Any]:
@@ -282,7 +284,7 @@ def _shares(tally: Tally, floor: float | None) -> dict[str, Any]:
 
 def bucket_of(request: Request) -> Bucket:
     """The compiled size of a request."""
-    rows, width = request.prompt.shape
+    rows, width = request.rows.prompt.shape
     return Bucket(rows, width, request.outputs)
 
 
@@ -308,11 +310,11 @@ def batches_of(chosen: Sequence[Prompt], batch: int) -> list[list[tuple[int, Pro
 
 
 def _is_plain(candidate: Candidate) -> bool:
-    return candidate.setting.method == "none"
+    return candidate.setting.method == PLAIN
 
 
-def _count(tally: Tally, candidate: Candidate, runs: dict[Candidate, Timed]) -> None:
+def _count(tally: Tally, candidate: Candidate, runs: dict[Candidate, Run]) -> None:
     """Counts the run of a candidate, and those of plain decoding beside it."""
-    tally.add(runs[candidate])
+    tally.add(*runs[candidate])
     for plain in filter(_is_plain, runs):
-        tally.beside.setdefault(plain, Tally()).add(runs[plain])
+        tally.beside.setdefault(plain, Tally()).add(*runs[plain])

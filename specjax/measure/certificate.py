@@ -16,9 +16,9 @@ from specjax.draft import Drafter
 from specjax.measure import distribution_tests
 from specjax.measure.prompts import Prompt
 from specjax.methods import registry
-from specjax.methods.setting import Setting
+from specjax.methods.method import PLAIN, Setting
 from specjax.models.transformer import Model
-from specjax.verify.rules import NAIVE, RULES, find_rule
+from specjax.verify.rules import AUTO, NAIVE, RULES, find_rule
 
 TOLERANCE = 1e-4
 """A gap, between two logits or a threshold and its uniform, that rounding may close: passes of
@@ -236,13 +236,11 @@ def judged(pair: Pair, settings: Sequence[Setting], checks: Checks) -> list[tupl
     """
     found = []
     for setting, rule in itertools.product(settings, checks.rules):
-        drafter = registry.build(setting, pair, rule)
-        if drafter is None:
-            found.append((setting, NAIVE.name if rule == registry.AUTO else rule))
-        elif rule == registry.AUTO:
-            found.append((setting, find_rule(rule, drafter.construction).name))
-        elif RULES[rule].refusal(drafter.construction) is None:
-            found.append((setting, rule))
+        trees = registry.build(setting, pair, rule).construction
+        if setting.method == PLAIN:
+            found.append((setting, NAIVE.name if rule == AUTO else rule))
+        elif rule == AUTO or RULES[rule].refusal(trees) is None:
+            found.append((setting, find_rule(rule, trees).name))
     found = list(dict.fromkeys(found))
     if not found:
         labels = ", ".join(setting.label for setting in settings)

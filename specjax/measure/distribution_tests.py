@@ -1,5 +1,6 @@
 """Draws from the compiled decoder, and tests of them against the target's distribution."""
 
+import itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ from jaxtyping import Array, Float, Int
 from specjax.base.axes import Key
 from specjax.base.pytree import replace
 from specjax.base.sampling import Purpose, Sampling, fold, process
-from specjax.decoding.generate import prefill_jit, step_on
-from specjax.decoding.request import PROMPT_BUCKETS, bucket, prepare, row_keys, window_of
+from specjax.decoding.generate import begin
+from specjax.decoding.generate import steps as steps_of
+from specjax.decoding.request import PROMPT_BUCKETS, bucket, prepare, row_keys
 from specjax.draft import Drafter
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.parallel.mesh import ROWS, Layout, laid_out, layout_of, spread
@@ -82,13 +84,10 @@ def logits_after(model: Model, prefixes: list[list[int]]) -> Float[np.ndarray, "
     return logits_within(model, prefixes, last)[:, 0]
 
 
-_step = jax.jit(step_on, static_argnames=("rule", "layout"))
-
-
 def draw_texts(
     key: Key[Array, ""],
     target: Model,
-    drafter: Drafter | None,
+    drafter: Drafter,
     prompt: list[int],
     sampling: Sampling,
     rule: str,
@@ -101,32 +100,33 @@ def draw_texts(
     two steps, the others after four (after two where the context has no room for four). Noise that
     hangs on a row that is done would repeat itself in the others.
     """
-    window = window_of(drafter)
+    window = drafter.window
     room = target.config.max_positions - len(prompt)
     sure = -(-room // window)  # steps that every row has room for, whatever the others drew
     steps = _STEPS if sure >= _STEPS else _STEPS // 2
     most = max(min(room, steps * window), 2)
     keys = row_keys(key, -(-samples // _ROWS) * _ROWS)
-    asked = prepare(keys[:_ROWS], target, drafter, [prompt] * _ROWS, most, sampling, rule, False)
-    start = prefill_jit(
-        target, drafter, asked.prompt, asked.length, asked.key, asked.slots, asked.layout
-    )
-    own_steps = np.where(np.arange(_ROWS) % _EARLY, steps, _STEPS // 2)
+    asked = prepare(
+        keys[:_ROWS], target, drafter, [prompt] * _ROWS, max_new_tokens=most, sampling=sampling,
+        verify=rule, stop_at_eos=False,
+    )  # fmt: skip
+    start = begin(asked)
+    first = np.arange(_ROWS) % _EARLY == 0
+    early = laid_out(asked.layout, jnp.asarray(first), ROWS)
     found = []
     for chunk in range(0, len(keys), _ROWS):
-        state = replace(start, key=laid_out(asked.layout, keys[chunk : chunk + _ROWS], ROWS))
+        own = laid_out(asked.layout, keys[chunk : chunk + _ROWS], ROWS)
+        state = replace(jax.tree.map(jnp.copy, start), key=own)  # whose buffers are given away
         tokens, starts = np.zeros((_ROWS, most), np.int64), np.full((_ROWS, steps), -1)
-        made, done = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, bool)
-        for step in range(steps):
-            so_far = laid_out(asked.layout, (made, done), ROWS)
-            state, gave, ended = _step(
-                target, drafter, asked.rule, asked.sampling, asked.limits, state, *so_far,
-                asked.layout,
-            )  # fmt: skip
-            starts[:, step] = np.where(done | (step >= sure), -1, made)
-            _append(tokens, made, np.asarray(gave.tokens), np.asarray(gave.count))
-            made = made + np.asarray(gave.count)
-            done = np.asarray(ended) | (own_steps <= step + 1)
+        made, done, taken = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, bool), 0
+        for count in (_STEPS // 2, steps - _STEPS // 2):
+            for after, gave in itertools.islice(steps_of(asked, state), count):
+                state = after
+                starts[:, taken] = np.where(done | (taken >= sure), -1, made)
+                _append(tokens, made, np.asarray(gave.tokens), np.asarray(gave.count))
+                made, done, taken = made + gave.count, gave.done, taken + 1
+            state = replace(state, done=state.done | early)
+            done = done | first
         found.append(Texts(tokens, made, starts))
     return Texts(*(np.concatenate(each)[:samples] for each in zip(*found, strict=True)))
 

@@ -10,8 +10,6 @@ import jax
 
 from specjax.decoding.generate import run
 from specjax.decoding.request import Request
-from specjax.draft import Drafter
-from specjax.models.transformer import Model
 
 TARGET, DRAFTS, DRAFTING = "target's passes", "drafts' passes", "drafting beside them"
 DECIDING, COMMITTING, OTHER = "deciding", "committing", "other"
@@ -23,22 +21,18 @@ _USED = re.compile(r"%([\w.\-]+)")
 _CONTAINERS = ("while", "conditional", "call")
 
 
-def profile(target: Model, drafter: Drafter | None, request: Request) -> dict[str, float]:
+def profile(request: Request) -> dict[str, float]:
     """Seconds of a step that each of `PARTS` takes, from a trace of the request's own loop.
 
     Together they are the wall time of a traced step. Tracing slows it down, to twice its time and
     more where operations are small, and those the most: a guide to what there is, and no measure
     of what it costs (`tests/outside.py` is one).
     """
-    compiled = run.lower(target, drafter, **request._asdict()).compile()
-    arguments = {
-        name: value for name, value in request._asdict().items()
-        if name not in ("rule", "outputs", "slots", "layout")
-    }  # fmt: skip
+    compiled = run.lower(**request._asdict()).compile()
 
     def work() -> int:
-        made = jax.block_until_ready(compiled(target, drafter, **arguments))
-        return int(made[2].max())
+        made = compiled(target=request.target, drafter=request.drafter, rows=request.rows)
+        return int(jax.block_until_ready(made).steps.max())
 
     work()
     with tempfile.TemporaryDirectory() as folder:

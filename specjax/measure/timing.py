@@ -17,17 +17,13 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from specjax.base.pytree import replace
-from specjax.base.sampling import Sampling
 from specjax.decoding import stepping
-from specjax.decoding.generate import run
-from specjax.decoding.request import Request, window_of
+from specjax.decoding.generate import Generation, on_host, run
+from specjax.decoding.request import NO_END, Request, Rows
 from specjax.decoding.stepping import DecodeState
 from specjax.draft import Drafter, Step
 from specjax.draft.drafter import DraftState
-from specjax.models.kv_cache import NewKV
 from specjax.models.transformer import Model
-from specjax.trees.tree import TokenTree
-from specjax.verify.rules import Rule
 
 _T = TypeVar("_T")
 MOST_MAPS = 20_000
@@ -35,16 +31,6 @@ MOST_MAPS = 20_000
 
 Linux allows 65,530, and what is compiled next, the phases of a step say, may take as many again.
 """
-
-
-class Timed(NamedTuple):
-    """A generation on the host: tokens, how many a row, passes and nodes a row, wall seconds."""
-
-    tokens: Int32[np.ndarray, "B O"]
-    lengths: Int32[np.ndarray, " B"]
-    steps: Int32[np.ndarray, " B"]
-    nodes: Int32[np.ndarray, " B"]
-    seconds: float
 
 
 class Phases(NamedTuple):
@@ -80,51 +66,35 @@ def clocked(work: Callable[[], _T]) -> tuple[_T, float]:
     return done, time.perf_counter() - start
 
 
-def warm(target: Model, drafter: Drafter | None, request: Request) -> None:
+def warm(request: Request) -> None:
     """Compiles the program that `timed` runs for such a request, and runs it for one token."""
-    one_token = jnp.minimum(request.limits.max_new_tokens, 1)  # where the request's lies
-    one = request._replace(limits=replace(request.limits, max_new_tokens=one_token))
-    jax.block_until_ready(run(target, drafter, **one._asdict()))
+    limits = request.rows.limits
+    fewer = replace(limits, max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
+    one = request._replace(rows=replace(request.rows, limits=fewer))
+    jax.block_until_ready(run(**one._asdict()))
 
 
-def timed(target: Model, drafter: Drafter | None, request: Request) -> Timed:
-    """The request's generation and its wall time, prefill included; `warm` it before."""
-    made, seconds = clocked(lambda: run(target, drafter, **request._asdict()))
-    tokens, lengths, steps, nodes = map(np.asarray, made)
-    return Timed(tokens[:, : int(request.limits.max_new_tokens)], lengths, steps, nodes, seconds)
+def timed(request: Request) -> tuple[Generation, float]:
+    """The request's generation on the host, and its wall seconds, prefill included.
+
+    `warm` it before.
+    """
+    made, seconds = clocked(lambda: run(**request._asdict()))
+    return on_host(made, int(np.max(np.asarray(request.rows.limits.max_new_tokens)))), seconds
 
 
+_read = jax.jit(stepping.read, static_argnames=("slots", "target_top_k"))
 _draft_tree = jax.jit(stepping.draft_tree)
 _score_tree = jax.jit(stepping.score_tree)
-_read = jax.jit(stepping.read, static_argnames=("slots", "target_top_k"))
+_accept = jax.jit(stepping.accept, static_argnames="rule")
+_commit = jax.jit(stepping.commit, donate_argnames="state")
 
 
 @partial(jax.jit, static_argnames="slots")
-def _begin(
-    drafter: Drafter,
-    prompt: Int32[Array, "B T"],
-    length: Int32[Array, " B"],
-    seen: Int32[Array, "B T k"],
-    slots: int,
+def _init(
+    drafter: Drafter, rows: Rows, top_tokens: Int32[Array, "B T k"], slots: int
 ) -> DraftState:
-    return drafter.init(prompt, length, slots, seen)
-
-
-@partial(jax.jit, static_argnames=("rule", "window", "target_top_k"), donate_argnames="state")
-def _verify_and_commit(
-    rule: Rule,
-    sampling: Sampling,
-    state: DecodeState,
-    tree: TokenTree,
-    scored: tuple[Array, NewKV],
-    window: int,
-    target_top_k: int,
-) -> tuple[DecodeState, Step]:
-    """Decides and commits, but for the drafter's part."""
-    accepted = stepping.verify_tree(rule, sampling, state, tree, scored[0], window)
-    seen = stepping.top_tokens_of(scored[0], target_top_k)
-    gave = Step(stepping.emitted(tree, accepted), accepted.count, tree, accepted, seen)
-    return stepping.commit(None, state, scored[1], state.draft, gave), gave
+    return drafter.init(rows.prompt, rows.length, slots, top_tokens)
 
 
 @partial(jax.jit, donate_argnames="draft")
@@ -138,15 +108,15 @@ class _StepTime(NamedTuple):
     rest: float
 
 
-def phases(target: Model, drafter: Drafter | None, request: Request, steps: int = 16) -> Phases:
+def phases(request: Request, steps: int = 16) -> Phases:
     """Median seconds of each phase over `steps` real steps of a request.
 
     The phases are compiled apart, with the shapes and the cache length that the whole loop has,
     and run in its order, so that each finds the processor's caches as it does there.
     """
-    _steps(target, drafter, request, 1)  # compiles
-    fitting = max(1, min(steps, (request.outputs - 1) // window_of(drafter)))
-    prefill, taken = _steps(target, drafter, request, fitting)
+    _steps(request, 1)  # compiles
+    fitting = max(1, min(steps, (request.outputs - 1) // request.drafter.window))
+    prefill, taken = _steps(request, fitting)
     return Phases(
         prefill=prefill,
         draft=statistics.median(took.draft for took in taken),
@@ -165,48 +135,47 @@ def typical(several: Sequence[Phases]) -> Phases:
     )
 
 
-def _steps(
-    target: Model, drafter: Drafter | None, request: Request, steps: int
-) -> tuple[float, list[_StepTime]]:
+def _steps(request: Request, steps: int) -> tuple[float, list[_StepTime]]:
     """Seconds of the prefill, and of `steps` steps after it, which must fit the cache."""
-    state, seconds = clocked(partial(_prefill, target, drafter, request))
+    limits = request.rows.limits
+    endless = replace(
+        limits,
+        max_new_tokens=jnp.full_like(limits.max_new_tokens, request.outputs),
+        end_ids=jnp.full_like(limits.end_ids, NO_END),
+    )
+    request = request._replace(rows=replace(request.rows, limits=endless))
+    state, seconds = clocked(partial(_prefill, request))
     taken = []
     for _ in range(steps):
-        state, took = _step(target, drafter, request, state)
+        state, took = _step(request, state)
         taken.append(took)
     return seconds, taken
 
 
-def _prefill(target: Model, drafter: Drafter | None, request: Request) -> DecodeState:
+def _prefill(request: Request) -> DecodeState:
     """The target's part is one program for all drafters."""
-    state, seen = _read(
-        target, request.prompt, request.length, request.key,
-        slots=request.slots, target_top_k=stepping.target_top_k_of(drafter),
-    )  # fmt: skip
-    if drafter is None:
-        return state
-    return replace(
-        state, draft=_begin(drafter, request.prompt, request.length, seen, request.slots)
-    )
+    drafter, slots = request.drafter, request.slots
+    state, top_tokens = _read(request.target, request.rows, slots, drafter.target_top_k)
+    return replace(state, draft=_init(drafter, request.rows, top_tokens, slots))
 
 
-def _step(
-    target: Model, drafter: Drafter | None, request: Request, state: DecodeState
-) -> tuple[DecodeState, _StepTime]:
-    """One step, phase by phase."""
-    (tree, draft), drafting = clocked(lambda: _draft_tree(target, drafter, request.sampling, state))
-    state = replace(state, draft=())
-    scored, scoring = clocked(lambda: _score_tree(target, tree, state))
-    window, target_top_k = window_of(drafter), stepping.target_top_k_of(drafter)
-    (state, gave), verifying = clocked(
-        lambda: _verify_and_commit(
-            request.rule, request.sampling, state, tree, scored, window, target_top_k
-        )
-    )
-    if drafter is None:
-        return state, _StepTime(0.0, scoring, drafting + verifying)
+def _step(request: Request, state: DecodeState) -> tuple[DecodeState, _StepTime]:
+    """One step (`stepping.step`), phase by phase."""
+    target, drafter, rule = request.target, request.drafter, request.rule
+    (tree, draft), drafting = clocked(lambda: _draft_tree(target, drafter, state))
+    held = replace(state, draft=())
+    (logits, new), scoring = clocked(lambda: _score_tree(target, tree, held))
+
+    def verify_and_commit() -> tuple[DecodeState, Step]:
+        gave = _accept(drafter, rule, held, tree, logits)
+        return _commit(held, new, (), gave), gave
+
+    (after, gave), verifying = clocked(verify_and_commit)
     draft, catching = clocked(lambda: _catch_up(drafter, draft, gave))
-    return replace(state, draft=draft), _StepTime(drafting + catching, scoring, verifying)
+    after, drafting = replace(after, draft=draft), drafting + catching
+    if drafter.window == 1:  # nothing is drafted; making the roots is the rest of a plain step
+        return after, _StepTime(0.0, scoring, drafting + verifying)
+    return after, _StepTime(drafting, scoring, verifying)
 
 
 def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:

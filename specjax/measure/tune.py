@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import run
+from specjax.decoding.generate import Generation, on_host, run
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.measure import timing
@@ -27,8 +27,9 @@ from specjax.measure.prompts import Prompt
 from specjax.measure.workload import Workload
 from specjax.methods import registry
 from specjax.methods.acceptance import measured
+from specjax.methods.method import Setting
 from specjax.methods.sequoia import best_shape, expected_tokens
-from specjax.methods.setting import Setting, from_json
+from specjax.methods.setting import from_json
 from specjax.methods.tuned import Entry
 from specjax.trees.tree import TreeShape
 
@@ -38,6 +39,8 @@ _FINALISTS, _FAR_OFF = 6, 0.7
 _ROUNDS = 4
 _DEEPEST, _LONGEST_CHAIN = 16, 24  # deeper levels are hardly ever accepted, and each is compiled
 _COST_NODES, _COST_LEVELS = (1, 3, 7, 15, 31), 7
+_SHAPED = ("chain", "tree")
+"""Methods whose shape is chosen from measured acceptance and costs, not from budgets."""
 
 
 class Estimate(NamedTuple):
@@ -88,9 +91,9 @@ class Tuner:
             registry.setting_of(name, None, budget, 1, len(self.grown.drafts))
             for budget in self.choices.budgets
             for name in names
-            if name in registry.GROWN or name in ("pool", "recycle")
+            if name not in _SHAPED
         ]
-        static = [name for name in ("chain", "tree") if name in names]
+        static = [name for name in _SHAPED if name in names]
         task = self.progress.add_task(f"T = {temperature:g}", total=len(settings) + len(static))
         found = []
         if static:
@@ -122,11 +125,11 @@ class Tuner:
         Beside them those that a method has when nothing is said.
         """
         rows = self.chosen * (_ROUNDS if temperature > 0 else 1)
-        tokens, lengths, *_ = self._generation(Setting(), rows, temperature)
+        made = self._generation(Setting(), rows, temperature)
         starts = [len(prompt.tokens) for prompt in rows]
         texts = [
             [*prompt.tokens, *row[:count].tolist()]
-            for prompt, row, count in zip(rows, tokens, lengths, strict=True)
+            for prompt, row, count in zip(rows, made.tokens, made.lengths, strict=True)
         ]
         native = self.native
         accepted = measured(
@@ -157,25 +160,24 @@ class Tuner:
         return list(by_widths.values())
 
     def _request(
-        self, pair: Pair, drafter: Drafter | None, rows: list[Prompt], temperature: float
+        self, pair: Pair, drafter: Drafter, rows: list[Prompt], temperature: float
     ) -> Request:
         return prepare(
             jax.random.key(self.choices.seed), pair.target, drafter, [p.tokens for p in rows],
-            self.choices.max_new_tokens, Sampling(temperature), "auto", False,
+            max_new_tokens=self.choices.max_new_tokens, sampling=Sampling(temperature),
+            stop_at_eos=False,
         )  # fmt: skip
 
-    def _generation(
-        self, setting: Setting, rows: list[Prompt], temperature: float
-    ) -> list[np.ndarray]:
-        """Tokens, lengths, steps and nodes of the rows as one batch, the model as it is."""
+    def _generation(self, setting: Setting, rows: list[Prompt], temperature: float) -> Generation:
+        """The rows as one batch, the model as it is."""
         drafter = registry.build(setting, self.native)
         request = self._request(self.native, drafter, rows, temperature)
-        return [np.asarray(x) for x in run(self.native.target, drafter, **request._asdict())]
+        return on_host(run(**request._asdict()), self.choices.max_new_tokens)
 
     def tokens_per_step(self, setting: Setting, temperature: float) -> float:
         """Emitted tokens over target passes on all prompts."""
-        _, lengths, steps, _ = self._generation(setting, self.chosen, temperature)
-        return float(lengths.sum() / steps.sum())
+        made = self._generation(setting, self.chosen, temperature)
+        return float(made.lengths.sum() / made.steps.sum())
 
     def looking(self, nodes: int) -> float:
         """What a pass of the target over so many nodes, and all that follows it, takes."""
@@ -199,7 +201,7 @@ class Tuner:
             drafter = registry.build(setting, self.grown)
             rows = [self.chosen[len(self.chosen) // 2]] * self.choices.batch
             request = self._request(self.grown, drafter, rows, temperature)
-            self.costs[kind] = timing.phases(self.grown.target, drafter, request)
+            self.costs[kind] = timing.phases(request)
         return self.costs[kind]
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from specjax.checkpoints.huggingface import default_dtype
 from specjax.measure.prompts import Prompt
-from specjax.methods.setting import Setting
+from specjax.methods.method import Setting
 
 PLAIN_DTYPES = ("float32", "bfloat16")
 MIXED = "mixed"

@@ -8,19 +8,14 @@ import jax
 
 from specjax.checkpoints.pair import Pair
 from specjax.methods import records
+from specjax.methods.defaults import ELSEWHERE, SHIPPED
 from specjax.methods.evidence import Gain, evidence, fastest, gains
+from specjax.methods.method import Setting, check_method
 from specjax.methods.records import Run
-from specjax.methods.registry import AUTO, build, check_method, lacking, setting_of
-from specjax.methods.setting import Setting
+from specjax.methods.registry import build, lacking, setting_of
 from specjax.methods.tuned import pick, read
 from specjax.trees.widths import Widths, widest
-from specjax.verify.rules import RULES
-
-# By platform, kind and whether there is one row. 40 prompts of HumanEval, bundled pair at 100M,
-# bfloat16, 2 CPU cores (Zen 5), jax 0.10.2, 2026-11-21: specexec of 15 nodes 4.06 times plain
-# decoding at T = 0 and 1.41 at 0.8, a chain of 7 3.34 and 2.64.
-_SHIPPED = {("cpu", "greedy", True): "specexec"}
-_ELSEWHERE = "chain"
+from specjax.verify.rules import AUTO, RULES
 
 
 class Asked(NamedTuple):
@@ -71,7 +66,7 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
         named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
         return Choice(setting_of(named, widths, budget), "a tree was asked for")
     if budget is not None:
-        # Chosen nodes win at temperature 0, drawn ones above it (the figures at `_SHIPPED`).
+        # Chosen nodes win at temperature 0, drawn ones above it (see `defaults.SHIPPED`).
         named = ("tree", "specexec") if temperature > 0 else ("specexec", "tree")
         settings = [setting_of(n, None, budget) for n in (named if pair.drafts else ("lookup",))]
         able = [one for one in settings if _able(one, pair, verify)]
@@ -87,7 +82,7 @@ def _able(setting: Setting, pair: Pair, verify: str) -> bool:
         drafter = build(setting, pair, verify)
     except ValueError:  # it names a second stage that this pair has not
         return False
-    return drafter is None or verify == AUTO or RULES[verify].refusal(drafter.construction) is None
+    return verify == AUTO or RULES[verify].refusal(drafter.construction) is None
 
 
 def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice:
@@ -153,7 +148,7 @@ def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice
     if not pair.drafts:
         return Choice(Setting(), "there is no draft model")
     platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"
-    setting = setting_of(_SHIPPED.get((platform, kind, batch == 1), _ELSEWHERE), batch=batch)
+    setting = setting_of(SHIPPED.get((platform, kind, batch == 1), ELSEWHERE), batch=batch)
     if not _able(setting, pair, verify):
-        setting = setting_of(_ELSEWHERE, batch=batch)
+        setting = setting_of(ELSEWHERE, batch=batch)
     return Choice(setting, f"the shipped default for {platform}, {kind}")

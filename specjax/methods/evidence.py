@@ -19,8 +19,8 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from specjax.methods.method import Setting
 from specjax.methods.records import Run
-from specjax.methods.setting import Setting
 
 LEAST_ROUNDS = 3
 _DEVIATIONS = 3.0

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 from specjax.base.output import read_json, write_json
-from specjax.methods.setting import Setting, from_json, to_json
+from specjax.methods.method import Setting
+from specjax.methods.setting import from_json, to_json
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import is_number

@@ -1,4 +1,4 @@
-"""A method of drafting with all it is built from, as plain values that a file can hold."""
+"""Settings of methods as plain values that a file can hold, and read from them."""
 
 import dataclasses
 import difflib
@@ -8,48 +8,12 @@ from typing import Any
 
 from specjax.draft.growth import Growth
 from specjax.draft.limits import check_growth
-from specjax.trees.tree import TreeShape
-from specjax.trees.widths import Widths, canonical, check_count, is_number, of_json, spelled
+from specjax.methods.builtin import METHODS
+from specjax.methods.method import DRAFT, PLAIN, TABLE, Setting
+from specjax.trees.widths import canonical, check_count, is_number, of_json
 
-METHODS = ("none", "chain", "tree", "pool", "specexec", "staged", "lookup", "ngram", "recycle",
-           "hybrid")  # fmt: skip
-TABLE, DRAFT = "ngram", "draft"
 _LEAST = 1e-37
 _LONGEST_NAME = 40
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A method and what it takes; fields that it does not take are None.
-
-    `widths` is the static tree of chain, tree, pool and recycle; `growth` how the tree of specexec,
-    staged, hybrid, lookup and ngram grows. `temperatures` sharpen the draft's distribution where it
-    scores nodes, for greedy rows and for sampled ones. `stage` says who guesses for a staged draft,
-    an "ngram" table or a smaller "draft"; `guess` is the tree of its guesses, below each of the
-    `fan` likeliest nodes of a round.
-    """
-
-    method: str = "none"
-    widths: Widths | None = None
-    growth: Growth | None = None
-    temperatures: tuple[float, float] | None = None
-    stage: str | None = None
-    guess: Widths | None = None
-    fan: int | None = None
-
-    @property
-    def nodes(self) -> int:
-        """The most nodes below the root of one draft's tree."""
-        if self.growth is not None:
-            return self.growth.budget
-        return 0 if self.widths is None else TreeShape(self.widths).num_nodes
-
-    @property
-    def label(self) -> str:
-        """The method with its shape or budget, such as `chain 1,1,1` or `specexec 15`."""
-        if self.growth is not None or self.method == "recycle":
-            return f"{self.method} {self.nodes}"
-        return f"{self.method} {spelled(self.widths)}".strip()
 
 
 def to_json(setting: Setting) -> dict[str, Any]:
@@ -66,7 +30,7 @@ def from_json(values: object, where: str) -> Setting:
         sentence.
     """
     changed = dict(_checked_names(values, Setting, where))
-    if changed.get("method", "none") not in METHODS:
+    if changed.get("method", PLAIN) not in [*METHODS]:  # any value, of any type
         raise ValueError(
             f"{where}: no method {reprlib.repr(changed['method'])}; there are {', '.join(METHODS)}."
         )

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specjax.base.output import is_stream, read_json, reason, tried, write_json
-from specjax.methods.setting import Setting, from_json, to_json
+from specjax.methods.method import Setting
+from specjax.methods.setting import from_json, to_json
 from specjax.trees.widths import is_number
 
 

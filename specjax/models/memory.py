@@ -14,11 +14,9 @@ from specjax.models.placement import Placement
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
 
-_DISTRIBUTIONS = {"block": 7.2, "traversal": 5.8, "multi-step": 5.4, "recursive": 5.3}
-_FEWEST_DISTRIBUTIONS, _USUAL_DISTRIBUTIONS = 4.4, _DISTRIBUTIONS["traversal"]
-"""Float32 arrays over a tree's nodes and the vocabulary that live at once where a rule decides:
-logits in two layouts, the target's distribution, the drafts', and what is between them; 3 to 9 %
-more than XLA:CPU takes (`python -m tests.memory_table`, jax 0.10.2, 2026-11-23)."""
+USUAL_DISTRIBUTIONS = 5.8
+"""Float32 arrays over a tree's nodes and the vocabulary that live at once where traversal decides
+(`specjax.verify.rules.Rule.live_distributions`)."""
 
 _CHUNK = 128
 """Queries of a plain sequence whose scores live at once (`pallas_kernels.tree_attention.xla`)."""
@@ -144,25 +142,22 @@ def plan(
     prompt: int,
     slots: int,
     nodes: int,
-    rule: str | None = None,
+    live_distributions: float = USUAL_DISTRIBUTIONS,
 ) -> Plan:
     """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
 
-    Prompts of `prompt` tokens are read in one pass. `rule` is the name of the one that decides, by
-    default traversal. Tables that draft without a model are left out, and that a pool which is
-    stacked is held a second time.
+    Prompts of `prompt` tokens are read in one pass. `live_distributions` is that of the rule that
+    decides (`Rule.live_distributions`). Tables that draft without a model are left out, and that
+    a pool which is stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
-    distributions = (
-        _USUAL_DISTRIBUTIONS if rule is None else _DISTRIBUTIONS.get(rule, _FEWEST_DISTRIBUTIONS)
-    )
     every = (target, *drafts)
     return Plan(
         weights=target.weights,
         draft_weights=sum(draft.weights for draft in drafts),
         caches=target.caches(own, slots),
         draft_caches=sum(draft.caches(own, slots) for draft in drafts),
-        trees=int(4 * distributions * own * nodes * target.placed.config.vocab_size)
+        trees=int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
         + target.step(own, nodes, slots),
         prompts=sum(each.prefill(own, prompt) for each in every),
         widened=sum(each.widened for each in every),

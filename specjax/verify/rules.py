@@ -21,18 +21,41 @@ from specjax.verify.token_wise import NodeProbs, TrialProbs, match, own_token, w
 from specjax.verify.traversal import traverse
 
 Refusal = Callable[[Construction], str | None]
+Decision = Callable[[KeyArray, Int32[Array, ""], TokenTree, NodeProbs, int], Accepted]
+"""From a row's key, its root's position, its tree, p of each node and the window to what is
+accepted."""
+Verifier = Callable[[TokenTree, NodeProbs, Float[Array, " M"], Float[Array, "2"], int], Accepted]
+"""The same from uniforms: one for each trial (or node), and two for the token after the path."""
+AUTO = "auto"
+"""The rule of those that a construction allows which accepts most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A verification rule: its name, and why it is not lossless for a construction, or None.
+    """A verification rule.
 
-    A token-wise rule tries children by `trial_probs`.
+    Attributes:
+      name: what `verify=` and `--verify` call it.
+      decide: what it accepts of one row's tree (see `Decision`; `with_uniforms` makes one of a
+        `Verifier`).
+      summary: for which trees it is lossless, for help and for the table of rules.
+      source: the paper and its arXiv number, or an empty text.
+      refusal: why it is not lossless for trees of a construction, the end of a sentence, or None.
+      children: how drafters should make children for it, one of `specjax.trees.construction`.
+      greedy_only: whether it is lossless at temperature 0 alone.
+      live_distributions: float32 arrays over a tree's nodes and the vocabulary that are in memory
+        at once where it decides: logits in two layouts, p, q and what is between them (3 to 9 %
+        more than XLA:CPU takes; `python -m tests.memory_table`, jax 0.10.2, 2026-11-23).
     """
 
     name: str
+    decide: Decision
+    summary: str = ""
+    source: str = ""
     refusal: Refusal = lambda _: None
-    trial_probs: TrialProbs | None = None
+    children: str = DRAWN
+    greedy_only: bool = False
+    live_distributions: float = 4.4
 
 
 def _needs_independent(trees: Construction) -> str | None:
@@ -73,16 +96,153 @@ def _needs_chain(trees: Construction) -> str | None:
     return _needs_one_draft(trees)
 
 
-GREEDY = Rule("greedy")
-NAIVE = Rule("naive")
-ONE_HOT = Rule("one-hot", trial_probs=own_token)
-MULTI_STEP = Rule("multi-step", _needs_independent, TokenTree.trial_q)
-RECURSIVE = Rule("recursive", _needs_distinct, without_earlier)
-BLOCK = Rule("block", _needs_chain)
-TRAVERSAL = Rule("traversal", _needs_one_draft)
-_RULES = (GREEDY, NAIVE, ONE_HOT, MULTI_STEP, RECURSIVE, BLOCK, TRAVERSAL)
-RULES = {rule.name: rule for rule in _RULES}
+def with_uniforms(verifier: Verifier) -> Decision:
+    """A decision that gives `verifier` the uniforms of a row, keyed by the root's position.
+
+    A tree that lists no trials is decided by the naive rule, which is lossless for any tree.
+    """
+
+    def decision(
+        key: KeyArray, position: Int32[Array, ""], tree: TokenTree, p: NodeProbs, window: int
+    ) -> Accepted:
+        if not tree.trial_node.shape[0]:
+            return _naive(key, position, tree, p, window)
+        count = max(tree.trial_node.shape[0], tree.num_slots)
+        accept = jax.random.uniform(fold(key, position, Purpose.ACCEPT), (count,), tree.q.dtype)
+        last = jax.random.uniform(fold(key, position, Purpose.RESIDUAL), (2,), tree.q.dtype)
+        return verifier(tree, p, accept, last, window)
+
+    return decision
+
+
+def _all_probs(tree: TokenTree, p: NodeProbs) -> Float[Array, "N V"]:
+    return jax.vmap(p)(jnp.arange(tree.num_slots))
+
+
+def _greedy(
+    key: KeyArray, position: Int32[Array, ""], tree: TokenTree, p: NodeProbs, window: int
+) -> Accepted:
+    """SpecInfer's VerifyGreedy: the target's most likely tokens, as far as the tree has them."""
+    return match(tree, most_likely(_all_probs(tree, p)), window)
+
+
+def _naive(
+    key: KeyArray, position: Int32[Array, ""], tree: TokenTree, p: NodeProbs, window: int
+) -> Accepted:
+    """SpecInfer's naive sampling: the target's own draws, as far as the tree has them.
+
+    The noise is keyed by the position of the token it gives, so that one key gives the same tokens
+    as plain decoding, whatever the tree.
+    """
+    probs = _all_probs(tree, p)
+    noise = jax.vmap(
+        lambda depth: jax.random.uniform(
+            fold(key, position + 1 + depth, Purpose.TOKEN), (2,), probs.dtype
+        )
+    )(jnp.arange(window))
+    return match(tree, jax.vmap(draw)(probs, noise[tree.depth]), window)
+
+
+def _token_wise(trial_probs: TrialProbs) -> Decision:
+    """Children tried one after the other, each by the distribution that `trial_probs` gives."""
+    return with_uniforms(
+        lambda tree, p, accept, last, window: walk(tree, p, accept, last, window, trial_probs)
+    )
+
+
+def _block(
+    tree: TokenTree, p: NodeProbs, accept: Float[Array, " M"], last: Float[Array, "2"], window: int
+) -> Accepted:
+    return block(tree, p, accept, last, window)
+
+
+def _traversal(
+    tree: TokenTree, p: NodeProbs, accept: Float[Array, " M"], last: Float[Array, "2"], window: int
+) -> Accepted:
+    return traverse(tree, p, accept, last, window)
+
+
+GREEDY = Rule(
+    "greedy",
+    _greedy,
+    summary="any tree, at temperature 0",
+    source="SpecInfer's VerifyGreedy (2305.09781)",
+    greedy_only=True,
+)
+NAIVE = Rule(
+    "naive",
+    _naive,
+    summary="any tree",
+    source="SpecInfer's naive sampling, SpecExec (2406.02532)",
+    children=TOP_K,
+)
+ONE_HOT = Rule("one-hot", _token_wise(own_token), summary="any tree", children=TOP_K)
+MULTI_STEP = Rule(
+    "multi-step",
+    _token_wise(TokenTree.trial_q),
+    summary="independent draws",
+    source="multi-step speculative sampling, SpecInfer, Algorithm 2",
+    refusal=_needs_independent,
+    live_distributions=5.4,
+)
+RECURSIVE = Rule(
+    "recursive",
+    _token_wise(without_earlier),
+    summary="draws without replacement",
+    source="recursive rejection sampling, RSD (2402.14160), Sequoia (2402.12374)",
+    refusal=_needs_distinct,
+    children=DISTINCT,
+    live_distributions=5.3,
+)
+BLOCK = Rule(
+    "block",
+    with_uniforms(_block),
+    summary="a drawn chain",
+    source="block verification (2403.10444)",
+    refusal=_needs_chain,
+    live_distributions=7.2,
+)
+TRAVERSAL = Rule(
+    "traversal",
+    with_uniforms(_traversal),
+    summary="draws of one draft without replacement",
+    source="traversal verification (2505.12398)",
+    refusal=_needs_one_draft,
+    children=DISTINCT,
+    live_distributions=5.8,
+)
+RULES = {
+    rule.name: rule for rule in (GREEDY, NAIVE, ONE_HOT, MULTI_STEP, RECURSIVE, BLOCK, TRAVERSAL)
+}
+"""Every rule by its name; `register_rule` adds one."""
 _BEST_FIRST = (BLOCK, TRAVERSAL, MULTI_STEP, RECURSIVE, NAIVE)
+
+
+def table() -> str:
+    """The rules as the Markdown table of README."""
+    rows = [f"| `{each.name}` | {each.summary} | {each.source} |" for each in RULES.values()]
+    return "\n".join(["| rule | lossless for | source |", "|---|---|---|", *rows])
+
+
+def register_rule(rule: Rule) -> None:
+    """Makes a rule known by its name, to `generate`, to the command line and to the certificate.
+
+    Raises:
+      ValueError: there is one of that name.
+    """
+    if rule.name == AUTO or rule.name in RULES:
+        raise ValueError(f"there is a verification rule {rule.name!r}; give this one another name.")
+    RULES[rule.name] = rule
+
+
+def check_rule(name: str) -> None:
+    """Checks that `name` is a verification rule, or "auto".
+
+    Raises:
+      ValueError: it is not.
+    """
+    if name not in (AUTO, *RULES):
+        raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
 
 
 def find_rule(name: str, trees: Construction) -> Rule:
@@ -95,10 +255,9 @@ def find_rule(name: str, trees: Construction) -> Rule:
     Raises:
       ValueError: no such rule, or an illegal pair, with the reason.
     """
-    if name == "auto":
+    check_rule(name)
+    if name == AUTO:
         return next(rule for rule in _BEST_FIRST if rule.refusal(trees) is None)
-    if name not in RULES:
-        raise ValueError(f"no verification rule {name!r}; there are auto, {', '.join(RULES)}.")
     if reason := RULES[name].refusal(trees):
         raise ValueError(f"the {name} rule is not lossless for {trees}: {reason}.")
     return RULES[name]
@@ -114,27 +273,12 @@ def decide(
 ) -> Accepted:
     """What `rule` accepts of one row's tree, whose root stands at `position`.
 
-    `p` is the target's distribution after each node, as an array or as a function of the node.
-    `window` is the static depth of the tree plus 1. The naive rule's noise is keyed by the position
-    of the token it emits, so that one key gives the same tokens as plain decoding, whatever the
-    tree; the other noise is keyed by the root's position, purpose and trial.
+    Args:
+      rule: the verification rule.
+      key: the row's key.
+      position: of the root; with `key` it names all noise.
+      tree: the row's tree of N slots.
+      p: the target's distribution after each node, as an array or as a function of the node.
+      window: the static depth of the tree plus 1.
     """
-    of_node = p if callable(p) else p.__getitem__
-    if rule not in (GREEDY, NAIVE) and tree.trial_node.shape[0]:
-        count = max(tree.trial_node.shape[0], tree.num_slots)
-        accept = jax.random.uniform(fold(key, position, Purpose.ACCEPT), (count,), tree.q.dtype)
-        last = jax.random.uniform(fold(key, position, Purpose.RESIDUAL), (2,), tree.q.dtype)
-        if rule is BLOCK:
-            return block(tree, of_node, accept, last, window)
-        if rule.trial_probs is None:
-            return traverse(tree, of_node, accept, last, window)
-        return walk(tree, of_node, accept, last, window, rule.trial_probs)
-    distributions = jax.vmap(of_node)(jnp.arange(tree.num_slots))
-    if rule is GREEDY:
-        return match(tree, most_likely(distributions), window)
-    noise = jax.vmap(
-        lambda depth: jax.random.uniform(
-            fold(key, position + 1 + depth, Purpose.TOKEN), (2,), distributions.dtype
-        )
-    )(jnp.arange(window))
-    return match(tree, jax.vmap(draw)(distributions, noise[tree.depth]), window)
+    return rule.decide(key, position, tree, p if callable(p) else p.__getitem__, window)

@@ -45,7 +45,7 @@ class Family:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
     leaves of each. Tensors of biases follow from those of their weights. `ignored` are ends of
     the names of constants that files carry along; `renamed` are beginnings that files have, and
-    what they stand for; `base` is a beginning that some files leave out. `older` makes a
+    what they stand for; `base` is a beginning that some files leave out. `upgrade` makes a
     configuration of before one of today.
     """
 
@@ -63,7 +63,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     base: str = ""
-    older: Callable[[Json], Json] = lambda config: config
+    upgrade: Callable[[Json], Json] = lambda config: config
 
     def name_of(self, found: str, expected: Mapping[str, Any]) -> str:
         """The name of a file's tensor as this table has it."""

@@ -140,7 +140,7 @@ def _text_of(config: Json) -> Json:
 GEMMA3_WHOLE = dataclasses.replace(
     GEMMA3,
     model_type="gemma3",
-    older=_text_of,
+    upgrade=_text_of,
     renamed={"language_model.": "", "model.language_model.": "model."},
     ignored=(*GEMMA3.ignored, "vision_tower.", "multi_modal_projector.",
              "model.vision_tower.", "model.multi_modal_projector."),

@@ -192,7 +192,7 @@ PHI3 = dataclasses.replace(
         "gate up": "mlp.gate_up_proj.weight",
         "down": "mlp.down_proj.weight",
     },
-    older=_of_phi,
+    upgrade=_of_phi,
     features=lambda config, positions: {
         **rotary.read(config, positions, turned=1.0),
         "windows": _window_everywhere(config, None),

@@ -40,7 +40,7 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
       ValueError: a key that is needed is missing, or a value is not supported.
     """
     family = family_of(config)
-    config = family.older(config)
+    config = family.upgrade(config)
     for key, supported in family.fixed.items():
         if key in config and config[key] not in supported:
             raise ValueError(

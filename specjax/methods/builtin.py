@@ -1,0 +1,306 @@
+"""The methods there are: a record each, registered when this is imported."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from specjax.checkpoints.pair import Pair
+from specjax.draft import Drafter, ExpansionDrafter
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.plain import PlainDrafter
+from specjax.draft.prompt_lookup import TextDrafter
+from specjax.draft.staged import TableStage
+from specjax.draft.token_recycling import RecycleDrafter
+from specjax.methods import defaults
+from specjax.methods.method import (
+    DRAFT,
+    METHODS,
+    PLAIN,
+    TABLE,
+    Method,
+    Setting,
+    Size,
+    register_method,
+)
+from specjax.methods.sequoia import most_tokens
+from specjax.models.transformer import Model
+from specjax.trees.construction import DRAWN, TOP_K
+from specjax.trees.tree import TreeShape
+from specjax.trees.widths import Widths, canonical, spelled, widest
+from specjax.verify.rules import AUTO, RULES, TRAVERSAL
+
+
+def _needs_draft(pair: Pair) -> str | None:
+    return None if pair.drafts else "a draft model; name one with --draft"
+
+
+def _needs_table(pair: Pair) -> str | None:
+    return None if pair.table else "an n-gram model; name its folder with --stage"
+
+
+def _needs_stage(pair: Pair) -> str | None:
+    if missing := _needs_draft(pair):
+        return missing
+    if pair.table is None and pair.smaller is None:
+        return "a second stage; name an n-gram or model folder with --stage"
+    return None
+
+
+def growth_of(budget: int) -> Growth:
+    """How best-first trees of so many nodes grow (SpecExec, arXiv 2406.02532, algorithm 1)."""
+    fitting = (size[1:] for size in defaults.GROWTH_SIZES if budget <= size[0])
+    return Growth(budget, *next(fitting, defaults.LARGEST_GROWTH), defaults.DECAY)
+
+
+def expansion(drafts: Sequence[Model], widths: Widths, verify: str) -> ExpansionDrafter:
+    """Static trees with the children that a rule wants."""
+    alone = verify == AUTO and len(drafts) == 1
+    rule = TRAVERSAL if alone else RULES.get(verify)
+    return ExpansionDrafter.of(drafts, widths, DRAWN if rule is None else rule.children)
+
+
+def _widths_of(size: Size, method: str) -> Widths:
+    return (defaults.WIDTHS if size.batch == 1 else defaults.WIDTHS_OF_MANY)[method]
+
+
+def _budget_of(size: Size) -> int:
+    default = defaults.BUDGET if size.batch == 1 else defaults.BUDGET_OF_MANY
+    return size.budget or default
+
+
+def _chain(size: Size) -> Setting:
+    if size.widths is not None and widest(size.widths) > 1:
+        raise ValueError(
+            f"a chain has widths of 1, not {spelled(size.widths)}; use the method tree."
+        )
+    return _static("chain", size, lambda budget: (1,) * min(defaults.LONGEST_CHAIN, budget))
+
+
+def _tree(size: Size) -> Setting:
+    most = defaults.MOST_LEVELS["tree"]
+    return _static("tree", size, lambda budget: _shaped(defaults.ACCEPTANCE, budget, most))
+
+
+def _pool(size: Size) -> Setting:
+    def share(budget: int) -> Widths:
+        return (1,) * min(defaults.LONGEST_CHAIN, max(1, budget // max(1, size.drafts)))
+
+    return _static("pool", size, share)
+
+
+def _recycle(size: Size) -> Setting:
+    most = defaults.MOST_LEVELS["recycle"]
+    widths = size.widths or _shaped(defaults.RECYCLED, _budget_of(size), most)
+    return Setting("recycle", canonical(widths))
+
+
+def _static(method: str, size: Size, of_budget: Callable[[int], Widths]) -> Setting:
+    widths = size.widths or (of_budget(size.budget) if size.budget else _widths_of(size, method))
+    return Setting(method, canonical(widths))
+
+
+def _shaped(acceptance: Any, budget: int, most: int) -> Widths:
+    """The static tree that gives most tokens (Sequoia, arXiv 2402.12374, section 3.1)."""
+    return most_tokens(acceptance, budget, min(budget, most)).shape.widths
+
+
+def _specexec(size: Size) -> Setting:
+    growth = growth_of(_budget_of(size))
+    return Setting("specexec", growth=growth, temperatures=defaults.TEMPERATURES)
+
+
+def _hybrid(size: Size) -> Setting:
+    return dataclasses.replace(_specexec(size), method="hybrid")
+
+
+def _staged(size: Size) -> Setting:
+    growth = growth_of(_budget_of(size))
+    growth = dataclasses.replace(growth, beams=max(growth.beams, defaults.STAGED_BEAMS))
+    return Setting(
+        "staged", None, growth, defaults.TEMPERATURES, TABLE, defaults.STAGED_TREE,
+        defaults.STAGED_FAN,
+    )  # fmt: skip
+
+
+def _lookup(size: Size) -> Setting:
+    return Setting("lookup", growth=growth_of(_budget_of(size)))
+
+
+def _ngram(size: Size) -> Setting:
+    return Setting("ngram", growth=growth_of(_budget_of(size)))
+
+
+def _needed(setting: Setting, name: str) -> Any:
+    value = getattr(setting, name)
+    if value is None:
+        raise ValueError(f"the method {setting.method} needs {name}; the setting names none.")
+    return value
+
+
+def _build_plain(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del setting, verify
+    return PlainDrafter(pair.target.config.vocab_size)
+
+
+def _build_static(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    return expansion(pair.drafts[:1], _needed(setting, "widths"), verify)
+
+
+def _build_pool(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    return expansion(pair.drafts, _needed(setting, "widths"), verify)
+
+
+def _build_recycle(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    shape = TreeShape(_needed(setting, "widths"))
+    known = defaults.RECYCLED[: shape.widest]
+    chance = jnp.zeros(shape.widest).at[: len(defaults.RECYCLED)].set(jnp.asarray(known))
+    return RecycleDrafter(chance, shape, pair.target.config.vocab_size)
+
+
+def _build_text(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    return TextDrafter(
+        trust=jnp.asarray(defaults.TRUST, jnp.float32),
+        table=pair.table if setting.method == "ngram" else None,
+        growth=_needed(setting, "growth"),
+        vocabulary=pair.target.config.vocab_size,
+        least=defaults.SHORTEST_MATCH[setting.method],
+        followers=defaults.FOLLOWERS[setting.method],
+    )
+
+
+def _best_first(
+    setting: Setting,
+    pair: Pair,
+    table: TableStage | None = None,
+    second: Drafter | None = None,
+) -> BestFirstDrafter:
+    temperatures = jnp.asarray(setting.temperatures or defaults.TEMPERATURES, jnp.float32)
+    growth = _needed(setting, "growth")
+    return BestFirstDrafter(pair.drafts[0], temperatures, growth, table, second)
+
+
+def _build_specexec(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    return _best_first(setting, pair)
+
+
+def _build_hybrid(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    trust = jnp.asarray(defaults.TRUST, jnp.float32)
+    least, followers = defaults.SHORTEST_MATCH["hybrid"], defaults.FOLLOWERS["hybrid"]
+    return HybridDrafter(_best_first(setting, pair), trust, None, least, followers)
+
+
+def _build_staged(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    """The second stage is a table, or a smaller draft where that is asked for or all there is."""
+    del verify
+    if setting.stage == DRAFT and pair.smaller is None:
+        raise ValueError("the setting asks for a smaller draft; name its folder with --stage.")
+    if pair.table is None or setting.stage == DRAFT:
+        assert pair.smaller is not None
+        tree = setting.guess if setting.stage == DRAFT else None
+        second = ExpansionDrafter.of([pair.smaller], tree or defaults.STAGED_DRAFT_TREE, TOP_K)
+        return _best_first(setting, pair, None, second)
+    shape = TreeShape(setting.guess or defaults.STAGED_TREE)
+    return _best_first(setting, pair, TableStage(pair.table, shape, setting.fan or 2))
+
+
+_BUILTIN = (
+    Method(
+        name=PLAIN,
+        summary="nothing: plain decoding through the same program",
+        setting=lambda _: Setting(),
+        build=_build_plain,
+        takes_widths=False,
+        takes_budget=False,
+        model_free=True,
+    ),
+    Method(
+        name="chain",
+        summary="a static chain, drawn from one draft",
+        source="Leviathan et al. (2211.17192)",
+        setting=_chain,
+        build=_build_static,
+        lacks=_needs_draft,
+    ),
+    Method(
+        name="tree",
+        summary="a static tree, drawn from one draft",
+        source="Sequoia (2402.12374)",
+        setting=_tree,
+        build=_build_static,
+        lacks=_needs_draft,
+    ),
+    Method(
+        name="pool",
+        summary="static trees of every draft of a boost-tuned pool, merged",
+        source="SpecInfer (2305.09781)",
+        setting=_pool,
+        build=_build_pool,
+        lacks=_needs_draft,
+    ),
+    Method(
+        name="specexec",
+        summary="the likeliest nodes of one draft, grown best first",
+        source="SpecExec (2406.02532)",
+        setting=_specexec,
+        build=_build_specexec,
+        lacks=_needs_draft,
+        takes_widths=False,
+    ),
+    Method(
+        name="staged",
+        summary="the same in fewer passes of the draft, for which an n-gram model drafts",
+        source="Staged (2308.04623)",
+        setting=_staged,
+        build=_build_staged,
+        lacks=_needs_stage,
+        takes_widths=False,
+    ),
+    Method(
+        name="lookup",
+        summary="prompt lookup: what followed the longest matches earlier in the text",
+        source="Saxena 2023",
+        setting=_lookup,
+        build=_build_text,
+        takes_widths=False,
+        model_free=True,
+    ),
+    Method(
+        name="ngram",
+        summary="the same, backed off to an n-gram model",
+        source="Katz 1987",
+        setting=_ngram,
+        build=_build_text,
+        lacks=_needs_table,
+        takes_widths=False,
+        model_free=True,
+    ),
+    Method(
+        name="recycle",
+        summary="static, of the target's top-k tokens where it last saw a token",
+        source="Token Recycling (2408.08696)",
+        setting=_recycle,
+        build=_build_recycle,
+        shaped_by_budget=True,
+        model_free=True,
+    ),
+    Method(
+        name="hybrid",
+        summary="specexec's tree and lookup's branches in one, under one budget",
+        setting=_hybrid,
+        build=_build_hybrid,
+        lacks=_needs_draft,
+        takes_widths=False,
+    ),
+)
+for _method in _BUILTIN:
+    register_method(_method)
+
+__all__ = ["METHODS", "expansion", "growth_of", "register_method"]
