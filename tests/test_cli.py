@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -121,7 +123,30 @@ def test_trees_are_drawn_and_a_terminal_shows_drafters_in_colour(capsys, monkeyp
     )  # fmt: skip
     assert main(["generate", PROMPT, "--show-tree", *POOL, *SHORT, *pair_flags()]) == 0
     assert "└─" in capsys.readouterr().out
+    assert screen.getvalue().startswith(f"\x1b[2m{PROMPT}\x1b[0m\n")
     assert "\x1b[32m" in screen.getvalue()
+
+
+def test_a_terminal_shows_the_prompt_before_its_continuation(capsys, monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(
+        generate, "Console", lambda **options: Console(file=screen, force_terminal=True, **options)
+    )
+    assert main(["generate", PROMPT, *POOL, *SHORT, *pair_flags()]) == 0
+    shown = re.sub(r"\x1b\[[\d;]*m", "", screen.getvalue())
+    monkeypatch.undo()
+    capsys.readouterr()
+    assert main(["generate", PROMPT, *POOL, *SHORT, *pair_flags()]) == 0
+    assert shown == PROMPT + capsys.readouterr().out.removesuffix("\n")
+
+
+def test_help_whose_reader_is_gone_ends_without_a_trace():
+    with subprocess.Popen(
+        [sys.executable, "-m", "specjax", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.close()
+        assert process.wait() == 1
+        assert process.stderr.read() == b""
 
 
 def test_characters_are_shown_whole():

@@ -4,14 +4,15 @@ import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.base.pytree import replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import run, stream
-from specjax.decoding.request import Rows, prepare
+from specjax.decoding.generate import begin, on_host, run, steps, stream
+from specjax.decoding.request import NO_END, Limits, Rows, prepare
 from specjax.draft import ExpansionDrafter
 from specjax.methods import registry
 from specjax.models.transformer import Model
@@ -165,6 +166,37 @@ def test_trees_of_any_topology_are_one_program(target, method):
         generate(target, drafter, **options)
     assert len(asked) == 6
     assert run._cache_size() == 1
+
+
+def test_every_row_has_limits_of_its_own(target):
+    """Their tokens are the first ones of a longer batch, up to an end token of the row's own."""
+    drafter = alone(near(target, 1))
+    whole = prepare(KEY, target, drafter, PROMPTS, max_new_tokens=NEW, stop_at_eos=False)
+    expected = on_host(run(**whole._asdict()), NEW)
+    most, ends = np.array([1, 5, NEW, NEW], np.int32), np.full((4, 2), NO_END, np.int32)
+    ends[2, 1] = expected.tokens[2, 7]
+    limits = Limits(jnp.asarray(most), jnp.asarray(ends))
+    request = whole._replace(rows=replace(whole.rows, limits=limits))
+    made = on_host(run(**request._asdict()), NEW)
+    first = expected.tokens[2].tolist().index(expected.tokens[2, 7])
+    assert made.lengths.tolist() == [1, 5, first + 1, NEW]
+    streamed = [gave for _, gave in steps(request, begin(request))]
+    for row, count in enumerate(made.lengths):
+        tokens = expected.tokens[row, :count].tolist()
+        assert made.tokens[row].tolist() == tokens + [0] * (NEW - count)
+        assert [t for gave in streamed for t in gave.tokens[row, : gave.count[row]]] == tokens
+    assert streamed[-1].done.all()
+
+
+def test_keys_and_sampling_of_the_caller_stay_theirs(target):
+    """A stream gives its state's buffers away, and none that it was given."""
+    keys, sampling = jax.random.split(KEY, len(PROMPTS)), Sampling(jnp.full(len(PROMPTS), 0.8))
+    found = [
+        [step.tokens.tolist() for step in stream(keys, target, None, PROMPTS, max_new_tokens=4,
+                                                 sampling=sampling)]
+        for _ in range(2)
+    ]  # fmt: skip
+    assert found[0] == found[1]
 
 
 def test_nothing_moves_between_host_and_device_inside_a_run(target):

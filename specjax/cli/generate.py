@@ -62,7 +62,7 @@ def generate(options: Generate) -> int:
     if options.json:
         print(json.dumps(_answer(pair, choice, ids, request)))
     else:
-        _narrate(options, pair, ids, request)
+        _narrate(options, pair, prompt, ids, request)
     return 0
 
 
@@ -176,10 +176,14 @@ class Continuation:
         return new
 
 
-def _narrate(options: Generate, pair: Pair, ids: list[int], request: Request) -> None:
-    """Streams the text, then says what it cost."""
+def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request: Request) -> None:
+    """Streams the text, after the prompt on a terminal; then says what it cost."""
     next(steps(request, begin(request)))  # compiles; the clock starts after it
-    say_text = _printer(pair, ids)
+    console = Console(highlight=False, soft_wrap=True)
+    if console.is_terminal:
+        apart = options.chat or options.show_tree
+        console.print(Text(prompt, "dim"), end="\n" if apart else "")
+    say_text = _printer(pair, ids, console)
     tokens = passes = 0
     start = time.perf_counter()
     for _, step in steps(request, begin(request)):
@@ -198,10 +202,9 @@ def _narrate(options: Generate, pair: Pair, ids: list[int], request: Request) ->
     )
 
 
-def _printer(pair: Pair, ids: list[int]) -> Callable[[Step], None]:
+def _printer(pair: Pair, ids: list[int], console: Console) -> Callable[[Step], None]:
     """Prints a step's text: on a terminal coloured by drafter, the target's own tokens plain."""
     continuation = Continuation(pair.tokenizer, ids)
-    console = Console(highlight=False, soft_wrap=True)
 
     def show(step: Step) -> None:
         for index in range(int(step.count[0])):

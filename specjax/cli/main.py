@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import tyro
 
 from specjax.cli.options import (
+    ABOUT,
     VERBS,
     Bench,
     CheckPair,
@@ -44,9 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before this process began
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-    options: Options = parsed(VERBS, "specjax", arguments, tyro.conf.OmitSubcommandPrefixes)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
+        options: Options = parsed(
+            VERBS, "specjax", arguments, tyro.conf.OmitSubcommandPrefixes, description=ABOUT
+        )
         code = _command(options)()
         sys.stdout.flush()
         return code

@@ -391,7 +391,22 @@ VERBS = (
 )
 
 
-def parsed(kind: Any, prog: str, arguments: Sequence[str] | None, *config: Any) -> Any:
+ABOUT = """Lossless speculative decoding with token trees: a model's own text, faster.
+
+  specjax generate "def fibonacci(n):"    a small code model and its drafts are bundled
+  specjax bench                           what is fastest on this machine
+  specjax verify                          that nothing but the speed changes
+"""
+"""What `specjax --help` begins with."""
+
+
+def parsed(
+    kind: Any,
+    prog: str,
+    arguments: Sequence[str] | None,
+    *config: Any,
+    description: str | None = None,
+) -> Any:
     """The options, an instance of `kind`, that arguments give; by default those of the process.
 
     Raises:
@@ -401,7 +416,11 @@ def parsed(kind: Any, prog: str, arguments: Sequence[str] | None, *config: Any) 
     try:
         with contextlib.redirect_stderr(complaint):
             return tyro.cli(
-                kind, prog=prog, args=arguments, config=(tyro.conf.FlagCreatePairsOff, *config)
+                kind,
+                prog=prog,
+                args=arguments,
+                description=description,
+                config=(tyro.conf.FlagCreatePairsOff, *config),
             )
     except SystemExit as stop:
         if stop.code:

@@ -61,17 +61,14 @@ def read(
     x, new = trunk(target, rows.prompt, positions, None, None)
     dtype = cache_dtype(target.embedding.dtype)
     cache = empty_cache(target.config, count, slots, dtype, target.kv_heads)
-    # What is passed through is copied: a state's buffers may be given away, and these are the
-    # caller's.
-    key, sampling, limits = jax.tree.map(jnp.copy, (rows.key, rows.sampling, rows.limits))
     made = jnp.zeros(count, jnp.int32)
     state = DecodeState(
         cache=cache.keep(new, None, rows.length - 1),
         draft=(),
         last=jnp.take_along_axis(rows.prompt, rows.length[:, None] - 1, axis=1)[:, 0],
-        key=key,
-        sampling=sampling,
-        limits=limits,
+        key=rows.key,
+        sampling=rows.sampling,
+        limits=rows.limits,
         made=made,
         done=made != 0,
     )

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
 from specjax.base.axes import Key
+from specjax.base.deprecated import renamed, warn_renamed
 from specjax.base.pytree import pytree
 from specjax.base.sampling import Sampling
 from specjax.parallel.mesh import DATA
@@ -34,6 +35,8 @@ class Step:
     accepted: Accepted
     top_tokens: Int32[Array, "B N k"]
 
+    seen = renamed("seen", "top_tokens")
+
 
 class Drafter(abc.ABC):
     """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
@@ -46,7 +49,12 @@ class Drafter(abc.ABC):
     @property
     def target_top_k(self) -> int:
         """How many of the target's likeliest tokens it wants to see; most want none."""
+        if type(self).num_seen is not Drafter.num_seen:
+            warn_renamed(f"{type(self).__name__}.num_seen", "target_top_k")
+            return self.num_seen
         return 0
+
+    num_seen = renamed("num_seen", "target_top_k")
 
     @property
     def state_specs(self) -> Any:

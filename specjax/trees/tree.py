@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from specjax.base.deprecated import renamed
 from specjax.base.pytree import pytree, replace
 from specjax.trees.widths import Widths, canonical, counts, widest
 
@@ -79,6 +80,9 @@ class TreeShape:
         own = self._children()
         return np.repeat(np.arange(self.num_distributions), own[own > 0]).astype(np.int32)
 
+    laws = renamed("laws", "distributions")
+    num_laws = renamed("num_laws", "num_distributions")
+
     @property
     def num_distributions(self) -> int:
         """Number of expanded nodes, the root included."""
@@ -128,6 +132,8 @@ class TokenTree:
     trial_row: Int32[Array, "*B M"]
     q: Float[Array, "*B R V"]
     certain: Bool[Array, "*B"]
+
+    trial_law = renamed("trial_law", "trial_row")
 
     @property
     def num_slots(self) -> int:

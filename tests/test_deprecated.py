@@ -1,0 +1,37 @@
+"""Public names of before keep working, and say what they are called now."""
+
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.decoding.generate import stream
+from specjax.draft.plain import PlainDrafter
+from tests.conftest import tiny_model
+
+
+def test_fields_of_before_are_those_of_today():
+    target = tiny_model(num_layers=1)
+    step = next(stream(jax.random.key(0), target, None, [[1, 2]], max_new_tokens=1))
+    shape = specjax.TreeShape((2, 1))
+    with pytest.warns(DeprecationWarning, match=r"Step.seen is deprecated; it is top_tokens now"):
+        assert step.seen is step.top_tokens
+    with pytest.warns(DeprecationWarning, match="trial_law is deprecated; it is trial_row now"):
+        assert step.tree.trial_law is step.tree.trial_row
+    with pytest.warns(DeprecationWarning, match="laws is deprecated; it is distributions now"):
+        np.testing.assert_array_equal(shape.laws(), shape.distributions())
+    with pytest.warns(DeprecationWarning, match="it is num_distributions now"):
+        assert shape.num_laws == shape.num_distributions
+
+
+def test_a_drafter_of_before_is_shown_what_it_asks_for():
+    class Curious(PlainDrafter):
+        @property
+        def num_seen(self):
+            return 3
+
+    with pytest.warns(DeprecationWarning, match="num_seen is deprecated; it is target_top_k now"):
+        assert Curious(7).target_top_k == 3
+    with pytest.warns(DeprecationWarning, match="num_seen is deprecated; it is target_top_k now"):
+        assert PlainDrafter(7).num_seen == 0
+    assert PlainDrafter(7).target_top_k == 0
