@@ -163,7 +163,7 @@ def test_what_opt_and_others_cannot_be_is_refused(tmp_path):
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
         ("plain", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
         ("plain", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true"),
-        ("plain", {"hidden_size": "24"}, "hidden_size is '24'; it must be a whole number"),
+        ("plain", {"hidden_size": "24"}, "hidden_size is '24'; it must be an integer"),
         ("plain", {"eos_token_id": "x"}, "eos_token_id is 'x'; it must be a token's number"),
         ("gemma3", {"model_type": "gemma3"}, "text_config is None; it must be an object"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),

@@ -17,9 +17,14 @@ from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
 from specjax.draft.ngram import NO_TOKEN, contexts_of, pack, successors
 from specjax.measure import prompts
-from train.ngram import Counts, Katz, Successors, back_off, joined, materialize, said_after, said_in
+from train.ngram import Counts, Katz, Successors, back_off, joined, materialize, occurrences_after
 
 V, W = 13, 5
+
+
+def occurrences_in(rows):
+    """Every token of whole rows after the first."""
+    return joined([occurrences_after(row[None, :-1], row[None, 1:]) for row in rows])
 
 
 def texts(count: int = 30, length: int = 25, seed: int = 0) -> list[np.ndarray]:
@@ -75,7 +80,7 @@ def rows():
 
 @pytest.fixture(scope="module")
 def katz(rows) -> Katz:
-    return Katz(said_in(rows), V)
+    return Katz(occurrences_in(rows), V)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +172,8 @@ def test_a_lookup_compiles_to_gathers_only(table):
 
 def test_what_labels_say_is_counted_beside_texts():
     tokens, labels = np.array([[1, 2, 3, 4]]), np.array([[5, 6, -1, 7]])
-    said = joined([said_after(tokens, labels), said_in([np.array([1, 2])])])
-    found = list(zip(*(each.tolist() for each in said), strict=True))
+    occurrences = joined([occurrences_after(tokens, labels), occurrences_in([np.array([1, 2])])])
+    found = list(zip(*(each.tolist() for each in occurrences), strict=True))
     assert found == [(NO_TOKEN, 1, 5), (1, 2, 6), (3, 4, 7), (NO_TOKEN, 1, 2)]
 
 
@@ -220,7 +225,7 @@ def test_impossible_tokens_are_dearest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "occurrences"),
     [
         ({"kind": "llama"}, "says kind 'llama'; an n-gram model has 'ngram'"),
         ({"order": 2}, "says order 2; an n-gram model has 3"),
@@ -230,10 +235,10 @@ def test_impossible_tokens_are_dearest(tmp_path):
         ({"vocab_size": V - 1}, "config.json asks for"),
     ],
 )
-def test_a_configuration_that_does_not_fit_is_refused(folder, changes, said):
+def test_a_configuration_that_does_not_fit_is_refused(folder, changes, occurrences):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=occurrences):
         load_ngram(folder)
 
 

@@ -49,9 +49,9 @@ def test_what_is_written_is_read(values):
         ({"widths": 3}, "widths are 3; they must be a list of levels"),
         ({"widths": "11"}, "widths are '11'; they must be a list"),
         ({"widths": {"a": 1}}, "they must be a list"),
-        ({"widths": [1e300]}, r"level 1 is 1e\+300; it must be a whole number or a list"),
-        ({"widths": [2, 1.5]}, "level 2 is 1.5; it must be a whole number"),
-        ({"widths": [True]}, "level 1 is True; it must be a whole number"),
+        ({"widths": [1e300]}, r"level 1 is 1e\+300; it must be an integer or a list"),
+        ({"widths": [2, 1.5]}, "level 2 is 1.5; it must be an integer"),
+        ({"widths": [True]}, "level 1 is True; it must be an integer"),
         ({"widths": [None]}, "level 1 is None"),
         ({"widths": ["2"]}, "level 1 is '2'"),
         ({"widths": [1, [math.nan]]}, r"level 2 is \[nan\]"),
@@ -61,13 +61,13 @@ def test_what_is_written_is_read(values):
         ({"widths": [10**9, 10**9]}, f"first 1 levels have {10**9} nodes; a tree has {MOST_NODES}"),
         ({"widths": [10**30]}, "a tree has 8192 at most"),
         ({"guess": [2, 10**30]}, "a tree has 8192 at most"),
-        (growth(budget=2.5), "budget is 2.5; it must be a whole number"),
-        (growth(budget=True), "budget is True; it must be a whole number"),
-        (growth(budget=None), "budget is None; it must be a whole number"),
-        (growth(budget=math.nan), "budget is nan; it must be a whole number"),
+        (growth(budget=2.5), "budget is 2.5; it must be an integer"),
+        (growth(budget=True), "budget is True; it must be an integer"),
+        (growth(budget=None), "budget is None; it must be an integer"),
+        (growth(budget=math.nan), "budget is nan; it must be an integer"),
         (growth(budget=10**30), "budget is 1000000000000000000000000000000; it must be at most"),
         (growth(beams=0), "beams is 0; it must be at least 1"),
-        (growth(width="4"), "width is '4'; it must be a whole number"),
+        (growth(width="4"), "width is '4'; it must be an integer"),
         (growth(depth=10**10), "depth is 10000000000; it must be at most 8192"),
         (growth(decay=None), "decay is None"),
         (growth(decay="0.5"), "decay is 0.5; it must lie"),
@@ -83,7 +83,7 @@ def test_what_is_written_is_read(values):
         (GROWN | {"temperatures": [math.nan, -1]}, r"temperatures are \[nan, -1\]"),
         (GROWN | {"temperatures": [1, 1e-60]}, r"temperatures are \[1, 1e-60\]"),
         (GROWN | {"temperatures": [10**400, 1]}, "they must be two positive numbers"),
-        (GROWN | {"fan": 2.5}, "fan is 2.5; it must be a whole number"),
+        (GROWN | {"fan": 2.5}, "fan is 2.5; it must be an integer"),
         (GROWN | {"fan": -1}, "fan is -1; it must be at least 1"),
     ],
 )
@@ -116,7 +116,7 @@ def written(folder, **changed) -> str:
     [
         *(({"temperature": value}, "has the temperature .*; it must be a number of at least 0")
           for value in (None, math.nan, math.inf, -1, True, "0", [], 10**400)),
-        *(({"batch": value}, "has the batch .*; it must be a whole number of at least 1")
+        *(({"batch": value}, "has the batch .*; it must be an integer of at least 1")
           for value in (None, math.nan, math.inf, 1.5, 0, -3, True, "1", [])),
         ({"expected": 3}, "expected must be an object of numbers"),
         ({"measured": {"speedup": "fast"}}, "measured must be an object of numbers"),
@@ -136,9 +136,9 @@ def test_an_entry_may_be_of_many_rows_and_know_no_figures(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"[" * 200_000, "which is no JSON: it is too deeply nested"),
-        (b"\xff", "which is no JSON: 'utf-8' codec"),
-        (b'{"settings": [' + b"9" * 5000 + b"]}", "which is no JSON: Exceeds the limit"),
+        (b"[" * 200_000, "which is not JSON: it is too deeply nested"),
+        (b"\xff", "which is not JSON: 'utf-8' codec"),
+        (b'{"settings": [' + b"9" * 5000 + b"]}", "which is not JSON: Exceeds the limit"),
         (b"null", "holds no settings"),
         (b'{"settings": null}', "holds no settings"),
         (b'{"settings": [' + b"[" * 500 + b"]" * 500 + b"]}", "setting 0 is .*must be an object"),
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_named(content, sentence, tmp_path):
 
 
 def test_what_can_never_be_read_to_its_end_is_refused():
-    with pytest.raises(ValueError, match=r"--config is /dev/zero, which is no JSON: .* more than"):
+    with pytest.raises(ValueError, match=r"--config is /dev/zero, which is not JSON: .* more than"):
         tuned.read("/dev/zero")
     with pytest.raises(ValueError, match="--config is /proc, which cannot be read: Is a directory"):
         tuned.read("/proc")

@@ -15,7 +15,7 @@ from train.config import Labels, Trigrams, load_recipe
 from train.heldout import view
 from train.labels import label_collected, load_labels
 from train.loop import Log
-from train.trigrams import agreement, is_made, made_in, make_trigrams, said_by_target
+from train.trigrams import agreement, is_made, made_in, make_trigrams, target_occurrences
 
 LABELS = Labels(top_k=3, tokens=8 * (PROMPT + STEPS), dtype="float32")
 SETTINGS = Trigrams(contexts=400, width=6)
@@ -41,7 +41,7 @@ def labelled(target, rows, log, tmp_path_factory):
 @pytest.fixture(scope="module")
 def said(rows, labelled):
     corpus = type(labelled)(*(field[:2] for field in labelled))
-    return said_by_target(rows, labelled, corpus)
+    return target_occurrences(rows, labelled, corpus)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_own_text_and_likeliest_tokens_are_counted(target, rows, said):
 def test_nothing_is_counted_after_a_row_has_ended(rows, labelled):
     short = rows._replace(length=np.full_like(rows.length, 2))
     none = type(labelled)(*(field[:0] for field in labelled))
-    assert len(said_by_target(short, labelled, none).token) == 24 * (2 + PROMPT + 1)
+    assert len(target_occurrences(short, labelled, none).token) == 24 * (2 + PROMPT + 1)
 
 
 def test_the_table_left_behind_is_read_again(folder, table, log):

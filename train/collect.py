@@ -107,7 +107,7 @@ def joined(
     temperature: Float[np.ndarray, " N"],
     width: int,
 ) -> Collected:
-    """Rows of `width` tokens: each text, and behind it what the target said."""
+    """Rows of `width` tokens: each text, and behind it the target's continuation."""
     tokens = np.zeros((len(texts), width), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text

@@ -61,8 +61,8 @@ def export(work: Work) -> None:
     Weights are in bfloat16. An earlier export of something else is replaced, with its tables; one
     of the same results stays as it is.
     """
-    out, said = work.pair, _made_from(work)
-    if (out / PAIR).is_file() and (out / PAIR).read_text() == said:
+    out, made_from = work.pair, _made_from(work)
+    if (out / PAIR).is_file() and (out / PAIR).read_text() == made_from:
         return
     part, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
     shutil.rmtree(part, ignore_errors=True)
@@ -72,7 +72,7 @@ def export(work: Work) -> None:
         save_model(work.draft(number), part / "drafts" / str(number), work.tokenizer)
     if work.recipe.trigrams.contexts:
         shutil.copytree(made_in(work.counted), part / NGRAM)
-    write_text(part / PAIR, said)
+    write_text(part / PAIR, made_from)
     streams, length = work.streams, work.recipe.evaluation.prompt_tokens
     for name, stream in ((DEVELOPMENT, streams.dev), (HELDOUT, streams.heldout)):
         write_text(part / name, _lines(work, Path(name).stem, stream, length))

@@ -21,29 +21,26 @@ _NEVER = 1e-30
 """What the logarithm of an impossible token is taken of."""
 
 
-class Said(NamedTuple):
-    """Tokens that were said, each after two others; `before` may be `NO_TOKEN`."""
+class Occurrences(NamedTuple):
+    """Tokens of texts, each after two others; `before` may be `NO_TOKEN`."""
 
     before: Int[np.ndarray, " N"]
     last: Int[np.ndarray, " N"]
     token: Int[np.ndarray, " N"]
 
 
-def said_after(tokens: Int[np.ndarray, "N T"], following: Int[np.ndarray, "N T"]) -> Said:
-    """What `following` says after each token of each row; negative where nothing was said."""
+def occurrences_after(
+    tokens: Int[np.ndarray, "N T"], following: Int[np.ndarray, "N T"]
+) -> Occurrences:
+    """The token of `following` after each token of each row; negative where there is none."""
     before = np.pad(tokens[:, :-1], ((0, 0), (1, 0)), constant_values=NO_TOKEN)
-    spoken = following >= 0
-    return Said(before[spoken], tokens[spoken], following[spoken])
+    there = following >= 0
+    return Occurrences(before[there], tokens[there], following[there])
 
 
-def said_in(rows: Iterable[Int[np.ndarray, " T"]]) -> Said:
-    """What sequences of tokens say of themselves."""
-    return joined([said_after(row[None, :-1], row[None, 1:]) for row in rows])
-
-
-def joined(parts: Iterable[Said]) -> Said:
-    """Everything that was said."""
-    return Said(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+def joined(parts: Iterable[Occurrences]) -> Occurrences:
+    """All of them."""
+    return Occurrences(*(np.concatenate(each) for each in zip(*parts, strict=True)))
 
 
 class Successors(NamedTuple):
@@ -98,13 +95,13 @@ def back_off(
 class Katz:
     """The distributions of a back-off trigram model over `size` tokens, one at a time."""
 
-    def __init__(self, said: Said, size: int) -> None:
-        known = said.before != NO_TOKEN
-        pair = said.before[known].astype(np.int64) * size + said.last[known]
+    def __init__(self, of: Occurrences, size: int) -> None:
+        known = of.before != NO_TOKEN
+        pair = of.before[known].astype(np.int64) * size + of.last[known]
         self.size = size
-        self.pairs = Counts(pair, said.token[known], size)
-        self.singles = Counts(said.last, said.token, size)
-        alone = Counts(np.zeros(len(said.token), np.int64), said.token, size)
+        self.pairs = Counts(pair, of.token[known], size)
+        self.singles = Counts(of.last, of.token, size)
+        alone = Counts(np.zeros(len(of.token), np.int64), of.token, size)
         self.unigram = back_off(np.full(size, 1 / size), alone.of(0), alone.discount)
 
     def bigram(self, last: int) -> Float[np.ndarray, " V"]:

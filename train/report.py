@@ -74,7 +74,7 @@ def losses(log_file: Path, places: Collection[str]) -> dict[str, float]:
 
 
 def marked(log_file: Path, places: Sequence[str]) -> list[float]:
-    """The share that was marked before each of `places` was trained, where boosting said one."""
+    """The share that was marked before each of `places` was trained, where boosting made one."""
     found = {line["where"]: line["marked"] for line in _lines(log_file, places) if "marked" in line}
     return [found[place] for place in places if place in found]
 

@@ -119,20 +119,22 @@ def run_boost(work: Work) -> None:
 
 
 def run_trigrams(work: Work) -> None:
-    """What the target said is counted, if the recipe asks for it."""
+    """The target's trigrams are counted, if the recipe asks for it."""
     recipe = work.recipe
     if not recipe.trigrams.contexts or trigrams.is_made(work.counted):
         return
     rows = load_collected("collect", work.collected("collected"), recipe.collect)
     count, length = rows.tokens.shape
     of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
-    said = trigrams.said_by_target(
+    occurrences = trigrams.target_occurrences(
         rows,
         labels.load_labels(work.collected_labels, count, length, recipe.labels)[0],
         labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
     )
     size = work.target_config.vocab_size
-    table = trigrams.make_trigrams(work.counted, said, size, recipe.trigrams, recipe.name, work.log)
+    table = trigrams.make_trigrams(
+        work.counted, occurrences, size, recipe.trigrams, recipe.name, work.log
+    )
     development = load_collected("collect", work.collected("development"), recipe.evaluation)
     found = trigrams.agreement(table, work.target, development)
     work.log.write(trigrams.STAGE, where=work.counted.name, seconds=0.0, **found)

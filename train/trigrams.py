@@ -17,7 +17,7 @@ from train.config import Trigrams
 from train.heldout import cover, view
 from train.labels import Labelled
 from train.loop import Log, Metrics
-from train.ngram import Katz, Said, joined, materialize, said_after
+from train.ngram import Katz, Occurrences, joined, materialize, occurrences_after
 
 STAGE = "trigrams"
 
@@ -25,19 +25,19 @@ _MADE = "model"
 _CHOICES = (1, 2, 4)
 
 
-def said_by_target(rows: Collected, collected: Labelled, corpus: Labelled) -> Said:
+def target_occurrences(rows: Collected, collected: Labelled, corpus: Labelled) -> Occurrences:
     """Its own text, and its most likely token after each one of that text, its prompts and corpus.
 
-    The latter is what it would have said there, at no more than a look.
+    The latter is what it would have written there, for one pass.
     """
     column = np.arange(rows.tokens.shape[1])
     has_next = column < (rows.prompt + rows.length)[:, None] - 1
     is_own = has_next & (column >= rows.prompt[:, None] - 1)
     return joined(
         [
-            said_after(rows.tokens, np.where(is_own, np.roll(rows.tokens, -1, axis=1), -1)),
-            said_after(rows.tokens, np.where(has_next, _likeliest(collected), -1)),
-            said_after(np.asarray(corpus.tokens), _likeliest(corpus)),
+            occurrences_after(rows.tokens, np.where(is_own, np.roll(rows.tokens, -1, axis=1), -1)),
+            occurrences_after(rows.tokens, np.where(has_next, _likeliest(collected), -1)),
+            occurrences_after(np.asarray(corpus.tokens), _likeliest(corpus)),
         ]
     )
 
@@ -52,19 +52,19 @@ def is_made(folder: Path) -> bool:
 
 
 def make_trigrams(
-    folder: Path, said: Said, size: int, settings: Trigrams, recipe: str, log: Log
+    folder: Path, occurrences: Occurrences, size: int, settings: Trigrams, recipe: str, log: Log
 ) -> NGram:
-    """The model of what was `said`, with `size` tokens, by the target of `recipe`; in `folder`."""
+    """The model of `occurrences` in texts of the recipe's target, of `size` tokens; in `folder`."""
     began = time.perf_counter()
-    katz = Katz(said, size)
+    katz = Katz(occurrences, size)
     table = materialize(katz, settings.width, settings.contexts)
     part = folder / f"{_MADE}.part"
     shutil.rmtree(part, ignore_errors=True)
-    origin = f"{len(said.token)} tokens said by the target of the recipe {recipe}"
+    origin = f"{len(occurrences.token)} tokens written by the target of the recipe {recipe}"
     save_ngram(table, part, trained_on=origin)
     part.rename(folder / _MADE)
     log.write(
-        STAGE, where=folder.name, tokens=len(said.token), pairs=len(katz.pairs.contexts),
+        STAGE, where=folder.name, tokens=len(occurrences.token), pairs=len(katz.pairs.contexts),
         kept=table.num_contexts, probes=table.probes, seconds=time.perf_counter() - began,
     )  # fmt: skip
     return load_ngram(made_in(folder))

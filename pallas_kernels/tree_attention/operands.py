@@ -52,7 +52,7 @@ def folded(at: Operands) -> Float[Array, "B K G T D"]:
 
 
 def seen_values(at: Operands) -> Float[Array, "B K M D"]:
-    """The block's values, zero in columns that nobody sees, whatever they held."""
+    """The block's values, zero in columns that no query attends to, whatever they held."""
     return jnp.where(at.tree_mask.any(axis=1)[:, None, :, None], at.block_values, 0)
 
 

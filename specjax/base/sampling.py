@@ -71,7 +71,7 @@ class Sampling:
                 )
             whole = jnp.issubdtype(value.dtype, jnp.integer)
             if not whole and (dtype is np.int32 or not jnp.issubdtype(value.dtype, jnp.floating)):
-                kind = "whole numbers" if dtype is np.int32 else "numbers"
+                kind = "integers" if dtype is np.int32 else "numbers"
                 raise TypeError(f"sampling.{name} is {value.tolist()!r}; it must be {kind}.")
             if not np.all((value >= low) & (value <= high)):
                 raise ValueError(f"sampling.{name} is {value.tolist()}; it must lie in {interval}.")

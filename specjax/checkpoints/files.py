@@ -34,7 +34,7 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 
-_SAID = 300
+_SHOWN = 300
 
 Name = str | Path
 
@@ -45,9 +45,9 @@ class CheckpointError(ValueError):
     Of a long sentence, as files can make it, the first and the last words are kept.
     """
 
-    def __init__(self, said: str) -> None:
-        short = len(said) <= 2 * _SAID
-        super().__init__(said if short else f"{said[:_SAID]} ... {said[-_SAID:]}")
+    def __init__(self, message: str) -> None:
+        short = len(message) <= 2 * _SHOWN
+        super().__init__(message if short else f"{message[:_SHOWN]} ... {message[-_SHOWN:]}")
 
 
 class Files(NamedTuple):
@@ -221,8 +221,8 @@ def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing, though it is named.") from error
     except Exception as error:
-        said = str(error).partition("\n")[0]
-        raise CheckpointError(f"{file} cannot be read as weights alone: {said}") from error
+        message = str(error).partition("\n")[0]
+        raise CheckpointError(f"{file} cannot be read as weights alone: {message}") from error
     if not isinstance(held, dict):
         raise CheckpointError(f"{file} holds a {type(held).__name__}, not tensors by name.")
     for name, tensor in held.items():

@@ -146,9 +146,9 @@ def load_model(
         try:
             return orbax.restore(files.folder, whole, placement, kind)
         except (ValueError, KeyError, OSError) as error:
-            said = str(error).partition("\n")[0]
+            message = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{files.folder / orbax.FOLDER} cannot be read: {said}"
+                f"{files.folder / orbax.FOLDER} cannot be read: {message}"
             ) from error
     outer: dict[str, Any] = {}
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
@@ -201,7 +201,7 @@ def save_sharded(
     """
     folder, model = Path(folder), orbax.once(model)
     check_free(folder)
-    said = families.write_config(model.config) if config is None else config
+    written = families.write_config(model.config) if config is None else config
     folder.mkdir(parents=True, exist_ok=True)
     if jax.process_count() > 1:  # before one writes, all have looked
         multihost_utils.sync_global_devices(f"{folder} is free")
@@ -209,7 +209,7 @@ def save_sharded(
     if jax.process_index() == 0:  # last, as a folder without it can be written to again
         if tokenizer is not None:
             save_tokenizer(tokenizer, folder, model.config)
-        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG).write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
 def check_free(folder: Path) -> None:

@@ -140,7 +140,7 @@ def difference(target: Contents, draft: Contents) -> Difference | None:
 
 
 class VocabularyMatch(NamedTuple):
-    """Whether a draft's tokens are its target's, what is to be said, and how many are known."""
+    """Whether a draft's tokens are its target's, why not, and how many are known."""
 
     same: bool
     reason: str

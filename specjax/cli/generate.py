@@ -86,7 +86,7 @@ def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -
 
 
 def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
-    """The tokens of a talk in which a user has said `prompt`.
+    """The tokens of a chat in which the user's message is `prompt`.
 
     Raises:
       ValueError: the tokenizer's template is none, or refuses such a talk.

@@ -27,7 +27,7 @@ from specjax.models.placement import placement
 from specjax.parallel.processes import devices_for
 
 _NEW = 128
-"""New tokens of a text that memory is reckoned for: what `generate` makes unless told otherwise."""
+"""New tokens of a text that memory is reckoned for: what `generate` makes by default."""
 
 _NODES = 16
 """Nodes of the trees that `check-pair` reckons with, root included."""
@@ -36,7 +36,7 @@ _NODES = 16
 def info(options: Info) -> int:
     """Runs `specjax info`; gives the exit code.
 
-    The memory is told, and refused, before any of it is taken.
+    The memory is printed, and refused, before any of it is taken.
 
     Raises:
       ValueError: an option is wrong, the pair does not fit, or there is too little memory.

@@ -20,7 +20,7 @@ def _help(text: str, values: Callable[[str], str] | None = None) -> Any:
 
 
 def _of_methods(default: str) -> str:
-    """Every method, as its record tells it; read only when help is asked for."""
+    """Every method, from its record; read only when help is asked for."""
     from specjax.methods.builtin import METHODS
 
     listed = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
@@ -28,7 +28,7 @@ def _of_methods(default: str) -> str:
 
 
 def _of_rules(default: str) -> str:
-    """Every verification rule, as its record tells it; read only when help is asked for."""
+    """Every verification rule, from its record; read only when help is asked for."""
     from specjax.verify.rules import RULES
 
     listed = "; ".join(f"{rule.name}: {rule.summary}" for rule in RULES.values())
@@ -163,7 +163,7 @@ class Bench(Context, Devices):
     profile: Annotated[
         bool,
         _help(
-            "Trace the loop too, and tell how long the passes of target and drafts, drafting "
+            "Trace the loop too, and report how long the passes of target and drafts, drafting "
             "beside them, deciding and committing take of a step; tracing slows small operations "
             "down most.",
         ),
@@ -373,7 +373,7 @@ class Roofline:
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     seconds: float = 480.0
-    """Begin no further model after so long; what is left is said to be owed."""
+    """Begin no further model after so long; the rest is reported as owed."""
     json: str | None = None
     """Write the measurements to this file, row by row."""
 
@@ -436,5 +436,5 @@ def _sentence(panel: str, prog: str) -> str:
     lines = [line.strip(_FRAME) for line in panel.splitlines()[1:]]
     if lines and not lines[0].strip(_RULE):
         del lines[0]
-    said = " ".join(" ".join(itertools.takewhile(lambda line: line.strip(_RULE), lines)).split())
-    return f"{said.rstrip('.')}; see {prog} --help."
+    message = " ".join(" ".join(itertools.takewhile(lambda line: line.strip(_RULE), lines)).split())
+    return f"{message.rstrip('.')}; see {prog} --help."

@@ -67,10 +67,10 @@ class Sheet:
 def remember(
     rows: Sequence[Row], pair: Pair, targets: Mapping[str, Model], date: str, mixed: str
 ) -> Path | None:
-    """Keeps what `--method auto` goes by, and says of what it is not told anything; gives the file.
+    """Keeps what `--method auto` goes by, and reports what it cannot use; gives the file.
 
     A run is kept only if the shipped default ran in it beside others: without it nothing could be
-    decided. A cache that refuses is said in a line and loses nothing else. `mixed` is the
+    decided. A cache that refuses is reported in a line and loses nothing else. `mixed` is the
     temperature of rows that no text has.
 
     Rates are those that the speed-ups name over one plain rate, so that groups compare.

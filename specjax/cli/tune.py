@@ -94,7 +94,7 @@ def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
 def _environment(
     options: Tune, target: Model, estimates: Sequence[Sequence[Estimate]]
 ) -> dict[str, Any]:
-    """Where settings were measured, and what each of them promised."""
+    """Where settings were measured, and the estimate of each."""
     return timing.environment() | {
         "config": dataclasses.asdict(options),
         "parameters": target.config.num_parameters,
@@ -107,7 +107,7 @@ def _environment(
 
 
 def _say(entry: Entry, estimates: Sequence[Estimate], rows: Sequence[dict[str, Any]]) -> None:
-    """What was promised, what came of it, and what was written."""
+    """The estimates, the measurements, and what was written."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     lines = Table("setting", "tokens/step", "ms/step", "tokens/s expected", "measured", "speed-up")
     measured = {row["label"]: row for row in rows if row["method"] != "none"}

@@ -71,7 +71,7 @@ def listed(prompts: Prompts) -> list[list[int]]:
     """The prompts as lists of token ids.
 
     Raises:
-      TypeError: they are not lists or arrays of whole numbers.
+      TypeError: they are not lists or arrays of integers.
       ValueError: an array has other than two axes.
     """
     wanted = "it must be a list of prompts, each a list of token ids"
@@ -94,7 +94,7 @@ def _ids_of(row: int, prompt: Any) -> list[int]:
         if found.ndim:
             raise TypeError(
                 f"prompt {row} is an array of {found.dtype} with shape {found.shape}; it must be "
-                "whole numbers along one axis."
+                "integers along one axis."
             )
         prompt = found[()]
     if not isinstance(prompt, Sequence):
@@ -104,7 +104,7 @@ def _ids_of(row: int, prompt: Any) -> list[int]:
         )
     for token in prompt:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise TypeError(f"prompt {row} holds {token!r}; token ids are whole numbers.")
+            raise TypeError(f"prompt {row} holds {token!r}; token ids are integers.")
     return [int(token) for token in prompt]
 
 
@@ -114,14 +114,14 @@ def check_prompts(
     """The prompts' lengths.
 
     Raises:
-      TypeError: `max_new_tokens` is no whole number.
+      TypeError: `max_new_tokens` is not an integer.
       ValueError: there is no prompt, or one is empty, holds a foreign token or does not fit.
     """
     config = target.config
     if not prompts:
         raise ValueError("there is no prompt.")
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int | np.integer):
-        raise TypeError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number.")
+        raise TypeError(f"max_new_tokens is {max_new_tokens!r}; it must be an integer.")
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1.")
     lengths = [len(prompt) for prompt in prompts]
@@ -291,17 +291,17 @@ def row_keys(key: Array | np.ndarray, rows: int) -> Key[Array, " B"]:
     """One key a row: `fold(key, row)` of a single key, or the given keys; all of threefry.
 
     Raises:
-      TypeError: it is not a key of jax's.
+      TypeError: it is not a JAX PRNG key.
       ValueError: the number of keys is not that of the prompts.
     """
     if not isinstance(key, jax.Array | np.ndarray):
-        raise TypeError(f"key is {key!r}; it must be a key of jax's, such as jax.random.key(0).")
+        raise TypeError(f"key is {key!r}; it must be a JAX PRNG key, such as jax.random.key(0).")
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(jax.random.key(0)).shape
         if key.dtype != np.uint32 or key.ndim not in (1, 2) or key.shape[-1:] != words:
             raise TypeError(
-                f"key is an array of {key.dtype} with shape {key.shape}; it must be a key of "
-                "jax's, such as jax.random.key(0)."
+                f"key is an array of {key.dtype} with shape {key.shape}; it must be a JAX PRNG "
+                "key, such as jax.random.key(0)."
             )
         key = jax.random.wrap_key_data(jnp.asarray(key))
     keys = jnp.asarray(key)

@@ -136,7 +136,7 @@ class BestFirstDrafter(Drafter):
 
     def __post_init__(self) -> None:
         if self.growth.by_level and not (self.table is None and self.second is None):
-            raise ValueError("a growth by level has no use for guesses: they span levels.")
+            raise ValueError("growth by level takes no second stage, whose nodes span levels.")
 
     @property
     def target_top_k(self) -> int:

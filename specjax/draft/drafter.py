@@ -58,7 +58,7 @@ class Drafter(abc.ABC):
 
     @property
     def state_specs(self) -> Any:
-        """How its state is spread over a mesh: rows first, unless another is said."""
+        """How its state is spread over a mesh: rows first by default."""
         return P(DATA)
 
     @property

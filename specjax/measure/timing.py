@@ -48,7 +48,7 @@ class Phases(NamedTuple):
 
 
 def mapped() -> int:
-    """Pieces of memory that this process maps; 0 where the system does not tell."""
+    """Pieces of memory that this process maps; 0 where the system does not report it."""
     maps = Path("/proc/self/maps")
     return maps.read_bytes().count(b"\n") if maps.exists() else 0
 

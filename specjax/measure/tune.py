@@ -33,8 +33,8 @@ from specjax.methods.setting import from_json
 from specjax.methods.tuned import Entry
 from specjax.trees.tree import TreeShape
 
-# A promise was off by 22 % (chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so those
-# within 30 % of the best are run; 6 and 4 are bounds on the time, chosen and not measured.
+# An estimate was off by 22 % (chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so
+# those within 30 % of the best are run; 6 and 4 are bounds on the time, chosen and not measured.
 _FINALISTS, _FAR_OFF = 6, 0.7
 _ROUNDS = 4
 _DEEPEST, _LONGEST_CHAIN = 16, 24  # deeper levels are hardly ever accepted, and each is compiled
@@ -85,7 +85,7 @@ class Tuner:
     def estimates(
         self, temperature: float, keep: Callable[[Sequence[Estimate]], None] = lambda _: None
     ) -> list[Estimate]:
-        """What every setting promises, the best first; `keep` gets the growing list."""
+        """The estimate of every setting, the best first; `keep` gets the growing list."""
         names = [n for n in registry.names_of(self.choices.methods, self.grown) if n != "none"]
         settings = [
             registry.setting_of(name, None, budget, 1, len(self.grown.drafts))
@@ -111,7 +111,7 @@ class Tuner:
     def _estimate(
         self, setting: Setting, temperature: float, others: Sequence[Estimate]
     ) -> Estimate:
-        """What a setting promises; drafting is measured unless it would lose to `others` anyway."""
+        """A setting's estimate; drafting is measured unless it would lose to `others` anyway."""
         tokens = self.tokens_per_step(setting, temperature)
         looking = self.looking(_nodes(setting, self.grown))
         best = max((other.rate for other in others), default=0.0)
@@ -122,7 +122,7 @@ class Tuner:
     def _static(self, names: Sequence[str], temperature: float) -> list[Estimate]:
         """The best chain and tree of every budget by acceptance at every depth and measured costs.
 
-        Beside them those that a method has when nothing is said.
+        Beside them each method's default.
         """
         rows = self.chosen * (_ROUNDS if temperature > 0 else 1)
         made = self._generation(Setting(), rows, temperature)
@@ -246,7 +246,7 @@ def entry_of(
     temperature: float,
     batch: int,
 ) -> Entry:
-    """The fastest of the rows, with what it promised; `plain` are tokens per second."""
+    """The fastest of the rows, with its estimate; `plain` are tokens per second."""
     best = max(rows, key=lambda row: row["tokens_per_second"])
     setting = from_json(best["setting"], "a row")
     estimated = {estimate.setting: estimate for estimate in finalists}.get(setting)

@@ -21,7 +21,7 @@ from specjax.verify.rules import AUTO, RULES
 class Asked(NamedTuple):
     """What a person asked for: a method or `auto`, perhaps with a tree or a budget of nodes.
 
-    Or a file that tune wrote, and nothing else. `verify` is the rule that will judge the trees.
+    Or a file that tune wrote, and nothing else. `verify` is the rule that will verify the trees.
     """
 
     method: str = AUTO
@@ -117,16 +117,16 @@ def _told(best: Gain, default: Setting) -> str:
     last = best.last
     ran, plain = last.of(best.setting), last.of(Setting())
     assert ran is not None
-    said = (
+    text = (
         f"bench measured {ran.tokens_per_second:.1f} tokens/s with it at temperature "
         f"{last.temperature:g} on this machine on {last.date[:10]}, {math.exp(best.mean):.2f} "
         f"times the shipped default {default.label} (noise {math.expm1(best.noise):.0%}, "
         f"{_runs(best.runs)})"
     )
     if best.setting == Setting():
-        return f"{said}, and no other method was faster"
+        return f"{text}, and no other method was faster"
     beside = "" if plain is None else f", and {plain.tokens_per_second:.1f} with plain decoding"
-    return f"{said}{beside}"
+    return f"{text}{beside}"
 
 
 def _kept(runs: Sequence[Run]) -> str:

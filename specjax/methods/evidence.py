@@ -64,10 +64,14 @@ def gains(runs: Sequence[Run], default: Setting) -> list[Gain]:
     settings = dict.fromkeys(each.setting for run in runs for each in run.measured)
     found = []
     for setting in settings:
-        told = [(run, gain) for run in runs if (gain := _gain(run, setting, default))]
-        if told and setting != default:
+        compared = [(run, gain) for run in runs if (gain := _gain(run, setting, default))]
+        if compared and setting != default:
             found.append(
-                Gain(setting, *_pooled([gain for _, gain in told]), tuple(run for run, _ in told))
+                Gain(
+                    setting,
+                    *_pooled([gain for _, gain in compared]),
+                    tuple(run for run, _ in compared),
+                )
             )
     return found
 
@@ -85,7 +89,7 @@ def fastest(found: Sequence[Gain]) -> Gain | None:
 
 
 def _gain(run: Run, setting: Setting, default: Setting) -> tuple[float, float] | None:
-    """The mean of a run's gain and the variance by its rounds, or None if it tells of none."""
+    """The mean of a run's gain and the variance by its rounds, or None if it has none."""
     one, beside = run.of(setting), run.of(default)
     if one is None or beside is None or len(one.ratios) != len(beside.ratios):
         return None
@@ -95,11 +99,11 @@ def _gain(run: Run, setting: Setting, default: Setting) -> tuple[float, float] |
     return statistics.fmean(gains), statistics.variance(gains) / (len(gains) - 2)
 
 
-def _pooled(told: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The mean and the standard deviation of what several runs tell."""
-    weights = [1 / (own + _BETWEEN_RUNS**2) for _, own in told]
-    mean = sum(w * m for w, (m, _) in zip(weights, told, strict=True)) / sum(weights)
-    apart = sum(w * (m - mean) ** 2 for w, (m, _) in zip(weights, told, strict=True))
-    birge = apart / (len(told) - 1) if len(told) > 1 else 1.0
-    variance = max(max(1.0, birge) / sum(weights), min(own for _, own in told))
+def _pooled(compared: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """The mean and the standard deviation of several runs."""
+    weights = [1 / (own + _BETWEEN_RUNS**2) for _, own in compared]
+    mean = sum(w * m for w, (m, _) in zip(weights, compared, strict=True)) / sum(weights)
+    apart = sum(w * (m - mean) ** 2 for w, (m, _) in zip(weights, compared, strict=True))
+    birge = apart / (len(compared) - 1) if len(compared) > 1 else 1.0
+    variance = max(max(1.0, birge) / sum(weights), min(own for _, own in compared))
     return mean, math.sqrt(variance)

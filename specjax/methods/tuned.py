@@ -55,7 +55,7 @@ class Unfinished:
         return Path(f"{self.file}.partial")
 
     def keep(self, entries: Sequence[Entry], env: dict[str, Any]) -> None:
-        """Writes what there is; a folder that refuses is said once and not tried again."""
+        """Writes what there is; a folder that refuses is reported once and not tried again."""
         if not self.refused and not is_stream(self.file):
             self.refused = not tried(
                 f"{self.beside} cannot be written",
@@ -79,7 +79,7 @@ def read(path: str | Path) -> list[Entry]:
     except OSError as error:
         raise ValueError(f"--config is {path}, which cannot be read: {reason(error)}.") from error
     except ValueError as error:
-        raise ValueError(f"--config is {path}, which is no JSON: {error}.") from error
+        raise ValueError(f"--config is {path}, which is not JSON: {error}.") from error
     listed = held.get("settings") if isinstance(held, dict) else None
     if isinstance(held, dict) and held.get("complete", True) is not True:
         raise ValueError(f"--config is {path}, of a run of tune that did not end; run it again.")
@@ -102,7 +102,7 @@ def _entry(values: Any, where: str) -> Entry:
         )
     if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
         raise ValueError(
-            f"{where} has the batch {reprlib.repr(batch)}; it must be a whole number of at least 1."
+            f"{where} has the batch {reprlib.repr(batch)}; it must be an integer of at least 1."
         )
     known = {name: values.get(name) or {} for name in ("expected", "measured")}
     for name, figures in known.items():

@@ -28,11 +28,11 @@ def check_size(field: str, key: str, value: object) -> None:
     """Checks a number of `ModelConfig`, which its file calls `key`.
 
     Raises:
-      ValueError: it is no whole number above 0, or one that no model has.
+      ValueError: it is not an integer above 0, or one that no model has.
     """
     most = _MOST_LAYERS if field == "num_layers" else _MOST
     if type(value) is not int or not 0 < value <= most:
-        raise ValueError(f"{key} is {value!r}; it must be a whole number from 1 to {most}.")
+        raise ValueError(f"{key} is {value!r}; it must be an integer from 1 to {most}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,9 +113,7 @@ class ModelConfig:
             raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
         for window in self.windows:
             if window is not None and (type(window) is not int or window < 1):
-                raise ValueError(
-                    f"a layer's window is {window!r}; it must be a whole number above 0."
-                )
+                raise ValueError(f"a layer's window is {window!r}; it must be an integer above 0.")
         for what, names, known in (
             ("matrix", self.biases, MATRICES),
             ("norm", self.norms, NORMS),

@@ -1,4 +1,4 @@
-"""What a generation takes of a device's memory, said before any of it is taken."""
+"""What a generation takes of a device's memory, planned before any of it is taken."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -197,7 +197,7 @@ def readable(size: int) -> str:
 def host(root: Path = Path("/")) -> int | None:
     """Bytes that the host could give without swapping, no more than its control groups let it.
 
-    None where the system does not tell. `root` is where its files are.
+    None where the system does not report it. `root` is where its files are.
     """
     listed = _read(root / "proc/meminfo").splitlines()
     free = (int(line.split()[1]) * 1024 for line in listed if line.startswith("MemAvailable:"))

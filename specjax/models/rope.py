@@ -27,7 +27,7 @@ class Stretch:
     more than `low` times within `original` positions and leaves those that turn `high` times or
     more, with a line between. "yarn" (arXiv 2309.00071, section 3.2) does so by a line over the
     number of a frequency, from the one that turns `high` times to the one that turns `low` times,
-    both taken to whole numbers if `whole`. "longrope" (arXiv 2402.13753) divides each by its own of
+    both taken to integers if `whole`. "longrope" (arXiv 2402.13753) divides each by its own of
     `factors`. `magnitude` multiplies cosines and sines.
     """
 

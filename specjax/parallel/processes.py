@@ -105,8 +105,8 @@ def _join(place: tuple[str, int, int] | None) -> None:
 
     def give_up() -> None:
         missing = "the other processes" if own == 0 else where
-        said = f"specjax: {which} timed out after {seconds} s of waiting for {missing}."
-        print(said, file=sys.stderr, flush=True)
+        message = f"specjax: {which} timed out after {seconds} s of waiting for {missing}."
+        print(message, file=sys.stderr, flush=True)
         os._exit(2)
 
     watch = threading.Timer(seconds, give_up)

@@ -99,7 +99,7 @@ def of_json(widths: object) -> Widths:
     """Widths whose tuples JSON has made lists.
 
     Raises:
-      ValueError: a level is neither a whole number nor a list of them.
+      ValueError: a level is neither an integer nor a list of them.
     """
     if not isinstance(widths, list | tuple):
         raise ValueError(f"widths are {reprlib.repr(widths)}; they must be a list of levels.")
@@ -112,7 +112,7 @@ def _level(level: int, width: object) -> int | tuple[int, ...]:
     if isinstance(width, list | tuple) and all(map(_is_whole, width)):
         return tuple(width)
     raise ValueError(
-        f"level {level} is {reprlib.repr(width)}; it must be a whole number or a list of them."
+        f"level {level} is {reprlib.repr(width)}; it must be an integer or a list of them."
     )
 
 
@@ -126,7 +126,7 @@ def is_number(value: object) -> TypeGuard[float]:
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number that no float holds
+    except OverflowError:  # an integer that no float holds
         return False
 
 
@@ -134,10 +134,10 @@ def check_count(name: str, value: object) -> None:
     """Checks a number of nodes, or of levels.
 
     Raises:
-      ValueError: it is no whole number from 1 to `MOST_NODES`.
+      ValueError: it is not an integer from 1 to `MOST_NODES`.
     """
     if not _is_whole(value):
-        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be a whole number.")
+        raise ValueError(f"{name} is {reprlib.repr(value)}; it must be an integer.")
     if value < 1:
         raise ValueError(f"{name} is {value}; it must be at least 1.")
     if value > MOST_NODES:

@@ -11,7 +11,7 @@ Windows = tuple[int | None, ...]
 
 
 class Positions(NamedTuple):
-    """How many positions a file speaks of, and how many of them are used."""
+    """How many positions a file names, and how many of them are used."""
 
     whole: int
     used: int
@@ -112,7 +112,7 @@ def windows_of(window: Any, kinds: Sequence[str], layers: int) -> Windows:
     if window is None or SLIDING not in kinds:
         return ()
     if type(window) is not int:
-        raise ValueError(f"sliding_window is {window!r}; it must be a whole number.")
+        raise ValueError(f"sliding_window is {window!r}; it must be an integer.")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 

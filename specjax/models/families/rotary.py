@@ -155,7 +155,7 @@ def _original(rope: Json, config: Json, whole: int) -> int:
     original = first_of(rope.get("original_max_position_embeddings"), beside, whole)
     if type(original) is not int or original < 1:
         raise ValueError(
-            f"original_max_position_embeddings is {original!r}; it must be a whole number above 0."
+            f"original_max_position_embeddings is {original!r}; it must be an integer above 0."
         )
     if beside not in (None, original):
         raise ValueError(
