@@ -17,7 +17,7 @@ from jax import lax
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.request import prepare
-from specjax.measure.timing import clocked, environment, timed, warm
+from specjax.measure.timing import clocked, environment, timed, warm_up
 from specjax.methods import registry
 from tests.conftest import tiny_model
 from tests.pairs import near
@@ -51,7 +51,7 @@ def of_a_step(pair: Pair, method: str, limits: dict[str, float]) -> float:
         jax.random.key(0), pair.target, drafter, [[1, 2, 3, 4]], max_new_tokens=NEW,
         sampling=sampling, stop_at_eos=False,
     )  # fmt: skip
-    warm(request)
+    warm_up(request)
     made = [timed(request) for _ in range(5)]
     return 1000 * statistics.median(seconds / one.steps.sum() for one, seconds in made)
 

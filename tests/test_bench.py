@@ -175,7 +175,7 @@ def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
         found = timing.phases(asked, steps=3)
         assert min(found.prefill, found.draft, found.target) > 0
     assert timing.typical([found, found]) == found
-    timing.warm(asked)
+    timing.warm_up(asked)
     run, seconds = timing.timed(asked)
     assert seconds > 0
     assert run.tokens.shape == (1, 10)

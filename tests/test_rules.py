@@ -51,7 +51,7 @@ def block_flow(draws: Draws, p: jax.Array, depth: int) -> jax.Array:
     def one(draw: Draws) -> jax.Array:
         tree = merge(draw, jnp.int32(0), depth)
         contexts = enumeration.node_contexts(tree)
-        judged = block.judged(tree, lambda node: p[contexts[node]])
+        judged = block.path_weights(tree, lambda node: p[contexts[node]])
         mass, flow = jnp.ones(()), jnp.zeros_like(p)
         for node in reversed(range(tree.num_slots)):
             taken = mass * jnp.clip(judged.weights[node], 0, 1)

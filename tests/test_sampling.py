@@ -20,8 +20,8 @@ from specjax.base.sampling import (
     largest,
     most_likely,
     process,
+    sampled_probs,
     threefry,
-    warm,
 )
 from specjax.measure.distribution_tests import g_test
 
@@ -396,6 +396,6 @@ def test_plain_rows_have_the_softmax_of_their_logits():
     """Whatever their sampling, and the others the distribution that `process` gives them."""
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 300)) * 3, jnp.float32)
     rows = Sampling(np.array([0.0, 0.7, 0.7]), top_k=5, top_p=0.9, min_p=0.01).rows(3)
-    found = warm(logits, rows, jnp.asarray([True, True, False]))
+    found = sampled_probs(logits, rows, jnp.asarray([True, True, False]))
     np.testing.assert_allclose(found[:2], jax.nn.softmax(logits[:2]), rtol=1e-5)
     np.testing.assert_array_equal(found[2], process(logits, rows)[2])

@@ -126,7 +126,7 @@ def speeds(
             for name, drafter in drafters.items()
         }
         for name in drafters:
-            timing.warm(requests[name])
+            timing.warm_up(requests[name])
         for _ in range(2):
             for name in drafters:
                 runs[name].append(timing.timed(requests[name]))

@@ -100,10 +100,10 @@ def process(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
     greedy = is_greedy(sampling)[:, None, None]
     top = most_likely(logits)[..., None]
     one_hot = (jnp.arange(logits.shape[-1]) == top).astype(logits.dtype)
-    return jnp.where(greedy, one_hot, warm(logits, sampling, is_greedy(sampling)))
+    return jnp.where(greedy, one_hot, sampled_probs(logits, sampling, is_greedy(sampling)))
 
 
-def warm(
+def sampled_probs(
     logits: Float[Array, "B N V"], sampling: Sampling, plain: Bool[Array, " B"]
 ) -> Float[Array, "B N V"]:
     """The distribution of the next token at each node of rows of a temperature above 0.

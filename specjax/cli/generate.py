@@ -125,7 +125,7 @@ def say(sentence: str) -> None:
 
 def _answer(pair: Pair, choice: Choice, ids: list[int], request: Request) -> dict[str, Any]:
     """What `--json` prints; the program is compiled before the clock starts."""
-    timing.warm(request)
+    timing.warm_up(request)
     made, seconds = timing.timed(request)
     count, steps = int(made.lengths[0]), int(made.steps[0])
     tokens = made.tokens[0, :count].tolist()

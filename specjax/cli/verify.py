@@ -7,7 +7,7 @@ from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Verify
 from specjax.cli.values import at_least, check_seed, widths_of
 from specjax.measure import prompts
-from specjax.measure.certificate import Checks, certificate, judged
+from specjax.measure.certificate import Checks, certificate, with_rules
 from specjax.methods import registry
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import read
@@ -33,7 +33,7 @@ def verify(options: Verify) -> int:
         options.model, options.draft, "float32", options.stage, mesh, options.positions
     )
     settings = settings_of(options, pair)
-    judged(pair, settings, checks)
+    with_rules(pair, settings, checks)
     chosen, _ = prompts.fitting(
         prompts.read(None)[: options.prompts],
         pair.tokenizer,

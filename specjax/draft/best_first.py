@@ -250,5 +250,5 @@ class BestFirstDrafter(Drafter):
         return replace(state, held=held, second=self._second_after(state, step))
 
     def _second_after(self, state: BestFirstState, step: Step) -> DraftState:
-        """The second stage's state; what it proposed is not what the target judged."""
+        """The second stage's state; what it proposed is not what the target scored."""
         return () if self.second is None else self.second.follow(state.second, step)

@@ -21,7 +21,7 @@ from specjax.base.sampling import (
     is_greedy,
     largest,
     most_likely,
-    warm,
+    sampled_probs,
 )
 from specjax.draft.drafter import Drafter, Step
 from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
@@ -300,7 +300,7 @@ def expand(
     tree_mask = np.zeros((1, 0), bool)
     for level in range(shape.depth):
         _, counts = shape.expanded(level)
-        probs = warm(level_logits, sampling, certain)
+        probs = sampled_probs(level_logits, sampling, certain)
         if level in noise:
             drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(probs, noise[level])
         else:

@@ -196,7 +196,7 @@ class Bencher:
                 jax.clear_caches()
                 group = []
             for each in [candidate] if group or candidate in plain else [*plain, candidate]:
-                timing.warm(first[each])
+                timing.warm_up(first[each])
                 group.append(each)
         yield group
         jax.clear_caches()

@@ -181,7 +181,7 @@ def distribution_part(pair: Pair, settings: Sequence[Setting], checks: Checks) -
     prompt = pair.tokenizer(_PROMPT).input_ids
     tests = [
         test
-        for setting, rule in judged(pair, settings, checks)
+        for setting, rule in with_rules(pair, settings, checks)
         for test in _distribution_tests(pair, setting, rule, prompt, checks)
     ]
     level = FAMILY_ERROR / len(tests)
@@ -228,7 +228,9 @@ def _distribution_tests(
     ]
 
 
-def judged(pair: Pair, settings: Sequence[Setting], checks: Checks) -> list[tuple[Setting, str]]:
+def with_rules(
+    pair: Pair, settings: Sequence[Setting], checks: Checks
+) -> list[tuple[Setting, str]]:
     """Settings with the rules that are lossless for the trees each makes for them.
 
     Raises:

@@ -26,7 +26,7 @@ _STEPS = 4
 _LEAST_EXPECTED = 5.0
 _EARLY = 4
 """Every how manieth row is done early."""
-_JUDGED, _PASS_ROWS = 768, 32
+_TESTED, _PASS_ROWS = 768, 32
 """Texts whose steps are tested for independence, and how many a plain pass reads."""
 _SIDE, _PER_CELL = 4, 10
 """Most cells along a side of the unit square, and the least points expected in one."""
@@ -148,10 +148,10 @@ def independence(
     diagonal. `sampling` holds scalars.
     """
     steps = drawn.starts.shape[1]
-    judged = np.flatnonzero(drawn.starts[:, -1] >= 0)[:_JUDGED]
-    texts = Texts(*(each[judged] for each in drawn))
+    tested = np.flatnonzero(drawn.starts[:, -1] >= 0)[:_TESTED]
+    texts = Texts(*(each[tested] for each in drawn))
     noise, points = np.random.default_rng(seed), [np.zeros((0, 2))]
-    for first in range(0, len(judged), _PASS_ROWS):
+    for first in range(0, len(tested), _PASS_ROWS):
         part = Texts(*(each[first : first + _PASS_ROWS] for each in texts))
         at = part.starts[:, steps - 2 :]
         points.append(_places(model, prompt, part, at, sampling, noise))

@@ -93,7 +93,7 @@ def plain_step(model: Model, slots: int, bandwidth: float) -> Row:
         for count in (_STEPS + 1, 1)
     )
     first = first._replace(outputs=asked.outputs, slots=asked.slots)  # the same program
-    timing.warm(first)
+    timing.warm_up(first)
     pairs = [(timing.timed(asked)[1], timing.timed(first)[1]) for _ in range(_ROUNDS)]
     taken = statistics.median(all_of_it - start for all_of_it, start in pairs) / _STEPS
     held = cache_bytes(config, slots + _STEPS // 2, dtype)

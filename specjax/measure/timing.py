@@ -66,7 +66,7 @@ def clocked(work: Callable[[], _T]) -> tuple[_T, float]:
     return done, time.perf_counter() - start
 
 
-def warm(request: Request) -> None:
+def warm_up(request: Request) -> None:
     """Compiles the program that `timed` runs for such a request, and runs it for one token."""
     limits = request.rows.limits
     fewer = replace(limits, max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
@@ -77,7 +77,7 @@ def warm(request: Request) -> None:
 def timed(request: Request) -> tuple[Generation, float]:
     """The request's generation on the host, and its wall seconds, prefill included.
 
-    `warm` it before.
+    `warm_up` before.
     """
     made, seconds = clocked(lambda: run(**request._asdict()))
     return on_host(made, int(np.max(np.asarray(request.rows.limits.max_new_tokens)))), seconds

@@ -113,11 +113,11 @@ class Tuner:
     ) -> Estimate:
         """A setting's estimate; drafting is measured unless it would lose to `others` anyway."""
         tokens = self.tokens_per_step(setting, temperature)
-        looking = self.looking(_nodes(setting, self.grown))
+        pass_seconds = self.pass_seconds(_nodes(setting, self.grown))
         best = max((other.rate for other in others), default=0.0)
-        if tokens / looking < _FAR_OFF * best:
-            return Estimate(setting, tokens, looking, bound=True)
-        return Estimate(setting, tokens, looking + self.cost(setting, temperature).draft)
+        if tokens / pass_seconds < _FAR_OFF * best:
+            return Estimate(setting, tokens, pass_seconds, bound=True)
+        return Estimate(setting, tokens, pass_seconds + self.cost(setting, temperature).draft)
 
     def _static(self, names: Sequence[str], temperature: float) -> list[Estimate]:
         """The best chain and tree of every budget by acceptance at every depth and measured costs.
@@ -140,7 +140,7 @@ class Tuner:
 
         def estimate(name: str, shape: TreeShape) -> Estimate:
             setting = registry.setting_of(name, shape.widths)
-            seconds = self.looking(shape.num_nodes) + level * shape.depth
+            seconds = self.pass_seconds(shape.num_nodes) + level * shape.depth
             return Estimate(setting, expected_tokens(shape, accepted), seconds)
 
         lengths = range(1, _LONGEST_CHAIN)
@@ -154,7 +154,7 @@ class Tuner:
                     found.append(max(chains, key=lambda one: one.rate))
                 else:
                     depths = range(2, _DEEPEST)
-                    best = best_shape(accepted, self.looking, level, (budget,), depths)
+                    best = best_shape(accepted, self.pass_seconds, level, (budget,), depths)
                     found.append(estimate(name, best.shape))
         by_widths = {one.setting.widths: one for one in reversed(found)}  # one of the same
         return list(by_widths.values())
@@ -179,7 +179,7 @@ class Tuner:
         made = self._generation(setting, self.chosen, temperature)
         return float(made.lengths.sum() / made.steps.sum())
 
-    def looking(self, nodes: int) -> float:
+    def pass_seconds(self, nodes: int) -> float:
         """What a pass of the target over so many nodes, and all that follows it, takes."""
         return float(np.interp(nodes, *self.passes))
 

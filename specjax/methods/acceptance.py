@@ -25,7 +25,7 @@ class Measured(NamedTuple):
 
     @property
     def by_depth(self) -> Float[np.ndarray, "d k"]:
-        """Positional acceptance of trees that are judged as a whole, a row a depth.
+        """Positional acceptance of trees that are verified as a whole, a row a depth.
 
         The first child of a row is as likely as the path is to go on there; the other ranks share
         what it leaves as they do in `by_rank`.
@@ -54,7 +54,7 @@ def measured(
     accepts the b-th of independent draws.
 
     Entry d of `survival` is the probability that a drawn path keeps at least d + 1 of its tokens
-    where they are judged together, as block verification (arXiv 2403.10444) and, on trees,
+    where they are verified together, as block verification (arXiv 2403.10444) and, on trees,
     traversal do. Block verification keeps i tokens x of the draft with probability
     w(x) = min(w(x before its last) p/q, 1); over texts of the target instead of the draft's, whose
     weights are q/p, this is the least q/p of all beginnings of the text, and at most 1. At

@@ -1,7 +1,7 @@
-"""Block verification of a chain (arXiv 2403.10444): every length judged at once, the longest kept.
+"""Block verification of a chain (arXiv 2403.10444): every length weighed at once, the longest kept.
 
 What traversal does on a chain, without its loop: the walk from the leaf to the root is decided by
-one weight a node, and only the node it ends at needs a distribution. `judged` and `probs_after` are
+one weight a node, and only the node it ends at needs a distribution. `path_weights` and `probs_after` are
 pure functions, which `block` consumes and tests enumerate.
 """
 
@@ -19,7 +19,7 @@ from specjax.verify.token_wise import NodeProbs, Probs, norm, own_token, trial_o
 
 
 @pytree
-class Judged:
+class PathWeights:
     """What block verification knows of a chain of nodes 0 (the root) to N - 1.
 
     `p` and `q` are the distributions of the target after each node and of the draw of the node
@@ -33,7 +33,7 @@ class Judged:
     weights: Float[Array, " N"]
 
 
-def judged(tree: TokenTree, p: NodeProbs) -> Judged:
+def path_weights(tree: TokenTree, p: NodeProbs) -> PathWeights:
     """The weights of all nodes of a chain (arXiv 2403.10444, algorithm 2).
 
     A node that the next one follows has weight m / (m + 1 - reached), m being the mass of
@@ -57,10 +57,10 @@ def judged(tree: TokenTree, p: NodeProbs) -> Judged:
     whole = mass + 1 - reached
     weights = jnp.where(whole > 0, mass / jnp.where(whole > 0, whole, 1), 1)
     weights = jnp.where(_followed(tree), weights, jnp.where(tree.valid, reached, 0))
-    return Judged(distributions, q, reached, weights.at[0].set(1))
+    return PathWeights(distributions, q, reached, weights.at[0].set(1))
 
 
-def probs_after(tree: TokenTree, of: Judged, node: Int32[Array, ""]) -> Probs:
+def probs_after(tree: TokenTree, of: PathWeights, node: Int32[Array, ""]) -> Probs:
     """The distribution of the token after `node`, if that is the one kept: norm(max(0, reached · p
     - q)).
 
@@ -87,7 +87,7 @@ def block(
     The deepest node is kept whose `accept` is strictly below its weight. `last` draws the token
     after it.
     """
-    of = judged(tree, p)
+    of = path_weights(tree, p)
     number = jnp.arange(tree.num_slots, dtype=jnp.int32)
     kept = (accept[: tree.num_slots] < of.weights) | (number == 0)
     node = jnp.max(jnp.where(kept, number, 0))
