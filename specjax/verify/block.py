@@ -1,8 +1,8 @@
 """Block verification of a chain (arXiv 2403.10444): every length weighed at once, the longest kept.
 
 What traversal does on a chain, without its loop: the walk from the leaf to the root is decided by
-one weight a node, and only the node it ends at needs a distribution. `path_weights` and `probs_after` are
-pure functions, which `block` consumes and tests enumerate.
+one weight a node, and only the node it ends at needs a distribution. `path_weights` and
+`probs_after` are pure functions, which `block` consumes and tests enumerate.
 """
 
 from functools import partial
