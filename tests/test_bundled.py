@@ -32,12 +32,13 @@ def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys)
     """But for what rounding explains: counted, printed, and at most one row of each method."""
     found = part(pair, settings_of(options, pair), chosen, checks_of(options))
     with capsys.disabled():
-        print(f"\n{part.__name__}: {found['divergences']} divergences in {found['tokens']} tokens")
-    assert found["passed"]
-    assert found["tokens"] == 32 * len(chosen)
-    for method in found["methods"]:
-        assert len(method["divergences"]) <= 1
-        assert method["tokens_per_step"] > 1.2
+        differing = sum(len(one.divergences) for one in found.comparisons)
+        print(f"\n{part.__name__}: {differing} divergences in {found.tokens} tokens")
+    assert found.passed
+    assert found.tokens == 32 * len(chosen)
+    for method in found.comparisons:
+        assert len(method.divergences) <= 1
+        assert method.tokens_per_step > 1.2
 
 
 def test_the_second_stage_drafts_for_the_first_draft(pair, chosen):

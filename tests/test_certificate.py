@@ -18,6 +18,7 @@ from specjax.cli.verify import checks_of, settings_of
 from specjax.decoding import stepping
 from specjax.draft import ExpansionDrafter
 from specjax.measure import certificate, distribution_tests
+from specjax.measure.distribution_tests import GTest
 from specjax.measure.prompts import Prompt
 from specjax.methods import registry
 from specjax.verify import rules, token_wise
@@ -116,10 +117,9 @@ def test_a_biased_accept_probability_fails_the_distribution(
     options = dataclasses.replace(SMALL, verify=named)
     monkeypatch.setattr(rules, name, lossy)
     found = certificate.distribution_part(pair, settings_of(options, pair), checks_of(options))
-    assert not found["passed"]
-    assert {test["rule"] for test in found["tests"]} == {"naive", wrong}
-    failed = {test["rule"] for test in found["tests"] if test["p_value"] < found["level"]}
-    assert failed == {wrong}
+    assert not found.passed
+    assert {one.rule for one in found.tests} == {"naive", wrong}
+    assert {one.rule for one in found.failed} == {wrong}
 
 
 def of_row_0(key, length):
@@ -157,8 +157,7 @@ def test_noise_shared_by_rows_fails_the_distribution(
     monkeypatch.setattr(ExpansionDrafter, "propose", proposed)
     options = dataclasses.replace(SMALL, verify=named)
     found = certificate.distribution_part(pair, settings_of(options, pair), checks_of(options))
-    failed = {test["token"] for test in found["tests"] if test["p_value"] < found["level"]}
-    assert failed >= caught
+    assert {one.token for one in found.failed} >= caught
 
 
 def another(tree, choice, window):
@@ -186,14 +185,14 @@ def test_a_failed_certificate_has_code_1(monkeypatch, capsys):
     assert printed.endswith("NOT LOSSLESS\n")
 
 
-def failed_certificate() -> dict:
+def failed_certificate() -> certificate.Certificate:
     far = certificate.Divergence("a", 3, 0.5)
-    part = certificate.section(
-        [certificate.Comparison("tree", 1, 3, 1.5, (far,))], np.zeros((1, 8))
-    )
-    tests = {"passed": True, "samples": 1, "level": 1e-7, "tests": [{"p_value": 0.5}]}
-    sampled = {"passed": False, "naive": part, "law": tests}
-    return {"passed": False, "greedy": part, "sampled": sampled}
+    part = certificate.Section((certificate.Comparison("tree", 1, 3, 1.5, (far,)),), 8, 0.0)
+    test = certificate.DistributionTest("tree", "naive", "first", GTest(0.5, 1.0, 2, 9))
+    found = certificate.Certificate(part, part, certificate.DistributionSection((test,), 1))
+    assert found.distribution.passed
+    assert not found.passed
+    return found
 
 
 def test_only_gaps_of_rounding_are_excused():

@@ -30,18 +30,18 @@ def test_a_pass_is_held_against_weights_and_cache_read_once():
     model = tiny_model()
     config = model.config
     first, second = roofline.passes(model, (1, 3), 40, BANDWIDTH)
-    assert [first["nodes"], second["nodes"]] == [1, 3]
+    assert [first.nodes, second.nodes] == [1, 3]
     cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 40 * 4
     floor = (timing.weight_bytes(model) + cached) / BANDWIDTH
     for row in (first, second):
-        assert row["over_floor"] == pytest.approx(row["seconds"] / floor)
-        assert row["over_the_first"] == pytest.approx(row["seconds"] / first["seconds"])
+        assert row.over_floor == pytest.approx(row.seconds / floor)
+        assert row.over_the_first == pytest.approx(row.seconds / first.seconds)
 
 
 def test_a_plain_step_is_timed_inside_the_loop():
     row = roofline.plain_step(tiny_model(), 16, BANDWIDTH)
-    assert (row["what"], row["slots"]) == ("plain step", 16)
-    assert row["over_floor"] > 0
+    assert (row.report()["what"], row.slots) == ("plain step", 16)
+    assert row.over_floor > 0
 
 
 @pytest.mark.parametrize(

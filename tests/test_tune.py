@@ -11,9 +11,10 @@ from pallas_kernels import machine
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling, process
 from specjax.measure import distribution_tests, tune
+from specjax.measure.rows import BenchRow
 from specjax.methods import acceptance, registry, tuned
 from specjax.methods.method import Setting
-from specjax.methods.setting import from_json, to_json
+from specjax.methods.setting import from_json
 from specjax.methods.tuned import Entry
 from specjax.verify import token_wise
 from tests.folders import answer, own_cache, pair_flags
@@ -70,12 +71,18 @@ def test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file(tmp_path, 
     assert {one["setting"]["method"] for one in held["env"]["promises"][0]} == {"chain"}
 
 
+def row(method: str, rate: float) -> BenchRow:
+    """A row of two tokens per step, 10 tokens per second being those of plain decoding."""
+    return BenchRow(
+        registry.setting_of(method), 0, 0.0, 1, "float32", prompts=1, new_tokens=4, target_steps=2,
+        tokens_per_step=2.0, mean_nodes=0.0, seconds=4 / rate, tokens_per_second=rate,
+        plain_tokens_per_second=10.0, speedup=rate / 10, round_speedups=[rate / 10], spread=None,
+        passes=2, repeated_8grams=0.0,
+    )  # fmt: skip
+
+
 def test_the_fastest_that_was_run_is_taken():
-    rows = [
-        {"method": name, "label": name, "setting": to_json(registry.setting_of(name)),
-         "tokens_per_second": rate, "tokens_per_step": 2.0, "speedup": rate / 10}
-        for name, rate in (("none", 10.0), ("chain", 30.0), ("lookup", 20.0))
-    ]  # fmt: skip
+    rows = [row(name, rate) for name, rate in (("none", 10.0), ("chain", 30.0), ("lookup", 20.0))]
     estimates = [tune.Estimate(registry.setting_of(name), 3.0, 0.1) for name in ("lookup", "chain")]
     entry = tune.entry_of(rows, 10.0, estimates, 0.5, 1)
     assert entry.setting == registry.setting_of("chain")
@@ -83,7 +90,7 @@ def test_the_fastest_that_was_run_is_taken():
     assert entry.expected == pytest.approx(
         {"tokens_per_step": 3.0, "tokens_per_second": 30.0, "speedup": 3.0}
     )
-    rows[0]["tokens_per_second"] = 50.0
+    rows[0] = row("none", 50.0)
     assert tune.entry_of(rows, 50.0, estimates, 0.5, 1)[2:4] == (Setting(), {})
 
 

@@ -10,15 +10,14 @@ from typing import Any
 
 from specjax.base.output import is_stream, reason, tried, write_json
 from specjax.checkpoints.pair import Pair
+from specjax.measure.rows import BenchRow
 from specjax.methods import records
 from specjax.methods.choice import shipped
 from specjax.methods.evidence import LEAST_ROUNDS
-from specjax.methods.method import Setting
+from specjax.methods.method import PLAIN, Setting
 from specjax.methods.records import Measured, Run
-from specjax.methods.setting import from_json
 from specjax.models.transformer import Model
 
-Row = dict[str, Any]
 _SECONDS = 10.0
 
 
@@ -32,15 +31,19 @@ class Sheet:
 
     file: str | None
     env: dict[str, Any]
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    rows: list[BenchRow] = dataclasses.field(default_factory=list)
     written: float = float("-inf")
     refused: bool = False
 
-    def report(self, rows: Sequence[Row] = (), complete: bool = False) -> dict[str, Any]:
+    def report(self, rows: Sequence[BenchRow] = (), complete: bool = False) -> dict[str, Any]:
         """The report with the rows that are done, and others that are not."""
-        return {"complete": complete, "env": self.env, "rows": [*self.rows, *rows]}
+        return {
+            "complete": complete,
+            "env": self.env,
+            "rows": [row.report() for row in (*self.rows, *rows)],
+        }
 
-    def keep(self, rows: Callable[[], Sequence[Row]]) -> None:
+    def keep(self, rows: Callable[[], Sequence[BenchRow]]) -> None:
         """Writes what is measured so far, at most every 10 seconds: the rows of a batch size.
 
         A file that refuses is not tried again before the end.
@@ -65,7 +68,7 @@ class Sheet:
 
 
 def remember(
-    rows: Sequence[Row], pair: Pair, targets: Mapping[str, Model], date: str, mixed: str
+    rows: Sequence[BenchRow], pair: Pair, targets: Mapping[str, Model], date: str, mixed: str
 ) -> Path | None:
     """Keeps what `--method auto` goes by, and reports what it cannot use; gives the file.
 
@@ -77,7 +80,7 @@ def remember(
     """
     file, untold = None, []
     for (batch, dtype, temperature), alike in _alike(rows, mixed):
-        run = Run(date, temperature, alike[0]["prompts"], tuple(map(_measured, alike)))
+        run = Run(date, temperature, alike[0][0].prompts, tuple(_measured(*one) for one in alike))
         default = shipped(pair, temperature > 0, batch).setting
         if len(run.measured) < 2:  # plain decoding alone says nothing about the methods
             continue
@@ -95,25 +98,27 @@ def remember(
     return file
 
 
-def _alike(rows: Sequence[Row], mixed: str) -> Iterator[tuple[tuple[int, str, float], list[Row]]]:
-    """Rows of a batch size, dtype and temperature; of plain decoding's rates one for all dtypes."""
+def _alike(
+    rows: Sequence[BenchRow], mixed: str
+) -> Iterator[tuple[tuple[int, str, Any], list[tuple[BenchRow, float]]]]:
+    """Rows of a batch size, dtype and temperature, each with its rate over one plain one."""
 
-    def kind(row: Row) -> tuple[int, str, float]:
-        return row["batch"], row["dtype"], row["temperature"]
+    def kind(one: tuple[BenchRow, float]) -> tuple[int, str, Any]:
+        return one[0].batch, one[0].dtype, one[0].temperature
 
-    plain = {(row["temperature"], row["batch"]): row["plain_tokens_per_second"]
-             for row in rows if row["method"] == "none"}  # fmt: skip
+    plain = {(row.temperature, row.batch): row.plain_tokens_per_second
+             for row in rows if row.setting.method == PLAIN}  # fmt: skip
     found = [
-        row | {"rate": row["speedup"] * plain[row["temperature"], row["batch"]]}
+        (row, row.speedup * plain[row.temperature, row.batch])
         for row in rows
-        if row["temperature"] != mixed
+        if row.temperature != mixed
     ]
     for one, alike in groupby(sorted(found, key=kind), key=kind):
         yield one, list(alike)
 
 
-def _measured(row: Row) -> Measured:
-    return Measured(from_json(row["setting"], "a row"), row["rate"], tuple(row["round_speedups"]))
+def _measured(row: BenchRow, rate: float) -> Measured:
+    return Measured(row.setting, rate, tuple(row.round_speedups))
 
 
 def _lacks(run: Run, default: Setting) -> str | None:

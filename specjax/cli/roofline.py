@@ -22,9 +22,12 @@ from specjax.cli.values import (
     temperatures_in,
 )
 from specjax.measure import prompts, timing
-from specjax.measure.roofline import SHAPES, Generations, Row, costs, of_pair
+from specjax.measure.roofline import SHAPES, Generations, costs, of_pair
 from specjax.models.inflate import inflate
 from specjax.models.transformer import initialize
+
+Row = dict[str, Any]
+"""A row as plain values, with the model that it is of."""
 
 _ON_A_CPU = {"shapes": "", "inflate": "100M", "slots": 512}
 _ELSEWHERE = {"shapes": "llama-3.1-8b,llama-3.2-1b", "inflate": "1B,8B", "slots": 4096}
@@ -101,7 +104,7 @@ def measured(options: Roofline) -> Iterator[Row]:
             yield {"model": name, "what": "owed"}
             continue
         for row in costs(shape(), nodes, slots, bandwidth):
-            yield {"model": name, **row}
+            yield {"model": name, **row.report()}
     for size in filter(None, sizes.split(",")):
         name = f"bundled, grown to {size}"
         if time.monotonic() - begin > options.seconds:
@@ -111,7 +114,7 @@ def measured(options: Roofline) -> Iterator[Row]:
         pair = pair._replace(target=inflate(pair.target, count_of(size)))
         work = _generations(options, pair)
         for row in of_pair(pair, nodes, slots, bandwidth, work, dtype):
-            yield {"model": name, **row}
+            yield {"model": name, **row.report()}
 
 
 def _generations(options: Roofline, pair: Pair) -> Generations:

@@ -24,8 +24,10 @@ from specjax.cli.values import (
     temperatures_in,
 )
 from specjax.measure import prompts, timing
+from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
 from specjax.methods import registry, tuned
+from specjax.methods.method import PLAIN
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import Entry, Unfinished
 from specjax.models.inflate import inflate
@@ -50,7 +52,7 @@ def tune(options: Tune) -> int:
     as_it_runs = jax.tree.map(lambda leaf: leaf.astype(dtype), grown)
     pairs = native, native._replace(target=as_it_runs)
     estimates: list[Sequence[Estimate]] = []
-    checked: list[tuple[Entry, list[dict[str, Any]]]] = []
+    checked: list[tuple[Entry, list[BenchRow]]] = []
     unfinished = Unfinished(options.out)
 
     def keep(found: Sequence[Estimate] = ()) -> None:
@@ -106,21 +108,21 @@ def _environment(
     }  # fmt: skip
 
 
-def _say(entry: Entry, estimates: Sequence[Estimate], rows: Sequence[dict[str, Any]]) -> None:
+def _say(entry: Entry, estimates: Sequence[Estimate], rows: Sequence[BenchRow]) -> None:
     """The estimates, the measurements, and what was written."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
     lines = Table("setting", "tokens/step", "ms/step", "tokens/s expected", "measured", "speed-up")
-    measured = {row["label"]: row for row in rows if row["method"] != "none"}
+    measured = {row.setting: row for row in rows if row.setting.method != PLAIN}
     for estimate in estimates:
-        row = measured.get(estimate.setting.label)
+        row = measured.get(estimate.setting)
         expected = estimate.rate * entry.batch
         lines.add_row(
             estimate.setting.label,
             f"{estimate.tokens:.2f}",
             f"{'≥ ' * estimate.bound}{estimate.seconds * 1e3:.2f}",
             f"{'≤ ' * estimate.bound}{expected:.1f}",
-            "" if row is None else f"{row['tokens_per_second']:.1f}",
-            "" if row is None else f"{row['speedup']:.2f}",
+            "" if row is None else f"{row.tokens_per_second:.1f}",
+            "" if row is None else f"{row.speedup:.2f}",
         )
     console.print(f"temperature {entry.temperature:g}, batch {entry.batch}")
     console.print(lines)

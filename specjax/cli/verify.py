@@ -1,13 +1,19 @@
 """`specjax verify`: what is certified, and what came of it."""
 
 import json
-from typing import Any
 
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Verify
 from specjax.cli.values import at_least, check_seed, widths_of
 from specjax.measure import prompts
-from specjax.measure.certificate import Checks, certificate, with_rules
+from specjax.measure.certificate import (
+    Certificate,
+    Checks,
+    DistributionSection,
+    Section,
+    certificate,
+    with_rules,
+)
 from specjax.methods import registry
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import read
@@ -41,29 +47,30 @@ def verify(options: Verify) -> int:
         options.max_new_tokens,
     )
     found = certificate(pair, settings, chosen, checks)
-    print(json.dumps(found) if options.json else summary(found))
-    return 0 if found["passed"] else 1
+    print(json.dumps(found.report()) if options.json else summary(found))
+    return 0 if found.passed else 1
 
 
-def summary(found: dict[str, Any]) -> str:
+def summary(found: Certificate) -> str:
     """The certificate in a few lines."""
-    greedy, naive, drawn = found["greedy"], found["sampled"]["naive"], found["sampled"]["law"]
+    parts = (("temperature 0", found.greedy), ("naive rule, same seed", found.naive))
     lines = [
-        f"{_mark(part)} {title}: {one['method']}, {one['equal_tokens']} of {part['tokens']} tokens "
-        f"equal, {len(one['divergences'])} divergences, {one['tokens_per_step']:.2f} tokens a step"
-        for title, part in (("temperature 0", greedy), ("naive rule, same seed", naive))
-        for one in part["methods"]
+        f"{_mark(part)} {title}: {one.method}, {one.equal_tokens} of {part.tokens} tokens "
+        f"equal, {len(one.divergences)} divergences, {one.tokens_per_step:.2f} tokens a step"
+        for title, part in parts
+        for one in part.comparisons
     ]
-    lowest = min(test["p_value"] for test in drawn["tests"])
+    drawn = found.distribution
+    lowest = min(one.test.p_value for one in drawn.tests)
     lines.append(
-        f"{_mark(drawn)} distribution of {drawn['samples']} samples: {len(drawn['tests'])} tests, "
-        f"lowest p-value {lowest:.3g}, level {drawn['level']:.3g}"
+        f"{_mark(drawn)} distribution of {drawn.samples} samples: {len(drawn.tests)} tests, "
+        f"lowest p-value {lowest:.3g}, level {drawn.level:.3g}"
     )
-    return "\n".join([*lines, "lossless" if found["passed"] else "NOT LOSSLESS"])
+    return "\n".join([*lines, "lossless" if found.passed else "NOT LOSSLESS"])
 
 
-def _mark(part: dict[str, Any]) -> str:
-    return "passed" if part["passed"] else "FAILED"
+def _mark(part: Section | DistributionSection) -> str:
+    return "passed" if part.passed else "FAILED"
 
 
 def checks_of(options: Verify) -> Checks:

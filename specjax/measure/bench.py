@@ -5,7 +5,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -20,18 +20,17 @@ from specjax.draft import Drafter
 from specjax.measure import timing
 from specjax.measure.profile import profile
 from specjax.measure.prompts import Prompt
+from specjax.measure.rows import BenchRow, PhaseSeconds
 from specjax.measure.timing import Phases
 from specjax.measure.workload import MIXED, PLAIN_DTYPES, Candidate, Temperature, Workload
 from specjax.methods import records, registry
 from specjax.methods.method import PLAIN, Setting
-from specjax.methods.setting import to_json
 from specjax.verify.rules import AUTO
 
 _PHASE_REQUESTS = 8
 
 Named: TypeAlias = tuple[Temperature, Candidate]
-Row: TypeAlias = dict[str, Any]
-Rows: TypeAlias = Callable[[], list[Row]]
+Rows: TypeAlias = Callable[[], list[BenchRow]]
 Run: TypeAlias = tuple[Generation, float]
 
 
@@ -132,7 +131,7 @@ class Bencher:
             stop_at_eos=False,
         )
 
-    def rows(self, batch: int, keep: Callable[[Rows], None] = lambda _: None) -> list[Row]:
+    def rows(self, batch: int, keep: Callable[[Rows], None] = lambda _: None) -> list[BenchRow]:
         """A row of the report for every temperature and candidate.
 
         One compiled size after the other, and of each as many candidates at a time as a process
@@ -175,7 +174,7 @@ class Bencher:
                 done.update(group)
         return made()
 
-    def _report(self, tallies: dict[Named, Tally], batch: int) -> list[Row]:
+    def _report(self, tallies: dict[Named, Tally], batch: int) -> list[BenchRow]:
         """A row for every candidate that ran."""
         return [
             self._row(candidate, tally, batch, temperature)
@@ -216,46 +215,44 @@ class Bencher:
             tally.phases.append(timing.phases(request))
         return run
 
-    def _row(self, candidate: Candidate, tally: Tally, batch: int, temperature: Temperature) -> Row:
+    def _row(
+        self, candidate: Candidate, tally: Tally, batch: int, temperature: Temperature
+    ) -> BenchRow:
         """The report of one candidate.
 
         `speedup` is over the faster plain loop, `round_speedups` over that of the own dtype.
         """
-        setting, drafter = candidate.setting, self.drafter(candidate)
         beside = max(plain.rate for plain in tally.beside.values())
         plain = tally.beside[Candidate(Setting(), candidate.dtype)]
         rounds = [rate / own for rate, own in zip(tally.rates, plain.rates, strict=True)]
-        row = {
-            "method": setting.method,
-            "label": setting.label,
-            "setting": to_json(setting),
-            "nodes": drafter.num_slots - 1,
-            "temperature": temperature,
-            "batch": batch,
-            "dtype": candidate.dtype,
-            "prompts": len(tally.outputs),
-            "new_tokens": tally.new_tokens,
-            "target_steps": tally.steps,
-            "tokens_per_step": tally.new_tokens / tally.steps,
-            "mean_nodes": tally.nodes / tally.steps,
-            "seconds": tally.seconds,
-            "tokens_per_second": tally.rate,
-            "plain_tokens_per_second": beside,
-            "speedup": tally.rate / beside,
-            "round_speedups": rounds,
-            "spread": records.spread(rounds),
-            "passes": tally.passes,
-            "repeated_8grams": timing.repeated(tally.outputs),
-        }
-        if tally.parts:
-            row["profile"] = tally.parts
-        if not tally.phases:
-            return row
         floor = timing.weight_bytes(self.targets[candidate.dtype]) / (self.bandwidth * 1e9)
-        return row | _shares(tally, floor if _is_plain(candidate) else None)
+        return BenchRow(
+            setting=candidate.setting,
+            nodes=self.drafter(candidate).num_slots - 1,
+            temperature=temperature,
+            batch=batch,
+            dtype=candidate.dtype,
+            prompts=len(tally.outputs),
+            new_tokens=tally.new_tokens,
+            target_steps=tally.steps,
+            tokens_per_step=tally.new_tokens / tally.steps,
+            mean_nodes=tally.nodes / tally.steps,
+            seconds=tally.seconds,
+            tokens_per_second=tally.rate,
+            plain_tokens_per_second=beside,
+            speedup=tally.rate / beside,
+            round_speedups=rounds,
+            spread=records.spread(rounds),
+            passes=tally.passes,
+            repeated_8grams=timing.repeated(tally.outputs),
+            profile=tally.parts or None,
+            phases=_shares(tally, floor if _is_plain(candidate) else None)
+            if tally.phases
+            else None,
+        )
 
 
-def _shares(tally: Tally, floor: float | None) -> dict[str, Any]:
+def _shares(tally: Tally, floor: float | None) -> PhaseSeconds:
     """How the seconds of a candidate were spent.
 
     The phases, compiled apart and run in the same minutes, give the shares of a step; the
@@ -268,17 +265,13 @@ def _shares(tally: Tally, floor: float | None) -> dict[str, Any]:
     prefill = min(phases.prefill * len(tally.rates), tally.seconds)
     loop = tally.seconds - prefill
     share = loop / phases.step
-    found = {
-        "draft_seconds": phases.draft * share,
-        "target_seconds": phases.target * share,
-        "other_seconds": phases.rest * share,
-        "prefill_seconds": prefill,
-        "phases_over_loop": phases.step * tally.passes / loop if loop else None,
-    }
-    return (
-        found
-        if floor is None
-        else found | {"step_over_bandwidth_floor": loop / tally.passes / floor}
+    return PhaseSeconds(
+        draft_seconds=phases.draft * share,
+        target_seconds=phases.target * share,
+        other_seconds=phases.rest * share,
+        prefill_seconds=prefill,
+        phases_over_loop=phases.step * tally.passes / loop if loop else None,
+        step_over_bandwidth_floor=None if floor is None else loop / tally.passes / floor,
     )
 
 

@@ -77,6 +77,101 @@ class Comparison:
         }
 
 
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Methods against plain decoding at one temperature, over `tokens` tokens each."""
+
+    comparisons: tuple[Comparison, ...]
+    tokens: int
+    temperature: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether every comparison passed."""
+        return all(comparison.passed for comparison in self.comparisons)
+
+    def report(self) -> dict[str, Any]:
+        """The section as plain values; the temperature where it is not 0."""
+        found = {
+            "passed": self.passed,
+            "tokens": self.tokens,
+            "divergences": sum(len(comparison.divergences) for comparison in self.comparisons),
+            "tolerance": TOLERANCE,
+            "methods": [comparison.report() for comparison in self.comparisons],
+        }
+        return found | ({"temperature": self.temperature} if self.temperature else {})
+
+
+class DistributionTest(NamedTuple):
+    """A test of the tokens that a method draws under a rule."""
+
+    method: str
+    rule: str
+    token: str
+    test: distribution_tests.GTest
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributionSection:
+    """Tests of drawn texts, `samples` for each method and rule."""
+
+    tests: tuple[DistributionTest, ...]
+    samples: int
+
+    @property
+    def level(self) -> float:
+        """The p-value below which a test fails: the family's error over the number of tests."""
+        return FAMILY_ERROR / len(self.tests)
+
+    @property
+    def failed(self) -> tuple[DistributionTest, ...]:
+        """The tests that failed."""
+        return tuple(one for one in self.tests if one.test.p_value < self.level)
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passed."""
+        return not self.failed
+
+    def report(self) -> dict[str, Any]:
+        """The section as plain values."""
+        return {
+            "passed": self.passed,
+            "temperature": TEMPERATURE,
+            "samples": self.samples,
+            "family_error": FAMILY_ERROR,
+            "level": self.level,
+            "tests": [
+                {"method": one.method, "rule": one.rule, "token": one.token} | one.test._asdict()
+                for one in self.tests
+            ],
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Certificate:
+    """That speculative decoding changes nothing but speed on a pair, or where it does."""
+
+    greedy: Section
+    naive: Section
+    distribution: DistributionSection
+
+    @property
+    def passed(self) -> bool:
+        """Whether every part holds."""
+        return self.greedy.passed and self.naive.passed and self.distribution.passed
+
+    def report(self) -> dict[str, Any]:
+        """The certificate as plain values."""
+        sampled = {
+            "passed": self.naive.passed and self.distribution.passed,
+            "naive": self.naive.report(),
+            "law": self.distribution.report(),
+        }
+        greedy = self.greedy.report()
+        return {"passed": self.passed, "dtype": "float32", "greedy": greedy, "sampled": sampled}
+
+
 def compare(
     pair: Pair,
     setting: Setting,
@@ -147,34 +242,33 @@ def _gap(
 
 def greedy_part(
     pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
-) -> dict[str, Any]:
+) -> Section:
     """At temperature 0 every method gives the tokens of plain decoding."""
-    plain = tokens_of(pair.target, None, chosen, checks, 0.0).tokens
-    found = [compare(pair, s, chosen, checks, 0.0, plain) for s in settings]
-    return section(found, plain)
+    return _section(pair, settings, chosen, checks, 0.0)
 
 
 def naive_part(
     pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
-) -> dict[str, Any]:
+) -> Section:
     """With one seed the naive rule gives the tokens of plain sampling."""
-    plain = tokens_of(pair.target, None, chosen, checks, TEMPERATURE).tokens
-    found = [compare(pair, s, chosen, checks, TEMPERATURE, plain) for s in settings]
-    return section(found, plain) | {"temperature": TEMPERATURE}
+    return _section(pair, settings, chosen, checks, TEMPERATURE)
 
 
-def section(found: Sequence[Comparison], plain: np.ndarray) -> dict[str, Any]:
-    """The comparisons of one part as plain values; `plain` holds the tokens compared with."""
-    return {
-        "passed": all(comparison.passed for comparison in found),
-        "tokens": int(plain.size),
-        "divergences": sum(len(comparison.divergences) for comparison in found),
-        "tolerance": TOLERANCE,
-        "methods": [comparison.report() for comparison in found],
-    }
+def _section(
+    pair: Pair,
+    settings: Sequence[Setting],
+    chosen: Sequence[Prompt],
+    checks: Checks,
+    temperature: float,
+) -> Section:
+    plain = tokens_of(pair.target, None, chosen, checks, temperature).tokens
+    found = tuple(compare(pair, s, chosen, checks, temperature, plain) for s in settings)
+    return Section(found, int(plain.size), temperature)
 
 
-def distribution_part(pair: Pair, settings: Sequence[Setting], checks: Checks) -> dict[str, Any]:
+def distribution_part(
+    pair: Pair, settings: Sequence[Setting], checks: Checks
+) -> DistributionSection:
     """Tokens of many continuations follow the target's distribution, whatever the step before
     drew.
     """
@@ -184,20 +278,12 @@ def distribution_part(pair: Pair, settings: Sequence[Setting], checks: Checks) -
         for setting, rule in with_rules(pair, settings, checks)
         for test in _distribution_tests(pair, setting, rule, prompt, checks)
     ]
-    level = FAMILY_ERROR / len(tests)
-    return {
-        "passed": all(test["p_value"] >= level for test in tests),
-        "temperature": TEMPERATURE,
-        "samples": checks.samples,
-        "family_error": FAMILY_ERROR,
-        "level": level,
-        "tests": tests,
-    }
+    return DistributionSection(tuple(tests), checks.samples)
 
 
 def _distribution_tests(
     pair: Pair, setting: Setting, rule: str, prompt: list[int], checks: Checks
-) -> list[dict[str, Any]]:
+) -> list[DistributionTest]:
     """G-tests of the first token, of the second after the most frequent first ones, and of steps
     that follow each other.
     """
@@ -222,10 +308,7 @@ def _distribution_tests(
     found["steps"] = distribution_tests.independence(
         pair.target, prompt, texts, sampling, checks.seed
     )
-    return [
-        {"method": setting.label, "rule": rule, "token": name} | test._asdict()
-        for name, test in found.items()
-    ]
+    return [DistributionTest(setting.label, rule, name, test) for name, test in found.items()]
 
 
 def with_rules(
@@ -253,11 +336,23 @@ def with_rules(
 
 def certificate(
     pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
-) -> dict[str, Any]:
-    """The whole certificate; `passed` says whether every part holds."""
-    greedy = greedy_part(pair, settings, chosen, checks)
-    naive = naive_part(pair, settings, chosen, checks)
-    drawn = distribution_part(pair, settings, checks)
-    sampled = {"passed": naive["passed"] and drawn["passed"], "naive": naive, "law": drawn}
-    passed = greedy["passed"] and sampled["passed"]
-    return {"passed": passed, "dtype": "float32", "greedy": greedy, "sampled": sampled}
+) -> Certificate:
+    """The whole certificate.
+
+    Args:
+      pair: a float32 target and what drafts for it.
+      settings: the settings that are checked.
+      chosen: the prompts that the greedy and the naive part continue.
+      checks: how much is checked.
+
+    Returns:
+      Its three parts; `passed` says whether every one holds.
+
+    Raises:
+      ValueError: no rule is lossless for the trees of the settings.
+    """
+    return Certificate(
+        greedy=greedy_part(pair, settings, chosen, checks),
+        naive=naive_part(pair, settings, chosen, checks),
+        distribution=distribution_part(pair, settings, checks),
+    )

@@ -20,10 +20,12 @@ from specjax.decoding.request import prepare
 from specjax.measure import timing, transformers_baseline
 from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
+from specjax.measure.rows import FailedRow, GenerationRow, PassRow, PlainStepRow, RooflineRow
 from specjax.measure.workload import Workload
 from specjax.methods import registry
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.memory import load_of
 from specjax.models.transformer import Model, forward
 
 SHAPES = {
@@ -37,8 +39,6 @@ SHAPES = {
 _ROUNDS = 7
 _ROUND_SECONDS = 0.2
 _STEPS = 64
-
-Row = dict[str, Any]
 
 
 def spent(work: Callable[[], Any]) -> float:
@@ -54,12 +54,7 @@ def spent(work: Callable[[], Any]) -> float:
     return statistics.median(rounds)
 
 
-def cache_bytes(config: ModelConfig, tokens: int, dtype: jnp.dtype) -> int:
-    """Bytes of the keys and values of so many tokens of one row."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * tokens * dtype.itemsize
-
-
-def passes(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -> Iterator[Row]:
+def passes(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -> Iterator[PassRow]:
     """A row for every number of nodes: a pass over them below `slots` cached tokens of one row."""
     config, dtype = model.config, cache_dtype(model.embedding.dtype)
     cache = empty_cache(config, 1, slots, dtype)
@@ -76,16 +71,13 @@ def passes(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -
 
         taken = spent(lambda at=(tokens, positions, tree_mask): work(*at))
         one = one or taken
-        floor = (timing.weight_bytes(model) + cache_bytes(config, slots, dtype)) / bandwidth
-        yield {
-            "what": "pass", "nodes": count, "slots": slots, "seconds": taken,
-            "over_the_first": taken / one, "over_floor": taken / floor,
-        }  # fmt: skip
+        floor = (timing.weight_bytes(model) + load_of(model).caches(1, slots)) / bandwidth
+        yield PassRow(count, slots, taken, taken / one, taken / floor)
 
 
-def plain_step(model: Model, slots: int, bandwidth: float) -> Row:
+def plain_step(model: Model, slots: int, bandwidth: float) -> PlainStepRow:
     """A step of plain decoding inside the compiled loop, `slots` tokens into a text."""
-    config, dtype = model.config, cache_dtype(model.embedding.dtype)
+    config = model.config
     text = jax.random.randint(jax.random.key(0), (slots,), 0, config.vocab_size).tolist()
     key = jax.random.key(0)
     asked, first = (
@@ -96,9 +88,9 @@ def plain_step(model: Model, slots: int, bandwidth: float) -> Row:
     timing.warm_up(first)
     pairs = [(timing.timed(asked)[1], timing.timed(first)[1]) for _ in range(_ROUNDS)]
     taken = statistics.median(all_of_it - start for all_of_it, start in pairs) / _STEPS
-    held = cache_bytes(config, slots + _STEPS // 2, dtype)
+    held = load_of(model).caches(1, slots + _STEPS // 2)
     floor = (timing.weight_bytes(model) + held) / bandwidth
-    return {"what": "plain step", "slots": slots, "seconds": taken, "over_floor": taken / floor}
+    return PlainStepRow(slots, taken, taken / floor)
 
 
 class Generations(NamedTuple):
@@ -110,7 +102,7 @@ class Generations(NamedTuple):
     max_new_tokens: int
 
 
-def generations(pair: Pair, work: Generations, dtype: str) -> Iterator[Row]:
+def generations(pair: Pair, work: Generations, dtype: str) -> Iterator[RooflineRow]:
     """Rows of `bench` for the pair, then of transformers over the same weights."""
     names = [name for name in registry.names_of(work.methods, pair) if name != "none"]
     settings = [registry.setting_of(name, None, None, 1, len(pair.drafts)) for name in names]
@@ -118,18 +110,21 @@ def generations(pair: Pair, work: Generations, dtype: str) -> Iterator[Row]:
         work.prompts, {1: settings}, work.temperatures, (dtype,), work.max_new_tokens
     )
     found = Bencher(workload, pair).rows(1)
-    kept = ("temperature", "dtype", "tokens_per_step", "tokens_per_second", "speedup")
-    yield from ({"what": row["label"]} | {name: row[name] for name in kept} for row in found)
+    for row in found:
+        yield GenerationRow(
+            row.setting.label, row.temperature, row.dtype, row.tokens_per_second, row.speedup,
+            row.tokens_per_step,
+        )  # fmt: skip
     try:
         yield from _peers(pair, work, dtype)
     except Exception as error:  # whatever another library raises, the rest goes on
-        yield {"what": "transformers", "error": f"{type(error).__name__}: {error}"}
+        yield FailedRow("transformers", f"{type(error).__name__}: {error}")
 
 
-def _peers(pair: Pair, work: Generations, dtype: str) -> Iterator[Row]:
+def _peers(pair: Pair, work: Generations, dtype: str) -> Iterator[RooflineRow]:
     """Plain and assisted generation of transformers, each run once after a warm-up."""
     if not transformers_baseline.available():
-        yield {"what": "transformers", "error": "PyTorch is not installed"}
+        yield FailedRow("transformers", "PyTorch is not installed")
         return
     target, draft = (
         jax.tree.map(lambda leaf: leaf.astype(dtype), model)
@@ -144,11 +139,10 @@ def _peers(pair: Pair, work: Generations, dtype: str) -> Iterator[Row]:
             made = generated.generate(texts, work.max_new_tokens, temperature, assisted)
             rate = sum(map(len, made.outputs)) / made.seconds
             plain = plain or rate
-            yield {
-                "what": "transformers, assisted" if assisted else "transformers, plain",
-                "temperature": temperature, "dtype": dtype, "tokens_per_second": rate,
-                "speedup": rate / plain, **generated.versions,
-            }  # fmt: skip
+            what = "transformers, assisted" if assisted else "transformers, plain"
+            yield GenerationRow(
+                what, temperature, dtype, rate, rate / plain, versions=generated.versions
+            )
 
 
 def of_pair(
@@ -158,7 +152,7 @@ def of_pair(
     bandwidth: float,
     work: Generations,
     dtype: str,
-) -> Iterator[Row]:
+) -> Iterator[RooflineRow]:
     """The costs of a pair's target, then its generations."""
     longest = pair.target.config.max_positions
     model = jax.tree.map(lambda leaf: leaf.astype(dtype), pair.target)
@@ -167,7 +161,9 @@ def of_pair(
     yield from generations(pair, work, dtype)
 
 
-def costs(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -> Iterator[Row]:
+def costs(
+    model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float
+) -> Iterator[RooflineRow]:
     """The passes of a model, and its plain step."""
     yield from passes(model, nodes, slots, bandwidth)
     yield plain_step(model, slots, bandwidth)

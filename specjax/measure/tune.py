@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -24,12 +24,12 @@ from specjax.draft import Drafter
 from specjax.measure import timing
 from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
+from specjax.measure.rows import BenchRow
 from specjax.measure.workload import Workload
 from specjax.methods import registry
 from specjax.methods.acceptance import measured
-from specjax.methods.method import Setting
+from specjax.methods.method import PLAIN, Setting
 from specjax.methods.sequoia import best_shape, expected_tokens
-from specjax.methods.setting import from_json
 from specjax.methods.tuned import Entry
 from specjax.trees.tree import TreeShape
 
@@ -218,7 +218,7 @@ def fastest_of(
     temperature: float,
     estimates: Sequence[Estimate],
     progress: Progress,
-) -> tuple[Entry, list[dict[str, Any]]]:
+) -> tuple[Entry, list[BenchRow]]:
     """The fastest of the settings with the best estimates and plain decoding, run side by side.
 
     Every prompt comes several times; a row's number seeds its draws, so that they differ.
@@ -234,25 +234,26 @@ def fastest_of(
         mixed=False,
     )
     rows = Bencher(workload, pair, progress).rows(choices.batch)
-    as_asked = [row for row in rows if row["dtype"] == dtype]
-    plain = max(row["tokens_per_second"] for row in rows if row["method"] == "none")
+    as_asked = [row for row in rows if row.dtype == dtype]
+    plain = max(row.tokens_per_second for row in rows if row.setting.method == PLAIN)
     return entry_of(as_asked, plain, finalists, temperature, choices.batch), rows
 
 
 def entry_of(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[BenchRow],
     plain: float,
     finalists: Sequence[Estimate],
     temperature: float,
     batch: int,
 ) -> Entry:
     """The fastest of the rows, with its estimate; `plain` are tokens per second."""
-    best = max(rows, key=lambda row: row["tokens_per_second"])
-    setting = from_json(best["setting"], "a row")
-    estimated = {estimate.setting: estimate for estimate in finalists}.get(setting)
+    best = max(rows, key=lambda row: row.tokens_per_second)
+    estimated = {estimate.setting: estimate for estimate in finalists}.get(best.setting)
     expected = {} if estimated is None else _figures(estimated, batch, plain)
     figures = ("tokens_per_step", "tokens_per_second", "speedup")
-    return Entry(temperature, batch, setting, expected, {name: best[name] for name in figures})
+    return Entry(
+        temperature, batch, best.setting, expected, {name: getattr(best, name) for name in figures}
+    )
 
 
 def _figures(estimate: Estimate, batch: int, plain: float) -> dict[str, float]:
