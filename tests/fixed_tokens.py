@@ -27,10 +27,10 @@ CASES = (
 
 def main() -> None:
     """Prints a line a case."""
-    pair = specjax.load_pair("bundled", None, "float32")
+    pair = specjax.load_pair("bundled", None, dtype="float32")
     prompts = [pair.tokenizer(text).input_ids for text in TEXTS]
     for seed, method, rule, temperature in CASES:
-        drafter = specjax.build(specjax.setting_of(method), pair, rule)
+        drafter = specjax.build(specjax.setting_of(method), pair, verify=rule)
         made = specjax.generate(
             jax.random.key(seed), pair.target, drafter, prompts, max_new_tokens=32,
             sampling=specjax.Sampling(temperature), verify=rule if drafter else "auto",

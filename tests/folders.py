@@ -39,7 +39,7 @@ def pair_folder() -> Path:
     target = tiny_model(0, **sizes)
     other = tiny_model(1, **sizes)
     for name, model in {"target": target, "one": target, "two": other}.items():
-        huggingface.save_model(model, folder / name, byte_tokenizer(), "float32")
+        huggingface.save_model(model, folder / name, tokenizer=byte_tokenizer(), dtype="float32")
     return folder
 
 

@@ -121,7 +121,7 @@ def measured(folder: Path, dtype: str) -> dict:
     jax.block_until_ready(jax.numpy.zeros(8))  # the client is there before the clock starts
     with Peak() as peak:
         start = time.perf_counter()
-        model = load_model(folder, dtype)
+        model = load_model(folder, dtype=dtype)
         seconds = time.perf_counter() - start
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
     return {

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax.base.pytree import unchecked
 from specjax.base.sampling import Sampling
-from specjax.decoding.generate import run
+from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Limits, Room, Rows, room
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
@@ -135,7 +135,7 @@ def lowered(case: Case, drafter: Any) -> Any:
         Rows, prompt=array(case.rows, width), length=array(case.rows), key=keys, sampling=sampling,
         limits=limits,
     )  # fmt: skip
-    return run.lower(target, drafter, rows, rule_of(case, drafter), outputs, slots)
+    return generate_jit.lower(target, drafter, rows, rule_of(case, drafter), outputs, slots)
 
 
 def room_of(case: Case, drafter: Any) -> Room:

@@ -16,7 +16,7 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import generate, run, stream
+from specjax.decoding.generate import generate, generate_jit, stream
 from specjax.decoding.request import prepare
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
@@ -37,7 +37,7 @@ MESHES = {
 
 def pair_on(folder: Path, mesh) -> Pair:
     drafts = huggingface.load_drafts(
-        [folder / "drafts" / str(n) for n in range(3)], "float32", mesh
+        [folder / "drafts" / str(n) for n in range(3)], dtype="float32", mesh=mesh
     )
     return Pair(huggingface.load_model(folder / "target", mesh=mesh), None, drafts)
 
@@ -69,7 +69,7 @@ def programs(folder: Path) -> dict:
             jax.random.key(0), target, None, PROMPTS, max_new_tokens=NEW, sampling=MIXED,
             stop_at_eos=False,
         )  # fmt: skip
-        text = run.lower(**asked._asdict()).compile().as_text()
+        text = generate_jit.lower(**asked._asdict()).compile().as_text()
         sums = len(re.findall(r" all-reduce(?:-start)?\(", text))
         shapes = re.findall(r"f32\[([\d,]+)\]\S* all-gather(?:-start)?\(", text)
         sizes = [int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes]

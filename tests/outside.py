@@ -26,7 +26,7 @@ from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.decoding import stepping
-from specjax.decoding.generate import run
+from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.draft.best_first import BestFirstDrafter, ModelSource
@@ -179,7 +179,7 @@ def passes_only() -> Iterator[None]:
 def loop_of(request: Request) -> Callable[[bool], tuple]:
     """Runs a compiled loop, whole or of one token: its steps and seconds."""
     target, drafter, rows, rule, outputs, slots, _ = request
-    afresh = jax.jit(lambda *a: run.__wrapped__(*a, rule, outputs, slots))
+    afresh = jax.jit(lambda *a: generate_jit.__wrapped__(*a, rule, outputs, slots))
     compiled = afresh.lower(target, drafter, rows).compile()
     least = jnp.ones_like(rows.limits.max_new_tokens)
     one = replace(rows, limits=replace(rows.limits, max_new_tokens=least))
@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("temperature", type=float)
     parser.add_argument("--prompt", default="def fibonacci(n):\n")
     options = parser.parse_args()
-    pair = load_pair("bundled", None, "float32")
+    pair = load_pair("bundled", None, dtype="float32")
     whole, alone, share = outside(pair, options.method, options.temperature, options.prompt)
     print(f"a step {whole * 1e6:.0f} µs, its passes alone {alone * 1e6:.0f} µs, beside {share:.1%}")
 

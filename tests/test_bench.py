@@ -161,13 +161,15 @@ def check_rounds(rows, said):
 
 def bench_pair():
     flags = pair_flags()
-    pair = load_pair(flags[1], flags[3], "float32")
+    pair = load_pair(flags[1], flags[3], dtype="float32")
     return pair._replace(target=inflate(pair.target, 48_320))
 
 
 def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     target = tiny_model(num_layers=1)
-    drafter = registry.build(registry.setting_of("tree", (2, 1)), Pair(target, None, [target]))
+    drafter = registry.build(
+        registry.setting_of("tree", widths=(2, 1)), Pair(target, None, [target])
+    )
     asked = request.prepare(
         jax.random.key(0), target, drafter, [[1, 2, 3]], max_new_tokens=10, stop_at_eos=False
     )
@@ -224,7 +226,9 @@ def test_a_plan_holds_every_setting_and_both_plain_loops():
 def test_shapes_to_compare_replace_the_default_ones():
     shapes = (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
     plan = workload_of(Bench(trees="chain:1,1;tree:2/2,1;tree"))
-    assert settings(plan) == [registry.setting_of(*shape) for shape in shapes]
+    assert settings(plan) == [
+        registry.setting_of(method, widths=widths) for method, widths in shapes
+    ]
 
 
 def settings(plan) -> list[Setting]:
@@ -234,19 +238,21 @@ def settings(plan) -> list[Setting]:
 def test_every_method_takes_every_budget():
     plan = workload_of(Bench(methods="all", budgets="4,9"))
     named = [(name, budget) for name in list(METHODS)[1:] for budget in (4, 9)]
-    assert settings(plan) == [registry.setting_of(name, None, budget) for name, budget in named]
+    assert settings(plan) == [
+        registry.setting_of(name, widths=None, budget=budget) for name, budget in named
+    ]
 
 
 def test_shapes_are_measured_beside_budgets():
     plan = workload_of(Bench(methods="lookup", trees="tree:2,1", budgets="3"))
     assert settings(plan) == [
-        registry.setting_of("tree", (2, 1)),
-        registry.setting_of("lookup", None, 3),
+        registry.setting_of("tree", widths=(2, 1)),
+        registry.setting_of("lookup", widths=None, budget=3),
     ]
 
 
 def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
-    setting = registry.setting_of("hybrid", None, 5)
+    setting = registry.setting_of("hybrid", widths=None, budget=5)
     entries = [Entry(0.0, 1, setting, {}, {}), Entry(0.8, 1, Setting(), {}, {})]
     tuned.write(tmp_path / "tuned.json", entries, {})
     plan = workload_of(Bench(methods="none", config=str(tmp_path / "tuned.json")))

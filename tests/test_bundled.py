@@ -18,7 +18,7 @@ NAIVE = certificate.naive_part, Verify(methods="chain", max_new_tokens=32)
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return load_pair("bundled", None, "float32")
+    return load_pair("bundled", None, dtype="float32")
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ SMALL = Verify(methods="tree", tree="2,1", prompts=2, max_new_tokens=8, samples=
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     flags = pair_flags()
-    found = load_pair(flags[1], flags[3], "float32")
+    found = load_pair(flags[1], flags[3], dtype="float32")
     return found._replace(drafts=found.drafts[1:])
 
 
@@ -171,7 +171,7 @@ def test_another_token_fails_the_naive_part(pair, chosen, monkeypatch, fresh_pro
     monkeypatch.setattr(rules, "match", another)
     jax.clear_caches()
     found = certificate.compare(
-        pair, registry.setting_of("tree", (2, 1)), chosen, checks_of(SMALL), 0.8, expected
+        pair, registry.setting_of("tree", widths=(2, 1)), chosen, checks_of(SMALL), 0.8, expected
     )
     assert not found.passed
     assert found.divergences[0].gap > certificate.TOLERANCE

@@ -35,3 +35,17 @@ def test_a_drafter_of_before_is_shown_what_it_asks_for():
     with pytest.warns(DeprecationWarning, match="num_seen is deprecated; it is target_top_k now"):
         assert PlainDrafter(7).num_seen == 0
     assert PlainDrafter(7).target_top_k == 0
+
+
+def test_arguments_without_a_name_still_work():
+    with pytest.warns(DeprecationWarning, match=r"setting_of .* give it widths=\.\.\., budget="):
+        assert specjax.setting_of("specexec", None, 9) == specjax.setting_of("specexec", budget=9)
+    with pytest.warns(DeprecationWarning, match=r"make_mesh without a name are .* data="):
+        assert specjax.make_mesh(1).shape == specjax.make_mesh(data=1).shape
+    with (
+        pytest.warns(DeprecationWarning, match="widths"),
+        pytest.raises(TypeError, match="multiple values for keyword argument 'widths'"),
+    ):
+        specjax.setting_of("chain", (1,), widths=(1,))
+    with pytest.raises(TypeError, match="positional"):
+        specjax.setting_of("chain", (1,), None, 1, 1, 1)

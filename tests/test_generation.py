@@ -11,7 +11,7 @@ import pytest
 from specjax.base.pytree import replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import begin, on_host, run, steps, stream
+from specjax.decoding.generate import begin, generate_jit, on_host, steps, stream
 from specjax.decoding.request import NO_END, Limits, Rows, prepare
 from specjax.draft import ExpansionDrafter
 from specjax.methods import registry
@@ -144,40 +144,40 @@ def requests(count):
 
 
 def test_programs_are_as_many_as_buckets(target):
-    run.clear_cache()
+    generate_jit.clear_cache()
     drafters = [alone(near(target, seed), (1,)) for seed in range(2)]
     used = set()
     for index, (buckets, options) in enumerate(requests(100)):
         used.add(buckets)
         generate(target, drafters[index % 2], **options)
-    assert run._cache_size() == len(used) == 4
+    assert generate_jit._cache_size() == len(used) == 4
     for _, options in requests(20):
         generate(near(target, 3), drafters[0], stop_at_eos=True, **options)
-    assert run._cache_size() == len(used)
+    assert generate_jit._cache_size() == len(used)
 
 
 @pytest.mark.parametrize("method", ["staged", "hybrid", "recycle"])
 def test_trees_of_any_topology_are_one_program(target, method):
-    run.clear_cache()
+    generate_jit.clear_cache()
     asked = [options for buckets, options in requests(24) if buckets == (1, 32, 32)]
     for seed, options in enumerate(asked):
         pair = Pair(target, None, [near(target, seed)], smaller=near(target, seed + 9))
-        drafter = registry.build(registry.setting_of(method, None, 5), pair)
+        drafter = registry.build(registry.setting_of(method, widths=None, budget=5), pair)
         generate(target, drafter, **options)
     assert len(asked) == 6
-    assert run._cache_size() == 1
+    assert generate_jit._cache_size() == 1
 
 
 def test_every_row_has_limits_of_its_own(target):
     """Their tokens are the first ones of a longer batch, up to an end token of the row's own."""
     drafter = alone(near(target, 1))
     whole = prepare(KEY, target, drafter, PROMPTS, max_new_tokens=NEW, stop_at_eos=False)
-    expected = on_host(run(**whole._asdict()), NEW)
+    expected = on_host(generate_jit(**whole._asdict()), NEW)
     most, ends = np.array([1, 5, NEW, NEW], np.int32), np.full((4, 2), NO_END, np.int32)
     ends[2, 1] = expected.tokens[2, 7]
     limits = Limits(jnp.asarray(most), jnp.asarray(ends))
     request = whole._replace(rows=replace(whole.rows, limits=limits))
-    made = on_host(run(**request._asdict()), NEW)
+    made = on_host(generate_jit(**request._asdict()), NEW)
     first = expected.tokens[2].tolist().index(expected.tokens[2, 7])
     assert made.lengths.tolist() == [1, 5, first + 1, NEW]
     streamed = [gave for _, gave in steps(request, begin(request))]
@@ -206,9 +206,9 @@ def test_nothing_moves_between_host_and_device_inside_a_run(target):
     held = {name: getattr(request.rows, name) for name in ("prompt", "key", "sampling", "limits")}
     on_host = unchecked(Rows, **held, length=np.ones(4, np.int32))
     with jax.transfer_guard("disallow"):
-        jax.block_until_ready(run(**request._asdict()))
+        jax.block_until_ready(generate_jit(**request._asdict()))
         with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device"):
-            run(**request._replace(rows=on_host)._asdict())
+            generate_jit(**request._replace(rows=on_host)._asdict())
 
 
 def keys_used(monkeypatch, target, drafter, verify):
@@ -227,7 +227,7 @@ def keys_used(monkeypatch, target, drafter, verify):
         stop_at_eos=False,
     )  # fmt: skip
     static = {name: getattr(request, name) for name in ("rule", "outputs", "slots")}
-    afresh = jax.jit(lambda *models_and_rows: run.__wrapped__(*models_and_rows, **static))
+    afresh = jax.jit(lambda *models_and_rows: generate_jit.__wrapped__(*models_and_rows, **static))
     made = afresh(target, drafter, request.rows)
     jax.effects_barrier()
     return seen, int(made.steps[0])

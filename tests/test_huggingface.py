@@ -51,7 +51,7 @@ def original():
 @pytest.fixture(scope="module")
 def written(original, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("written")
-    save_model(original, folder, tokenizer, dtype="float32")
+    save_model(original, folder, tokenizer=tokenizer, dtype="float32")
     return folder
 
 
@@ -84,8 +84,8 @@ def test_bfloat16_files_and_bfloat16_models(original, tmp_path):
     save_model(original, tmp_path, dtype="bfloat16")
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), original)
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, "bfloat16"), rounded)
-    widened = load_model(tmp_path, "float32")
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, dtype="bfloat16"), rounded)
+    widened = load_model(tmp_path, dtype="float32")
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(widened))
     jax.tree.map(np.testing.assert_array_equal, widened, rounded)
 
@@ -123,7 +123,7 @@ def test_tokenizer_gives_plain_ids_and_exact_text(written, tokenizer):
 
 
 def test_a_loaded_tokenizer_saves_again(original, written, tmp_path):
-    save_model(original, tmp_path, tokenizer_of(written))
+    save_model(original, tmp_path, tokenizer=tokenizer_of(written))
     assert tokenizer_of(tmp_path)(TEXTS[0]) == tokenizer_of(written)(TEXTS[0])
 
 
@@ -146,7 +146,7 @@ def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
 
 def test_default_dtype_on_a_cpu_is_float32(written):
     if jax.default_backend() == "cpu":
-        assert load_model(written, None).embedding.dtype == jnp.float32
+        assert load_model(written, dtype=None).embedding.dtype == jnp.float32
 
 
 def test_tied_file_may_repeat_its_embedding(tmp_path):

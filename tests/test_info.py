@@ -33,18 +33,18 @@ def folders(tmp_path):
     """A target, and drafts: as it is, with a padded table, with a cut one, with other tokens."""
     model = load_model(pair_folder() / "target")
     tokenizer = tokenizer_of(pair_folder() / "target")
-    save_model(model, tmp_path / "target", tokenizer, dtype="float32")
-    save_model(model, tmp_path / "same", tokenizer, dtype="float32")
+    save_model(model, tmp_path / "target", tokenizer=tokenizer, dtype="float32")
+    save_model(model, tmp_path / "same", tokenizer=tokenizer, dtype="float32")
     table = jnp.pad(model.embedding, ((0, 16), (0, 0)), constant_values=9.0)
     config = dataclasses.replace(model.config, vocab_size=VOCABULARY + 16)
     padded = replace(model, embedding=table, config=config)
-    save_model(padded, tmp_path / "padded", tokenizer, dtype="float32")
+    save_model(padded, tmp_path / "padded", tokenizer=tokenizer, dtype="float32")
     small = replace(
         model,
         embedding=model.embedding[:250],
         config=dataclasses.replace(model.config, vocab_size=250),
     )
-    save_model(small, tmp_path / "small", tokenizer, dtype="float32")
+    save_model(small, tmp_path / "small", tokenizer=tokenizer, dtype="float32")
     shutil.copytree(tmp_path / "same", tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     told = json.loads(file.read_text())
@@ -135,7 +135,7 @@ def test_the_bundled_pool_may_be_one_of_several(capsys):
 
 
 def test_a_draft_with_rows_for_some_tokens_only_changes_no_text(folders):
-    pair = load_pair(str(folders / "target"), str(folders / "small"), "float32")
+    pair = load_pair(str(folders / "target"), str(folders / "small"), dtype="float32")
     assert pair.drafts[0].config.num_known == 250
     drafter = ExpansionDrafter.of(pair.drafts, (1, 1, 1))
     prompts = [[3, 4, 5], [260, 271]]  # of which it has none
@@ -148,7 +148,7 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_text(folders):
 @pytest.mark.parametrize(("shape", "children"), [((1, 1), DRAWN), ((2, 1), DISTINCT)])
 def test_a_draft_with_rows_for_some_tokens_only_changes_no_distribution(folders, shape, children):
     """Tokens that it cannot propose are likely here, and come as often as the target has them."""
-    pair = load_pair(str(folders / "target"), str(folders / "small"), "float32")
+    pair = load_pair(str(folders / "target"), str(folders / "small"), dtype="float32")
     table = pair.target.embedding.at[250:260].mul(3)
     target = replace(pair.target, embedding=table)
     drafter = ExpansionDrafter.of(pair.drafts, shape, children)
@@ -162,7 +162,7 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_distribution(folders,
 
 @pytest.mark.parametrize("name", ["same", "padded"])
 def test_padded_tables_draft_as_well_as_others(folders, name):
-    pair = load_pair(str(folders / "target"), str(folders / name), "float32")
+    pair = load_pair(str(folders / "target"), str(folders / name), dtype="float32")
     drafter = ExpansionDrafter.of(pair.drafts, (1, 1, 1))
     prompts = [[3, 4, 5], [9, 9]]
     asked = {"max_new_tokens": 12, "stop_at_eos": False}
@@ -244,12 +244,12 @@ def test_generate_refuses_with_numbers_what_cannot_fit(monkeypatch):
 
 def test_a_plan_is_near_what_the_compiler_takes():
     """Temporaries and results of the whole program, at sizes where arrays outweigh the rest."""
-    from specjax.decoding.generate import run
+    from specjax.decoding.generate import generate_jit
 
     target = load_model(pair_folder() / "target")
     prompts = [[1, 2, 3]] * 16
     request = prepare(jax.random.key(0), target, None, prompts, max_new_tokens=200)
-    compiled = run.lower(**request._asdict()).compile().memory_analysis()
+    compiled = generate_jit.lower(**request._asdict()).compile().memory_analysis()
     taken = compiled.temp_size_in_bytes + compiled.output_size_in_bytes
     rows, width = request.rows.prompt.shape
     planned = memory.plan(memory.load_of(target), [], rows, width, request.slots, 1).beside_weights

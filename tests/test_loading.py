@@ -212,11 +212,11 @@ def test_weights_of_pytorchs_own_format_are_those_of_safetensors(tmp_path, kind)
     older = {name.removeprefix("model."): torch.tensor(held[name]) for name in held}
     dtype = getattr(torch, kind)
     torch.save({n: older[n].to(dtype) for n in older}, tmp_path / "pytorch_model.bin")
-    expected = load_model(GOLDEN / "opt", kind)
-    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, kind), expected)
+    expected = load_model(GOLDEN / "opt", dtype=kind)
+    jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, dtype=kind), expected)
     torch.save(list(older.values()), tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds a list, not tensors by name"):
-        load_model(tmp_path, kind)
+        load_model(tmp_path, dtype=kind)
 
 
 def test_a_name_of_a_hub_is_found_in_its_cache(tmp_path):

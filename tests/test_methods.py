@@ -33,7 +33,7 @@ TABLE = pack(np.zeros((0, 2), int), np.arange(128).reshape(64, 2) % 64, np.full(
 
 def measured(method: str, ratio: float, widths: Widths | None = None) -> Measured:
     """A setting `ratio` times as fast as plain decoding of 10 tokens/s, in each of eight rounds."""
-    return Measured(registry.setting_of(method, widths), 10.0 * ratio, (float(ratio),) * 8)
+    return Measured(registry.setting_of(method, widths=widths), 10.0 * ratio, (float(ratio),) * 8)
 
 
 def remember(
@@ -66,12 +66,12 @@ def taken(asked: Asked, pair: Pair = PAIR) -> tuple[str, Widths | None]:
     ],
 )
 def test_a_method_is_a_drafter(method, widths, slots, drafts):
-    drafter = registry.build(registry.setting_of(method, widths), PAIR)
+    drafter = registry.build(registry.setting_of(method, widths=widths), PAIR)
     assert (drafter.num_slots, len(drafter.trees)) == (slots, drafts)
     assert drafter.children == (DRAWN if drafts > 1 else DISTINCT)
-    drawn = registry.build(registry.setting_of(method, widths), PAIR, "multi-step")
+    drawn = registry.build(registry.setting_of(method, widths=widths), PAIR, verify="multi-step")
     assert drawn.children == DRAWN
-    naive = registry.build(registry.setting_of(method, widths), PAIR, "naive")
+    naive = registry.build(registry.setting_of(method, widths=widths), PAIR, verify="naive")
     assert naive.children == TOP_K
 
 
@@ -118,7 +118,7 @@ def test_what_a_method_lacks_is_said(method):
 def test_every_method_keeps_to_its_budget(method, budget):
     pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE)
     for batch in (1, 8):
-        setting = registry.setting_of(method, None, budget, batch)
+        setting = registry.setting_of(method, widths=None, budget=budget, batch=batch)
         drafter = registry.build(setting, pair)
         assert 1 < drafter.num_slots == setting.nodes + 1
         assert budget is None or setting.nodes <= budget
@@ -135,13 +135,13 @@ def test_all_are_the_methods_that_a_pair_can_do():
 
 def test_a_pool_is_loaded_from_folders():
     folders = [pair_folder() / "one", pair_folder() / "two"]
-    drafter = registry.load_drafter(folders, (1, 1))
+    drafter = registry.load_drafter(folders, widths=(1, 1))
     assert (len(drafter.trees), drafter.window) == (2, 3)
     assert len(registry.load_drafter(folders[0]).trees) == 1
 
 
 def test_one_bundled_draft_is_loaded_by_its_number():
-    one, pool = registry.load_drafter("bundled/1", (1, 1)), registry.load_drafter("bundled")
+    one, pool = registry.load_drafter("bundled/1", widths=(1, 1)), registry.load_drafter("bundled")
     assert (len(one.trees), len(pool.trees)) == (1, 3)
     assert (one.groups[0].embedding == pool.groups[1].embedding).all()
     with pytest.raises(CheckpointError, match=r"drafts/7"):
@@ -151,7 +151,7 @@ def test_one_bundled_draft_is_loaded_by_its_number():
 def test_vocabularies_must_be_the_same(tmp_path):
     huggingface.save_model(tiny_model(), tmp_path / "small")
     with pytest.raises(ValueError, match=r"draft 0 .* tables of 272 and 64 rows"):
-        load_pair(str(pair_folder() / "target"), str(tmp_path / "small"), None)
+        load_pair(str(pair_folder() / "target"), str(tmp_path / "small"), dtype=None)
 
 
 def test_a_named_method_is_taken():
@@ -159,10 +159,16 @@ def test_a_named_method_is_taken():
     assert taken(Asked(widths=(2, 1))) == ("pool", (2, 1))
     assert taken(Asked(widths=(2, 1)), ONE) == ("tree", (2, 1))
     assert taken(Asked(widths=(1, (1,))), ONE) == ("chain", (1, 1))
-    assert choose(Asked(budget=9), PAIR, 0.0).setting == registry.setting_of("specexec", None, 9)
-    assert choose(Asked(budget=9), PAIR, 0.8).setting == registry.setting_of("tree", None, 9)
+    assert choose(Asked(budget=9), PAIR, 0.0).setting == registry.setting_of(
+        "specexec", widths=None, budget=9
+    )
+    assert choose(Asked(budget=9), PAIR, 0.8).setting == registry.setting_of(
+        "tree", widths=None, budget=9
+    )
     alone = PAIR._replace(drafts=[])
-    assert choose(Asked(budget=9), alone, 0.0).setting == registry.setting_of("lookup", None, 9)
+    assert choose(Asked(budget=9), alone, 0.0).setting == registry.setting_of(
+        "lookup", widths=None, budget=9
+    )
 
 
 def test_auto_measured_without_drafts_and_leaves_out_what_the_pair_cannot_do():
@@ -202,7 +208,9 @@ def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for():
     assert auto().setting.method == "specexec"
     assert choose(Asked(verify="multi-step"), PAIR, 0.0).setting.method == "tree"
     many = choose(Asked(budget=40, verify="block"), PAIR, 0.0).setting
-    assert many == registry.setting_of("specexec", None, 40)  # which is refused with the reason
+    assert many == registry.setting_of(
+        "specexec", widths=None, budget=40
+    )  # which is refused with the reason
     assert choose(Asked(budget=40, verify="traversal"), PAIR, 0.0).setting.method == "tree"
 
 

@@ -267,7 +267,7 @@ def test_another_vocabulary_and_a_missing_folder_are_refused(written, tmp_path):
 
 
 def test_the_bundled_table_foresees_what_the_bundled_draft_says():
-    draft = load_drafts("bundled/0", "float32")[0]
+    draft = load_drafts("bundled/0", dtype="float32")[0]
     bundled, tokenizer = (
         load_ngram(vocab_size=draft.config.vocab_size),
         tokenizer_of(BUNDLED / "target"),

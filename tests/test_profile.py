@@ -9,7 +9,7 @@ from pallas_kernels import machine
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import load_pair
-from specjax.decoding.generate import run
+from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import prepare
 from specjax.measure import profile
 from specjax.methods import registry
@@ -82,7 +82,9 @@ def test_bench_tells_the_parts_of_a_traced_step(tmp_path, capsys, monkeypatch):
 def products_of(request) -> int:
     """The matrix products of a request's program."""
     static = {name: getattr(request, name) for name in ("rule", "outputs", "slots")}
-    traced = jax.make_jaxpr(lambda *models_and_rows: run.__wrapped__(*models_and_rows, **static))
+    traced = jax.make_jaxpr(
+        lambda *models_and_rows: generate_jit.__wrapped__(*models_and_rows, **static)
+    )
     return str(traced(request.target, request.drafter, request.rows)).count("dot_general")
 
 

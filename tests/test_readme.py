@@ -47,7 +47,7 @@ def stand_ins(tmp_path_factory):
         folders[f"Qwen/Qwen2.5-{size}-Instruct"] = at / size
         padded = tokenizers.fitted(model, rows, 272)
         config = dataclasses.replace(padded.config, num_known=None)
-        save_model(replace(padded, config=config), at / size, tokenizer)
+        save_model(replace(padded, config=config), at / size, tokenizer=tokenizer)
     return folders
 
 

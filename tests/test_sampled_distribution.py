@@ -1,6 +1,6 @@
 """The compiled step's sampled distribution, in float32, against p from plain decoding: G-tests.
 
-`generate.run` runs on many rows of one prompt, each with its own key, and the first three tokens
+`generate_jit` runs on many rows of one prompt, each with its own key, and the first three tokens
 of all rows are counted. Top-k leaves 3 tokens, hence 27 cells.
 """
 
@@ -17,7 +17,7 @@ from specjax.base import sampling
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.decoding import stepping
-from specjax.decoding.generate import run
+from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import NO_END, Limits, Rows
 from specjax.draft import ExpansionDrafter, static
 from specjax.draft.best_first import BestFirstDrafter
@@ -135,7 +135,7 @@ def expected() -> dict[tuple[int, ...], float]:
 
 
 def texts_of(
-    drafter, rule, run=run, batches=BATCHES, model=None, impl="threefry2x32"
+    drafter, rule, run=generate_jit, batches=BATCHES, model=None, impl="threefry2x32"
 ) -> tuple[np.ndarray, float]:
     """The cell of each row's text among `expected`, and the mean of tokens per step."""
     model = target() if model is None else model
@@ -235,7 +235,7 @@ def test_a_wrong_step_is_caught(name, monkeypatch):
     make, rule = CASES[case]
 
     def afresh(*models, **options):  # a function of its own, or jax would take the right program
-        return run.__wrapped__(*models, **options)
+        return generate_jit.__wrapped__(*models, **options)
 
     wrong = jax.jit(afresh, static_argnames=("rule", "outputs", "slots"))
     found, _ = texts_of(make(target()), rule, wrong, batches=4)

@@ -119,6 +119,6 @@ def test_meshes_of_other_axes_or_too_many_devices_are_refused():
         make_mesh(data=2, model=4)
     with pytest.raises(ValueError, match="axis model is 0"):
         make_mesh(model=0)
-    odd = jax.make_mesh((1,), ("rows",))
+    odd = jax.make_mesh(data=(1,), model=("rows",))
     with pytest.raises(ValueError, match="not 'rows'"):
         with_all_axes(odd)

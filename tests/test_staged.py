@@ -263,7 +263,7 @@ def test_stages_that_cannot_be_are_refused():
         replace(stage, fan=0)
     by_level = Growth(budget=6, by_level=True)
     for own in ({"table": stage}, {"second": alone(DRAFT)}):
-        with pytest.raises(ValueError, match="a growth by level has no use for guesses"):
+        with pytest.raises(ValueError, match="growth by level takes no second stage"):
             best_first_of(DRAFT, by_level, **own)
     assert best_first_of(DRAFT, by_level).target_top_k == 0
     assert best_first_of(DRAFT, GROWTHS["small"], **STAGES["both"]()).target_top_k == 2

@@ -68,7 +68,7 @@ def test_exported_pool_is_lossless_for_the_exported_target(folder):
 
 def test_exported_weights_are_the_trained_ones_rounded(folder, work):
     for name, trained in (("target", work.trained_target), ("drafts/2", work.draft(2))):
-        exported = load_model(folder / "export" / name, "bfloat16")
+        exported = load_model(folder / "export" / name, dtype="bfloat16")
         assert leaves_equal(exported, jax.tree.map(lambda w: w.astype("bfloat16"), trained))
 
 

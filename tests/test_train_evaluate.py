@@ -135,10 +135,15 @@ def folder(tmp_path_factory, pair):
     there = tmp_path_factory.mktemp("pair")
     tokenizer = train_tokenizer(["def f(x): return x\n" * 50], 300)
     target = varied_model(eos_ids=(), vocab_size=320)
-    save_model(target, there / "export" / "target", tokenizer, "float32")
+    save_model(target, there / "export" / "target", tokenizer=tokenizer, dtype="float32")
     for pool, seeds in (("export", (1, 2, 3)), ("alike", (4, 5, 6))):
         for number, seed in enumerate(seeds):
-            save_model(near(target, seed), there / pool / "drafts" / str(number), None, "float32")
+            save_model(
+                near(target, seed),
+                there / pool / "drafts" / str(number),
+                tokenizer=None,
+                dtype="float32",
+            )
     lines = [json.dumps({"id": str(n), "prompt": f"def f{n}(x):"}) for n in range(4)]
     (there / "prompts.jsonl").write_text("\n".join(lines))
     (there / "export" / "dev.jsonl").write_text("\n".join(lines[:2]))
@@ -237,7 +242,7 @@ def test_trees_of_another_seed_must_be_tried_for_a_pool_of_that_size():
 
 
 def test_drafts_of_another_vocabulary_are_refused(folder, tmp_path, capsys):
-    save_model(varied_model(vocab_size=300), tmp_path / "0", None, "float32")
+    save_model(varied_model(vocab_size=300), tmp_path / "0", tokenizer=None, dtype="float32")
     arguments = ["--model", str(folder), "--alike", str(tmp_path), "--tables", "coverage"]
     assert evaluate.main(arguments) == 2
     sentence = "draft 0 has a vocabulary of 300 tokens and the model one of 320"

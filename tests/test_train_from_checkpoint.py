@@ -49,7 +49,7 @@ def tokenizer() -> Tokenizer:
 def save_target(folder: Path, **changes) -> Path:
     config = tiny_config(vocab_size=320, max_positions=64, **changes)
     model = initialize(jax.random.key(0), config)
-    save_model(jax.tree.map(lambda w: 6 * w, model), folder, tokenizer(), "float32")
+    save_model(jax.tree.map(lambda w: 6 * w, model), folder, tokenizer=tokenizer(), dtype="float32")
     return folder
 
 
@@ -167,7 +167,7 @@ def test_a_target_that_ends_nothing_is_said_to(tmp_path, capsys, corpus):
     model = type(model)(
         quiet.at[:, 0].set(loud), model.layers, final, model.unembedding, model.config
     )
-    save_model(model, tmp_path / "target", tokenizer(), "float32")
+    save_model(model, tmp_path / "target", tokenizer=tokenizer(), dtype="float32")
     arguments = [f"target={tmp_path / 'target'}", f"corpus={corpus[0]}", *SMALL]
     there = ["--folder", str(tmp_path / "run"), "--stages", "tokenizer,collect"]
     assert run.main([CONFIG, *arguments, *there]) == 0

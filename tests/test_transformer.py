@@ -38,7 +38,7 @@ def causal(rows: int, width: int):
     return jnp.broadcast_to(jnp.tril(jnp.ones((width, width), bool)), (rows, width, width))
 
 
-def ancestors(parents) -> np.ndarray:
+def tree_attention_mask(parents) -> np.ndarray:
     """`[N, N]`: column is the row's node or an ancestor of it."""
     seen = np.eye(len(parents), dtype=bool)
     for node, parent in enumerate(parents):
@@ -62,7 +62,7 @@ def tree_inputs(lengths, seed=1):
     rng, depth = np.random.default_rng(seed), [len(path_to(n, PARENTS)) - 1 for n in range(8)]
     nodes = jnp.asarray(rng.integers(0, 64, (len(lengths), 8)), jnp.int32)
     positions = jnp.asarray(lengths, jnp.int32)[:, None] + jnp.asarray(depth, jnp.int32)
-    tree_mask = jnp.broadcast_to(jnp.asarray(ancestors(PARENTS)), (len(lengths), 8, 8))
+    tree_mask = jnp.broadcast_to(jnp.asarray(tree_attention_mask(PARENTS)), (len(lengths), 8, 8))
     return nodes, positions, tree_mask
 
 

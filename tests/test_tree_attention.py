@@ -347,9 +347,9 @@ def test_unknown_implementation_is_refused_with_the_choice():
 
 def test_plain_sequence_takes_no_prefix_and_no_earlier_block():
     at = make(SHAPES["earlier levels"], jnp.float32)
-    with pytest.raises(ValueError, match=r"visible=None takes no prefix.*\(11\).*\(6\)"):
+    with pytest.raises(ValueError, match=r"tree_mask=None takes no prefix.*\(11\).*\(6\)"):
         tree_attention(*at[:3], None)
-    with pytest.raises(ValueError, match="visible=None takes no prefix"):
+    with pytest.raises(ValueError, match="tree_mask=None takes no prefix"):
         tree_attention(
             at.query, at.block_keys[:, :, :6], at.block_values[:, :, :6], None, at.prefix
         )

@@ -56,7 +56,12 @@ def seen(data: BoostData, own: View) -> Seen:
 def boost_filter(
     data: BoostData, earlier: Sequence[Model], settings: Boost
 ) -> tuple[BoostData, float]:
-    """What the next draft learns from, given the earlier ones, and the share that was marked."""
+    """Boost-tuning's filter: what the next draft learns from, given the earlier ones.
+
+    SpecInfer (arXiv 2305.09781, section 3) marks the samples that an earlier draft already gives
+    (`train.marking.by_samples`) and leaves them out (`keep` 0); other rules weigh steps. Beside it
+    the share that was marked.
+    """
     if settings.rule == BY_NOTHING:
         return data, 0.0
     if settings.rule == RESIDUAL:
@@ -110,5 +115,5 @@ def _residual(data: BoostData, earlier: Sequence[Model], keep: float) -> tuple[B
 
 
 def _with_rest(probs: Float[np.ndarray, "*B k"]) -> Float[np.ndarray, "*B k1"]:
-    """`distribution` with what is missing to 1 as a last entry."""
+    """`probs` with what is missing to 1 as a last entry."""
     return np.concatenate([probs, np.maximum(1 - probs.sum(axis=-1, keepdims=True), 0)], axis=-1)

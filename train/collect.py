@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from specjax.base.sampling import Sampling
-from specjax.decoding.generate import on_host, run
+from specjax.decoding.generate import generate_jit, on_host
 from specjax.decoding.request import prepare
 from specjax.models.transformer import Model
 from train.chunks import Arrays, load_chunks, make_chunks
@@ -93,7 +93,7 @@ def collect(
             own, target, None, texts, max_new_tokens=settings.new_tokens, sampling=sampling
         )
         request = request._replace(target=placed, rows=spread.rows(request.rows))
-        made = on_host(run(**request._asdict()), settings.new_tokens)
+        made = on_host(generate_jit(**request._asdict()), settings.new_tokens)
         found = joined(texts, made.tokens, made.lengths, temperature, width)._asdict()
         return {name: found[name] for name in found if name != "steps"}
 

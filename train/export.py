@@ -67,9 +67,9 @@ def export(work: Work) -> None:
     part, old = (out.with_name(f".{out.name}.{end}") for end in ("new", "old"))
     shutil.rmtree(part, ignore_errors=True)
     if not isinstance(work.recipe.target, str):
-        save_model(work.trained_target, part / "target", work.tokenizer)
+        save_model(work.trained_target, part / "target", tokenizer=work.tokenizer)
     for number in range(work.recipe.boost.drafts):
-        save_model(work.draft(number), part / "drafts" / str(number), work.tokenizer)
+        save_model(work.draft(number), part / "drafts" / str(number), tokenizer=work.tokenizer)
     if work.recipe.trigrams.contexts:
         shutil.copytree(made_in(work.counted), part / NGRAM)
     write_text(part / PAIR, made_from)

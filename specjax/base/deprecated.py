@@ -1,7 +1,13 @@
 """Public names that have another one now, and keep working with a warning."""
 
+import functools
+import inspect
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -17,3 +23,37 @@ def renamed(old: str, new: str) -> Any:
         return getattr(self, new)
 
     return property(read, doc=f"Deprecated: it is `{new}` now.")
+
+
+def keywords_after(count: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """A decorator of a function whose arguments after the first `count` are keyword-only now.
+
+    Without their names they still work, with a deprecation warning.
+    """
+
+    def decorate(function: Any) -> Any:
+        parameters = inspect.signature(function).parameters.values()
+        names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            extra = arguments[count:]
+            if not extra or len(extra) > len(names):
+                return function(*arguments, **named)
+            given = names[: len(extra)]
+            warn_unnamed(function.__name__, given)
+            return function(*arguments[:count], **dict(zip(given, extra, strict=True)), **named)
+
+        return call
+
+    return decorate
+
+
+def warn_unnamed(function: str, names: list[str]) -> None:
+    """Says that arguments want their names, at the line of the caller's caller."""
+    listed = ", ".join(f"{name}=..." for name in names)
+    warnings.warn(
+        f"arguments of {function} without a name are deprecated; give it {listed}.",
+        DeprecationWarning,
+        stacklevel=3,
+    )

@@ -14,6 +14,7 @@ from jaxtyping import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
+from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import orbax
 from specjax.checkpoints.files import (
     BUNDLED,
@@ -42,25 +43,35 @@ BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
 """What drafts for its first draft."""
 
 
+@keywords_after(1)
 def load(
     name: Name | Sequence[Name] = "bundled",
+    *,
     dtype: str | None = None,
     mesh: Mesh | None = None,
     positions: int | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
     """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
-    `dtype` is "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere. With a
-    `mesh` each weight is read straight into its shards (see `models.placement`). `positions` is how
-    many of the model's are used, by default all; of a LongRoPE model those of its short factors,
-    more take the long ones. Where a file stretches a context that it names, all of that may be
-    used.
+    Args:
+      name: a Hugging Face folder, a hub's org/name or org/name@revision, a list of safetensors
+        files of one folder, or "bundled".
+      dtype: "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere.
+      mesh: each weight is read straight into its shards on it (see `specjax.models.placement`).
+      positions: how many of the model's are used, by default all; of a LongRoPE model those of its
+        short factors, more take the long ones. Where a file stretches a context that it names, all
+        of that may be used.
+
+    Returns:
+      The model, and the tokenizer of its folder.
 
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
     """
     found = find(name)
-    return load_model(found, dtype, mesh, positions), tokenizer_of(found.folder)
+    return load_model(found, dtype=dtype, mesh=mesh, positions=positions), tokenizer_of(
+        found.folder
+    )
 
 
 def default_dtype() -> str:
@@ -68,15 +79,22 @@ def default_dtype() -> str:
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
+@keywords_after(1)
 def load_drafts(
     names: Name | Sequence[Name] = "bundled",
+    *,
     dtype: str | None = None,
     mesh: Mesh | None = None,
 ) -> list[Model]:
     """The models of a folder or of several, or the whole bundled pool in numeric order.
 
-    "bundled/0" names the first draft of the bundled pool alone. On a `mesh` every device holds
-    them whole.
+    Args:
+      names: a folder or several; "bundled/0" is the first draft of the bundled pool alone.
+      dtype: "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere.
+      mesh: every device of it holds the drafts whole.
+
+    Returns:
+      The drafts, in order.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
@@ -84,7 +102,10 @@ def load_drafts(
     if names == "bundled":
         return load_pool(BUNDLED / "drafts", dtype, mesh)
     several = [names] if isinstance(names, str | Path) else names
-    return [load_model(folder_of(name, "drafts"), dtype, mesh, split=False) for name in several]
+    return [
+        load_model(folder_of(name, "drafts"), dtype=dtype, mesh=mesh, split=False)
+        for name in several
+    ]
 
 
 def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) -> list[Model]:
@@ -93,7 +114,7 @@ def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) 
     Raises:
       CheckpointError: there is none, or one is not supported.
     """
-    return [load_model(each, dtype, mesh, split=False) for each in pool_in(folder)]
+    return [load_model(each, dtype=dtype, mesh=mesh, split=False) for each in pool_in(folder)]
 
 
 def pool_in(folder: Path) -> list[Path]:
@@ -108,17 +129,29 @@ def pool_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda each: int(each.name))
 
 
+@keywords_after(1)
 def load_model(
     name: Files | Name | Sequence[Name],
+    *,
     dtype: str | None = "float32",
     mesh: Mesh | None = None,
     positions: int | None = None,
     split: bool = True,
 ) -> Model:
-    """The weights of a folder, rounded to `dtype` (None: as `load` does).
+    """The model of a folder, without a tokenizer.
 
     Files are mapped, and a tensor at a time is rounded and placed: no more than the largest is
-    held beside what stays. On a `mesh` the model is `split`, or whole on every device.
+    held beside what stays.
+
+    Args:
+      name: see `load`.
+      dtype: what weights are rounded to; None as `load` does.
+      mesh: the devices to lie on.
+      positions: see `load`.
+      split: whether a mesh's `model` axis shares each layer; else every device holds it whole.
+
+    Returns:
+      The model.
 
     Raises:
       CheckpointError: a file is missing or damaged, a tensor is unused, a parameter unfilled, a
@@ -160,17 +193,27 @@ def load_model(
     return assemble(placement.config, outer, layers, placement.axis, placement.repeats)
 
 
+@keywords_after(2)
 def save_model(
     model: Model,
     folder: str | Path,
+    *,
     tokenizer: "Tokenizer | PreTrainedTokenizerFast | None" = None,
     dtype: str = "bfloat16",
     **extras: Any,
 ) -> None:
     """Writes `model` as a folder that `load` and transformers' `from_pretrained` read.
 
-    Weights are rounded to `dtype`; `extras` are added to `config.json`. A bare
-    `tokenizers.Tokenizer` is wrapped so that it adds no special tokens and decodes byte for byte.
+    Args:
+      model: the model, on one device or a mesh.
+      folder: where to write; it is made if it is not there.
+      tokenizer: written beside the weights. A bare `tokenizers.Tokenizer` is wrapped so that it
+        adds no special tokens and decodes byte for byte.
+      dtype: what weights are rounded to.
+      **extras: further keys of `config.json`.
+
+    Raises:
+      ValueError: the family's `config.json` has no keys for what the model is.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,16 +227,22 @@ def save_model(
         save_tokenizer(tokenizer, folder, model.config)
 
 
+@keywords_after(2)
 def save_sharded(
     model: Model,
     folder: str | Path,
+    *,
     tokenizer: "Tokenizer | PreTrainedTokenizerFast | None" = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes `model` with Orbax, every process its own shards; `load` reads it onto any mesh.
 
-    `config` is what its `config.json` is to say; by default what the model knows of itself, which
-    of LongRoPE is one set of factors.
+    Args:
+      model: the model, on one device or a mesh.
+      folder: where to write; it must hold no model.
+      tokenizer: written beside the weights.
+      config: the `config.json` to write; by default what the model knows of itself, which of
+        LongRoPE is one set of factors.
 
     Raises:
       CheckpointError: the folder has a model already.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import Mesh
 
+from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import huggingface, ngram_files
 from specjax.checkpoints.files import BUNDLED, Files, config_of, find
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
@@ -29,26 +30,38 @@ class Pair(NamedTuple):
     smaller: Model | None = None
 
 
+@keywords_after(2)
 def load_pair(
     model: str = "bundled",
     draft: str | None = None,
+    *,
     dtype: str | None = None,
     stage: str | None = None,
     mesh: Mesh | None = None,
     positions: int | None = None,
 ) -> Pair:
-    """The target and drafts that `--model`, `--draft` and `--stage` name, on a mesh if given one.
+    """A target and what drafts for it.
 
-    Draft folders are separated by commas, as are an n-gram folder and that of a smaller draft
-    (bundled/ngram and bundled/stage2 are the bundled ones). Without them the bundled target comes
-    with what is bundled, and any other with none.
+    Args:
+      model: the target; see `load`.
+      draft: folders or hub ids of drafts, separated by commas. By default the bundled ones for the
+        bundled target, and none for any other.
+      dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
+        bfloat16 elsewhere.
+      stage: an n-gram folder and that of a smaller draft, separated by commas; "bundled/ngram" and
+        "bundled/stage2" are the bundled ones, and the default for the bundled target.
+      mesh: the devices to lie on.
+      positions: see `load`.
+
+    Returns:
+      The pair.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: a draft has another vocabulary than the target.
     """
     found = named(model, draft, stage)
-    target = huggingface.load_model(found.target, dtype, mesh, positions)
+    target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
     tokenizer = tokenizer_of(found.target.folder)
     pair = Pair(target, tokenizer, [])
     return _with_drafts(pair, found, mesh) if found.drafts or found.stages else pair
@@ -105,7 +118,7 @@ def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Mo
     Raises:
       ValueError: they are not.
     """
-    model = huggingface.load_model(files, None, mesh, split=False)
+    model = huggingface.load_model(files, dtype=None, mesh=mesh, split=False)
     verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:
         raise ValueError(

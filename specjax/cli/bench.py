@@ -49,7 +49,12 @@ def bench(options: Bench) -> int:
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
     pair = load_pair(
-        options.model, options.draft, "float32", options.stage, mesh, options.positions
+        options.model,
+        options.draft,
+        dtype="float32",
+        stage=options.stage,
+        mesh=mesh,
+        positions=options.positions,
     )
     workload = workload_of(options, pair)
     if parameters:
@@ -157,12 +162,16 @@ def _settings(options: Bench, names: Sequence[str], batch: int, drafts: int) -> 
             method, _, widths = named.strip().partition(":")
             if method != "none":
                 shape = read(widths, "--trees") if widths else None
-                found.append(registry.setting_of(method, shape, None, batch, drafts))
+                found.append(
+                    registry.setting_of(
+                        method, widths=shape, budget=None, batch=batch, drafts=drafts
+                    )
+                )
         if options.budgets is None:
             return found
     budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
     return found + [
-        registry.setting_of(name, None, budget, batch, drafts)
+        registry.setting_of(name, widths=None, budget=budget, batch=batch, drafts=drafts)
         for name in names
         for budget in budgets
     ]

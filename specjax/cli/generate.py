@@ -44,14 +44,14 @@ def generate(options: Generate) -> int:
     prompt = _read() if options.prompt == "-" else prompts.checked(options.prompt, "the prompt")
     mesh = devices_for(options.mesh, options.distributed)
     pair = load_pair(
-        options.model, options.draft, dtype_of(options.dtype), options.stage, mesh,
-        options.positions,
+        options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage, mesh=mesh,
+        positions=options.positions,
     )  # fmt: skip
     asked = Asked(
         options.method, widths_of(options.tree), options.budget, options.config, options.verify
     )
     choice = choose(asked, pair, options.temperature)
-    drafter = registry.build(choice.setting, pair, options.verify)
+    drafter = registry.build(choice.setting, pair, verify=options.verify)
     ids = _ids(options, pair.tokenizer, prompt)
     request = prepare(
         jax.random.key(options.seed), pair.target, drafter, [ids],
@@ -108,7 +108,7 @@ def _check(options: Generate) -> None:
         raise ValueError("--show-tree draws beside the text; it does not go with --json.")
     widths = widths_of(options.tree)
     if options.method != AUTO:
-        registry.setting_of(options.method, widths, options.budget)
+        registry.setting_of(options.method, widths=widths, budget=options.budget)
     if options.config is not None:
         read(options.config)
 

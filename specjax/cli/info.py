@@ -114,7 +114,9 @@ def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> 
 
 def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
     kind = dtype_of(options.dtype)
-    pair = load_pair(options.model, options.draft, kind, None, mesh, options.positions)
+    pair = load_pair(
+        options.model, options.draft, dtype=kind, stage=None, mesh=mesh, positions=options.positions
+    )
 
     def chosen(temperature: float) -> str:
         choice = choose(Asked(), pair, temperature, options.batch)

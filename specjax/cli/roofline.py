@@ -110,7 +110,7 @@ def measured(options: Roofline) -> Iterator[Row]:
         if time.monotonic() - begin > options.seconds:
             yield {"model": name, "what": "owed"}
             continue
-        pair = load_pair("bundled", None, "float32")
+        pair = load_pair("bundled", None, dtype="float32")
         pair = pair._replace(target=inflate(pair.target, count_of(size)))
         work = _generations(options, pair)
         for row in of_pair(pair, nodes, slots, bandwidth, work, dtype):

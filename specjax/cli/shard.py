@@ -31,8 +31,8 @@ def shard(options: Shard) -> int:
     files = find(options.model)
     check_free(out)
     config, tokenizer = read_config(files.folder)[0], tokenizer_of(files.folder)
-    model = load_model(files, kind, mesh)
-    save_sharded(model, out, tokenizer, described(files.folder))
+    model = load_model(files, dtype=kind, mesh=mesh)
+    save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
     held = model.embedding.dtype
     size = readable(config.num_parameters * held.itemsize)
     print(f"wrote {out}: {config.num_parameters:,} parameters in {held}, {size}.")

@@ -43,7 +43,7 @@ def tune(options: Tune) -> int:
     temperatures, choices = _check(options)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    native = load_pair(options.model, options.draft, "float32", options.stage)
+    native = load_pair(options.model, options.draft, dtype="float32", stage=options.stage)
     dtype = dtype_of(options.dtype) or default_dtype()
     grown = inflate(native.target, parameters) if parameters else native.target
     chosen, _ = prompts.fitting(

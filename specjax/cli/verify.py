@@ -36,7 +36,12 @@ def verify(options: Verify) -> int:
     checks = checks_of(options)
     mesh = devices_for(options.mesh, options.distributed)
     pair = load_pair(
-        options.model, options.draft, "float32", options.stage, mesh, options.positions
+        options.model,
+        options.draft,
+        dtype="float32",
+        stage=options.stage,
+        mesh=mesh,
+        positions=options.positions,
     )
     settings = settings_of(options, pair)
     with_rules(pair, settings, checks)
@@ -84,7 +89,7 @@ def checks_of(options: Verify) -> Checks:
 
 
 def _rules(options: Verify) -> list[str]:
-    """The rules named, or all but the greedy one; "auto" is that of each setting's own.
+    """The rules that `--verify` names; "all" is all but the greedy one, "auto" each setting's own.
 
     Raises:
       ValueError: there is no such rule, or it is not one that samples.
@@ -126,4 +131,4 @@ def _setting(method: str, options: Verify, drafts: int) -> Setting:
     """A method with `--tree` if its tree is static, else with `--budget`."""
     widths = widths_of(options.tree) if METHODS[method].takes_widths else None
     budget = options.budget if METHODS[method].takes_budget and widths is None else None
-    return registry.setting_of(method, widths, budget, 1, drafts)
+    return registry.setting_of(method, widths=widths, budget=budget, batch=1, drafts=drafts)

@@ -61,7 +61,7 @@ class _Loop:
 
 
 @partial(jax.jit, static_argnames=("rule", "outputs", "slots", "layout"))
-def run(
+def generate_jit(
     target: Model,
     drafter: Drafter,
     rows: Rows,
@@ -108,7 +108,7 @@ def _run(
 
 
 def on_host(made: Generated, max_new_tokens: int) -> Generation:
-    """What `run` gave as host arrays, without the columns that no row may reach."""
+    """What `generate_jit` gave as host arrays, without the columns that no row may reach."""
     tokens, *counts = map(np.asarray, (made.tokens, made.lengths, made.steps, made.nodes))
     return Generation(tokens[:, :max_new_tokens], *counts)
 
@@ -150,7 +150,7 @@ def generate(
         key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
         verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return on_host(run(**request._asdict()), max_new_tokens)
+    return on_host(generate_jit(**request._asdict()), max_new_tokens)
 
 
 @partial(jax.jit, static_argnames=("slots", "layout"))

@@ -52,7 +52,7 @@ class Rows:
 
 
 class Request(NamedTuple):
-    """Arguments of `specjax.decoding.generate.run`, checked and padded to their buckets."""
+    """Arguments of `generate_jit` (`specjax.decoding.generate`), checked, padded to buckets."""
 
     target: Model
     drafter: Drafter
@@ -165,7 +165,7 @@ def prepare(
       stop_at_eos: whether the target's end tokens end a text.
 
     Returns:
-      The arguments of `run`, on the target's mesh if it is on one.
+      The arguments of `generate_jit`, on the target's mesh if it is on one.
 
     Raises:
       TypeError: an argument is of another type than it must be.

@@ -16,7 +16,7 @@ from specjax.models import layers
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.transformer import Model, forward, trunk, unembed
 from specjax.trees.accepted import Accepted
-from specjax.trees.tree import TokenTree, ancestors, shallower
+from specjax.trees.tree import TokenTree, shallower, tree_attention_mask
 from specjax.verify.rules import Rule, decide
 from specjax.verify.token_wise import match
 
@@ -104,7 +104,7 @@ def score_tree(
     rows, slots = tree.tokens.shape
     spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
     tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
-    tree_mask = jnp.pad(ancestors(tree), ((0, 0), (0, spare), (0, spare)))
+    tree_mask = jnp.pad(tree_attention_mask(tree), ((0, 0), (0, spare), (0, spare)))
     tree_mask |= jnp.eye(slots + spare, dtype=bool)
     positions = state.cache.length[:, None] + depth
     logits, new = forward(target, tokens, positions, state.cache, tree_mask)

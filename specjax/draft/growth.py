@@ -235,7 +235,8 @@ def join(
 
     Also the slots of the scored nodes (the last plus 1 for guesses that did not come true), and
     which rows gained. A node that stays keeps its slot; children take the slots of those that go.
-    With a node go all below it, for none of them has a better score.
+    Removing a node removes its
+    descendants, none of which scores higher.
     """
     rows, budget = nodes.score.shape
     width = likely.tokens.shape[2]

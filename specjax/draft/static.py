@@ -67,7 +67,7 @@ class ExpansionDrafter(Drafter):
 
         `widths` are those of every model's tree (see `TreeShape`; the first is a number), or a
         tuple of each model's own; `children` says how children are made (`DRAWN`, `DISTINCT` or
-        `TOP_K` of `verify`). On 2
+        `TOP_K` of `specjax.trees.construction`). On 2
         CPU cores a batched dot made three stacked drafts cost as much as four to six single
         ones, so there they are unrolled. On a mesh with a `draft` axis they are stacked, and each
         device of it runs its share.

@@ -110,7 +110,7 @@ class Bencher:
         """The drafter of a candidate."""
         named = candidate.setting
         if named not in self._drafters:
-            self._drafters[named] = registry.build(named, self.pair, self.workload.verify)
+            self._drafters[named] = registry.build(named, self.pair, verify=self.workload.verify)
         return self._drafters[named]
 
     def request(

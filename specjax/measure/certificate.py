@@ -185,7 +185,7 @@ def compare(
     At temperature 0 under the method's own rule; else under the naive one, which emits the very
     tokens of plain sampling.
     """
-    drafter = registry.build(setting, pair, "naive" if temperature else "auto")
+    drafter = registry.build(setting, pair, verify="naive" if temperature else "auto")
     made = tokens_of(pair.target, drafter, chosen, checks, temperature)
     pairs = zip(chosen, plain, made.tokens, range(len(chosen)), strict=True)
     divergences, equal = [], 0
@@ -287,7 +287,7 @@ def _distribution_tests(
     """G-tests of the first token, of the second after the most frequent first ones, and of steps
     that follow each other.
     """
-    drafter = registry.build(setting, pair, rule)
+    drafter = registry.build(setting, pair, verify=rule)
     sampling = Sampling(TEMPERATURE)
     texts = distribution_tests.draw_texts(
         jax.random.key(checks.seed), pair.target, drafter, prompt, sampling, rule, checks.samples
@@ -321,7 +321,7 @@ def with_rules(
     """
     found = []
     for setting, rule in itertools.product(settings, checks.rules):
-        trees = registry.build(setting, pair, rule).construction
+        trees = registry.build(setting, pair, verify=rule).construction
         if setting.method == PLAIN:
             found.append((setting, NAIVE.name if rule == AUTO else rule))
         elif rule == AUTO or RULES[rule].refusal(trees) is None:

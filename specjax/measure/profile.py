@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from specjax.decoding.generate import run
+from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Request
 
 TARGET, DRAFTS, DRAFTING = "target's passes", "drafts' passes", "drafting beside them"
@@ -28,7 +28,7 @@ def profile(request: Request) -> dict[str, float]:
     more where operations are small, and those the most: a guide to what there is, and no measure
     of what it costs (`tests/outside.py` is one).
     """
-    compiled = run.lower(**request._asdict()).compile()
+    compiled = generate_jit.lower(**request._asdict()).compile()
 
     def work() -> int:
         made = compiled(target=request.target, drafter=request.drafter, rows=request.rows)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32
 
 from specjax.base.pytree import replace
 from specjax.decoding import stepping
-from specjax.decoding.generate import Generation, on_host, run
+from specjax.decoding.generate import Generation, generate_jit, on_host
 from specjax.decoding.request import NO_END, Request, Rows
 from specjax.decoding.stepping import DecodeState
 from specjax.draft import Drafter, Step
@@ -71,7 +71,7 @@ def warm_up(request: Request) -> None:
     limits = request.rows.limits
     fewer = replace(limits, max_new_tokens=jnp.minimum(limits.max_new_tokens, 1))
     one = request._replace(rows=replace(request.rows, limits=fewer))
-    jax.block_until_ready(run(**one._asdict()))
+    jax.block_until_ready(generate_jit(**one._asdict()))
 
 
 def timed(request: Request) -> tuple[Generation, float]:
@@ -79,7 +79,7 @@ def timed(request: Request) -> tuple[Generation, float]:
 
     `warm_up` before.
     """
-    made, seconds = clocked(lambda: run(**request._asdict()))
+    made, seconds = clocked(lambda: generate_jit(**request._asdict()))
     return on_host(made, int(np.max(np.asarray(request.rows.limits.max_new_tokens)))), seconds
 
 

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import Generation, on_host, run
+from specjax.decoding.generate import Generation, generate_jit, on_host
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.measure import timing
@@ -88,7 +88,9 @@ class Tuner:
         """The estimate of every setting, the best first; `keep` gets the growing list."""
         names = [n for n in registry.names_of(self.choices.methods, self.grown) if n != "none"]
         settings = [
-            registry.setting_of(name, None, budget, 1, len(self.grown.drafts))
+            registry.setting_of(
+                name, widths=None, budget=budget, batch=1, drafts=len(self.grown.drafts)
+            )
             for budget in self.choices.budgets
             for name in names
             if name not in _SHAPED
@@ -135,11 +137,11 @@ class Tuner:
         accepted = measured(
             native.target, native.drafts[0], texts, starts, temperature, _LONGEST_CHAIN
         ).by_depth
-        chain = registry.setting_of("chain", (1,) * _COST_LEVELS)
+        chain = registry.setting_of("chain", widths=(1,) * _COST_LEVELS)
         level = self.cost(chain, temperature).draft / _COST_LEVELS
 
         def estimate(name: str, shape: TreeShape) -> Estimate:
-            setting = registry.setting_of(name, shape.widths)
+            setting = registry.setting_of(name, widths=shape.widths)
             seconds = self.pass_seconds(shape.num_nodes) + level * shape.depth
             return Estimate(setting, expected_tokens(shape, accepted), seconds)
 
@@ -172,7 +174,7 @@ class Tuner:
         """The rows as one batch, the model as it is."""
         drafter = registry.build(setting, self.native)
         request = self._request(self.native, drafter, rows, temperature)
-        return on_host(run(**request._asdict()), self.choices.max_new_tokens)
+        return on_host(generate_jit(**request._asdict()), self.choices.max_new_tokens)
 
     def tokens_per_step(self, setting: Setting, temperature: float) -> float:
         """Emitted tokens over target passes on all prompts."""
@@ -191,7 +193,7 @@ class Tuner:
         commit two tokens at most, so that many of them fit a text.
         """
         nodes = sorted({*_COST_NODES, *self.choices.budgets})
-        costs = [self.cost(registry.setting_of("recycle", (n,)), 0.0) for n in nodes]
+        costs = [self.cost(registry.setting_of("recycle", widths=(n,)), 0.0) for n in nodes]
         return nodes, [cost.target + cost.rest for cost in costs]
 
     def cost(self, setting: Setting, temperature: float) -> timing.Phases:

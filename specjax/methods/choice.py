@@ -56,7 +56,8 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
         return _written(asked, pair, temperature, batch)
     if method != AUTO:
         return Choice(
-            setting_of(method, widths, budget, batch, len(pair.drafts)), "it was asked for"
+            setting_of(method, widths=widths, budget=budget, batch=batch, drafts=len(pair.drafts)),
+            "it was asked for",
         )
     if widths is not None and budget is None:
         if not pair.drafts:
@@ -64,11 +65,14 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
                 "a tree is named and there is no draft model; name one with --draft, or a method."
             )
         named = "pool" if len(pair.drafts) > 1 else "chain" if widest(widths) == 1 else "tree"
-        return Choice(setting_of(named, widths, budget), "a tree was asked for")
+        return Choice(setting_of(named, widths=widths, budget=budget), "a tree was asked for")
     if budget is not None:
         # Chosen nodes win at temperature 0, drawn ones above it (see `defaults.SHIPPED`).
         named = ("tree", "specexec") if temperature > 0 else ("specexec", "tree")
-        settings = [setting_of(n, None, budget) for n in (named if pair.drafts else ("lookup",))]
+        settings = [
+            setting_of(n, widths=None, budget=budget)
+            for n in (named if pair.drafts else ("lookup",))
+        ]
         able = [one for one in settings if _able(one, pair, verify)]
         return Choice((able or settings)[0], "a budget of nodes was asked for")
     return _measured(asked, pair, temperature, batch)
@@ -79,7 +83,7 @@ def _able(setting: Setting, pair: Pair, verify: str) -> bool:
     if lacking(setting.method, pair) is not None:
         return False
     try:
-        drafter = build(setting, pair, verify)
+        drafter = build(setting, pair, verify=verify)
     except ValueError:  # it names a second stage that this pair has not
         return False
     return verify == AUTO or RULES[verify].refusal(drafter.construction) is None

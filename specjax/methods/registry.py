@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
+from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.pair import Pair
 from specjax.draft import Drafter
@@ -43,8 +44,10 @@ def names_of(text: str, pair: Pair | None) -> list[str]:
     return names
 
 
+@keywords_after(1)
 def setting_of(
     method: str,
+    *,
     widths: Widths | None = None,
     budget: int | None = None,
     batch: int = 1,
@@ -87,15 +90,16 @@ def setting_of(
     return found.setting(Size(None if widths is None else canonical(widths), budget, batch, drafts))
 
 
-def build(setting: Setting, pair: Pair, verify: str = AUTO) -> Drafter:
+@keywords_after(2)
+def build(setting: Setting, pair: Pair, *, verify: str = AUTO) -> Drafter:
     """The drafter that a setting names.
 
     Args:
       setting: a method and what it takes, such as `setting_of("chain")`.
       pair: the target and what drafts for it.
       verify: the name of the rule that will verify its trees. Every rule gets the children of which
-        it accepts most (`Rule.children`); "auto" of one draft's trees is traversal, that of several
-        drafts' multi-step.
+        it accepts most (`Rule.children`); for "auto" those that traversal wants of one draft, and
+        those that multi-step wants of several (`find_rule` then takes the rule).
 
     Returns:
       The drafter, on the target's mesh if it is on one.
@@ -114,8 +118,10 @@ def table() -> str:
     return "\n".join(["| method | its tree | source |", "|---|---|---|", *rows])
 
 
+@keywords_after(1)
 def load_drafter(
     names: str | Path | Sequence[str | Path] = "bundled",
+    *,
     widths: Widths | None = None,
     verify: str = AUTO,
     dtype: str | None = None,
@@ -137,5 +143,5 @@ def load_drafter(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: the drafts have different vocabularies.
     """
-    drafts = huggingface.load_drafts(names, dtype, mesh)
+    drafts = huggingface.load_drafts(names, dtype=dtype, mesh=mesh)
     return expansion(drafts, widths or defaults.WIDTHS["pool"], verify)

@@ -18,14 +18,25 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from specjax.base.deprecated import keywords_after
+
 AXES = DATA, MODEL, DRAFT = "data", "model", "draft"
 
 ROWS = P(DATA)
 """How arrays with rows first are spread."""
 
 
-def make_mesh(data: int = 1, model: int = 1, draft: int = 1) -> Mesh:
+@keywords_after(0)
+def make_mesh(*, data: int = 1, model: int = 1, draft: int = 1) -> Mesh:
     """A mesh of the first devices there are, of all processes.
+
+    Args:
+      data: devices that share rows.
+      model: devices that share each layer of the target (heads and features).
+      draft: devices that share the drafts of a pool.
+
+    Returns:
+      The mesh, with these three axes.
 
     Raises:
       ValueError: there are too few devices, or a size is below 1.

@@ -271,8 +271,8 @@ def unmerged(draws: Draws, root: Int32[Array, ""]) -> TokenTree:
     )
 
 
-def ancestors(tree: TokenTree) -> Bool[Array, "*B N N"]:
-    """For each node which nodes it may see: its ancestors and itself.
+def tree_attention_mask(tree: TokenTree) -> Bool[Array, "*B N N"]:
+    """The tree attention mask (SpecInfer, section 4.2): a node attends to its ancestors and itself.
 
     An empty slot sees only itself and the root, so that no softmax runs over nothing.
     """

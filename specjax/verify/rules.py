@@ -176,7 +176,13 @@ NAIVE = Rule(
     source="SpecInfer's naive sampling, SpecExec (2406.02532)",
     children=TOP_K,
 )
-ONE_HOT = Rule("one-hot", _token_wise(own_token), summary="any tree", children=TOP_K)
+ONE_HOT = Rule(
+    "one-hot",
+    _token_wise(own_token),
+    summary="any tree, with noise of its own",
+    source="multi-step with one-hot q",
+    children=TOP_K,
+)
 MULTI_STEP = Rule(
     "multi-step",
     _token_wise(TokenTree.trial_q),
@@ -215,7 +221,8 @@ RULES = {
     rule.name: rule for rule in (GREEDY, NAIVE, ONE_HOT, MULTI_STEP, RECURSIVE, BLOCK, TRAVERSAL)
 }
 """Every rule by its name; `register_rule` adds one."""
-_BEST_FIRST = (BLOCK, TRAVERSAL, MULTI_STEP, RECURSIVE, NAIVE)
+_PREFERENCE = (BLOCK, TRAVERSAL, MULTI_STEP, RECURSIVE, NAIVE)
+"""What "auto" takes: the first of these that is lossless for the trees."""
 
 
 def table() -> str:
@@ -257,7 +264,7 @@ def find_rule(name: str, trees: Construction) -> Rule:
     """
     check_rule(name)
     if name == AUTO:
-        return next(rule for rule in _BEST_FIRST if rule.refusal(trees) is None)
+        return next(rule for rule in _PREFERENCE if rule.refusal(trees) is None)
     if reason := RULES[name].refusal(trees):
         raise ValueError(f"the {name} rule is not lossless for {trees}: {reason}.")
     return RULES[name]

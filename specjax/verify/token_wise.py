@@ -35,9 +35,9 @@ class Trial(NamedTuple):
 def multi_step(probs: Probs, q: Probs, token: Int32[Array, ""]) -> Trial:
     """Multi-step speculative sampling of one child (SpecInfer, Algorithm 2).
 
-    Accepted with probability min(1, distribution/q) at `token`; else norm(max(0, distribution - q))
-    goes on. A q that is not finite is never accepted and leaves `distribution` as it is, as does a
-    residual that is empty by rounding.
+    Accepted with probability min(1, probs[token] / q[token]); else the residual distribution
+    norm(max(0, probs - q)) goes on. A q that is not finite is never accepted and leaves `probs` as
+    they are, as does a residual that is empty by rounding.
     """
     accept = jnp.minimum(1, probs[token] / q[token])
     return Trial(accept, norm(jnp.maximum(probs - q, 0), probs)[0])
@@ -128,6 +128,9 @@ def walk(
     rule: Callable[[Probs, Probs, Int32[Array, ""]], Trial] = multi_step,
 ) -> Accepted:
     """The path a token-wise rule takes through one row's tree, given its uniforms.
+
+    With `multi_step` it is SpecInfer's Algorithm 2 (arXiv 2305.09781): multi-step speculative
+    sampling.
 
     Children are tried in drawing order, each by its `trial_probs`; trial `t` is accepted when
     `accept[t]` is strictly below its probability (a uniform can be 0). `last` draws the token
