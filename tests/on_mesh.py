@@ -1,7 +1,8 @@
 """What test_sharding.py asks of eight virtual devices, as JSON; a process of its own.
 
 The number of a CPU's devices is set once for a process, and one is right for all other tests:
-  XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.on_mesh FOLDER
+  XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.on_mesh FOLDER SECTION...
+A section is a mesh with a method (`data=8/specexec`), `programs`, `families` or `moved`.
 """
 
 import json
@@ -27,11 +28,11 @@ ROWS, NEW = 8, 16
 PROMPTS = [[1 + row, 2, 3, row] for row in range(ROWS)]
 MIXED = Sampling(temperature=np.resize(np.float32([0, 0.8]), ROWS))
 MESHES = {
-    "data=8": ({"data": 8}, ("specexec",)),
-    "model=8": ({"model": 8}, ("none", "specexec")),
-    "data=2,model=4": ({"data": 2, "model": 4}, ("chain", "hybrid", "recycle")),
-    "draft=3": ({"draft": 3}, ("pool",)),
-    "data=2,draft=3": ({"data": 2, "draft": 3}, ("pool",)),
+    "data=8": {"data": 8},
+    "model=8": {"model": 8},
+    "data=2,model=4": {"data": 2, "model": 4},
+    "draft=3": {"draft": 3},
+    "data=2,draft=3": {"data": 2, "draft": 3},
 }
 
 
@@ -115,12 +116,17 @@ def moved(folder: Path) -> dict:
 
 if __name__ == "__main__":
     at = Path(sys.argv[1])
+    others = {"programs": lambda: programs(at), "families": families, "moved": lambda: moved(at)}
     alone = pair_on(at, None)
-    used = {method for _, names in MESHES.values() for method in names}
-    made = {"alone": {method: texts(alone, method, False) for method in sorted(used)}}
-    for name, (sizes, names) in MESHES.items():
-        pair = pair_on(at, make_mesh(**sizes))
+    made = {"alone": {}}
+    for section in sys.argv[2:]:
+        if section in others:
+            made[section] = others[section]()
+            continue
+        name, method = section.split("/")
+        if method not in made["alone"]:
+            made["alone"][method] = texts(alone, method, False)
+        pair = pair_on(at, make_mesh(**MESHES[name]))
         streams = name == "data=2,draft=3"  # of all states the one with an axis before its rows
-        made[name] = {method: texts(pair, method, streams) for method in names}
-    made |= {"programs": programs(at), "families": families(), "moved": moved(at)}
+        made[section] = texts(pair, method, streams)
     json.dump(made, sys.stdout)

@@ -30,8 +30,15 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+
+
+EXAMPLES = {
+    f"{page.stem}-{number}": code
+    for page in PAGES
+    for number, code in enumerate(blocks("python", page.read_text()))
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +75,9 @@ def _registries():
 
 
 @pytest.mark.usefixtures("_registries")
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_blocks_run(code, stand_ins):
-    exec(compile(stood_in(code, stand_ins), "README.md", "exec"), {})
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_python_blocks_run(example, stand_ins):
+    exec(compile(stood_in(EXAMPLES[example], stand_ins), example, "exec"), {})
 
 
 def test_tables_are_those_of_the_records():

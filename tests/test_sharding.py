@@ -20,10 +20,26 @@ ROOT = Path(__file__).parent.parent
 WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
 
 
+FIRST = ("data=2,model=4/hybrid", "data=2,draft=3/pool", "programs")
+"""Sections of `on_mesh` that `pytest` runs, and below those that `pytest -m slow` does."""
+OTHERS = (
+    *("data=8/specexec", "model=8/none", "model=8/specexec", "data=2,model=4/chain"),
+    *("draft=3/pool", "data=2,model=4/recycle", "families", "moved"),
+)
+
+
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory):
+    return found_on_mesh(tmp_path_factory.mktemp("mesh"), FIRST)
+
+
+@pytest.fixture(scope="module")
+def other_facts(tmp_path_factory):
+    return found_on_mesh(tmp_path_factory.mktemp("mesh"), OTHERS)
+
+
+def found_on_mesh(folder, sections):
     """What `on_mesh` finds with eight devices, in a process of its own."""
-    folder = tmp_path_factory.mktemp("mesh")
     target = tiny_model(0, **WIDE)
     save_model(target, folder / "target", dtype="float32")
     for number in range(3):
@@ -33,7 +49,7 @@ def facts(tmp_path_factory):
         save_model(deep, folder / f"layers{layers}", dtype="float32")
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.on_mesh", str(folder)],
+        [sys.executable, "-m", "tests.on_mesh", str(folder), *sections],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -44,22 +60,24 @@ def facts(tmp_path_factory):
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "method"),
-    [
-        *(("data=8", "specexec"), ("model=8", "none"), ("model=8", "specexec")),
-        *(("data=2,model=4", "chain"), ("draft=3", "pool")),
-        *(("data=2,model=4", "hybrid"), ("data=2,model=4", "recycle"), ("data=2,draft=3", "pool")),
-    ],
-)
-def test_tokens_are_those_of_one_device(facts, mesh, method):
-    alone, spread = facts["alone"][method], facts[mesh][method]
+@pytest.mark.parametrize("section", [one for one in FIRST if "/" in one])
+def test_tokens_are_those_of_one_device(facts, section):
+    check_tokens(facts, section)
+
+
+@pytest.mark.parametrize("section", [one for one in OTHERS if "/" in one])
+def test_tokens_on_other_meshes_are_those_of_one_device(other_facts, section):
+    check_tokens(other_facts, section)
+
+
+def check_tokens(facts, section):
+    alone, spread = facts["alone"][section.split("/")[1]], facts[section]
     assert spread["tokens"] == alone["tokens"]
     assert spread["steps"] == alone["steps"]
 
 
 def test_streams_on_a_mesh_give_the_same(facts):
-    made = facts["data=2,draft=3"]["pool"]
+    made = facts["data=2,draft=3/pool"]
     assert made["streamed"] == made["tokens"]
 
 
@@ -74,8 +92,8 @@ def test_a_layer_sums_twice_and_no_weights_are_gathered(facts):
         assert not found["others"]
 
 
-def test_every_family_splits_over_two_devices(facts):
-    found = facts["families"]
+def test_every_family_splits_over_two_devices(other_facts):
+    found = other_facts["families"]
     split = {case for case in found if "share" in found[case]}
     assert all(found[case]["heads"] % 2 for case in set(found) - split)
     assert all("does not divide" in found[case]["refused"] for case in set(found) - split)
@@ -83,13 +101,13 @@ def test_every_family_splits_over_two_devices(facts):
     assert max(found[case]["share"] for case in split) <= 1
 
 
-def test_a_model_is_restored_onto_another_mesh(facts):
+def test_a_model_is_restored_onto_another_mesh(other_facts):
     for name, devices in (("one", 1), ("model=8", 8), ("data=8", 1)):
-        assert facts["moved"][name]["error"] < 1e-3, name
-        assert facts["moved"][name]["up"] == [WIDE["intermediate_size"] // devices, 32]
+        assert other_facts["moved"][name]["error"] < 1e-3, name
+        assert other_facts["moved"][name]["up"] == [WIDE["intermediate_size"] // devices, 32]
         # Heads that the first mesh held twice were kept once.
-        assert facts["moved"][name]["repeats"] == max(1, devices // WIDE["num_kv_heads"])
-    assert facts["moved"]["written"]
+        assert other_facts["moved"][name]["repeats"] == max(1, devices // WIDE["num_kv_heads"])
+    assert other_facts["moved"]["written"]
 
 
 def test_a_draft_that_is_split_is_refused():
@@ -119,6 +137,6 @@ def test_meshes_of_other_axes_or_too_many_devices_are_refused():
         make_mesh(data=2, model=4)
     with pytest.raises(ValueError, match="axis model is 0"):
         make_mesh(model=0)
-    odd = jax.make_mesh(data=(1,), model=("rows",))
+    odd = jax.make_mesh((1,), ("rows",))
     with pytest.raises(ValueError, match="not 'rows'"):
         with_all_axes(odd)
