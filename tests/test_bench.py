@@ -22,9 +22,8 @@ from specjax.measure import bench, prompts, timing
 from specjax.measure.prompts import Prompt
 from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
-from specjax.methods.builtin import METHODS
 from specjax.methods.choice import Asked, Choice, choose
-from specjax.methods.method import Setting
+from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import Entry
 from specjax.models.inflate import inflate
 from tests.conftest import tiny_model

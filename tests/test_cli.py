@@ -140,6 +140,14 @@ def test_a_terminal_shows_the_prompt_before_its_continuation(capsys, monkeypatch
     assert shown == PROMPT + capsys.readouterr().out.removesuffix("\n")
 
 
+def test_no_command_gets_help(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    printed = capsys.readouterr().out
+    assert "Lossless speculative decoding" in printed
+    assert "generate" in printed
+
+
 def test_help_whose_reader_is_gone_ends_without_a_trace():
     with subprocess.Popen(
         [sys.executable, "-m", "specjax", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -241,7 +249,6 @@ def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypa
         (["generate", "x", "--top-k", "many"], "Error parsing --top-k"),
         (["generate"], "PROMPT"),
         (["translate"], "translate"),
-        ([], "Expected one of"),
     ],
 )
 def test_an_unknown_flag_gets_one_sentence_and_code_2(arguments, sentence, capsys):

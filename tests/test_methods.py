@@ -14,9 +14,8 @@ from specjax.checkpoints.pair import Pair, load_pair
 from specjax.draft.ngram import pack
 from specjax.draft.plain import PlainDrafter
 from specjax.methods import choice, records, registry
-from specjax.methods.builtin import METHODS
 from specjax.methods.choice import Asked, Choice, choose
-from specjax.methods.method import Setting
+from specjax.methods.method import METHODS, Setting
 from specjax.methods.records import Measured, Run
 from specjax.methods.setting import from_json, to_json
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K

@@ -18,7 +18,7 @@ from specjax.checkpoints import tokenizers
 from specjax.checkpoints.huggingface import load_model, save_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.methods import registry
-from specjax.methods.builtin import METHODS
+from specjax.methods.method import METHODS
 from specjax.models.families import FAMILIES
 from specjax.models.transformer import initialize
 from specjax.verify import rules

@@ -30,7 +30,7 @@ class BoostData(NamedTuple):
 def gather(
     rows: Collected, collected: Labelled, own: Float[np.ndarray, "N T"], corpus: Labelled
 ) -> BoostData:
-    """The material of a pool; steps after a row's end weigh nothing."""
+    """The data of a pool; steps after a row's end weigh nothing."""
     along = np.take_along_axis(own, rows.columns - 1, axis=1)
     return weighted(BoostData(rows, collected, corpus, along), rows.alive.astype(np.float32))
 

@@ -138,7 +138,7 @@ class Boost:
     tokens. `keep` is the weight of what a rule would drop (0: dropped, as published). `cover` is
     how many of a draft's most likely tokens a node has as children where a rule asks whether a
     tree covers the target's token. `strength` scales the soft rules. `elsewhere` is the weight,
-    for later drafts, of what no rule judges: prompts and corpus rows. `own_start` gives every
+    for later drafts, of what no rule weighs: prompts and corpus rows. `own_start` gives every
     draft a warm-up of its own. `sizes` replaces the recipe's draft size, a member each.
     """
 

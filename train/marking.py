@@ -126,7 +126,7 @@ def by_tokens(earlier: Sequence[Seen], settings: Boost) -> Weights:
 def by_errors(earlier: Sequence[Seen], settings: Boost) -> Weights:
     """AdaBoost's weights (Freund and Schapire 1997): each draft's misses gain exp(strength · α).
 
-    α is log((1 - e) / e) of the draft's error e under the weights it was judged with, at
+    α is log((1 - e) / e) of the draft's error e under the weights it was measured with, at
     least 0. Marked are the steps below the mean weight.
     """
     alive = earlier[0].alive

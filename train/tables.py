@@ -121,8 +121,8 @@ def rules(pair: Pair, task: Task) -> list[Row]:
         chain = max(shape[0]) == 1
         if chain and children == DISTINCT:  # a draw without replacement is a draw there
             continue
-        judged = (*names, BLOCK.name) if chain and children == DRAWN else names
-        for name in judged:
+        tested = (*names, BLOCK.name) if chain and children == DRAWN else names
+        for name in tested:
             found = measured(pair.target, pair.pools[SINGLE], shape, task, SAMPLED, name, children)
             rows.append(
                 {"shape": shown(shape), "rule": name, "children": children,

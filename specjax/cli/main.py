@@ -47,9 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
-        options: Options = parsed(
-            VERBS, "specjax", arguments, tyro.conf.OmitSubcommandPrefixes, description=ABOUT
-        )
+        options = _options(sys.argv[1:] if arguments is None else arguments)
         code = _command(options)()
         sys.stdout.flush()
         return code
@@ -73,6 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError:
             _let_output_go()
         return 2
+
+
+def _options(arguments: Sequence[str]) -> Options:
+    """The options of a verb; without any argument, help and exit code 2."""
+    try:
+        return parsed(
+            VERBS,
+            "specjax",
+            arguments or ["--help"],
+            tyro.conf.OmitSubcommandPrefixes,
+            description=ABOUT,
+        )
+    except SystemExit:
+        if not arguments:
+            raise SystemExit(2) from None
+        raise
 
 
 def _let_output_go() -> None:

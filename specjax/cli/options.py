@@ -21,7 +21,7 @@ def _help(text: str, values: Callable[[str], str] | None = None) -> Any:
 
 def _of_methods(default: str) -> str:
     """Every method, from its record; read only when help is asked for."""
-    from specjax.methods.builtin import METHODS
+    from specjax.methods.method import METHODS
 
     listed = "; ".join(f"{method.name}: {method.summary}" for method in METHODS.values())
     return f"({listed}. default: {default})"

@@ -18,7 +18,6 @@ from specjax.draft.token_recycling import RecycleDrafter
 from specjax.methods import defaults
 from specjax.methods.method import (
     DRAFT,
-    METHODS,
     PLAIN,
     TABLE,
     Method,
@@ -302,5 +301,3 @@ _BUILTIN = (
 )
 for _method in _BUILTIN:
     register_method(_method)
-
-__all__ = ["METHODS", "expansion", "growth_of", "register_method"]

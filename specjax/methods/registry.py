@@ -10,8 +10,8 @@ from specjax.checkpoints import huggingface
 from specjax.checkpoints.pair import Pair
 from specjax.draft import Drafter
 from specjax.methods import defaults
-from specjax.methods.builtin import METHODS, expansion
-from specjax.methods.method import PLAIN, Setting, Size, check_method
+from specjax.methods.builtin import expansion
+from specjax.methods.method import METHODS, PLAIN, Setting, Size, check_method
 from specjax.parallel.mesh import mesh_of, settled
 from specjax.trees.widths import MOST_NODES, Widths, canonical, spelled
 from specjax.verify.rules import AUTO

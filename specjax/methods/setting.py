@@ -8,8 +8,7 @@ from typing import Any
 
 from specjax.draft.growth import Growth
 from specjax.draft.limits import check_growth
-from specjax.methods.builtin import METHODS
-from specjax.methods.method import DRAFT, PLAIN, TABLE, Setting
+from specjax.methods.method import DRAFT, METHODS, PLAIN, TABLE, Setting
 from specjax.trees.widths import canonical, check_count, is_number, of_json
 
 _LEAST = 1e-37

@@ -92,7 +92,7 @@ def _needs_one_draft(trees: Construction) -> str | None:
 
 def _needs_chain(trees: Construction) -> str | None:
     if not trees.chain:
-        return "it judges a block of tokens that follow each other; use traversal"
+        return "it verifies a block of tokens that follow each other; use traversal"
     return _needs_one_draft(trees)
 
 
