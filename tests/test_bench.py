@@ -179,7 +179,8 @@ def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     timing.warm_up(asked)
     run, seconds = timing.timed(asked)
     assert seconds > 0
-    assert run.tokens.shape == (1, 10)
+    assert run.tokens.shape == (1, asked.outputs)
+    assert run.lengths.tolist() == [10]
     assert run.steps.tolist() == [4]
     assert run.nodes.tolist() == [16]
 

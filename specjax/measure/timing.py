@@ -77,10 +77,10 @@ def warm_up(request: Request) -> None:
 def timed(request: Request) -> tuple[Generation, float]:
     """The request's generation on the host, and its wall seconds, prefill included.
 
-    `warm_up` before.
+    Tokens are `[B, request.outputs]`. `warm_up` before.
     """
     made, seconds = clocked(lambda: generate_jit(**request._asdict()))
-    return on_host(made, int(np.max(np.asarray(request.rows.limits.max_new_tokens)))), seconds
+    return on_host(made, request.outputs), seconds
 
 
 _read = jax.jit(stepping.read, static_argnames=("slots", "target_top_k"))
