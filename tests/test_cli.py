@@ -1,6 +1,7 @@
 """The command line keeps its contracts: what it prints, and how it refuses."""
 
 import io
+import os
 import re
 import subprocess
 import sys
@@ -149,9 +150,11 @@ def test_no_command_gets_help(capsys):
 
 
 def test_help_whose_reader_is_gone_ends_without_a_trace():
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        [sys.executable, "-m", "specjax", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+        [sys.executable, "-m", "specjax", "--help"], env=buffered, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
         process.stdout.close()
         assert process.wait() == 1
         assert process.stderr.read() == b""

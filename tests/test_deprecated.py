@@ -1,12 +1,16 @@
 """Public names of before keep working, and say what they are called now."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import specjax
 from specjax.decoding.generate import stream
 from specjax.draft.plain import PlainDrafter
+from specjax.trees.tree import root_only
 from tests.conftest import tiny_model
 
 
@@ -24,14 +28,23 @@ def test_fields_of_before_are_those_of_today():
         assert shape.num_laws == shape.num_distributions
 
 
-def test_a_drafter_of_before_is_shown_what_it_asks_for():
-    class Curious(PlainDrafter):
-        @property
-        def num_seen(self):
-            return 3
+def test_names_of_before_are_arguments_too():
+    tree = root_only(jnp.zeros(1, jnp.int32), 3)
+    fields = {each.name: getattr(tree, each.name) for each in dataclasses.fields(tree)}
+    row = fields.pop("trial_row")
+    with pytest.warns(DeprecationWarning, match=r"TokenTree\(trial_law=...\) is deprecated"):
+        assert specjax.TokenTree(**fields, trial_law=row).trial_row is row
 
+
+def test_a_drafter_of_before_is_shown_what_it_asks_for():
     with pytest.warns(DeprecationWarning, match="num_seen is deprecated; it is target_top_k now"):
-        assert Curious(7).target_top_k == 3
+
+        class Curious(PlainDrafter):
+            @property
+            def num_seen(self):
+                return super().num_seen + 3
+
+    assert Curious(7).target_top_k == 3
     with pytest.warns(DeprecationWarning, match="num_seen is deprecated; it is target_top_k now"):
         assert PlainDrafter(7).num_seen == 0
     assert PlainDrafter(7).target_top_k == 0

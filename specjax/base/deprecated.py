@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
+_Cls = TypeVar("_Cls", bound=type)
 
 
 def warn_renamed(old: str, new: str) -> None:
@@ -23,6 +24,30 @@ def renamed(old: str, new: str) -> Any:
         return getattr(self, new)
 
     return property(read, doc=f"Deprecated: it is `{new}` now.")
+
+
+def renamed_fields(**new_of: str) -> Callable[[_Cls], _Cls]:
+    """A decorator of a dataclass some of whose fields have another name now: old=new.
+
+    The old name is still read and still names an argument, with a deprecation warning.
+    """
+
+    def decorate(cls: _Cls) -> _Cls:
+        init: Any = cls.__init__
+
+        @functools.wraps(init)
+        def __init__(self: Any, *arguments: Any, **named: Any) -> None:
+            for old in [name for name in named if name in new_of]:
+                warn_renamed(f"{cls.__name__}({old}=...)", new_of[old])
+                named[new_of[old]] = named.pop(old)
+            init(self, *arguments, **named)
+
+        cls.__init__ = __init__
+        for old, new in new_of.items():
+            setattr(cls, old, renamed(old, new))
+        return cls
+
+    return decorate
 
 
 def keywords_after(count: int) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:

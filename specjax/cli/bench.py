@@ -33,7 +33,7 @@ from specjax.models.inflate import inflate
 from specjax.parallel.mesh import DATA
 from specjax.parallel.processes import devices_for, sizes_of
 from specjax.trees.widths import read
-from specjax.verify.rules import AUTO, check_rule
+from specjax.verify.rules import AUTO, RULES, check_rule
 
 _BATCHES = (1, 8)
 
@@ -120,8 +120,10 @@ def workload_of(
     for name in ("inflate", "profile"):
         if options.mesh is not None and getattr(options, name):
             raise ValueError(f"--{name} is for one device; leave out --mesh or it.")
-    if options.verify == "greedy" and max(temperatures) > 0:
-        raise ValueError(f"the greedy rule needs --temperatures 0, not {options.temperatures}.")
+    if options.verify != AUTO and RULES[options.verify].greedy_only and max(temperatures) > 0:
+        raise ValueError(
+            f"the {options.verify} rule needs --temperatures 0, not {options.temperatures}."
+        )
     dtypes = dtypes_of(options.dtype)
     names = [name for name in registry.names_of(options.methods, pair) if name != "none"]
     drafts = 1 if pair is None else len(pair.drafts)

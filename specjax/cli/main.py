@@ -84,6 +84,7 @@ def _options(arguments: Sequence[str]) -> Options:
             description=ABOUT,
         )
     except SystemExit:
+        sys.stdout.flush()  # what refuses it is met here, and not when the process ends
         if not arguments:
             raise SystemExit(2) from None
         raise

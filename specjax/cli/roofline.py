@@ -19,6 +19,7 @@ from specjax.cli.values import (
     budgets_of,
     check_target_file,
     count_of,
+    dtype_of,
     temperatures_in,
 )
 from specjax.measure import prompts, timing
@@ -94,7 +95,7 @@ def measured(options: Roofline) -> Iterator[Row]:
     slots = int(_default(on_cpu, "slots")) if options.slots is None else options.slots
     nodes = budgets_of(options.nodes, "--nodes")
     at_least("--slots", options.slots, 1)
-    dtype, bandwidth = options.dtype or default_dtype(), read_bandwidth()
+    dtype, bandwidth = dtype_of(options.dtype) or default_dtype(), read_bandwidth()
     yield {"what": "read bandwidth", "gb_per_second": bandwidth / 1e9}
     for name in filter(None, shapes.split(",")):
         if name not in SHAPES:

@@ -230,4 +230,10 @@ def stream(
         key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
         verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return (gave for _, gave in steps(request, begin(request)))
+    return _given(request)
+
+
+def _given(request: Request) -> Iterator[Step]:
+    """What each step gave; prompts are read when the first is asked for."""
+    for _, gave in steps(request, begin(request)):
+        yield gave

@@ -134,17 +134,18 @@ def verify_tree(
 
 
 def accept(
-    drafter: Drafter,
     rule: Rule,
     state: DecodeState,
     tree: TokenTree,
     logits: Float[Array, "B N V"],
+    window: int,
+    target_top_k: int,
 ) -> Step:
     """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
-    accepted = verify_tree(rule, state, tree, logits, drafter.window)
+    accepted = verify_tree(rule, state, tree, logits, window)
     tokens = emitted(tree, accepted)
     count, done = truncate(tokens, accepted.count, state)
-    top_tokens = top_tokens_of(logits, drafter.target_top_k)
+    top_tokens = top_tokens_of(logits, target_top_k)
     return Step(tokens, count, done, tree, accepted, top_tokens)
 
 
@@ -209,6 +210,6 @@ def step(
     with jax.named_scope("score"):
         logits, new = score_tree(target, tree, state)
     with jax.named_scope("verify"):
-        gave = accept(drafter, rule, state, tree, logits)
+        gave = accept(rule, state, tree, logits, drafter.window, drafter.target_top_k)
     with jax.named_scope("commit"):
         return commit(state, new, drafter.commit(draft, gave), gave), gave

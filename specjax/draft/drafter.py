@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
 from specjax.base.axes import Key
-from specjax.base.deprecated import renamed, warn_renamed
+from specjax.base.deprecated import renamed_fields, warn_renamed
 from specjax.base.pytree import pytree
 from specjax.base.sampling import Sampling
 from specjax.parallel.mesh import DATA
@@ -19,6 +19,7 @@ DraftState = Any
 """A pytree with rows first; the caller threads it and knows nothing of it."""
 
 
+@renamed_fields(seen="top_tokens")
 @pytree
 class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
@@ -35,8 +36,6 @@ class Step:
     accepted: Accepted
     top_tokens: Int32[Array, "B N k"]
 
-    seen = renamed("seen", "top_tokens")
-
 
 class Drafter(abc.ABC):
     """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
@@ -49,12 +48,20 @@ class Drafter(abc.ABC):
     @property
     def target_top_k(self) -> int:
         """How many of the target's likeliest tokens it wants to see; most want none."""
-        if type(self).num_seen is not Drafter.num_seen:
-            warn_renamed(f"{type(self).__name__}.num_seen", "target_top_k")
-            return self.num_seen
-        return 0
+        return 0 if type(self).num_seen is Drafter.num_seen else self.num_seen
 
-    num_seen = renamed("num_seen", "target_top_k")
+    @property
+    def num_seen(self) -> int:
+        """Deprecated: it is `target_top_k` now; a drafter of before may still say it here."""
+        if type(self).num_seen is not Drafter.num_seen:  # called by it
+            return 0
+        warn_renamed(f"{type(self).__name__}.num_seen", "target_top_k")
+        return self.target_top_k
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "num_seen" in cls.__dict__:
+            warn_renamed(f"{cls.__name__}.num_seen", "target_top_k")
 
     @property
     def state_specs(self) -> Any:

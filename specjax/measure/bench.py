@@ -203,7 +203,7 @@ class Bencher:
     def _measure(self, request: Request, tally: Tally, common: bool) -> Run:
         """Times one request, and its phases beside it if its size is the `common` one.
 
-        That size stands for all: each costs five compilations, and the sizes of a set of prompts
+        That size stands for all: each costs several compilations, and the sizes of a set of prompts
         differ little.
         """
         run = timing.timed(request)

@@ -126,7 +126,7 @@ class DistributionSection:
     @property
     def failed(self) -> tuple[DistributionTest, ...]:
         """The tests that failed."""
-        return tuple(one for one in self.tests if one.test.p_value < self.level)
+        return tuple(one for one in self.tests if not one.test.p_value >= self.level)
 
     @property
     def passed(self) -> bool:

@@ -23,7 +23,10 @@ from specjax.decoding.request import NO_END, Request, Rows
 from specjax.decoding.stepping import DecodeState
 from specjax.draft import Drafter, Step
 from specjax.draft.drafter import DraftState
+from specjax.models.kv_cache import NewKV
 from specjax.models.transformer import Model
+from specjax.trees.tree import TokenTree
+from specjax.verify.rules import Rule
 
 _T = TypeVar("_T")
 MOST_MAPS = 20_000
@@ -86,8 +89,6 @@ def timed(request: Request) -> tuple[Generation, float]:
 _read = jax.jit(stepping.read, static_argnames=("slots", "target_top_k"))
 _draft_tree = jax.jit(stepping.draft_tree)
 _score_tree = jax.jit(stepping.score_tree)
-_accept = jax.jit(stepping.accept, static_argnames="rule")
-_commit = jax.jit(stepping.commit, donate_argnames="state")
 
 
 @partial(jax.jit, static_argnames="slots")
@@ -95,6 +96,20 @@ def _init(
     drafter: Drafter, rows: Rows, top_tokens: Int32[Array, "B T k"], slots: int
 ) -> DraftState:
     return drafter.init(rows.prompt, rows.length, slots, top_tokens)
+
+
+@partial(jax.jit, static_argnames=("rule", "window", "target_top_k"), donate_argnames="state")
+def _verify_and_commit(
+    rule: Rule,
+    state: DecodeState,
+    tree: TokenTree,
+    scored: tuple[Array, NewKV],
+    window: int,
+    target_top_k: int,
+) -> tuple[DecodeState, Step]:
+    """Decides and commits, but for the drafter's part; one program for drafters of equal trees."""
+    gave = stepping.accept(rule, state, tree, scored[0], window, target_top_k)
+    return stepping.commit(state, scored[1], (), gave), gave
 
 
 @partial(jax.jit, donate_argnames="draft")
@@ -164,18 +179,15 @@ def _step(request: Request, state: DecodeState) -> tuple[DecodeState, _StepTime]
     target, drafter, rule = request.target, request.drafter, request.rule
     (tree, draft), drafting = clocked(lambda: _draft_tree(target, drafter, state))
     held = replace(state, draft=())
-    (logits, new), scoring = clocked(lambda: _score_tree(target, tree, held))
-
-    def verify_and_commit() -> tuple[DecodeState, Step]:
-        gave = _accept(drafter, rule, held, tree, logits)
-        return _commit(held, new, (), gave), gave
-
-    (after, gave), verifying = clocked(verify_and_commit)
+    scored, scoring = clocked(lambda: _score_tree(target, tree, held))
+    window, target_top_k = drafter.window, drafter.target_top_k
+    (after, gave), verifying = clocked(
+        lambda: _verify_and_commit(rule, held, tree, scored, window, target_top_k)
+    )
+    if window == 1:  # nothing is drafted; making the roots is the rest of a plain step
+        return replace(after, draft=draft), _StepTime(0.0, scoring, drafting + verifying)
     draft, catching = clocked(lambda: _catch_up(drafter, draft, gave))
-    after, drafting = replace(after, draft=draft), drafting + catching
-    if drafter.window == 1:  # nothing is drafted; making the roots is the rest of a plain step
-        return after, _StepTime(0.0, scoring, drafting + verifying)
-    return after, _StepTime(drafting, scoring, verifying)
+    return replace(after, draft=draft), _StepTime(drafting + catching, scoring, verifying)
 
 
 def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:

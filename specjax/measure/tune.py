@@ -28,7 +28,7 @@ from specjax.measure.rows import BenchRow
 from specjax.measure.workload import Workload
 from specjax.methods import registry
 from specjax.methods.acceptance import measured
-from specjax.methods.method import PLAIN, Setting
+from specjax.methods.method import METHODS, PLAIN, Setting
 from specjax.methods.sequoia import best_shape, expected_tokens
 from specjax.methods.tuned import Entry
 from specjax.trees.tree import TreeShape
@@ -87,14 +87,14 @@ class Tuner:
     ) -> list[Estimate]:
         """The estimate of every setting, the best first; `keep` gets the growing list."""
         names = [n for n in registry.names_of(self.choices.methods, self.grown) if n != "none"]
+        drafts = len(self.grown.drafts)
         settings = [
-            registry.setting_of(
-                name, widths=None, budget=budget, batch=1, drafts=len(self.grown.drafts)
-            )
+            registry.setting_of(name, budget=budget, drafts=drafts)
             for budget in self.choices.budgets
             for name in names
-            if name not in _SHAPED
+            if name not in _SHAPED and METHODS[name].takes_budget
         ]
+        settings += [registry.setting_of(n) for n in names if not METHODS[n].takes_budget]
         static = [name for name in _SHAPED if name in names]
         task = self.progress.add_task(f"T = {temperature:g}", total=len(settings) + len(static))
         found = []

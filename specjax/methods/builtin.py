@@ -207,7 +207,9 @@ def _build_staged(setting: Setting, pair: Pair, verify: str) -> Drafter:
         second = ExpansionDrafter.of([pair.smaller], tree or defaults.STAGED_DRAFT_TREE, TOP_K)
         return _best_first(setting, pair, None, second)
     shape = TreeShape(setting.guess or defaults.STAGED_TREE)
-    return _best_first(setting, pair, TableStage(pair.table, shape, setting.fan or 2))
+    return _best_first(
+        setting, pair, TableStage(pair.table, shape, setting.fan or defaults.STAGED_FAN)
+    )
 
 
 _BUILTIN = (
@@ -218,7 +220,6 @@ _BUILTIN = (
         build=_build_plain,
         takes_widths=False,
         takes_budget=False,
-        model_free=True,
     ),
     Method(
         name="chain",
@@ -269,7 +270,6 @@ _BUILTIN = (
         setting=_lookup,
         build=_build_text,
         takes_widths=False,
-        model_free=True,
     ),
     Method(
         name="ngram",
@@ -279,7 +279,6 @@ _BUILTIN = (
         build=_build_text,
         lacks=_needs_table,
         takes_widths=False,
-        model_free=True,
     ),
     Method(
         name="recycle",
@@ -288,7 +287,6 @@ _BUILTIN = (
         setting=_recycle,
         build=_build_recycle,
         shaped_by_budget=True,
-        model_free=True,
     ),
     Method(
         name="hybrid",

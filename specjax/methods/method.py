@@ -85,7 +85,6 @@ class Method:
       takes_widths: whether a tree may be named level by level.
       takes_budget: whether its nodes may be bounded.
       shaped_by_budget: whether its label names its nodes, not its widths.
-      model_free: whether it drafts without a draft model.
     """
 
     name: str
@@ -97,7 +96,6 @@ class Method:
     takes_widths: bool = True
     takes_budget: bool = True
     shaped_by_budget: bool = False
-    model_free: bool = False
 
 
 METHODS: dict[str, Method] = {}
@@ -105,7 +103,7 @@ METHODS: dict[str, Method] = {}
 
 
 def register_method(method: Method) -> None:
-    """Makes a method known by its name: to `--method`, `bench`, `tune`, `verify` and their files.
+    """Makes a method known by its name in this process: to `setting_of`, `build`, and measuring.
 
     Raises:
       ValueError: there is one of that name, or it is "auto" or "all".

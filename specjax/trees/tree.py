@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from specjax.base.deprecated import renamed
+from specjax.base.deprecated import renamed, renamed_fields
 from specjax.base.pytree import pytree, replace
 from specjax.trees.widths import Widths, canonical, counts, widest
 
@@ -111,6 +111,7 @@ class Draws:
     certain: Bool[Array, "*B"]
 
 
+@renamed_fields(trial_law="trial_row")
 @pytree
 class TokenTree:
     """Candidate continuations of a root token, equal paths merged into one node.
@@ -132,8 +133,6 @@ class TokenTree:
     trial_row: Int32[Array, "*B M"]
     q: Float[Array, "*B R V"]
     certain: Bool[Array, "*B"]
-
-    trial_law = renamed("trial_law", "trial_row")
 
     @property
     def num_slots(self) -> int:

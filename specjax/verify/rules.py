@@ -232,7 +232,7 @@ def table() -> str:
 
 
 def register_rule(rule: Rule) -> None:
-    """Makes a rule known by its name, to `generate`, to the command line and to the certificate.
+    """Makes a rule known by its name in this process: to `generate`, `build` and the certificate.
 
     Raises:
       ValueError: there is one of that name.
