@@ -238,21 +238,19 @@ def settings(plan) -> list[Setting]:
 def test_every_method_takes_every_budget():
     plan = workload_of(Bench(methods="all", budgets="4,9"))
     named = [(name, budget) for name in list(METHODS)[1:] for budget in (4, 9)]
-    assert settings(plan) == [
-        registry.setting_of(name, widths=None, budget=budget) for name, budget in named
-    ]
+    assert settings(plan) == [registry.setting_of(name, budget=budget) for name, budget in named]
 
 
 def test_shapes_are_measured_beside_budgets():
     plan = workload_of(Bench(methods="lookup", trees="tree:2,1", budgets="3"))
     assert settings(plan) == [
         registry.setting_of("tree", widths=(2, 1)),
-        registry.setting_of("lookup", widths=None, budget=3),
+        registry.setting_of("lookup", budget=3),
     ]
 
 
 def test_what_tune_wrote_is_measured_beside_the_methods(tmp_path):
-    setting = registry.setting_of("hybrid", widths=None, budget=5)
+    setting = registry.setting_of("hybrid", budget=5)
     entries = [Entry(0.0, 1, setting, {}, {}), Entry(0.8, 1, Setting(), {}, {})]
     tuned.write(tmp_path / "tuned.json", entries, {})
     plan = workload_of(Bench(methods="none", config=str(tmp_path / "tuned.json")))

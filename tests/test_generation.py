@@ -11,7 +11,7 @@ import pytest
 from specjax.base.pytree import replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import begin, generate_jit, on_host, steps, stream
+from specjax.decoding.generate import generate_jit, on_host, steps_on_host, stream
 from specjax.decoding.request import NO_END, Limits, Rows, prepare
 from specjax.draft import ExpansionDrafter
 from specjax.methods import registry
@@ -162,7 +162,7 @@ def test_trees_of_any_topology_are_one_program(target, method):
     asked = [options for buckets, options in requests(24) if buckets == (1, 32, 32)]
     for seed, options in enumerate(asked):
         pair = Pair(target, None, [near(target, seed)], smaller=near(target, seed + 9))
-        drafter = registry.build(registry.setting_of(method, widths=None, budget=5), pair)
+        drafter = registry.build(registry.setting_of(method, budget=5), pair)
         generate(target, drafter, **options)
     assert len(asked) == 6
     assert generate_jit._cache_size() == 1
@@ -180,7 +180,7 @@ def test_every_row_has_limits_of_its_own(target):
     made = on_host(generate_jit(**request._asdict()), NEW)
     first = expected.tokens[2].tolist().index(expected.tokens[2, 7])
     assert made.lengths.tolist() == [1, 5, first + 1, NEW]
-    streamed = [gave for _, gave in steps(request, begin(request))]
+    streamed = list(steps_on_host(request))
     for row, count in enumerate(made.lengths):
         tokens = expected.tokens[row, :count].tolist()
         assert made.tokens[row].tolist() == tokens + [0] * (NEW - count)

@@ -117,7 +117,7 @@ def test_what_a_method_lacks_is_said(method):
 def test_every_method_keeps_to_its_budget(method, budget):
     pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE)
     for batch in (1, 8):
-        setting = registry.setting_of(method, widths=None, budget=budget, batch=batch)
+        setting = registry.setting_of(method, budget=budget, batch=batch)
         drafter = registry.build(setting, pair)
         assert 1 < drafter.num_slots == setting.nodes + 1
         assert budget is None or setting.nodes <= budget
@@ -158,16 +158,10 @@ def test_a_named_method_is_taken():
     assert taken(Asked(widths=(2, 1))) == ("pool", (2, 1))
     assert taken(Asked(widths=(2, 1)), ONE) == ("tree", (2, 1))
     assert taken(Asked(widths=(1, (1,))), ONE) == ("chain", (1, 1))
-    assert choose(Asked(budget=9), PAIR, 0.0).setting == registry.setting_of(
-        "specexec", widths=None, budget=9
-    )
-    assert choose(Asked(budget=9), PAIR, 0.8).setting == registry.setting_of(
-        "tree", widths=None, budget=9
-    )
+    assert choose(Asked(budget=9), PAIR, 0.0).setting == registry.setting_of("specexec", budget=9)
+    assert choose(Asked(budget=9), PAIR, 0.8).setting == registry.setting_of("tree", budget=9)
     alone = PAIR._replace(drafts=[])
-    assert choose(Asked(budget=9), alone, 0.0).setting == registry.setting_of(
-        "lookup", widths=None, budget=9
-    )
+    assert choose(Asked(budget=9), alone, 0.0).setting == registry.setting_of("lookup", budget=9)
 
 
 def test_auto_measured_without_drafts_and_leaves_out_what_the_pair_cannot_do():
@@ -207,9 +201,7 @@ def test_auto_takes_no_method_that_the_named_rule_is_not_lossless_for():
     assert auto().setting.method == "specexec"
     assert choose(Asked(verify="multi-step"), PAIR, 0.0).setting.method == "tree"
     many = choose(Asked(budget=40, verify="block"), PAIR, 0.0).setting
-    assert many == registry.setting_of(
-        "specexec", widths=None, budget=40
-    )  # which is refused with the reason
+    assert many == registry.setting_of("specexec", budget=40)  # which is refused with the reason
     assert choose(Asked(budget=40, verify="traversal"), PAIR, 0.0).setting.method == "tree"
 
 

@@ -96,7 +96,7 @@ def test_the_fastest_that_was_run_is_taken():
 
 def test_the_nearest_entry_of_the_same_kind_is_picked():
     entries = [
-        Entry(temperature, batch, registry.setting_of("chain", widths=None, budget=number), {}, {})
+        Entry(temperature, batch, registry.setting_of("chain", budget=number), {}, {})
         for number, (temperature, batch) in enumerate(((0, 1), (0.3, 1), (1.0, 1), (1.0, 8)), 1)
     ]
     asked = {(0.0, 1): 1, (0.0, 9): 1, (0.01, 1): 2, (0.9, 1): 3, (0.9, 6): 4, (5.0, 2): 3}

@@ -164,16 +164,12 @@ def _settings(options: Bench, names: Sequence[str], batch: int, drafts: int) -> 
             method, _, widths = named.strip().partition(":")
             if method != "none":
                 shape = read(widths, "--trees") if widths else None
-                found.append(
-                    registry.setting_of(
-                        method, widths=shape, budget=None, batch=batch, drafts=drafts
-                    )
-                )
+                found.append(registry.setting_of(method, widths=shape, batch=batch, drafts=drafts))
         if options.budgets is None:
             return found
     budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
     return found + [
-        registry.setting_of(name, widths=None, budget=budget, batch=batch, drafts=drafts)
+        registry.setting_of(name, budget=budget, batch=batch, drafts=drafts)
         for name in names
         for budget in budgets
     ]

@@ -14,7 +14,7 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Generate
 from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
-from specjax.decoding.generate import begin, steps
+from specjax.decoding.generate import steps_on_host
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Step
 from specjax.measure import prompts, timing
@@ -178,7 +178,7 @@ class Continuation:
 
 def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request: Request) -> None:
     """Streams the text, after the prompt on a terminal; then says what it cost."""
-    next(steps(request, begin(request)))  # compiles; the clock starts after it
+    next(steps_on_host(request))  # compiles; the clock starts after it
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal:
         apart = options.chat or options.show_tree
@@ -186,7 +186,7 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     say_text = _printer(pair, ids, console)
     tokens = passes = 0
     start = time.perf_counter()
-    for _, step in steps(request, begin(request)):
+    for step in steps_on_host(request):
         if options.show_tree:
             _show_tree(step, pair.tokenizer)
         say_text(step)

@@ -115,7 +115,7 @@ def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> 
 def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
     kind = dtype_of(options.dtype)
     pair = load_pair(
-        options.model, options.draft, dtype=kind, stage=None, mesh=mesh, positions=options.positions
+        options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions
     )
 
     def chosen(temperature: float) -> str:

@@ -35,6 +35,15 @@ def _of_rules(default: str) -> str:
     return f"({listed}. default: {default})"
 
 
+_Stage: TypeAlias = Annotated[
+    str | None,
+    _help(
+        "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
+        "methods staged and ngram. By default the bundled ones, for the bundled model.",
+    ),
+]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Context:
     """How much of a model's context is used."""
@@ -91,13 +100,7 @@ class Generate(Context, Hosts):
             "bundled model.",
         ),
     ] = None
-    stage: Annotated[
-        str | None,
-        _help(
-            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
-            "methods staged and ngram. By default the bundled ones, for the bundled model.",
-        ),
-    ] = None
+    stage: _Stage = None
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
     """What drafts; auto takes what bench measured as fastest here."""
     tree: Annotated[
@@ -189,13 +192,7 @@ class Bench(Context, Devices):
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    stage: Annotated[
-        str | None,
-        _help(
-            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
-            "methods staged and ngram. By default the bundled ones, for the bundled model.",
-        ),
-    ] = None
+    stage: _Stage = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
     json: str | None = None
@@ -232,13 +229,7 @@ class Tune:
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    stage: Annotated[
-        str | None,
-        _help(
-            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
-            "methods staged and ngram. By default the bundled ones, for the bundled model.",
-        ),
-    ] = None
+    stage: _Stage = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
 
@@ -251,13 +242,7 @@ class Verify(Context, Hosts):
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
     draft: str | None = None
     """Draft model folders, separated by commas."""
-    stage: Annotated[
-        str | None,
-        _help(
-            "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
-            "methods staged and ngram. By default the bundled ones, for the bundled model.",
-        ),
-    ] = None
+    stage: _Stage = None
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
         "chain,tree,pool,specexec,hybrid"
     )

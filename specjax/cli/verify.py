@@ -131,4 +131,4 @@ def _setting(method: str, options: Verify, drafts: int) -> Setting:
     """A method with `--tree` if its tree is static, else with `--budget`."""
     widths = widths_of(options.tree) if METHODS[method].takes_widths else None
     budget = options.budget if METHODS[method].takes_budget and widths is None else None
-    return registry.setting_of(method, widths=widths, budget=budget, batch=1, drafts=drafts)
+    return registry.setting_of(method, widths=widths, budget=budget, drafts=drafts)

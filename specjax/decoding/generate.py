@@ -194,15 +194,21 @@ def begin(request: Request) -> DecodeState:
 
 
 def steps(request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, Step]]:
-    """States and what their steps gave, as host arrays, until every row is done.
+    """States and what their steps gave, on the device, until every row is done.
 
     Each state's buffers are given away to the next step, as are those of the first.
     """
-    gave = None
-    while gave is None or not gave.done.all():
+    ended = False
+    while not ended:
         state, gave = step_jit(request.target, request.drafter, request.rule, state, request.layout)
-        gave = jax.device_get(gave)
         yield state, gave
+        ended = bool(np.asarray(gave.done).all())
+
+
+def steps_on_host(request: Request) -> Iterator[Step]:
+    """What each step of a request gave, as host arrays; its prompts are read at the first."""
+    for _, gave in steps(request, begin(request)):
+        yield jax.device_get(gave)
 
 
 def stream(
@@ -230,10 +236,4 @@ def stream(
         key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
         verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return _given(request)
-
-
-def _given(request: Request) -> Iterator[Step]:
-    """What each step gave; prompts are read when the first is asked for."""
-    for _, gave in steps(request, begin(request)):
-        yield gave
+    return steps_on_host(request)

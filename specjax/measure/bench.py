@@ -30,7 +30,7 @@ from specjax.verify.rules import AUTO
 _PHASE_REQUESTS = 8
 
 Named: TypeAlias = tuple[Temperature, Candidate]
-Rows: TypeAlias = Callable[[], list[BenchRow]]
+RowsSoFar: TypeAlias = Callable[[], list[BenchRow]]
 Run: TypeAlias = tuple[Generation, float]
 
 
@@ -131,7 +131,9 @@ class Bencher:
             stop_at_eos=False,
         )
 
-    def rows(self, batch: int, keep: Callable[[Rows], None] = lambda _: None) -> list[BenchRow]:
+    def rows(
+        self, batch: int, keep: Callable[[RowsSoFar], None] = lambda _: None
+    ) -> list[BenchRow]:
         """A row of the report for every temperature and candidate.
 
         One compiled size after the other, and of each as many candidates at a time as a process

@@ -119,12 +119,13 @@ def draw_texts(
         state = replace(jax.tree.map(jnp.copy, start), key=own)  # whose buffers are given away
         tokens, starts = np.zeros((_ROWS, most), np.int64), np.full((_ROWS, steps), -1)
         made, done, taken = np.zeros(_ROWS, np.int32), np.zeros(_ROWS, bool), 0
-        for count in (_STEPS // 2, steps - _STEPS // 2):
-            for after, gave in itertools.islice(steps_of(asked, state), count):
+        for several in (_STEPS // 2, steps - _STEPS // 2):
+            for after, gave in itertools.islice(steps_of(asked, state), several):
                 state = after
                 starts[:, taken] = np.where(done | (taken >= sure), -1, made)
-                _append(tokens, made, np.asarray(gave.tokens), np.asarray(gave.count))
-                made, done, taken = made + gave.count, gave.done, taken + 1
+                count = np.asarray(gave.count)
+                _append(tokens, made, np.asarray(gave.tokens), count)
+                made, done, taken = made + count, np.asarray(gave.done), taken + 1
             state = replace(state, done=state.done | early)
             done = done | first
         found.append(Texts(tokens, made, starts))

@@ -105,10 +105,7 @@ class Generations(NamedTuple):
 def generations(pair: Pair, work: Generations, dtype: str) -> Iterator[RooflineRow]:
     """Rows of `bench` for the pair, then of transformers over the same weights."""
     names = [name for name in registry.names_of(work.methods, pair) if name != "none"]
-    settings = [
-        registry.setting_of(name, widths=None, budget=None, batch=1, drafts=len(pair.drafts))
-        for name in names
-    ]
+    settings = [registry.setting_of(name, drafts=len(pair.drafts)) for name in names]
     workload = Workload(
         work.prompts, {1: settings}, work.temperatures, (dtype,), work.max_new_tokens
     )

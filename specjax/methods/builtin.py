@@ -107,13 +107,13 @@ def _shaped(acceptance: Any, budget: int, most: int) -> Widths:
     return most_tokens(acceptance, budget, min(budget, most)).shape.widths
 
 
-def _specexec(size: Size) -> Setting:
-    growth = growth_of(_budget_of(size))
-    return Setting("specexec", growth=growth, temperatures=defaults.TEMPERATURES)
-
-
-def _hybrid(size: Size) -> Setting:
-    return dataclasses.replace(_specexec(size), method="hybrid")
+def _grown(
+    method: str, temperatures: tuple[float, float] | None = None
+) -> Callable[[Size], Setting]:
+    """The settings of a method whose tree grows best first."""
+    return lambda size: Setting(
+        method, growth=growth_of(_budget_of(size)), temperatures=temperatures
+    )
 
 
 def _staged(size: Size) -> Setting:
@@ -123,14 +123,6 @@ def _staged(size: Size) -> Setting:
         "staged", None, growth, defaults.TEMPERATURES, TABLE, defaults.STAGED_TREE,
         defaults.STAGED_FAN,
     )  # fmt: skip
-
-
-def _lookup(size: Size) -> Setting:
-    return Setting("lookup", growth=growth_of(_budget_of(size)))
-
-
-def _ngram(size: Size) -> Setting:
-    return Setting("ngram", growth=growth_of(_budget_of(size)))
 
 
 def _needed(setting: Setting, name: str) -> Any:
@@ -249,7 +241,7 @@ _BUILTIN = (
         name="specexec",
         summary="the likeliest nodes of one draft, grown best first",
         source="SpecExec (2406.02532)",
-        setting=_specexec,
+        setting=_grown("specexec", defaults.TEMPERATURES),
         build=_build_specexec,
         lacks=_needs_draft,
         takes_widths=False,
@@ -267,7 +259,7 @@ _BUILTIN = (
         name="lookup",
         summary="prompt lookup: what followed the longest matches earlier in the text",
         source="Saxena 2023",
-        setting=_lookup,
+        setting=_grown("lookup"),
         build=_build_text,
         takes_widths=False,
     ),
@@ -275,7 +267,7 @@ _BUILTIN = (
         name="ngram",
         summary="the same, backed off to an n-gram model",
         source="Katz 1987",
-        setting=_ngram,
+        setting=_grown("ngram"),
         build=_build_text,
         lacks=_needs_table,
         takes_widths=False,
@@ -291,7 +283,7 @@ _BUILTIN = (
     Method(
         name="hybrid",
         summary="specexec's tree and lookup's branches in one, under one budget",
-        setting=_hybrid,
+        setting=_grown("hybrid", defaults.TEMPERATURES),
         build=_build_hybrid,
         lacks=_needs_draft,
         takes_widths=False,

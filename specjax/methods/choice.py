@@ -69,10 +69,7 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
     if budget is not None:
         # Chosen nodes win at temperature 0, drawn ones above it (see `defaults.SHIPPED`).
         named = ("tree", "specexec") if temperature > 0 else ("specexec", "tree")
-        settings = [
-            setting_of(n, widths=None, budget=budget)
-            for n in (named if pair.drafts else ("lookup",))
-        ]
+        settings = [setting_of(n, budget=budget) for n in (named if pair.drafts else ("lookup",))]
         able = [one for one in settings if _able(one, pair, verify)]
         return Choice((able or settings)[0], "a budget of nodes was asked for")
     return _measured(asked, pair, temperature, batch)
