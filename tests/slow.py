@@ -54,6 +54,8 @@ PATTERNS = (
     r"\[(?!(gemma3|gpt2|neox|mistral|phi3)-).*",
     r"test_parity::test_trees_at_the_end_of_a_context_are_cut_off_there\[(neox|opt)\]",
     r"test_parity::test_a_draft_with_a_window_drafts_within_it",
+    r"test_penalties::test_the_distribution_under_penalties_.*\[(?!tree).*",
+    r"test_penalties::test_(nodes_that_forget.*|greedy_texts_.*\[(plain|naive)\])",
     r"test_profile::test_a_step_is_held_against_its_passes_alone\[.*",
     r"test_profile::test_bench_tells_the_parts_of_a_traced_step",
     r"test_readme::test_python_blocks_run\[(extending|generate|models)-.*",

@@ -145,11 +145,24 @@ def test_stacked_and_unrolled_pools_draw_the_same(target):
 def test_rows_of_a_mixed_batch_equal_their_solo_runs(name, verify, target):
     """Prompts of two buckets, rows that end early, every sampling parameter."""
     drafter, options = DRAFTERS[name](target), {"verify": verify, "stop_at_eos": True}
-    sampling = replace(MIXED, min_p=np.array([0.0, 0.0, 0.0, 0.1]))
+    biases = [{3: 2.0}, {}, {5: -4.0, 9: 1.5}, {}]
+    sampling = replace(
+        MIXED,
+        min_p=np.array([0.0, 0.0, 0.0, 0.1]),
+        presence_penalty=np.array([0.0, 0.5, 0.0, 0.0]),
+        frequency_penalty=np.array([0.2, 0.0, 0.0, 0.0]),
+        repetition_penalty=np.array([1.0, 1.3, 1.0, 1.0]),
+        logit_bias=biases,
+    )
     prompts = [*PROMPTS[:3], PROMPTS[3] * 2]
     batch = generate(target, drafter, prompts, sampling=sampling, **options)
     for row, prompt in enumerate(prompts):
-        mine = jax.tree.map(lambda field, row=row: np.asarray(field)[row], sampling)
+        own = {
+            name: np.broadcast_to(value, len(prompts))[row]
+            for name, value in vars(sampling).items()
+            if name != "logit_bias"
+        }
+        mine = Sampling(**own, logit_bias=biases[row])
         keys = jax.random.fold_in(KEY, row)[None]
         solo = generate(target, drafter, [prompt], keys, sampling=mine, **options)
         np.testing.assert_array_equal(solo.tokens[0], batch.tokens[row])

@@ -90,4 +90,6 @@ def tree_attention(
         tree_mask = jnp.broadcast_to(plain, (rows, tokens, tokens))
     at = Operands(query, block_keys, block_values, tree_mask, prefix, first, soft_cap)
     name, forced = implementation or tuning.choice(at), implementation is not None
+    if prefix is not None and not (name == "xla" and xla.reads_rows_in_place()):
+        at = at._replace(prefix=prefix.taken())
     return dispatch.pick("tree_attention", name, forced, IMPLEMENTATIONS, at, interpret)(at)

@@ -10,12 +10,23 @@ class Prefix(NamedTuple):
     """The cached keys (stored transposed) and values of every row's first `length` tokens.
 
     `scales`, for a cache of 8 bits, are what a slot's keys and values are to be multiplied by.
+    `rows` says which rows of a larger cache these are; None stands for all, in order.
     """
 
-    keys: Num[Array, "B K D S"]
-    values: Num[Array, "B K S D"]
+    keys: Num[Array, "R K D S"]
+    values: Num[Array, "R K S D"]
     length: Int[Array, " B"]
-    scales: tuple[Float[Array, "B K S"], Float[Array, "B K S"]] | None = None
+    scales: tuple[Float[Array, "R K S"], Float[Array, "R K S"]] | None = None
+    rows: Int[Array, " B"] | None = None
+
+    def taken(self) -> "Prefix":
+        """The same with a copy of the rows that these are of a larger cache."""
+        if self.rows is None:
+            return self
+        scales = self.scales
+        if scales is not None:
+            scales = scales[0][self.rows], scales[1][self.rows]
+        return Prefix(self.keys[self.rows], self.values[self.rows], self.length, scales)
 
 
 class Operands(NamedTuple):

@@ -1,10 +1,12 @@
 """From logits to the distribution p of the next token, and draws from a distribution.
 
 One processor serves plain decoding, drafting and verification, so that p means the same
-everywhere. Its order is Hugging Face's: temperature, top-k, top-p, min-p.
+everywhere. Its order is transformers': bias and penalties (`specjax.base.penalties`), temperature,
+top-k, top-p, min-p.
 """
 
 import enum
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
 from specjax.base.axes import Key, KeyArray, UInt32
-from specjax.base.pytree import pytree, replace
+from specjax.base.pytree import pytree
 
 _BLOCK = 128
 """Tokens of the second level of a draw. One level over 128k tokens in float32 gave a total
@@ -25,6 +27,9 @@ _RANGES = {
     "top_k": (np.int32, 0, np.iinfo(np.int32).max, f"[0, {np.iinfo(np.int32).max}]"),
     "top_p": (np.float32, np.nextafter(np.float32(0), np.float32(1)), 1.0, "(0, 1]"),
     "min_p": (np.float32, 0.0, 1.0, "[0, 1]"),
+    "presence_penalty": (np.float32, -100.0, 100.0, "[-100, 100]"),
+    "frequency_penalty": (np.float32, -100.0, 100.0, "[-100, 100]"),
+    "repetition_penalty": (np.float32, 0.01, 100.0, "[0.01, 100]"),
 }
 _COLDEST = 1e-20
 """Lower temperatures give the same distribution, but would make logits infinite."""
@@ -46,47 +51,64 @@ class Purpose(enum.IntEnum):
 class Sampling:
     """How to sample, per row: scalars, or arrays `[B]` where rows differ.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 are off.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, presence and frequency penalties of
+    0 and a repetition penalty of 1 are off. `logit_bias` maps token ids to what is added to their
+    logits, or is a list of such mappings, one a row. Bias and penalties come first, in
+    transformers' order, with every node of a tree penalized by its own path
+    (`specjax.base.penalties`).
     """
 
     temperature: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
     top_k: Int[Array, "*B"] | Int[np.ndarray, "*B"] | int | np.integer = 0
     top_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 1.0
     min_p: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
+    presence_penalty: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
+    frequency_penalty: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
+    repetition_penalty: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 1.0
+    logit_bias: Any = None
 
     def rows(self, count: int) -> "Sampling":
-        """The same with every field an array `[count]`, checked.
+        """The same with every number an array `[count]`, checked; biases are left out.
+
+        Raises:
+          TypeError, ValueError: see `on_host`.
+        """
+        found = {name: jnp.asarray(value) for name, value in self.on_host(count).items()}
+        return Sampling(**found)
+
+    def on_host(self, count: int, prefix: str = "sampling.") -> dict[str, np.ndarray]:
+        """Every number by its name as an array `[count]` of the host, checked; biases are left out.
 
         Raises:
           TypeError: a field does not hold numbers, or whole ones where it must.
           ValueError: a field is out of its range or has another number of rows, or a float32 makes
-            nothing or infinity of a temperature.
+            nothing or infinity of a temperature. It calls the field by `prefix` and its name.
         """
         checked = {}
         for name, (dtype, low, high, interval) in _RANGES.items():
             value = np.asarray(getattr(self, name))
             if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != count):
                 raise ValueError(
-                    f"sampling.{name} has shape {value.shape}; there are {count} prompts."
+                    f"{prefix}{name} has shape {value.shape}; there are {count} prompts."
                 )
             whole = jnp.issubdtype(value.dtype, jnp.integer)
             if not whole and (dtype is np.int32 or not jnp.issubdtype(value.dtype, jnp.floating)):
                 kind = "integers" if dtype is np.int32 else "numbers"
-                raise TypeError(f"sampling.{name} is {value.tolist()!r}; it must be {kind}.")
+                raise TypeError(f"{prefix}{name} is {value.tolist()!r}; it must be {kind}.")
             if not np.all((value >= low) & (value <= high)):
-                raise ValueError(f"sampling.{name} is {value.tolist()}; it must lie in {interval}.")
+                raise ValueError(f"{prefix}{name} is {value.tolist()}; it must lie in {interval}.")
             if name == "temperature":
-                _check_float32(value)
-            checked[name] = jnp.asarray(np.broadcast_to(value, (count,)), dtype)
-        return Sampling(**checked)
+                _check_float32(value, prefix)
+            checked[name] = np.broadcast_to(value, (count,)).astype(dtype)
+        return checked
 
 
-def _check_float32(temperature: np.ndarray) -> None:
+def _check_float32(temperature: np.ndarray, prefix: str) -> None:
     single = np.finfo(np.float32)
     within = (temperature >= single.tiny) & (temperature <= single.max)
     if not np.all(within | (temperature == 0) | np.isinf(temperature)):
         raise ValueError(
-            f"sampling.temperature is {temperature.tolist()}; a float32 holds 0, "
+            f"{prefix}temperature is {temperature.tolist()}; a float32 holds 0, "
             f"{single.tiny:.3g} to {single.max:.3g}, and inf."
         )
 
@@ -112,13 +134,11 @@ def sampled_probs(
     """
     temperature = jnp.where(plain, 1, jnp.maximum(jnp.asarray(sampling.temperature), _COLDEST))
     temperature = temperature[:, None, None].astype(logits.dtype)
-    limits = replace(
-        sampling,
-        top_k=jnp.where(plain, 0, sampling.top_k),
-        top_p=jnp.where(plain, 1, sampling.top_p),
-        min_p=jnp.where(plain, 0, sampling.min_p),
+    wide = _Limits(
+        top_k=jnp.where(plain, 0, sampling.top_k)[:, None, None],
+        top_p=jnp.where(plain, 1, sampling.top_p)[:, None, None],
+        min_p=jnp.where(plain, 0, sampling.min_p)[:, None, None],
     )
-    wide = jax.tree.map(lambda field: jnp.asarray(field)[:, None, None], limits)
     scaled = logits / temperature
     limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
     scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
@@ -162,20 +182,28 @@ def largest(
     return best, token.astype(jnp.int32)
 
 
-def _limit(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+class _Limits(NamedTuple):
+    """What of a distribution is kept, as arrays `[B, 1, 1]`."""
+
+    top_k: Array
+    top_p: Array
+    min_p: Array
+
+
+def _limit(scaled: Float[Array, "B N V"], wide: _Limits) -> Float[Array, "B N V"]:
     """Logits with everything outside top-k, then outside top-p, at minus infinity."""
     scaled = lax.cond(jnp.any(wide.top_k > 0), _of_top_k, lambda x, _: x, scaled, wide)
     return lax.cond(jnp.any(wide.top_p < 1), _of_top_p, lambda x, _: x, scaled, wide)
 
 
-def _of_top_k(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+def _of_top_k(scaled: Float[Array, "B N V"], wide: _Limits) -> Float[Array, "B N V"]:
     """Logits with everything outside top-k at minus infinity."""
     vocabulary = scaled.shape[-1]
     k = jnp.where(wide.top_k > 0, jnp.minimum(wide.top_k, vocabulary), vocabulary)
     return jnp.where(scaled >= _edge(scaled, jnp.int32(1), k), scaled, -jnp.inf)
 
 
-def _of_top_p(scaled: Float[Array, "B N V"], wide: Sampling) -> Float[Array, "B N V"]:
+def _of_top_p(scaled: Float[Array, "B N V"], wide: _Limits) -> Float[Array, "B N V"]:
     """Logits with everything outside top-p at minus infinity."""
     mass = jnp.exp(scaled - scaled.max(axis=-1, keepdims=True))
     share = wide.top_p * mass.sum(axis=-1, keepdims=True)

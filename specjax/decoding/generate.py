@@ -158,7 +158,7 @@ def prefill_jit(
     target: Model, drafter: Drafter, rows: Rows, slots: int, layout: Layout | None = None
 ) -> DecodeState:
     """`prefill` as a program of its own, on one device or a mesh."""
-    whole, states = partial(prefill, slots=slots), _state_specs(target, drafter)
+    whole, states = partial(prefill, slots=slots), state_specs(target, drafter)
     return spread(layout, whole, (target, drafter), (ROWS,), states)(target, drafter, rows)
 
 
@@ -174,17 +174,17 @@ def step_jit(
     def whole(target: Model, drafter: Drafter, state: DecodeState) -> tuple[DecodeState, Step]:
         return step(target, drafter, rule, state)
 
-    states = _state_specs(target, drafter)
+    states = state_specs(target, drafter)
     over = spread(layout, whole, (target, drafter), (states,), (states, ROWS))
     state, gave = over(target, drafter, state)
     return state, everywhere(layout, gave)
 
 
-def _state_specs(target: Model, drafter: Drafter) -> DecodeState:
+def state_specs(target: Model, drafter: Drafter) -> DecodeState:
     """How a state is spread: caches with their rows and heads, the rest with its rows."""
     held = P(*ROWS, target.axis)
-    cache = unchecked(KVCache, keys=held, values=held, length=ROWS)
-    by_row = dict.fromkeys(("last", "key", "sampling", "limits", "made", "done"), ROWS)
+    cache = unchecked(KVCache, keys=held, values=held, length=ROWS, rows=None)
+    by_row = dict.fromkeys(("last", "key", "sampling", "limits", "made", "done", "counts"), ROWS)
     return unchecked(DecodeState, cache=cache, draft=drafter.state_specs, **by_row)
 
 

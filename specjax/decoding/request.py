@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from specjax.base.axes import Key
+from specjax.base.penalties import TokenCounts, counts_of
 from specjax.base.pytree import pytree
 from specjax.base.sampling import Sampling, fold, threefry
 from specjax.draft.drafter import Drafter
@@ -49,6 +50,7 @@ class Rows:
     key: Key[Array, " B"]
     sampling: Sampling
     limits: Limits
+    counts: TokenCounts | None = None
 
 
 class Request(NamedTuple):
@@ -179,16 +181,14 @@ def prepare(
     drafter = PlainDrafter(target.config.vocab_size) if drafter is None else drafter
     prompts = listed(prompts)
     lengths = check_prompts(target, prompts, max_new_tokens)
-    _check_drafter(target, drafter)
+    check_drafter(target, drafter)
     own_sampling, keys = sampling.rows(len(prompts)), row_keys(key, len(prompts))
-    rule = find_rule(verify, drafter.construction)
+    rule = rule_of(verify, drafter)
     if rule.greedy_only and np.any(np.asarray(own_sampling.temperature) > 0):
         raise ValueError(
             f"the {rule.name} rule needs temperature 0; "
             f"it is {float(np.max(np.asarray(own_sampling.temperature))):g}. Use auto or naive."
         )
-    if drafter.window == 1:  # nothing is drafted, and there is nothing to verify
-        rule = NAIVE
     layout = layout_of(target, drafter)
     check_rows(layout, len(prompts))
     most = target.config.max_positions
@@ -203,6 +203,7 @@ def prepare(
         key=keys,
         sampling=own_sampling,
         limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos),
+        counts=counts_of(sampling, prompts, target.config.vocab_size),
     )
     return Request(target, drafter, laid_out(layout, rows, ROWS), rule, outputs, slots, layout)
 
@@ -233,7 +234,22 @@ def _check_types(target: Model, drafter: Drafter | None, sampling: Sampling, ver
             )
 
 
-def _check_drafter(target: Model, drafter: Drafter) -> None:
+def rule_of(verify: str, drafter: Drafter) -> Rule:
+    """The verification rule for a drafter's trees: naive where nothing is drafted.
+
+    Raises:
+      ValueError: there is no such rule, or it is not lossless for them.
+    """
+    rule = find_rule(verify, drafter.construction)
+    return NAIVE if drafter.window == 1 and not rule.greedy_only else rule
+
+
+def check_drafter(target: Model, drafter: Drafter) -> None:
+    """Checks that a drafter's drafts go with a target.
+
+    Raises:
+      ValueError: they have another vocabulary, or are split over a mesh.
+    """
     if drafter.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "

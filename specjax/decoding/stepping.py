@@ -1,6 +1,7 @@
 """One speculative step: draft, score, verify, commit."""
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,16 +9,18 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
+from specjax.base.penalties import TokenCounts, penalized
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, is_greedy, largest, most_likely, process
 from specjax.decoding.request import Limits, Rows
-from specjax.draft.drafter import Drafter, DraftState, Step
+from specjax.draft.drafter import Drafter, DraftState, Step, TokenLogprobs
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
+from specjax.models.packing import Packing, packing_of
 from specjax.models.transformer import Model, forward, trunk, unembed
 from specjax.trees.accepted import Accepted
 from specjax.trees.tree import TokenTree, shallower, tree_attention_mask
-from specjax.verify.rules import Rule, decide
+from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import match
 
 _BLOCK = 128
@@ -30,7 +33,7 @@ class DecodeState:
 
     `cache` holds each row's tokens but the last; `last` is that token, the root of the next tree,
     and stands at position `cache.length`. `made` are the tokens a row has given, and a row that is
-    `done` gives no more.
+    `done` gives no more. `counts` are there where a row may have a bias or a penalty.
     """
 
     cache: KVCache
@@ -41,6 +44,7 @@ class DecodeState:
     limits: Limits
     made: Int32[Array, " B"]
     done: Bool[Array, " B"]
+    counts: TokenCounts | None = None
 
 
 def prefill(target: Model, drafter: Drafter, rows: Rows, slots: int) -> DecodeState:
@@ -71,6 +75,7 @@ def read(
         limits=rows.limits,
         made=made,
         done=made != 0,
+        counts=rows.counts,
     )
     return state, top_tokens_in(target, x, rows.prompt.shape, target_top_k)
 
@@ -95,13 +100,17 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[Tok
 
 
 def score_tree(
-    target: Model, tree: TokenTree, state: DecodeState
-) -> tuple[Float[Array, "B N V"], NewKV]:
-    """The target's logits after every node, in one pass.
+    target: Model, tree: TokenTree, state: DecodeState, packing: Packing | None = None
+) -> tuple[Float[Array, "B N V"] | Float[Array, "C 1 V"], NewKV]:
+    """The target's logits after every node, in one pass; of packed columns one after the other.
 
     Empty slots are added where the platform's products run faster with more columns.
     """
     rows, slots = tree.tokens.shape
+    if packing is not None:
+        tree_mask, positions = tree_attention_mask(tree), state.cache.length[:, None] + tree.depth
+        x, new = trunk(target, tree.tokens, positions, state.cache, tree_mask, packing=packing)
+        return unembed(target, x).T[:, None], new
     spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
     tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
     tree_mask = jnp.pad(tree_attention_mask(tree), ((0, 0), (0, spare), (0, spare)))
@@ -111,24 +120,75 @@ def score_tree(
     return logits[:, :slots], new
 
 
+def rows_of(packing: Packing, tree: Any) -> Any:
+    """For each packed column the row that it is of, of arrays with rows first."""
+    return jax.tree.map(lambda x: x[packing.row], tree)
+
+
+def penalize_tree(
+    state: DecodeState, tree: TokenTree, logits: Array, packing: Packing | None = None
+) -> Array:
+    """The logits of nodes with their rows' bias and penalties; as they are where no row has any."""
+    counts = state.counts
+    if counts is None:
+        return logits
+
+    def with_penalties(logits: Array) -> Array:
+        path = tree_attention_mask(tree).at[:, :, 0].set(False)
+        if packing is None:
+            return penalized(logits, state.sampling, counts, tree.tokens, path)
+        sampling, own, tokens = rows_of(packing, (state.sampling, counts, tree.tokens))
+        above = path.reshape(-1, 1, path.shape[2])[packing.place]
+        return penalized(logits, sampling, own, tokens, above)
+
+    return lax.cond(counts.used.any(), with_penalties, lambda logits: logits, logits)
+
+
 def verify_tree(
-    rule: Rule, state: DecodeState, tree: TokenTree, logits: Float[Array, "B N V"], window: int
+    rule: Rule,
+    state: DecodeState,
+    tree: TokenTree,
+    logits: Float[Array, "B N V"] | Float[Array, "C 1 V"],
+    window: int,
+    packing: Packing | None = None,
+    naive: Bool[Array, " B"] | None = None,
 ) -> Accepted:
-    """What `rule` accepts of every row's tree.
+    """What `rule` accepts of every row's tree, and the naive rule of those that are `naive`.
 
     On rows of temperature 0 all rules decide as the greedy one does, which needs no distribution;
-    where there is no other row, none is made.
+    where there is no other row, none is made. `logits` are those of packed columns if `packing` is
+    given.
     """
+    logits = penalize_tree(state, tree, logits, packing)
 
-    def by_rule(logits: Float[Array, "B N V"]) -> Accepted:
-        p = process(logits, state.sampling)
-        one = partial(decide, rule, window=window)
-        return jax.vmap(lambda key, at, t, probs: one(key, at, t, probs))(
-            state.key, state.cache.length, tree, p
+    def by_rule(logits: Array) -> Accepted:
+        if packing is None:
+            p, places = process(logits, state.sampling), None
+        else:
+            own = rows_of(packing, state.sampling)
+            p, places = process(logits, own)[:, 0], packing.column
+
+        def decided(rule: Rule) -> Accepted:
+            if places is None:
+                return jax.vmap(lambda key, at, t, own: decide(rule, key, at, t, own, window))(
+                    state.key, state.cache.length, tree, p
+                )
+            return jax.vmap(
+                lambda key, at, t, own: decide(rule, key, at, t, lambda node: p[own[node]], window)
+            )(state.key, state.cache.length, tree, places)
+
+        accepted = decided(rule)
+        if naive is None or rule is NAIVE:
+            return accepted
+        other = lax.cond(naive.any(), lambda: decided(NAIVE), lambda: accepted)
+        return jax.vmap(lambda own, x, y: jax.tree.map(partial(jnp.where, own), x, y))(
+            naive, other, accepted
         )
 
-    def by_choice(logits: Float[Array, "B N V"]) -> Accepted:
-        return jax.vmap(lambda t, choice: match(t, choice, window))(tree, most_likely(logits))
+    def by_choice(logits: Array) -> Accepted:
+        choice = most_likely(logits)
+        choice = choice if packing is None else choice[:, 0][packing.column]
+        return jax.vmap(lambda t, own: match(t, own, window))(tree, choice)
 
     return lax.cond(is_greedy(state.sampling).all(), by_choice, by_rule, logits)
 
@@ -137,16 +197,51 @@ def accept(
     rule: Rule,
     state: DecodeState,
     tree: TokenTree,
-    logits: Float[Array, "B N V"],
+    logits: Float[Array, "B N V"] | Float[Array, "C 1 V"],
     window: int,
     target_top_k: int,
+    packing: Packing | None = None,
+    naive: Bool[Array, " B"] | None = None,
 ) -> Step:
     """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
-    accepted = verify_tree(rule, state, tree, logits, window)
+    accepted = verify_tree(rule, state, tree, logits, window, packing, naive)
     tokens = emitted(tree, accepted)
     count, done = truncate(tokens, accepted.count, state)
     top_tokens = top_tokens_of(logits, target_top_k)
+    if packing is not None:
+        top_tokens = top_tokens[:, 0][packing.column]
     return Step(tokens, count, done, tree, accepted, top_tokens)
+
+
+def logprobs_of(
+    logits: Float[Array, "B N V"] | Float[Array, "C 1 V"],
+    gave: Step,
+    wanted: Bool[Array, ""],
+    count: int,
+    packing: Packing | None = None,
+) -> TokenLogprobs:
+    """The log probabilities of a step's tokens and of the likeliest; zeros if not wanted."""
+    path = gave.accepted.path
+
+    def found() -> TokenLogprobs:
+        if packing is None:
+            own = jnp.take_along_axis(logits, path[:, :, None], axis=1)
+        else:
+            own = logits[:, 0][jnp.take_along_axis(packing.column, path, axis=1)]
+        return of_tokens(own, gave.tokens, count)
+
+    shapes = jax.eval_shape(found)
+    return lax.cond(wanted, found, lambda: jax.tree.map(jnp.zeros_like, shapes))
+
+
+def of_tokens(
+    logits: Float[Array, "B W V"], tokens: Int32[Array, "B W"], count: int
+) -> TokenLogprobs:
+    """The log probabilities of `tokens` under logits, and of the `count` likeliest."""
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(logits, tokens[:, :, None], axis=-1) - total
+    best, best_tokens = largest(logits, min(count, logits.shape[-1]))
+    return TokenLogprobs(own[..., 0], best - total, best_tokens)
 
 
 def commit(state: DecodeState, new: NewKV, draft: DraftState, step: Step) -> DecodeState:
@@ -163,6 +258,7 @@ def commit(state: DecodeState, new: NewKV, draft: DraftState, step: Step) -> Dec
         last=jnp.where(count > 0, last, state.last),
         made=state.made + count,
         done=step.done,
+        counts=None if state.counts is None else state.counts.after(step.tokens, count),
     )
 
 
@@ -198,18 +294,42 @@ def truncate(
     return count.astype(jnp.int32), state.done | ended | full
 
 
+class Served(NamedTuple):
+    """What a step of a server's rows takes beside their state.
+
+    `width` is the static number of columns of the target's pass, over the nodes of rows that are
+    not done (see `specjax.models.packing`); rows that are `naive` are decided by the naive rule;
+    `top` log probabilities a token are made where they are `wanted`.
+    """
+
+    width: int
+    naive: Bool[Array, " B"]
+    wanted: Bool[Array, ""]
+    top: int
+
+
 def step(
-    target: Model, drafter: Drafter, rule: Rule, state: DecodeState
+    target: Model, drafter: Drafter, rule: Rule, state: DecodeState, served: Served | None = None
 ) -> tuple[DecodeState, Step]:
     """One speculative step: draft, score, verify, commit.
 
     The names of the scopes are what `specjax.measure.profile` tells its parts by.
     """
+    packing = naive = None
     with jax.named_scope("draft"):
         tree, draft = draft_tree(target, drafter, state)
+    if served is not None:
+        tree = shallower(tree, state.limits.max_new_tokens - state.made)
+        packing = packing_of(tree.valid & ~state.done[:, None], served.width)
+        naive = served.naive
     with jax.named_scope("score"):
-        logits, new = score_tree(target, tree, state)
+        logits, new = score_tree(target, tree, state, packing)
     with jax.named_scope("verify"):
-        gave = accept(rule, state, tree, logits, drafter.window, drafter.target_top_k)
+        gave = accept(
+            rule, state, tree, logits, drafter.window, drafter.target_top_k, packing, naive
+        )
+        if served is not None:
+            found = logprobs_of(logits, gave, served.wanted, served.top, packing)
+            gave = replace(gave, logprobs=found)
     with jax.named_scope("commit"):
         return commit(state, new, drafter.commit(draft, gave), gave), gave

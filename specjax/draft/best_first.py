@@ -23,7 +23,7 @@ from specjax.draft.growth import (
     tree_of,
 )
 from specjax.draft.staged import TableStage, below_roots
-from specjax.draft.static import ModelState, catch_up, prefill
+from specjax.draft.static import ModelState, catch_up, prefill, shorter
 from specjax.models.kv_cache import NewKV
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.trees.construction import TOP_K, Construction
@@ -248,6 +248,13 @@ class BestFirstDrafter(Drafter):
         """The draft caught up: the path is not one of its own tree, so all tokens are run."""
         held = catch_up(self.model, state.held, step.tokens, step.count)
         return replace(state, held=held, second=self._second_after(state, step))
+
+    def truncate(self, state: BestFirstState, length: Int32[Array, " B"]) -> BestFirstState | None:
+        """The draft's state, and the second stage's, after fewer tokens."""
+        second = () if self.second is None else self.second.truncate(state.second, length)
+        if second is None:
+            return None
+        return replace(state, held=shorter(state.held, length), second=second)
 
     def _second_after(self, state: BestFirstState, step: Step) -> DraftState:
         """The second stage's state; what it proposed is not what the target scored."""

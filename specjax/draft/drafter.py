@@ -4,7 +4,7 @@ import abc
 from typing import Any
 
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
 from specjax.base.deprecated import renamed_fields, warn_renamed
@@ -25,8 +25,8 @@ class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
 
     `count` can be below that of `accepted`, where a row ended inside the path; such a row, and one
-    that ended before, is `done`. `top_tokens` are the
-    target's likeliest tokens after each node, as many as the drafter asked for.
+    that ended before, is `done`. `top_tokens` are the target's likeliest tokens after each node, as
+    many as the drafter asked for. `logprobs` are those of the tokens, where they were asked for.
     """
 
     tokens: Int32[Array, "B W"]
@@ -35,6 +35,19 @@ class Step:
     tree: TokenTree
     accepted: Accepted
     top_tokens: Int32[Array, "B N k"]
+    logprobs: "TokenLogprobs | None" = None
+
+
+@pytree
+class TokenLogprobs:
+    """The target's log probabilities of a step's tokens, and of the likeliest ones at their places.
+
+    They are those of its logits before bias, penalties and temperature; zeros where no row asked.
+    """
+
+    of_token: Float[Array, "B W"]
+    top: Float[Array, "B W k"]
+    top_tokens: Int32[Array, "B W k"]
 
 
 class Drafter(abc.ABC):
@@ -126,3 +139,11 @@ class Drafter(abc.ABC):
         The same as `commit` unless the state holds something of a tree's nodes by their number.
         """
         return self.commit(state, step)
+
+    def truncate(self, state: DraftState, length: Int32[Array, " B"]) -> DraftState | None:
+        """The state when a row held but the first `length` of its tokens; None if it cannot tell.
+
+        More tokens follow before anything is proposed.
+        """
+        del state, length
+        return None

@@ -108,3 +108,10 @@ class HybridDrafter(Drafter):
         """Both states after a step along another drafter's tree."""
         draft = self.draft.follow(state.draft, step)
         return HybridState(draft, append(state.text, step), state.keyed)
+
+    def truncate(self, state: HybridState, length: Int32[Array, " B"]) -> HybridState | None:
+        """Both states after fewer tokens."""
+        draft = self.draft.truncate(state.draft, length)
+        if draft is None:
+            return None
+        return replace(state, draft=draft, text=replace(state.text, length=length))

@@ -70,3 +70,8 @@ class PlainDrafter(Drafter):
         """No state."""
         del step
         return state
+
+    def truncate(self, state: tuple[()], length: Int32[Array, " B"]) -> tuple[()]:
+        """No state."""
+        del length
+        return state

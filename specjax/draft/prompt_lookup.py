@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from specjax.base.axes import Key
-from specjax.base.pytree import pytree, static
+from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling
 from specjax.draft.drafter import Drafter, Step
 from specjax.draft.growth import (
@@ -270,3 +270,7 @@ class TextDrafter(Drafter):
     def commit(self, state: Text, step: Step) -> Text:
         """The text with the step's tokens."""
         return append(state, step)
+
+    def truncate(self, state: Text, length: Int32[Array, " B"]) -> Text:
+        """The text's first tokens."""
+        return replace(state, length=length)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from specjax.base.axes import Key
-from specjax.base.pytree import pytree, static
+from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import (
     Purpose,
     Sampling,
@@ -227,6 +227,12 @@ class ExpansionDrafter(Drafter):
 
         return self._each(one, (state,))
 
+    def truncate(
+        self, state: tuple[ModelState, ...], length: Int32[Array, " B"]
+    ) -> tuple[ModelState, ...]:
+        """Every draft's state with shorter caches."""
+        return tuple(shorter(held, length) for held in state)
+
     def _each(self, one: Any, arguments: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
         """`one` of every group's model and arguments, under `vmap` where a group is stacked."""
         rows = zip(self.groups, *arguments, strict=True)
@@ -256,6 +262,12 @@ def prefill(
     dtype = cache_dtype(model.embedding.dtype)
     cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads).keep(new, None, length)
     return ModelState(cache, _logits_at(model, x, length - 1, tokens))
+
+
+def shorter(held: ModelState, length: Int32[Array, " B"]) -> ModelState:
+    """A draft's state, or those of stacked drafts, with caches of `length` tokens."""
+    length = jnp.broadcast_to(length, held.cache.length.shape)
+    return replace(held, cache=replace(held.cache, length=length))
 
 
 def catch_up(

@@ -14,15 +14,17 @@ NewKV = tuple[tuple[Array, Array], ...]
 
 @pytree
 class KVCache:
-    """Per layer keys `[B, K, D, S]` and values `[B, K, S, D]`, and how many slots count.
+    """Per layer keys `[R, K, D, S]` and values `[R, K, S, D]`, and how many slots count.
 
     Nothing at or past a row's `length` is ever visible. Keys are stored transposed because both
-    dots of attention then read memory in order.
+    dots of attention then read memory in order. `rows` says which rows of the arrays a batch of `B`
+    is; None stands for all, in order.
     """
 
-    keys: tuple[Float[Array, "B K D S"], ...]
-    values: tuple[Float[Array, "B K S D"], ...]
+    keys: tuple[Float[Array, "R K D S"], ...]
+    values: tuple[Float[Array, "R K S D"], ...]
     length: Int32[Array, " B"]
+    rows: Int32[Array, " B"] | None = None
 
     @property
     def slots(self) -> int:
@@ -44,8 +46,8 @@ class KVCache:
                 key = jnp.take_along_axis(key, at, axis=2)
                 value = jnp.take_along_axis(value, at, axis=2)
             key = key.swapaxes(-1, -2)
-            keys[layer] = layers.write_window(keys[layer], key, self.length, axis=3)
-            values[layer] = layers.write_window(values[layer], value, self.length, axis=2)
+            keys[layer] = layers.write_window(keys[layer], key, self.length, 3, self.rows)
+            values[layer] = layers.write_window(values[layer], value, self.length, 2, self.rows)
         return replace(self, keys=tuple(keys), values=tuple(values), length=self.length + count)
 
 

@@ -195,19 +195,35 @@ def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Arra
     return row_major(columns.astype(jnp.float32))
 
 
-def write_window(buffer: Array, window: Array, start: Int32[Array, " B"], axis: int) -> Array:
+def write_window(
+    buffer: Array,
+    window: Array,
+    start: Int32[Array, " B"],
+    axis: int,
+    rows: Int32[Array, " B"] | None = None,
+) -> Array:
     """`buffer` with `window[b]` written from slot `start[b]` on along `axis`, for each row b.
 
+    Row b is row `rows[b]` of the buffer, if they are given; no two are the same.
     The window must fit: `start + window.shape[axis] <= buffer.shape[axis]` (checked by the
     caller on the host, because XLA would move the window silently). Few rows are written one by
     one, which XLA:CPU does in place; a batched update would become a scatter.
     """
     window = window.astype(buffer.dtype)
-    if buffer.shape[0] <= _UNROLLED_ROWS:
-        for row in range(buffer.shape[0]):
-            at = [jnp.int32(0)] * buffer.ndim
-            at[0], at[axis] = jnp.int32(row), start[row]
-            buffer = lax.dynamic_update_slice(buffer, window[row : row + 1], at)
+    count = window.shape[0]
+
+    def written(index: Array | int, buffer: Array) -> Array:
+        at = [jnp.int32(0)] * buffer.ndim
+        at[0] = jnp.int32(index) if rows is None else rows[index]
+        at[axis] = start[index]
+        own = lax.dynamic_index_in_dim(window, index, keepdims=True)
+        return lax.dynamic_update_slice(buffer, own, at)
+
+    if count <= _UNROLLED_ROWS:
+        for row in range(count):
+            buffer = written(row, buffer)
         return buffer
+    if rows is not None:
+        return lax.fori_loop(0, count, written, buffer)
     update = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(update)(buffer, window, start)

@@ -14,6 +14,7 @@ from specjax.base.pytree import pytree, static
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
 from specjax.models.kv_cache import KVCache, NewKV
+from specjax.models.packing import Packing
 from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
 
@@ -166,13 +167,18 @@ def attend(
     prefix: Prefix | None,
     block: tuple[Array, Array] | None,
     dtype: jnp.dtype | None,
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
-    """Attention of one layer before its output projection, and the pass's keys and values."""
+    """Attention of one layer before its output projection, and the pass's keys and values.
+
+    Packed columns are put back into rows for it.
+    """
     config = model.config
     rows, tokens = angles[0].shape[1:]
 
     def heads(matrix: str) -> Array:
         made = _product(weights, matrix, x, dtype)
+        made = made if packing is None else made[:, packing.column.reshape(-1)]
         normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
         if normed and not per_head:
             made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
@@ -196,7 +202,8 @@ def attend(
         query, key, value, mask.tree_mask, prefix,
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
-    return mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens), new
+    mixed = mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)
+    return mixed if packing is None else mixed[:, packing.place], new
 
 
 def apply_layer(
@@ -208,6 +215,7 @@ def apply_layer(
     prefix: Prefix | None = None,
     block: tuple[Array, Array] | None = None,
     dtype: jnp.dtype | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
     """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made."""
     config = model.config
@@ -217,7 +225,7 @@ def apply_layer(
 
     before = x
     mixed, new = attend(
-        model, weights, norm("attention_norm", x), angles, mask, prefix, block, dtype
+        model, weights, norm("attention_norm", x), angles, mask, prefix, block, dtype, packing
     )
     x = x + norm("attention_post_norm", _product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
@@ -264,10 +272,17 @@ def trunk(
     tree_mask: Bool[Array, "B T M"] | None,
     block: NewKV | None = None,
     dtype: jnp.dtype | None = None,
+    packing: Packing | None = None,
 ) -> tuple[Float[Array, "E C"], NewKV]:
-    """All layers: the normed hidden columns (`C = B·T`, row-major) and the new keys and values."""
+    """All layers: the normed hidden columns and the new keys and values.
+
+    Columns are `C = B·T`, row-major, or those of `packing`.
+    """
     config = model.config
-    x = embed(model, tokens, positions)
+    entering = tokens, positions
+    if packing is not None:
+        entering = tuple(each.reshape(1, -1)[:, packing.place] for each in entering)
+    x = embed(model, *entering)
     windows = config.windows or (None,) * config.num_layers
     views = {
         window: (
@@ -280,10 +295,11 @@ def trunk(
     for index, weights in enumerate(model.layers):
         prefix = None
         if cache is not None:
-            prefix = Prefix(cache.keys[index], cache.values[index], cache.length)
+            held = cache.keys[index], cache.values[index]
+            prefix = Prefix(*held, cache.length, rows=cache.rows)
         earlier = None if block is None else block[index]
         mask, angles = views[windows[index]]
-        x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype)
+        x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
         made.append(new)
     return _norm(config, model, "final_norm", x), tuple(made)
 

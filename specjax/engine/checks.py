@@ -1,0 +1,121 @@
+"""What a request may ask, checked on the host, and what the rows' programs are handed for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.base.penalties import checked_bias
+from specjax.base.sampling import Sampling
+from specjax.decoding.request import NO_END
+from specjax.engine.programs import Parameters
+from specjax.engine.request import MAX_LOGPROBS, Request
+from specjax.models.config import ModelConfig
+
+MAX_STOP_TOKEN_IDS = 16
+"""End tokens that a request may name beside the model's own."""
+
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+
+
+def check_request(request: Request, config: ModelConfig, max_model_len: int) -> Parameters:
+    """The request's parameters as the rows' programs take them, but for a key without a seed.
+
+    Raises:
+      TypeError: a field is of another type than it must be.
+      ValueError: a field is out of its range, or the prompt does not fit.
+    """
+    _check_prompt(request, config, max_model_len)
+    found = sampling_of(request).on_host(1, prefix="")
+    checked_bias(request.logit_bias, config.vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        value = getattr(request, name)
+        if value is not None:
+            _check_integer(name, value, 0, MAX_LOGPROBS)
+    if request.seed is not None:
+        _check_integer("seed", request.seed, -(2**63), 2**64 - 1)
+    _check_integer("choice", request.choice, 0, 2**31 - 1)
+    penalties = any(found[name][0] for name in _NUMBERS[3:5]) or found[_NUMBERS[5]][0] != 1
+    flags = request.seed is not None, penalties or bool(request.logit_bias)
+    integers = [found["top_k"][0], request.max_new_tokens, *map(int, flags), request.choice]
+    return Parameters(
+        numbers=np.asarray([found[name][0] for name in _NUMBERS], np.float32),
+        integers=np.asarray(integers, np.int32),
+        key=key_of(0 if request.seed is None else request.seed),
+        end_ids=_end_ids(request, config),
+    )
+
+
+def sampling_of(request: Request) -> Sampling:
+    """How a request samples, as `generate` takes it."""
+    numbers = {name: getattr(request, name) for name in (*_NUMBERS, "top_k")}
+    return Sampling(**numbers, logit_bias=dict(request.logit_bias) or None)
+
+
+def key_of(seed: int) -> np.ndarray:
+    """The words of `jax.random.key(seed)`; of seeds of more than 32 bits the upper ones too."""
+    both = seed % 2**64
+    return np.asarray([both >> 32, both % 2**32], np.uint32)
+
+
+def num_end_ids(config: ModelConfig) -> int:
+    """End tokens that a row has room for."""
+    return len(config.eos_ids) + MAX_STOP_TOKEN_IDS
+
+
+def tokens_of(prompt: Sequence[int], vocabulary: int) -> np.ndarray:
+    """Which tokens of the vocabulary a prompt holds."""
+    found = np.zeros(vocabulary, bool)
+    found[list(prompt)] = True
+    return found
+
+
+def bias_of(request: Request, vocabulary: int) -> np.ndarray:
+    """What is added to the logit of each token."""
+    found = np.zeros(vocabulary, np.float32)
+    for token, value in request.logit_bias.items():
+        found[token] = value
+    return found
+
+
+def _end_ids(request: Request, config: ModelConfig) -> np.ndarray:
+    own = list(request.stop_token_ids)
+    if len(own) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(
+            f"stop_token_ids holds {len(own)} tokens; at most {MAX_STOP_TOKEN_IDS} are taken."
+        )
+    for token in own:
+        _check_integer("stop_token_ids", token, 0, config.vocab_size - 1)
+    ends = own if request.ignore_eos else [*config.eos_ids, *own]
+    spare = [NO_END] * (num_end_ids(config) - len(ends))
+    return np.asarray([*ends, *spare], np.int32)
+
+
+def _check_prompt(request: Request, config: ModelConfig, max_model_len: int) -> None:
+    prompt, vocabulary = request.prompt, config.vocab_size
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
+        raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a list of token ids.")
+    if not prompt:
+        raise ValueError("prompt is empty; it needs at least one token.")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise TypeError(f"prompt holds {token!r}; token ids are integers.")
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"prompt holds token {token}; the vocabulary has {vocabulary}.")
+    least = 0 if request.prompt_logprobs is not None else 1
+    _check_integer("max_new_tokens", request.max_new_tokens, least, 2**31 - 1)
+    if len(prompt) + request.max_new_tokens > max_model_len:
+        raise ValueError(
+            f"the prompt has {len(prompt)} tokens and {request.max_new_tokens} are asked for; "
+            f"together they exceed the context of {max_model_len}."
+        )
+
+
+def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}; it must be an integer.")
+    if not low <= value <= high:
+        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}].")

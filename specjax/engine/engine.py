@@ -1,0 +1,415 @@
+"""Continuous batching over the compiled step: requests come and go, rows stay."""
+
+import asyncio
+import dataclasses
+import secrets
+import sys
+import threading
+from collections import deque
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.progress import Progress
+
+from specjax.decoding.request import check_drafter, rule_of
+from specjax.draft.drafter import Drafter
+from specjax.draft.plain import PlainDrafter
+from specjax.engine.checks import check_request, key_of, num_end_ids
+from specjax.engine.device import Device, Pending, RowResult
+from specjax.engine.programs import Parameters, Setup
+from specjax.engine.request import (
+    MAX_LOGPROBS,
+    EngineClosedError,
+    Logprob,
+    Request,
+    Statistics,
+    Tokens,
+)
+from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
+from specjax.engine.streams import TokenStream
+from specjax.models.transformer import Model
+from specjax.parallel.mesh import DATA, layout_of, size_of
+from specjax.verify.rules import AUTO
+
+CHUNKS = (16, 64, 256)
+"""Tokens of a prompt that a program reads at a time."""
+
+_SCORED = 64
+"""The same where log probabilities of the prompt are asked for."""
+
+_SLOT_MULTIPLE = 128
+
+
+class _Asked(NamedTuple):
+    """A request in the engine: what it asks for as arrays, and the log probabilities so far."""
+
+    stream: TokenStream
+    parameters: Parameters
+    prompt_logprobs: list[Logprob | None]
+
+
+class _Flight(NamedTuple):
+    """A step whose results are not read yet, and who was in its rows."""
+
+    pending: Pending
+    tenants: tuple[tuple[Row, int], ...]
+
+
+class Engine:
+    """Requests in the rows of one compiled step, each distributed as the target alone would write.
+
+    A thread of its own runs the device. The next step is handed to the device before the last
+    one's tokens are read; prompts are read in chunks between steps. Nothing compiles after `start`.
+
+    Args:
+      target: the model whose distribution the texts follow.
+      drafter: what proposes trees; None is plain decoding.
+      rows: requests that run at a time.
+      max_model_len: the most tokens of a prompt and its continuation together; by default the
+        model's context.
+      verify: the verification rule of requests without a seed; those with one are decided by the
+        naive rule.
+      max_waiting: requests that may wait for a row.
+      max_waiting_tokens: tokens of their prompts.
+
+    Raises:
+      ValueError: the drafter or the rule does not go with the target, or the mesh spreads rows.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        drafter: Drafter | None = None,
+        *,
+        rows: int = 8,
+        max_model_len: int | None = None,
+        verify: str = AUTO,
+        max_waiting: int = 1024,
+        max_waiting_tokens: int = 1 << 20,
+    ) -> None:
+        config = target.config
+        drafter = PlainDrafter(config.vocab_size) if drafter is None else drafter
+        check_drafter(target, drafter)
+        if rows < 1:
+            raise ValueError(f"rows is {rows}; it must be at least 1.")
+        most = config.max_positions
+        self.max_model_len = most if max_model_len is None else max_model_len
+        if not 2 <= self.max_model_len <= most:
+            raise ValueError(
+                f"max_model_len is {self.max_model_len}; it must lie in [2, {most}], the model's "
+                "context."
+            )
+        self.vocab_size = config.vocab_size
+        layout = layout_of(target, drafter)
+        if layout is not None and size_of(layout.mesh, DATA) > 1:
+            raise ValueError(
+                f"mesh axis data={size_of(layout.mesh, DATA)} spreads rows over devices; those of "
+                "an engine come and go one by one, so use the axes model and draft."
+            )
+        room = self.max_model_len + max(*CHUNKS, drafter.window)
+        slots = -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+        rule = rule_of(verify, drafter)
+        setup = Setup(rule, slots, num_end_ids(config), MAX_LOGPROBS, layout)
+        self.rule = rule
+        self._config, self._rows = config, rows
+        self._make_device = partial(Device, target, drafter, setup, rows)
+        self._device: Device | None = None
+        self._reuses = can_truncate(drafter)
+        self._scheduler = Scheduler(
+            rows,
+            drafter.num_slots,
+            subsets=jax.default_backend() == "cpu",
+            reuses=self._reuses,
+            max_requests=max_waiting,
+            max_tokens=max_waiting_tokens,
+        )
+        self._window = drafter.window
+        self._asked: dict[TokenStream, _Asked] = {}
+        self._withdrawn: deque[Ticket] = deque()
+        self._flight: _Flight | None = None
+        self._lock = threading.Condition()
+        self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
+        self._thread: threading.Thread | None = None
+        self._accepts, self._stops = True, False
+        self.ready = False
+        self.failure: str | None = None
+
+    @property
+    def num_requests_running(self) -> int:
+        """Requests in rows."""
+        return self._scheduler.running
+
+    @property
+    def num_requests_waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._scheduler.waiting)
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """The share of the caches' tokens that running requests hold."""
+        held = sum(len(row.tokens) for row in self._scheduler.rows if row.ticket is not None)
+        return held / (self._rows * self.max_model_len)
+
+    def statistics(self) -> Statistics:
+        """Counts of all requests since the start."""
+        with self._lock:
+            return dataclasses.replace(self._totals, accepted_at=list(self._totals.accepted_at))
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Compiles every program, behind a progress bar on a terminal, and begins to serve.
+
+        Raises:
+          RuntimeError: it was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the engine was started before.")
+        if progress is None:
+            shown = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+            with shown:
+                return self.start(shown)
+        device = self._make_device()
+        steps = self._scheduler.sizes()
+        task = progress.add_task("compile", total=len(steps) + len(CHUNKS) + 3 + self._reuses)
+        for what in device.compile(steps, CHUNKS, _SCORED, self._reuses):
+            progress.update(task, description=f"compile {what}", advance=1)
+        self._device = device
+        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
+        self._thread.start()
+        self.ready = True
+        return None
+
+    def submit(self, request: Request) -> TokenStream:
+        """Puts a request in the queue; its tokens come to the running event loop.
+
+        Raises:
+          EngineClosedError: the engine takes no more requests.
+          QueueFullError: too many requests or tokens wait.
+          TypeError, ValueError: the request asks for what cannot be (see `Request`).
+        """
+        asked = check_request(request, self._config, self.max_model_len)
+        if self.rule.greedy_only and request.temperature > 0 and request.seed is None:
+            raise ValueError(
+                f"temperature is {request.temperature:g}; this engine's rule, {self.rule.name}, "
+                "needs 0."
+            )
+        if request.seed is None:
+            asked = asked._replace(key=key_of(secrets.randbits(64)))
+        ticket = Ticket(request)
+        stream = TokenStream(request, asyncio.get_running_loop(), lambda: self._withdraw(ticket))
+        ticket.stream = stream
+        stream.statistics.accepted_at = [0] * (self._window - 1)
+        with self._lock:
+            if not self._accepts:
+                raise EngineClosedError(self.failure or "the engine takes no more requests.")
+            self._scheduler.submit(ticket)
+            self._asked[stream] = _Asked(stream, asked, [None])
+            self._lock.notify()
+        return stream
+
+    def stop_accepting(self) -> None:
+        """Refuses what is submitted from now on; what was goes on."""
+        with self._lock:
+            self._accepts = False
+
+    async def drain(self, seconds: float) -> None:
+        """Waits until every request has ended, at most `seconds`; then ends the rest ("abort")."""
+        self.stop_accepting()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while self._asked and loop.time() < end:
+            await asyncio.sleep(0.02)
+        for stream in list(self._asked):
+            stream.abort()
+
+    def close(self) -> None:
+        """Ends every request and the thread."""
+        with self._lock:
+            self._accepts, self._stops = False, True
+            self._lock.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self.ready = False
+
+    def _withdraw(self, ticket: Ticket) -> None:
+        with self._lock:
+            if self._asked.pop(ticket.stream, None) is None:
+                return
+            self._withdrawn.append(ticket)
+            self._lock.notify()
+        ticket.stream.give(Tokens((), finish_reason="abort"))
+
+    def _run(self) -> None:
+        """The engine's thread: until it is closed, or fails."""
+        try:
+            while self._turn():
+                pass
+            reason = "abort"
+        except BaseException as error:  # whatever it is, nobody may wait for ever
+            self.failure = f"the engine failed: {type(error).__name__}: {error}"
+            reason = "error"
+        with self._lock:
+            self._accepts = self.ready = False
+            left, self._asked = list(self._asked), {}
+        for stream in left:
+            stream.give(Tokens((), finish_reason=reason))
+
+    def _turn(self) -> bool:
+        """New requests into rows, a chunk of a prompt, a step, and what the last step gave."""
+        with self._lock:
+            while not (self._stops or self._has_work()):
+                self._lock.wait()
+            if self._stops:
+                return False
+            while self._withdrawn:
+                self._scheduler.withdraw(self._withdrawn.popleft())
+            admitted = list(iter(self._scheduler.admit, None))
+        for each in admitted:
+            self._admit(each)
+        self._read_chunk()
+        flight = self._step()
+        last, self._flight = self._flight, flight
+        if last is not None:
+            self._deliver(last)
+        return True
+
+    def _has_work(self) -> bool:
+        at = self._scheduler
+        return bool(at.waiting or at.running or self._withdrawn or self._flight)
+
+    def _admit(self, admission: Admission) -> None:
+        assert self._device is not None
+        row, source, common = admission
+        assert row.ticket is not None
+        stream = row.ticket.stream
+        with self._lock:
+            self._totals.prompt_tokens += len(row.ticket.request.prompt)
+            if source is not None:
+                stream.statistics.cached_tokens = common
+                self._totals.cached_tokens += common
+        if source is None:
+            self._device.begin(row.number, row.tokens[0])
+        else:
+            self._device.copy(source, row.number, common, row.tokens[-1])
+        if not row.reads:
+            self._begin_decoding(row)
+
+    def _read_chunk(self) -> None:
+        assert self._device is not None
+        with self._lock:
+            rows = sum(row.decodes for row in self._scheduler.rows)
+            step = self._scheduler.size_of(max(rows, 1))
+            seconds = dict(self._device.chunk_seconds)
+            chunk = self._scheduler.chunk(seconds, self._device.step_seconds[step])
+        if chunk is None:
+            return
+        ticket = chunk.row.ticket
+        assert ticket is not None
+        if ticket.request.prompt_logprobs is not None:
+            chunk = chunk._replace(tokens=chunk.tokens[:_SCORED], size=_SCORED)
+        self._extend(chunk, ticket)
+        if self._scheduler.read(chunk):
+            self._begin_decoding(chunk.row)
+
+    def _extend(self, chunk: Chunk, ticket: Ticket) -> None:
+        assert self._device is not None
+        count = ticket.request.prompt_logprobs
+        found = self._device.extend(
+            chunk.row.number, chunk.tokens, chunk.size, scored=count is not None
+        )
+        asked = self._asked.get(ticket.stream)
+        if found is not None and asked is not None:
+            made = self._device.scores(found, len(chunk.tokens))
+            asked.prompt_logprobs.extend(_shortened(each, count) for each in made)
+
+    def _begin_decoding(self, row: Row) -> None:
+        assert self._device is not None
+        ticket = row.ticket
+        assert ticket is not None
+        asked = self._asked.get(ticket.stream)
+        if asked is None:  # it was withdrawn meanwhile
+            return
+        if ticket.request.prompt_logprobs is not None:
+            asked.stream.prompt_logprobs = asked.prompt_logprobs
+        if ticket.request.max_new_tokens == 0:
+            self._end(row, asked.stream, Tokens((), finish_reason="length"))
+            return
+        self._device.assign(row.number, ticket.request, asked.parameters)
+
+    def _step(self) -> _Flight | None:
+        assert self._device is not None
+        with self._lock:
+            plan = self._scheduler.step()
+        if plan is None:
+            return None
+        wanted = any(row.ticket.request.logprobs is not None for row in plan.rows if row.ticket)
+        numbers = [row.number for row in plan.rows]
+        pending = self._device.advance(numbers, plan.filling, plan.width, wanted)
+        return _Flight(pending, tuple((row, row.epoch) for row in plan.rows))
+
+    def _deliver(self, flight: _Flight) -> None:
+        """Hands on what a step gave; what it gave those who have left is dropped."""
+        assert self._device is not None
+        results = self._device.results(flight.pending, len(flight.tenants))
+        for (row, epoch), result in zip(flight.tenants, results, strict=True):
+            if row.epoch == epoch and row.ticket is not None and result.tokens:
+                self._hand_over(row, row.ticket, result)
+
+    def _hand_over(self, row: Row, ticket: Ticket, result: RowResult) -> None:
+        row.tokens += result.tokens
+        stream, request = ticket.stream, ticket.request
+        with self._lock:
+            for each in (stream.statistics, self._totals):
+                _count(each, result)
+        logprobs = ()
+        if request.logprobs is not None:
+            logprobs = tuple(_shortened(each, request.logprobs) for each in result.logprobs)
+        reason = None
+        if result.done:
+            asked = self._asked.get(stream)
+            ends = () if asked is None else asked.parameters.end_ids.tolist()
+            reason = "stop" if result.tokens[-1] in ends else "length"
+        tokens = Tokens(tuple(result.tokens), logprobs, reason)
+        if result.done:
+            self._end(row, stream, tokens)
+        else:
+            stream.give(tokens)
+
+    def _end(self, row: Row, stream: TokenStream, tokens: Tokens) -> None:
+        with self._lock:
+            self._scheduler.free(row)
+            self._asked.pop(stream, None)
+        stream.give(tokens)
+
+
+def can_truncate(drafter: Drafter) -> bool:
+    """Whether a row may begin with what another holds: whether a draft's state can be shortened."""
+
+    def shorter() -> object:
+        state = drafter.init(
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.ones(1, jnp.int32),
+            _SLOT_MULTIPLE,
+            jnp.zeros((1, 1, drafter.target_top_k), jnp.int32),
+        )
+        nonlocal able
+        able = drafter.truncate(state, jnp.ones(1, jnp.int32)) is not None
+
+    able = False
+    jax.eval_shape(shorter)
+    return able
+
+
+def _count(counts: Statistics, result: RowResult) -> None:
+    counts.generated_tokens += len(result.tokens)
+    counts.steps += 1
+    counts.draft_tokens += result.nodes
+    counts.accepted_tokens += result.accepted
+    for depth in range(result.accepted):
+        counts.accepted_at[depth] += 1
+
+
+def _shortened(found: Logprob, count: int | None) -> Logprob:
+    return Logprob(found.logprob, found.top[:count])

@@ -1,0 +1,324 @@
+"""The compiled programs of an engine: what each does to the state of the rows. No policy here."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32
+
+from specjax.base.penalties import TokenCounts
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling, fold
+from specjax.decoding.request import Limits, Rows
+from specjax.decoding.stepping import (
+    DecodeState,
+    Served,
+    of_tokens,
+    prefill,
+    step,
+    top_tokens_in,
+)
+from specjax.draft.drafter import Drafter, Step, TokenLogprobs
+from specjax.engine.state import EngineState, put, put_row, specs_of, take, take_row
+from specjax.models.transformer import Model, trunk, unembed
+from specjax.parallel.mesh import Layout, everywhere, spread
+from specjax.trees.accepted import Accepted
+from specjax.trees.tree import NO_DRAFTER, NO_PARENT, TokenTree
+from specjax.verify.rules import Rule
+
+
+class Setup(NamedTuple):
+    """What is static in an engine's programs.
+
+    A row has `slots` cache slots and at most `end_ids` end tokens; `top` log probabilities are made
+    of a token where they are asked for.
+    """
+
+    rule: Rule
+    slots: int
+    end_ids: int
+    top: int
+    layout: Layout | None = None
+
+
+class Parameters(NamedTuple):
+    """What a request asks for, as the arrays that `assign` takes, on the host or the device.
+
+    `numbers` `[6]` are temperature, top-p, min-p, presence, frequency and repetition penalty;
+    `integers` `[5]` top-k, the most new tokens, whether the naive rule decides, whether there is a
+    bias or penalty, and which continuation of its seed it is; `key` the words of the seed.
+    """
+
+    numbers: Any
+    integers: Any
+    key: Any
+    end_ids: Any
+
+
+class Given(NamedTuple):
+    """What a step gave, for the host.
+
+    `packed` holds for each row the number of tokens, whether it is done, the nodes of its tree, the
+    nodes that were accepted, then the tokens and the bits of their log probabilities.
+    """
+
+    packed: Int32[Array, "n c"]
+    top: Float[Array, "n W k"]
+    top_tokens: Int32[Array, "n W k"]
+
+
+@partial(jax.jit, static_argnames=("setup", "rows"))
+def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineState:
+    """A state of `rows` rows that hold a token each and are done."""
+
+    def whole(target: Model, drafter: Drafter) -> EngineState:
+        return _fresh(target, drafter, setup, jnp.zeros(rows, jnp.int32))
+
+    return _spread(setup, whole, target, drafter)(target, drafter)
+
+
+@partial(jax.jit, static_argnames="setup", donate_argnames="state")
+def begin(
+    target: Model, drafter: Drafter, state: EngineState, setup: Setup, at: Int32[Array, "2"]
+) -> EngineState:
+    """Row `at[0]` holds nothing but the token `at[1]`, and is done."""
+    specs = specs_of(target, drafter)
+
+    def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
+        return put_row(state, specs, at[0], _fresh(target, drafter, setup, at[1:]))
+
+    return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
+
+
+@partial(jax.jit, static_argnames="setup", donate_argnames="state")
+def copy(
+    target: Model, drafter: Drafter, state: EngineState, setup: Setup, at: Int32[Array, "4"]
+) -> EngineState:
+    """Row `at[1]` holds the first `at[2]` tokens of row `at[0]`, the last of them `at[3]`; it is
+    done.
+    """
+    specs = specs_of(target, drafter)
+
+    def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
+        own = take_row(state, specs, at[0])
+        length, decode = at[2:3], own.decode
+        decode = replace(
+            decode,
+            cache=replace(decode.cache, length=length - 1),
+            draft=drafter.truncate(decode.draft, length),
+            last=at[3:],
+            done=jnp.ones(1, bool),
+        )
+        return put_row(state, specs, at[1], replace(own, decode=decode))
+
+    return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
+
+
+@partial(jax.jit, static_argnames=("setup", "scored"), donate_argnames="state")
+def extend(
+    target: Model,
+    drafter: Drafter,
+    state: EngineState,
+    setup: Setup,
+    at: Int32[Array, "2"],
+    tokens: Int32[Array, " T"],
+    scored: bool = False,
+) -> tuple[EngineState, TokenLogprobs | None]:
+    """Row `at[0]` with the first `at[1]` of `tokens` after its own; their log probabilities if
+    `scored`.
+
+    It is as if a chain of these tokens had been drafted elsewhere and accepted.
+    """
+    specs = specs_of(target, drafter)
+
+    def whole(target: Model, drafter: Drafter, state: EngineState, at: Array, tokens: Array) -> Any:
+        part = take(state, specs, at[:1])
+        decode, found = _extended(target, drafter, setup, part.decode, tokens[None], at[1:], scored)
+        return put(state, specs, at[:1], replace(part, decode=decode)), found
+
+    run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
+    return run(target, drafter, state, at, tokens)
+
+
+@partial(jax.jit, static_argnames="setup", donate_argnames="state")
+def assign(
+    target: Model,
+    drafter: Drafter,
+    state: EngineState,
+    setup: Setup,
+    row: Int32[Array, ""],
+    asked: Parameters,
+    bias: Float[Array, " V"],
+    prompt: Bool[Array, " V"],
+) -> EngineState:
+    """The row decodes from here on as a request asks for; `prompt` are the tokens of its prompt."""
+
+    def whole(target: Model, drafter: Drafter, state: EngineState, *given: Any) -> EngineState:
+        del target, drafter
+        row, asked, bias, prompt = given
+        own = _assigned(asked, bias, prompt)
+        decode = jax.tree.map(lambda x, y: x.at[row].set(y), _asked_of(state.decode), own)
+        naive = state.naive.at[row].set(asked.integers[2] > 0)
+        return EngineState(replace(state.decode, **decode), naive)
+
+    run = _spread(setup, whole, target, drafter, state, more=4)
+    return run(target, drafter, state, row, asked, bias, prompt)
+
+
+@partial(jax.jit, static_argnames=("setup", "width"), donate_argnames="state")
+def advance(
+    target: Model,
+    drafter: Drafter,
+    state: EngineState,
+    setup: Setup,
+    width: int,
+    control: Int32[Array, "n 2"],
+    wanted: Bool[Array, ""],
+) -> tuple[EngineState, Given]:
+    """A step of the rows `control[:, 0]`, of which those with a second number above 0 end first.
+
+    The target's pass has `width` columns; log probabilities are made where they are `wanted`.
+    """
+    specs = specs_of(target, drafter)
+
+    def whole(
+        target: Model, drafter: Drafter, state: EngineState, control: Array, wanted: Array
+    ) -> tuple[EngineState, Given]:
+        rows, ended = control[:, 0], control[:, 1] > 0
+        part = take(state, specs, rows)
+        decode = replace(part.decode, done=part.decode.done | ended)
+        served = Served(width, part.naive, wanted, setup.top)
+        decode, gave = step(target, drafter, setup.rule, decode, served)
+        return put(state, specs, rows, replace(part, decode=decode)), _given(gave)
+
+    run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
+    return run(target, drafter, state, control, wanted)
+
+
+def _given(gave: Step) -> Given:
+    assert gave.logprobs is not None
+    nodes = gave.tree.valid.sum(axis=1, dtype=jnp.int32) - 1
+    counts = gave.count, gave.done.astype(jnp.int32), nodes, gave.accepted.count - 1
+    bits = lax.bitcast_convert_type(gave.logprobs.of_token, jnp.int32)
+    packed = jnp.concatenate([jnp.stack(counts, axis=1), gave.tokens, bits], axis=1)
+    return Given(packed, gave.logprobs.top, gave.logprobs.top_tokens)
+
+
+def _fresh(target: Model, drafter: Drafter, setup: Setup, tokens: Array) -> EngineState:
+    """Rows that hold a token each."""
+    rows, vocabulary = tokens.shape[0], target.config.vocab_size
+    none = jnp.zeros((rows, vocabulary), bool)
+    counts = TokenCounts(none[:, 0], none.astype(jnp.float32), none, none.astype(jnp.int32))
+    asked = Rows(
+        prompt=tokens[:, None],
+        length=jnp.ones(rows, jnp.int32),
+        key=jax.random.split(jax.random.key(0), rows),
+        sampling=_sampling(jnp.zeros((6, rows)), jnp.zeros(rows, jnp.int32)),
+        limits=Limits(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, setup.end_ids), jnp.int32) - 1),
+        counts=counts,
+    )
+    decode = prefill(target, drafter, asked, setup.slots)
+    return EngineState(replace(decode, done=jnp.ones(rows, bool)), none[:, 0])
+
+
+def _sampling(numbers: Array, top_k: Array) -> Sampling:
+    temperature, top_p, min_p, presence, frequency, repetition = numbers
+    return Sampling(temperature, top_k, top_p, min_p, presence, frequency, repetition)
+
+
+def _asked_of(decode: DecodeState) -> dict[str, Any]:
+    """The fields of a state that a request sets."""
+    names = ("key", "sampling", "limits", "made", "done", "counts")
+    return {name: getattr(decode, name) for name in names}
+
+
+def _assigned(asked: Parameters, bias: Array, prompt: Array) -> dict[str, Any]:
+    """What a request sets of a row."""
+    top_k, most, _, used, choice = asked.integers
+    key = fold(jax.random.wrap_key_data(asked.key, impl="threefry2x32"), choice)
+    made = jnp.zeros(bias.shape, jnp.int32)
+    return {
+        "key": key,
+        "sampling": _sampling(asked.numbers, top_k),
+        "limits": Limits(most, asked.end_ids),
+        "made": jnp.int32(0),
+        "done": jnp.bool_(False),
+        "counts": TokenCounts(used > 0, bias, prompt, made),
+    }
+
+
+def _extended(
+    target: Model,
+    drafter: Drafter,
+    setup: Setup,
+    state: DecodeState,
+    tokens: Int32[Array, "1 T"],
+    count: Int32[Array, "1"],
+    scored: bool,
+) -> tuple[DecodeState, TokenLogprobs | None]:
+    """A row's state after the first `count` of `tokens`; their log probabilities if `scored`."""
+    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    nodes = jnp.concatenate([state.last[:, None], tokens[:, :-1]], axis=1)
+    tree_mask = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
+    positions = state.cache.length[:, None] + number
+    x, new = trunk(target, nodes, positions, state.cache, tree_mask)
+    top_tokens = top_tokens_in(target, x, tokens.shape, drafter.target_top_k)
+    tree = _chain(nodes, number < count[:, None], target.config.vocab_size)
+    at_end = jnp.maximum(count - 1, 0)
+    last = jnp.take_along_axis(tokens, at_end[:, None], axis=1)[:, 0]
+    gave = Step(tokens, count, state.done, tree, Accepted(number, count, last), top_tokens)
+    state = replace(
+        state,
+        cache=state.cache.keep(new, None, count),
+        draft=drafter.follow(state.draft, gave),
+        last=jnp.where(count > 0, last, state.last),
+    )
+    if not scored:
+        return state, None
+    return state, of_tokens(unembed(target, x).T[None], tokens, setup.top)
+
+
+def _chain(tokens: Int32[Array, "1 T"], valid: Bool[Array, "1 T"], vocabulary: int) -> TokenTree:
+    """The tokens as a tree, each below the one before it."""
+    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return TokenTree(
+        tokens=tokens,
+        parents=jnp.where(number > 0, number - 1, NO_PARENT),
+        depth=number,
+        valid=valid,
+        drafter=jnp.full_like(number, NO_DRAFTER),
+        chance=jnp.ones(tokens.shape),
+        trial_node=jnp.zeros((1, 0), jnp.int32),
+        trial_row=jnp.zeros((1, 0), jnp.int32),
+        q=jnp.zeros((1, 0, vocabulary)),
+        certain=jnp.ones(1, bool),
+    )
+
+
+def _spread(
+    setup: Setup,
+    whole: Any,
+    target: Model,
+    drafter: Drafter,
+    state: EngineState | None = None,
+    more: int = 1,
+    gives: int = 0,
+) -> Any:
+    """`whole` on the devices of a mesh: a state if there is one, and `more` arguments on all."""
+    specs = specs_of(target, drafter)
+    taken = () if state is None else (specs, *(_EVERYWHERE,) * more)
+    out = (specs, *(_EVERYWHERE,) * gives) if gives else specs
+    run = spread(setup.layout, whole, (target, drafter), taken, out)
+    if not gives:
+        return run
+
+    def read(*arguments: Any) -> tuple[Any, ...]:
+        state, *rest = run(*arguments)
+        return state, *(everywhere(setup.layout, each) for each in rest)
+
+    return read
+
+
+_EVERYWHERE = jax.sharding.PartitionSpec()

@@ -1,0 +1,103 @@
+"""What is asked of an engine and what it gives, as plain values: no jax, no tokenizer, no HTTP."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+MAX_LOGPROBS = 20
+"""The most tokens whose log probabilities may be asked for at a place, as in OpenAI's API."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt and how to continue it; names are vLLM's where it has the thing.
+
+    Attributes:
+      prompt: token ids, at least one.
+      max_new_tokens: the longest continuation; 0 gives only the prompt's log probabilities.
+      temperature: 0 takes the most likely token.
+      top_k: sample among this many tokens only; 0 is off.
+      top_p: sample among the likeliest tokens of this total probability; 1 is off.
+      min_p: leave out tokens below this share of the likeliest one's probability; 0 is off.
+      presence_penalty: taken from the logit of every token that the continuation has.
+      frequency_penalty: taken from it once for each time that the continuation has it.
+      repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens
+        that the prompt or the continuation has; 1 is off.
+      logit_bias: added to the logits of tokens by their ids.
+      seed: names the random numbers; the request then gives the same text whatever runs beside it.
+        None draws them from the engine's own.
+      choice: which of several continuations of one seed this is.
+      stop_token_ids: end the continuation beside the model's own end tokens.
+      ignore_eos: whether the model's end tokens end nothing.
+      logprobs: for each token its log probability and those of so many likeliest tokens; None gives
+        none.
+      prompt_logprobs: the same for the prompt's tokens.
+    """
+
+    prompt: Sequence[int]
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    seed: int | None = None
+    choice: int = 0
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprob:
+    """The target's log probability of a token at a place, and the likeliest tokens' there.
+
+    They are those of its logits as they are: before penalties, bias and temperature.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """What a step gave a request.
+
+    `finish_reason` is None while it goes on; then "stop" (an end token, which is the last of
+    `ids`), "length", "abort" or "error". `logprobs` is empty where none were asked for.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[Logprob, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counts of a request, or of all of an engine's.
+
+    `accepted_at[i]` counts the steps that accepted a drafted token at depth i + 1.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: list[int] = dataclasses.field(default_factory=list)
+
+
+class QueueFullError(RuntimeError):
+    """The queue holds as many requests, or prompt tokens, as it may; `retry_after` in seconds."""
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class EngineClosedError(RuntimeError):
+    """The engine takes no more requests: it drains, has stopped or has failed."""

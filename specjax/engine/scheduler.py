@@ -1,0 +1,246 @@
+"""Which request runs in which row, and what a step is made of. No jax, no clock, no threads."""
+
+import dataclasses
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specjax.engine.request import QueueFullError, Request
+
+WIDTHS = (
+    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144),
+    *(8192, 12288, 16384, 24576, 32768),
+)
+"""Columns that a step's pass of the target may have."""
+
+_LEAST_PREFIX = 16
+"""Tokens of a common prefix from which on it is copied."""
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """A request on its way; `stream` is whoever waits for its tokens."""
+
+    request: Request
+    stream: Any = None
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A row of the batch: the tokens that it is known to hold, and whose it is.
+
+    `filled` of the prompt's tokens are read. `epoch` counts its tenants, so that what a step gave
+    an earlier one is told apart. A free row keeps its tokens for requests that begin as they do.
+    """
+
+    number: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    ticket: Ticket | None = None
+    filled: int = 0
+    epoch: int = 0
+    used: int = 0
+
+    @property
+    def reads(self) -> bool:
+        """Whether some of its prompt is still to be read."""
+        return self.ticket is not None and self.filled < len(self.ticket.request.prompt)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it takes part in steps."""
+        return self.ticket is not None and not self.reads
+
+
+class Admission(NamedTuple):
+    """A request that moves into a row, which takes the first `common` tokens from row `source`.
+
+    Without a source it begins with its first token.
+    """
+
+    row: Row
+    source: int | None
+    common: int
+
+
+class Chunk(NamedTuple):
+    """Tokens of a row's prompt to be read, by a program that takes `size` of them."""
+
+    row: Row
+    tokens: list[int]
+    size: int
+
+
+class StepPlan(NamedTuple):
+    """The rows of a step, then those that fill it up; and the columns of the target's pass."""
+
+    rows: tuple[Row, ...]
+    filling: tuple[int, ...]
+    width: int
+
+
+class Scheduler:
+    """Rows, a bounded queue, and how prompts are read between steps.
+
+    Args:
+      rows: how many there are.
+      nodes: of a row's tree, the root's included.
+      subsets: whether a step may run fewer rows than there are.
+      reuses: whether a row may begin with what another holds.
+      max_requests: that may wait.
+      max_tokens: of prompts that may wait.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        nodes: int,
+        *,
+        subsets: bool = True,
+        reuses: bool = True,
+        max_requests: int = 1024,
+        max_tokens: int = 1 << 20,
+    ) -> None:
+        self.rows = [Row(number) for number in range(rows)]
+        self.waiting: deque[Ticket] = deque()
+        self._nodes, self._subsets, self._reuses = nodes, subsets, reuses
+        self._max_requests, self._max_tokens = max_requests, max_tokens
+        self._tick = 0
+        self._reading: deque[Row] = deque()
+
+    @property
+    def running(self) -> int:
+        """Requests in rows."""
+        return sum(row.ticket is not None for row in self.rows)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the prompts that wait."""
+        return sum(len(ticket.request.prompt) for ticket in self.waiting)
+
+    def submit(self, ticket: Ticket) -> None:
+        """Puts a request at the end of the queue.
+
+        Raises:
+          QueueFullError: too many requests wait, or too many tokens of prompts.
+        """
+        if len(self.waiting) >= self._max_requests:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait, and no more than {self._max_requests} may.", 1
+            )
+        tokens, own = self.waiting_tokens, len(ticket.request.prompt)
+        if self.waiting and tokens + own > self._max_tokens:
+            raise QueueFullError(
+                f"{tokens} tokens of prompts wait; with {own} more they exceed the "
+                f"{self._max_tokens} that may.",
+                1,
+            )
+        self.waiting.append(ticket)
+
+    def withdraw(self, ticket: Ticket) -> bool:
+        """Takes a request out of the queue or its row; whether it was there."""
+        if ticket in self.waiting:
+            self.waiting.remove(ticket)
+            return True
+        row = next((row for row in self.rows if row.ticket is ticket), None)
+        if row is not None:
+            self.free(row)
+        return row is not None
+
+    def free(self, row: Row) -> None:
+        """The row's request has ended; its tokens stay for others."""
+        row.ticket, row.epoch = None, row.epoch + 1
+        if row in self._reading:
+            self._reading.remove(row)
+        self._touch(row)
+
+    def admit(self) -> Admission | None:
+        """The next request with the row it gets; None if there is no row, or no request."""
+        free = [row for row in self.rows if row.ticket is None]
+        if not free or not self.waiting:
+            return None
+        ticket = self.waiting.popleft()
+        prompt = list(ticket.request.prompt)
+        source, common = self._best_prefix(ticket.request)
+        row = min(free, key=lambda row: row.used)
+        if source is not None and source.ticket is None and 2 * common >= len(source.tokens):
+            row = source  # more of it would be of use to this request than to others
+        row.ticket, row.filled = ticket, common if source else 1
+        row.tokens = prompt[: row.filled]
+        self._touch(row)
+        if row.reads:
+            self._reading.append(row)
+        return Admission(row, None if source is None else source.number, row.filled)
+
+    def chunk(self, seconds: dict[int, float], step_seconds: float) -> Chunk | None:
+        """The next tokens of a prompt to be read.
+
+        Of the sizes, the smallest that holds what is left; while a row decodes, none that takes
+        longer than `step_seconds`, unless it is the smallest.
+        """
+        if not self._reading:
+            return None
+        row = self._reading[0]
+        assert row.ticket is not None
+        sizes = sorted(seconds)
+        if any(each.decodes for each in self.rows):
+            sizes = [s for s in sizes if seconds[s] <= step_seconds] or sizes[:1]
+        prompt = row.ticket.request.prompt
+        left = len(prompt) - row.filled
+        size = next((s for s in sizes if s >= left), sizes[-1])
+        return Chunk(row, list(prompt[row.filled : row.filled + size]), size)
+
+    def read(self, chunk: Chunk) -> bool:
+        """Notes that a chunk is read; whether the prompt is whole now."""
+        row = chunk.row
+        row.tokens += chunk.tokens
+        row.filled += len(chunk.tokens)
+        if row.reads:
+            return False
+        self._reading.remove(row)
+        return True
+
+    def step(self) -> StepPlan | None:
+        """The next step, if any row decodes."""
+        rows = tuple(row for row in self.rows if row.decodes)
+        if not rows:
+            return None
+        size, width = self.size_of(len(rows))
+        others = [row.number for row in self.rows if not row.decodes]
+        return StepPlan(rows, tuple(others[: size - len(rows)]), width)
+
+    def size_of(self, rows: int) -> tuple[int, int]:
+        """The rows and the columns of a step in which so many rows decode."""
+        every = len(self.rows)
+        size = min(1 << (rows - 1).bit_length(), every) if self._subsets else every
+        return size, next(width for width in WIDTHS if width >= rows * self._nodes)
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """The rows and columns of every step there may be."""
+        return sorted({self.size_of(rows) for rows in range(1, len(self.rows) + 1)})
+
+    def _best_prefix(self, request: Request) -> tuple[Row | None, int]:
+        """The row with the longest beginning in common, and how long it is.
+
+        The last token of a prompt is always read anew: drafts need what comes after it.
+        """
+        if not self._reuses or request.prompt_logprobs is not None:
+            return None, 0
+        prompt = list(request.prompt)
+        best, most = None, _LEAST_PREFIX - 1
+        for row in self.rows:
+            common = common_prefix(row.tokens, prompt[:-1])
+            if common > most:
+                best, most = row, common
+        return (best, most) if best else (None, 0)
+
+    def _touch(self, row: Row) -> None:
+        self._tick += 1
+        row.used = self._tick
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens two texts have in common."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(at for at in range(most) if one[at] != other[at])
