@@ -69,7 +69,7 @@ def counts_of(
     return TokenCounts(*map(jnp.asarray, (used, bias, seen, made)))
 
 
-def biases_of(logit_bias: Any, rows: int) -> list[Mapping[int, float]]:
+def biases_of(logit_bias: Any, rows: int) -> list[Mapping[Any, Any]]:
     """Each row's biases, from None, from one mapping for all or from one a row.
 
     Raises:

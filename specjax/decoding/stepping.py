@@ -101,7 +101,7 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[Tok
 
 def score_tree(
     target: Model, tree: TokenTree, state: DecodeState, packing: Packing | None = None
-) -> tuple[Float[Array, "B N V"] | Float[Array, "C 1 V"], NewKV]:
+) -> tuple[Float[Array, "_ _ V"], NewKV]:
     """The target's logits after every node, in one pass; of packed columns one after the other.
 
     Empty slots are added where the platform's products run faster with more columns.
@@ -148,7 +148,7 @@ def verify_tree(
     rule: Rule,
     state: DecodeState,
     tree: TokenTree,
-    logits: Float[Array, "B N V"] | Float[Array, "C 1 V"],
+    logits: Float[Array, "_ _ V"],
     window: int,
     packing: Packing | None = None,
     naive: Bool[Array, " B"] | None = None,
@@ -197,7 +197,7 @@ def accept(
     rule: Rule,
     state: DecodeState,
     tree: TokenTree,
-    logits: Float[Array, "B N V"] | Float[Array, "C 1 V"],
+    logits: Float[Array, "_ _ V"],
     window: int,
     target_top_k: int,
     packing: Packing | None = None,
@@ -214,7 +214,7 @@ def accept(
 
 
 def logprobs_of(
-    logits: Float[Array, "B N V"] | Float[Array, "C 1 V"],
+    logits: Float[Array, "_ _ V"],
     gave: Step,
     wanted: Bool[Array, ""],
     count: int,

@@ -231,7 +231,11 @@ class ExpansionDrafter(Drafter):
         self, state: tuple[ModelState, ...], length: Int32[Array, " B"]
     ) -> tuple[ModelState, ...]:
         """Every draft's state with shorter caches."""
-        return tuple(shorter(held, length) for held in state)
+
+        def one(_: Model, held: ModelState) -> ModelState:
+            return shorter(held, length)
+
+        return self._each(one, (state,))
 
     def _each(self, one: Any, arguments: tuple[tuple[Any, ...], ...]) -> tuple[Any, ...]:
         """`one` of every group's model and arguments, under `vmap` where a group is stacked."""
@@ -265,8 +269,7 @@ def prefill(
 
 
 def shorter(held: ModelState, length: Int32[Array, " B"]) -> ModelState:
-    """A draft's state, or those of stacked drafts, with caches of `length` tokens."""
-    length = jnp.broadcast_to(length, held.cache.length.shape)
+    """A draft's state with caches of `length` tokens."""
     return replace(held, cache=replace(held.cache, length=length))
 
 

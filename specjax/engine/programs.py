@@ -159,7 +159,7 @@ def assign(
         del target, drafter
         row, asked, bias, prompt = given
         own = _assigned(asked, bias, prompt)
-        decode = jax.tree.map(lambda x, y: x.at[row].set(y), _asked_of(state.decode), own)
+        decode = jax.tree.map(lambda x, y: x.at[row].set(y[0]), _asked_of(state.decode), own)
         naive = state.naive.at[row].set(asked.integers[2] > 0)
         return EngineState(replace(state.decode, **decode), naive)
 
@@ -235,17 +235,17 @@ def _asked_of(decode: DecodeState) -> dict[str, Any]:
 
 
 def _assigned(asked: Parameters, bias: Array, prompt: Array) -> dict[str, Any]:
-    """What a request sets of a row."""
-    top_k, most, _, used, choice = asked.integers
-    key = fold(jax.random.wrap_key_data(asked.key, impl="threefry2x32"), choice)
-    made = jnp.zeros(bias.shape, jnp.int32)
+    """What a request sets of a row, as arrays of one."""
+    top_k, most, _, used, choice = asked.integers[:, None]
+    key = fold(jax.random.wrap_key_data(asked.key, impl="threefry2x32"), choice[0])
+    made = jnp.zeros((1, *bias.shape), jnp.int32)
     return {
-        "key": key,
-        "sampling": _sampling(asked.numbers, top_k),
-        "limits": Limits(most, asked.end_ids),
-        "made": jnp.int32(0),
-        "done": jnp.bool_(False),
-        "counts": TokenCounts(used > 0, bias, prompt, made),
+        "key": key[None],
+        "sampling": _sampling(asked.numbers[:, None], top_k),
+        "limits": Limits(most, asked.end_ids[None]),
+        "made": jnp.zeros(1, jnp.int32),
+        "done": jnp.zeros(1, bool),
+        "counts": TokenCounts(used > 0, bias[None], prompt[None], made),
     }
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
 
 from specjax.engine.request import Logprob, Request, Statistics, Tokens
 
@@ -24,7 +23,7 @@ class TokenStream:
         self._queue: asyncio.Queue[Tokens] = asyncio.Queue()
         self._ended = self._given = False
 
-    def __aiter__(self) -> Self:
+    def __aiter__(self) -> "TokenStream":
         return self
 
     async def __anext__(self) -> Tokens:

@@ -1,0 +1,96 @@
+"""Engines of tiny models, and requests sent to them all at once."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from specjax.base.sampling import Sampling, fold
+from specjax.engine.checks import sampling_of
+from specjax.engine.engine import Engine
+from specjax.engine.request import Request, Tokens
+from specjax.engine.streams import TokenStream
+
+
+@contextlib.contextmanager
+def running(target, drafter, **options) -> Iterator[Engine]:
+    """An engine that serves, and is closed in the end."""
+    engine = Engine(target, drafter, **({"rows": 3, "max_model_len": 128} | options))
+    engine.start()
+    try:
+        yield engine
+        assert engine.failure is None
+        assert (engine.num_requests_running, engine.num_requests_waiting) == (0, 0)
+    finally:
+        engine.close()
+
+
+async def collected(stream: TokenStream) -> list[Tokens]:
+    return [tokens async for tokens in stream]
+
+
+def ids_of(events: Sequence[Tokens]) -> list[int]:
+    return [token for event in events for token in event.ids]
+
+
+def served(engine: Engine, requests: Sequence[Request]) -> list[list[Tokens]]:
+    """What every request got, all sent at once."""
+
+    async def all_of_them() -> list[list[Tokens]]:
+        return await asyncio.gather(*(collected(engine.submit(each)) for each in requests))
+
+    return asyncio.run(all_of_them())
+
+
+def alone(target, requests: Sequence[Request]) -> list[list[int]]:
+    """The texts of requests by plain decoding: of greedy ones, and of those that have a seed."""
+    numbers = [vars(sampling_of(each)) for each in requests]
+    sampling = {
+        name: np.asarray([own[name] for own in numbers])
+        for name in numbers[0]
+        if "bias" not in name
+    }
+    keys = [fold(jax.random.key(each.seed or 0), each.choice) for each in requests]
+    most = max(each.max_new_tokens for each in requests)
+    made = specjax.generate(
+        jnp.stack(keys), target, None, [each.prompt for each in requests], max_new_tokens=most,
+        sampling=Sampling(**sampling, logit_bias=[dict(each.logit_bias) for each in requests]),
+        stop_at_eos=False,
+    )  # fmt: skip
+    found = []
+    for each, text in zip(requests, made.tokens[:, :most].tolist(), strict=True):
+        own = text[: each.max_new_tokens]
+        ends = {*each.stop_token_ids, *(() if each.ignore_eos else target.config.eos_ids)}
+        end = next((at for at, token in enumerate(own) if token in ends), len(own))
+        found.append(own[: end + 1])
+    return found
+
+
+def random_request(drawn: np.random.Generator, vocabulary: int, most: int = 24) -> Request:
+    """A greedy request, or a sampled one with a seed, that asks for anything `generate` has."""
+    length = int(drawn.choice([1, 2, 5, 17, 40]))
+    sampled = bool(drawn.integers(2))
+
+    def some(name: str, *values: float) -> dict[str, float]:
+        return {name: float(drawn.choice(values))} if drawn.integers(3) == 0 else {}
+
+    bias = {int(drawn.integers(vocabulary)): float(drawn.normal(0, 3)) for _ in range(2)}
+    return Request(
+        prompt=drawn.integers(0, vocabulary, length).tolist(),
+        max_new_tokens=int(drawn.integers(1, most)),
+        temperature=float(drawn.choice([0.6, 1.0, 1.4])) if sampled else 0.0,
+        top_k=int(drawn.choice([0, 3, 12])),
+        seed=int(drawn.integers(2**32)) if sampled else None,
+        ignore_eos=bool(drawn.integers(2)),
+        logprobs=[None, 0, 4][drawn.integers(3)],
+        logit_bias=bias if drawn.integers(4) == 0 else {},
+        **some("top_p", 0.6, 0.9),
+        **some("min_p", 0.05, 0.2),
+        **some("presence_penalty", -0.5, 1.0),
+        **some("frequency_penalty", -0.5, 1.0),
+        **some("repetition_penalty", 0.8, 1.5),
+    )

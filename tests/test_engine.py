@@ -1,0 +1,342 @@
+"""The engine: every request's text is its own, whatever runs beside it; rows are never lost."""
+
+import asyncio
+import dataclasses
+import threading
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling
+from specjax.draft import ExpansionDrafter
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.prompt_lookup import TextDrafter
+from specjax.draft.token_recycling import RecycleDrafter
+from specjax.engine import engine as engines
+from specjax.engine.engine import Engine
+from specjax.engine.request import EngineClosedError, QueueFullError, Request
+from specjax.models.transformer import forward
+from specjax.trees.construction import DISTINCT
+from specjax.trees.tree import TreeShape
+from tests.engines import alone as plain_texts
+from tests.engines import collected, ids_of, random_request, running, served
+from tests.pairs import END, alone, broken, generate, near, varied_model
+
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="module")
+def target():
+    return varied_model()
+
+
+def chain(target):
+    return alone(near(target, 1), (1, 1, 1))
+
+
+def best_first(target, **options):
+    growth = Growth(budget=5, beams=2, width=2, depth=4)
+    return BestFirstDrafter(near(target, 1), jnp.ones(2), growth, **options)
+
+
+def recycled(target):
+    return RecycleDrafter(jnp.full(2, 0.4), TreeShape((2, (1, 0))), VOCABULARY)
+
+
+DRAFTERS = {
+    "none": lambda target: None,
+    "chain": chain,
+    "tree": lambda target: alone(near(target, 1), (2, 2, 1), children=DISTINCT),
+    "pool": lambda target: ExpansionDrafter.of(
+        [near(target, 1), near(target, 2)], ((1, 1, 1), (2, 1)), stack=False
+    ),
+    "stacked": lambda target: ExpansionDrafter.of(
+        [near(target, 1), near(target, 2)], (2, 1), stack=True
+    ),
+    "best first": best_first,
+    "staged": lambda target: best_first(target, second=alone(near(target, 2), (1, 1))),
+    "lookup": lambda target: TextDrafter(
+        jnp.asarray([0.0, 0.4, 0.6]), None, Growth(budget=4, depth=3), VOCABULARY
+    ),
+    "recycle": recycled,
+    "hybrid": lambda target: HybridDrafter(
+        replace(best_first(target), second=recycled(target)), jnp.asarray([0.0, 0.3]), None, least=1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    with running(target, chain(target)) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_texts_are_those_of_plain_decoding_alone(name, target, monkeypatch):
+    """Requests that ask for anything, more of them than rows, all at once."""
+    drafter, drawn = DRAFTERS[name](target), np.random.default_rng(1)
+    requests = [random_request(drawn, VOCABULARY) for _ in range(24)]
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    with running(target, drafter, rows=2) as engine:
+        texts = plain_texts(target, requests)
+        for request, expected, events in zip(
+            requests, texts, served(engine, requests), strict=True
+        ):
+            assert ids_of(events) == expected
+            ended = not request.ignore_eos and expected[-1] == END
+            assert events[-1].finish_reason == ("stop" if ended else "length")
+            assert all(event.finish_reason is None for event in events[:-1])
+
+
+def test_what_another_row_holds_is_taken_over(engine, target):
+    """Prompts that begin alike, in the middle of what rows hold, and as long as it."""
+    drawn = np.random.default_rng(3)
+    shared = drawn.integers(0, VOCABULARY, 50).tolist()
+    first = Request(prompt=shared, max_new_tokens=30, ignore_eos=True)
+    made = ids_of(served(engine, [first])[0])
+    later = [
+        Request(prompt=[*shared[:30], 1, 2], max_new_tokens=9),
+        Request(prompt=[*shared, *made], max_new_tokens=9, temperature=0.9, seed=4),
+        Request(prompt=shared, max_new_tokens=9),
+        Request(prompt=[*shared, *made[:7], 5], max_new_tokens=9),
+    ]
+    reused = []
+
+    async def one_by_one():
+        for request in later:
+            stream = engine.submit(request)
+            assert ids_of(await collected(stream)) == plain_texts(target, [request])[0]
+            reused.append(stream.statistics.cached_tokens)
+
+    before = engine.statistics().cached_tokens
+    asyncio.run(one_by_one())
+    assert reused == [30, 79, 49, 57]
+    assert engine.statistics().cached_tokens - before == sum(reused)
+
+
+def logprobs_after(target, text):
+    tokens = jnp.asarray([text], jnp.int32)
+    positions = jnp.arange(len(text), dtype=jnp.int32)[None]
+    logits, _ = forward(target, tokens, positions, None, None)
+    return np.asarray(jax.nn.log_softmax(logits[0]))
+
+
+def test_log_probabilities_are_those_of_the_target(engine, target):
+    """Before penalties and temperature, for the prompt and for every token inside a path."""
+    prompt = np.random.default_rng(5).integers(0, VOCABULARY, 80).tolist()
+    request = Request(
+        prompt=prompt, max_new_tokens=12, temperature=1.2, presence_penalty=1.0, logprobs=3,
+        prompt_logprobs=2, ignore_eos=True,
+    )  # fmt: skip
+    plain = Request(prompt=[5], max_new_tokens=12)
+
+    async def both():
+        stream = engine.submit(request)
+        events, other = await asyncio.gather(collected(stream), collected(engine.submit(plain)))
+        return stream.prompt_logprobs, events, other
+
+    of_prompt, events, other = asyncio.run(both())
+    text = [*prompt, *ids_of(events)]
+    expected = logprobs_after(target, text)
+    assert of_prompt[0] is None
+    found = [*of_prompt[1:], *(each for event in events for each in event.logprobs)]
+    assert len(found) == len(text) - 1
+    for at, each in enumerate(found):
+        assert each.logprob == pytest.approx(expected[at, text[at + 1]], abs=1e-4)
+        assert len(each.top) == (2 if at + 1 < len(prompt) else 3)
+        for rank, (token, value) in enumerate(each.top):
+            assert value == pytest.approx(np.sort(expected[at])[-1 - rank], abs=1e-4)
+            assert value == pytest.approx(expected[at, token], abs=1e-4)
+    assert all(event.logprobs == () for event in other)
+
+
+def test_a_prompts_log_probabilities_alone(engine):
+    (events,) = served(engine, [Request(prompt=[1, 2], max_new_tokens=0, prompt_logprobs=0)])
+    assert [(event.ids, event.finish_reason) for event in events] == [((), "length")]
+
+
+def test_stop_token_ids_end_a_text_beside_the_models_own(engine, target):
+    request = Request(prompt=[7, 8, 9], max_new_tokens=40, ignore_eos=True)
+    (text,) = plain_texts(target, [request])
+    stop = text[9]
+    for ignore_eos in (True, False):
+        own = dataclasses.replace(request, stop_token_ids=[stop], ignore_eos=ignore_eos)
+        (events,) = served(engine, [own])
+        wanted = text[: text.index(stop) + 1]
+        if not ignore_eos and END in wanted:
+            wanted = wanted[: wanted.index(END) + 1]
+        assert ids_of(events) == wanted
+        assert events[-1].finish_reason == "stop"
+
+
+def test_choices_of_a_seed_are_rows_of_generate(engine, target):
+    requests = [
+        Request(prompt=[3, 4], max_new_tokens=9, temperature=1.0, seed=11, choice=choice)
+        for choice in range(3)
+    ]
+    made = generate(
+        target, None, [[3, 4]] * 3, jax.random.key(11), max_new_tokens=9,
+        sampling=Sampling(1.0), stop_at_eos=True,
+    )  # fmt: skip
+    for choice, events in enumerate(served(engine, requests)):
+        assert ids_of(events) == made.tokens[choice, : made.lengths[choice]].tolist()
+
+
+def test_requests_without_a_seed_differ(engine):
+    request = Request(prompt=[3, 4], max_new_tokens=20, temperature=1.5, ignore_eos=True)
+    texts = {tuple(ids_of(events)) for events in served(engine, [request] * 6)}
+    assert len(texts) == 6
+
+
+def test_who_leaves_frees_the_row_for_the_next(engine, target):
+    """Before a row, while the prompt is read, and while tokens come."""
+    long = Request(prompt=[1] * 40, max_new_tokens=80, ignore_eos=True)
+    short = Request(prompt=[9, 9], max_new_tokens=12)
+
+    async def with_departures():
+        streams = [engine.submit(long) for _ in range(8)]
+        await streams[0].__anext__()
+        later = engine.submit(short)
+        for stream in streams:
+            stream.abort()
+            stream.abort()
+        ends = [(await collected(stream))[-1].finish_reason for stream in streams[1:]]
+        assert ends == ["abort"] * 7
+        return ids_of(await collected(later))
+
+    assert asyncio.run(with_departures()) == plain_texts(target, [short])[0]
+
+
+def test_a_full_queue_refuses_and_a_request_is_checked(engine, monkeypatch):
+    ask = partial(Request, prompt=[1], max_new_tokens=9)
+    wrong = {
+        "prompt is empty": ask(prompt=[]),
+        "token 64; the vocabulary has 64": ask(prompt=[64]),
+        "exceed the context of 128": ask(prompt=[1] * 100, max_new_tokens=29),
+        "max_new_tokens is 0": ask(max_new_tokens=0),
+        "temperature is -1": ask(temperature=-1.0),
+        "top_p is 0": ask(top_p=0.0),
+        r"logprobs is 21; it must lie in \[0, 20\]": ask(logprobs=21),
+        "stop_token_ids holds 17": ask(stop_token_ids=[3] * 17),
+        "stop_token_ids is 64": ask(stop_token_ids=[64]),
+        "logit_bias names token 70": ask(logit_bias={70: 1.0}),
+        "seed is 18446744073709551616": ask(seed=2**64),
+    }
+
+    async def tried():
+        for sentence, request in wrong.items():
+            with pytest.raises((ValueError, TypeError), match=sentence):
+                engine.submit(request)
+        monkeypatch.setattr(engine._scheduler, "_max_requests", 0)
+        with pytest.raises(QueueFullError):
+            engine.submit(Request(prompt=[1], max_new_tokens=9))
+
+    asyncio.run(tried())
+
+
+def test_a_drafter_that_gives_no_numbers_changes_no_text(target, monkeypatch):
+    drafter = alone(broken(target, np.nan), (2, 1))
+    requests = [
+        Request(prompt=[5, 6], max_new_tokens=12),
+        Request(prompt=[5, 6], max_new_tokens=12, temperature=1.0, seed=3),
+    ]
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    with running(target, drafter, rows=2) as engine:
+        texts = [ids_of(events) for events in served(engine, requests)]
+    assert texts == plain_texts(target, requests)
+
+
+def test_draining_lets_requests_end_and_then_ends_them(target):
+    with running(target, None, rows=1) as engine:
+        request = Request(prompt=[1, 2], max_new_tokens=100, ignore_eos=True)
+
+        async def drained(seconds):
+            streams = [engine.submit(request), engine.submit(request)]
+            waiting = asyncio.create_task(engine.drain(seconds))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineClosedError):
+                engine.submit(request)
+            found = await asyncio.gather(*map(collected, streams))
+            await waiting
+            return [events[-1].finish_reason for events in found]
+
+        assert asyncio.run(drained(60)) == ["length", "length"]
+        engine._accepts = True
+        assert asyncio.run(drained(0)) == ["abort", "abort"]
+
+
+def test_a_failure_ends_every_request_and_is_said(target, monkeypatch):
+    with pytest.MonkeyPatch.context() as patch:
+        engine = Engine(target, None, rows=1, max_model_len=64)
+        engine.start()
+        patch.setattr(engine._device, "results", lambda *_: 1 / 0)
+        events = served(engine, [Request(prompt=[1, 2], max_new_tokens=9)] * 3)
+        assert [each[-1].finish_reason for each in events] == ["error"] * 3
+        assert "division by zero" in engine.failure
+        assert not engine.ready
+
+        async def refused():
+            with pytest.raises(EngineClosedError, match="division by zero"):
+                engine.submit(Request(prompt=[1], max_new_tokens=9))
+
+        asyncio.run(refused())
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rows": 0}, "rows is 0"),
+        ({"max_model_len": 10**6}, "max_model_len is 1000000; it must lie in"),
+        ({"verify": "block", "drafter": "best first"}, "not lossless"),
+        ({"verify": "nothing"}, "no verification rule"),
+    ],
+)
+def test_what_an_engine_cannot_be_is_refused(options, sentence, target):
+    drafter = DRAFTERS[options.pop("drafter", "chain")](target)
+    with pytest.raises(ValueError, match=sentence):
+        Engine(target, drafter, **options)
+
+
+def test_nothing_compiles_and_nothing_is_transferred_unasked(engine):
+    """Whatever requests ask for, once the engine has started."""
+    drawn = np.random.default_rng(9)
+    requests = [random_request(drawn, VOCABULARY) for _ in range(60)]
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "compile" in name else None
+    )
+    before = len(compiled)
+    with jax.transfer_guard("disallow"):
+        jax.config.update("jax_transfer_guard", "disallow")  # in the engine's thread too
+        try:
+            served(engine, requests)
+        finally:
+            jax.config.update("jax_transfer_guard", None)
+    assert compiled[before:] == []
+    assert engine.failure is None
+
+
+def test_threads_may_submit_side_by_side(engine):
+    found = []
+
+    def client(seed):
+        requests = [Request(prompt=[seed, 2], max_new_tokens=6, ignore_eos=True)] * 4
+        found.append([len(ids_of(events)) for events in served(engine, requests)])
+
+    threads = [threading.Thread(target=client, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[6] * 4] * 4
+
+
+def test_can_truncate_is_what_drafters_say(target):
+    assert all(engines.can_truncate(DRAFTERS[name](target)) for name in ("chain", "hybrid"))

@@ -1,0 +1,186 @@
+"""The scheduler's policy: rows, queue, chunks of prompts, prefixes. No jax."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.engine.request import QueueFullError, Request
+from specjax.engine.scheduler import Scheduler, Ticket, common_prefix
+
+SECONDS = {16: 0.01, 64: 0.02, 256: 0.06}
+
+
+def ticket(*tokens: int, **options) -> Ticket:
+    return Ticket(Request(prompt=list(tokens), **options))
+
+
+def text(count: int, first: int = 0) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
+
+
+def read_all(at: Scheduler) -> None:
+    while (chunk := at.chunk(SECONDS, 1.0)) is not None:
+        at.read(chunk)
+
+
+def test_the_scheduler_needs_no_jax():
+    code = (
+        "import sys; sys.modules['jax'] = sys.modules['numpy'] = None;"
+        "import specjax.engine.scheduler, specjax.engine.request"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_requests_move_into_free_rows_in_order():
+    at = Scheduler(2, 8)
+    first, second, third = (ticket(number, 9) for number in range(3))
+    for each in (first, second, third):
+        at.submit(each)
+    admitted = [at.admit(), at.admit()]
+    assert [each.row.ticket for each in admitted] == [first, second]
+    assert at.admit() is None
+    at.free(admitted[1].row)
+    assert at.admit().row is admitted[1].row
+    assert at.rows[1].ticket is third
+    assert (at.running, len(at.waiting)) == (2, 0)
+
+
+def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
+    at = Scheduler(1, 8, max_requests=2, max_tokens=100)
+    at.submit(ticket(*text(60)))
+    with pytest.raises(QueueFullError, match="60 tokens of prompts wait; with 41 more"):
+        at.submit(ticket(*text(41)))
+    at.submit(ticket(*text(40)))
+    with pytest.raises(QueueFullError, match="2 requests wait, and no more than 2"):
+        at.submit(ticket(1))
+    alone = Scheduler(1, 8, max_tokens=10)
+    alone.submit(ticket(*text(60)))  # it could not be taken ever otherwise
+    assert alone.waiting_tokens == 60
+
+
+def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
+    at = Scheduler(1, 8)
+    runs, waits = ticket(*text(40)), ticket(2)
+    at.submit(runs)
+    at.submit(waits)
+    row = at.admit().row
+    epoch = row.epoch
+    assert at.withdraw(waits)
+    assert not at.waiting
+    assert at.withdraw(runs)
+    assert row.ticket is None
+    assert row.epoch == epoch + 1
+    assert at.chunk(SECONDS, 1.0) is None
+    assert not at.withdraw(runs)
+
+
+def test_prompts_are_read_in_chunks_that_a_step_outweighs():
+    at = Scheduler(2, 8)
+    at.submit(ticket(5))
+    at.admit()
+    at.submit(ticket(*text(300)))
+    at.admit()
+    for seconds, size in ((1.0, 256), (0.03, 64), (0.001, 16)):
+        chunk = at.chunk(SECONDS, seconds)
+        assert (chunk.size, len(chunk.tokens)) == (size, min(size, 299))
+    at.free(at.rows[0])
+    assert at.chunk(SECONDS, 0.001).size == 256, "no row decodes that it could keep waiting"
+    assert not at.read(at.chunk(SECONDS, 0.001))
+    last = at.chunk(SECONDS, 1.0)
+    assert (last.size, last.tokens) == (64, list(text(43, 257)))
+    assert at.read(last)
+    assert at.rows[1].tokens == list(text(300))
+    assert at.rows[1].decodes
+
+
+def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
+    at = Scheduler(8, 6)
+    assert at.step() is None
+    for number in range(3):
+        at.submit(ticket(number))
+        at.admit()
+    at.submit(ticket(*text(20)))
+    at.admit()
+    plan = at.step()
+    assert [row.number for row in plan.rows] == [0, 1, 2]
+    assert (plan.filling, plan.width) == ((3,), 32)
+    assert at.sizes() == [(1, 8), (2, 16), (4, 32), (8, 32), (8, 48)]
+    whole = Scheduler(8, 6, subsets=False)
+    assert whole.sizes() == [(8, 8), (8, 16), (8, 32), (8, 48)]
+
+
+def test_a_prompt_begins_with_the_longest_text_that_a_row_holds():
+    at = Scheduler(3, 8)
+    for first in (0, 500):
+        at.submit(ticket(*text(40, first)))
+        at.admit()
+    read_all(at)
+    at.submit(ticket(*text(30), 999, 998))
+    admission = at.admit()
+    assert (admission.source, admission.common, admission.row.number) == (0, 30, 2)
+    assert admission.row.tokens == list(text(30))
+    at.free(at.rows[1])
+    at.submit(ticket(*text(40, 500)))
+    admission = at.admit()
+    assert (admission.source, admission.common) == (1, 39), "its last token is read anew"
+    assert admission.row.number == 1, "which held little else"
+    at.free(at.rows[0])
+    at.submit(ticket(*text(15), 7))
+    assert at.admit().source is None, "too little to be worth a copy"
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_is_read_whole():
+    at = Scheduler(2, 8)
+    at.submit(ticket(*text(40)))
+    at.admit()
+    read_all(at)
+    at.submit(ticket(*text(40), prompt_logprobs=0))
+    assert at.admit()[1:] == (None, 1)
+    without = Scheduler(2, 8, reuses=False)
+    for _ in range(2):
+        without.submit(ticket(*text(40)))
+        assert without.admit().source is None
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=60))
+def test_no_row_and_no_place_is_lost_whatever_happens(events):
+    """Arrivals, chunks, ends and departures in any order; then everybody leaves."""
+    at, here = Scheduler(3, 4, max_requests=5), []
+    for kind, number in events:
+        if kind == 0:
+            try:
+                at.submit(own := ticket(*text(number)))
+                here.append(own)
+            except QueueFullError:
+                assert len(at.waiting) == 5
+        elif kind == 1 and (chunk := at.chunk(SECONDS, 0.02)) is not None:
+            at.read(chunk)
+        elif kind == 2 and here:
+            at.withdraw(here.pop(number % len(here)))
+        elif kind == 3:
+            ended = [row for row in at.rows if row.decodes]
+            if ended:
+                here.remove(ended[number % len(ended)].ticket)
+                at.free(ended[number % len(ended)])
+        while at.admit() is not None:
+            pass
+        assert at.running + len(at.waiting) == len(here)
+        assert at.running == 3 or not at.waiting
+        held = [row.ticket for row in at.rows if row.ticket is not None]
+        assert len({*map(id, held), *map(id, at.waiting)}) == len(here)
+    for each in here:
+        assert at.withdraw(each)
+    assert at.running == len(at.waiting) == 0
+    assert at.chunk(SECONDS, 1.0) is None
+    assert at.step() is None
+
+
+def test_common_prefixes():
+    assert common_prefix([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix([1, 2], [1, 2, 4]) == 2
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([3], [1]) == 0
