@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,9 @@ from specjax.engine.programs import Given, Parameters, Setup
 from specjax.engine.request import Logprob, Request
 from specjax.engine.state import EngineState
 from specjax.models.transformer import Model
+
+_KEPT = 1024
+"""Sets of rows whose arrays are kept on the device."""
 
 _REPEATS = 3
 """Runs of a program whose median is taken for how long it takes."""
@@ -50,9 +53,19 @@ class Device:
     """
 
     def __init__(self, target: Model, drafter: Drafter, setup: Setup, rows: int) -> None:
-        self._models, self._setup = (target, drafter), setup
-        self._config, self._rows = target.config, rows
-        self._state: EngineState = programs.empty(*self._models, setup, rows)
+        self._setup, self._config, self._rows = setup, target.config, rows
+        # Programs take and give leaves in lists: flattening models and state anew would take a
+        # quarter of a millisecond, a tenth of a small model's step.
+        self._models, self._models_tree = jax.tree.flatten((target, drafter))
+        begun = partial(programs.empty, target, drafter, setup, rows)
+        self._state_tree = jax.tree.structure(jax.eval_shape(begun))
+        self._state = jax.tree.leaves(jax.jit(begun)())
+        self._begin = self._program(programs.begin)
+        self._copy = self._program(programs.copy)
+        self._assign = self._program(programs.assign)
+        self._extend = {flag: self._program(programs.extend, scored=flag) for flag in (False, True)}
+        self._advance: dict[int, Any] = {}
+        self._control: dict[tuple[tuple[int, ...], tuple[int, ...]], jax.Array] = {}
         vocabulary = target.config.vocab_size
         self._no_bias = jnp.zeros(vocabulary, jnp.float32)
         self._no_prompt = jnp.zeros(vocabulary, bool)
@@ -60,14 +73,29 @@ class Device:
         self.chunk_seconds: dict[int, float] = {}
         self.step_seconds: dict[tuple[int, int], float] = {}
 
+    def _program(self, function: Callable[..., Any], *static: Any, **options: Any) -> Any:
+        """A program of the state, which it takes over: gives the new one and what else there is."""
+
+        def flat(models: list[Any], state: list[Any], *given: Any) -> tuple[list[Any], Any]:
+            both = jax.tree.unflatten(self._models_tree, models)
+            rows = jax.tree.unflatten(self._state_tree, state)
+            made = function(*both, rows, self._setup, *static, *given, **options)
+            rows, rest = (made, None) if isinstance(made, EngineState) else made
+            return jax.tree.leaves(rows), rest
+
+        return jax.jit(flat, donate_argnums=1)
+
+    def _run(self, program: Any, *given: Any) -> Any:
+        self._state, rest = program(self._models, self._state, *given)
+        return rest
+
     def begin(self, row: int, token: int) -> None:
         """A row holds nothing but a token."""
-        self._state = programs.begin(*self._models, self._state, self._setup, _put([row, token]))
+        self._run(self._begin, _put([row, token]))
 
     def copy(self, source: int, row: int, length: int, last: int) -> None:
         """A row holds the first `length` tokens of another, the last of which is `last`."""
-        at = _put([source, row, length, last])
-        self._state = programs.copy(*self._models, self._state, self._setup, at)
+        self._run(self._copy, _put([source, row, length, last]))
 
     def extend(
         self, row: int, tokens: Sequence[int], size: int, scored: bool = False
@@ -75,11 +103,7 @@ class Device:
         """A row holds `tokens` too; with `scored`, their log probabilities for `scores`."""
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
-        at = _put([row, len(tokens)])
-        self._state, found = programs.extend(
-            *self._models, self._state, self._setup, at, _put(padded), scored=scored
-        )
-        return found
+        return self._run(self._extend[scored], _put([row, len(tokens)]), _put(padded))
 
     def assign(self, row: int, request: Request, asked: Parameters) -> None:
         """A row decodes from here on as a request asks for."""
@@ -88,18 +112,27 @@ class Device:
             vocabulary = self._config.vocab_size
             bias = _put(checks.bias_of(request, vocabulary))
             prompt = _put(checks.tokens_of(request.prompt, vocabulary))
-        given = _put(np.int32(row)), jax.device_put(asked), bias, prompt
-        self._state = programs.assign(*self._models, self._state, self._setup, *given)
+        self._run(self._assign, _put(np.int32(row)), jax.device_put(asked), bias, prompt)
 
     def advance(
         self, rows: Sequence[int], filling: Sequence[int], width: int, scored: bool
     ) -> Pending:
         """A step of `rows`; those that fill it up end, if they have not."""
-        control = [(row, 0) for row in rows] + [(row, 1) for row in filling]
-        self._state, given = programs.advance(
-            *self._models, self._state, self._setup, width, _put(control), self._wanted[scored]
-        )
+        if width not in self._advance:
+            self._advance[width] = self._program(programs.advance, width)
+        control = self._control_of(tuple(rows), tuple(filling))
+        given = self._run(self._advance[width], control, self._wanted[scored])
         return Pending(given, scored)
+
+    def _control_of(self, rows: tuple[int, ...], filling: tuple[int, ...]) -> jax.Array:
+        """Which rows a step runs and which of them end; kept, as they seldom change."""
+        found = self._control.get((rows, filling))
+        if found is None:
+            if len(self._control) >= _KEPT:
+                self._control.clear()
+            found = _put([(row, 0) for row in rows] + [(row, 1) for row in filling])
+            self._control[rows, filling] = found
+        return found
 
     def results(self, pending: Pending, rows: int) -> list[RowResult]:
         """What a step gave its first `rows` rows; waits for it."""
@@ -179,8 +212,7 @@ class Device:
         return float(np.median(found))
 
     def _wait(self) -> None:
-        jax.block_until_ready(self._state.naive)
-        jax.block_until_ready(self._state.decode.last)
+        jax.block_until_ready(self._state)
 
 
 def _put(values: object) -> jax.Array:

@@ -1,6 +1,5 @@
-"""The compiled programs of an engine: what each does to the state of the rows. No policy here."""
+"""What each program of an engine does to the state of its rows. No policy here."""
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -69,7 +68,6 @@ class Given(NamedTuple):
     top_tokens: Int32[Array, "n W k"]
 
 
-@partial(jax.jit, static_argnames=("setup", "rows"))
 def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineState:
     """A state of `rows` rows that hold a token each and are done."""
 
@@ -79,7 +77,6 @@ def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineSta
     return _spread(setup, whole, target, drafter)(target, drafter)
 
 
-@partial(jax.jit, static_argnames="setup", donate_argnames="state")
 def begin(
     target: Model, drafter: Drafter, state: EngineState, setup: Setup, at: Int32[Array, "2"]
 ) -> EngineState:
@@ -92,7 +89,6 @@ def begin(
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 
 
-@partial(jax.jit, static_argnames="setup", donate_argnames="state")
 def copy(
     target: Model, drafter: Drafter, state: EngineState, setup: Setup, at: Int32[Array, "4"]
 ) -> EngineState:
@@ -116,7 +112,6 @@ def copy(
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 
 
-@partial(jax.jit, static_argnames=("setup", "scored"), donate_argnames="state")
 def extend(
     target: Model,
     drafter: Drafter,
@@ -142,7 +137,6 @@ def extend(
     return run(target, drafter, state, at, tokens)
 
 
-@partial(jax.jit, static_argnames="setup", donate_argnames="state")
 def assign(
     target: Model,
     drafter: Drafter,
@@ -167,7 +161,6 @@ def assign(
     return run(target, drafter, state, row, asked, bias, prompt)
 
 
-@partial(jax.jit, static_argnames=("setup", "width"), donate_argnames="state")
 def advance(
     target: Model,
     drafter: Drafter,

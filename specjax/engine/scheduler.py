@@ -8,7 +8,29 @@ from typing import Any, NamedTuple
 from specjax.engine.request import QueueFullError, Request
 
 WIDTHS = (
-    *(8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144),
+    *(
+        1,
+        2,
+        4,
+        8,
+        16,
+        32,
+        48,
+        64,
+        96,
+        128,
+        192,
+        256,
+        384,
+        512,
+        768,
+        1024,
+        1536,
+        2048,
+        3072,
+        4096,
+        6144,
+    ),
     *(8192, 12288, 16384, 24576, 32768),
 )
 """Columns that a step's pass of the target may have."""
