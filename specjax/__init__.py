@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from specjax.checkpoints.pair import Pair, load_pair
     from specjax.decoding.generate import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
+    from specjax.engine.engine import Engine
+    from specjax.engine.request import Request
     from specjax.methods.method import Method, Setting, register_method
     from specjax.methods.registry import build, load_drafter, setting_of
     from specjax.models.config import ModelConfig
@@ -28,6 +30,8 @@ _HOMES = {
     "models.config": ("ModelConfig",),
     "decoding.generate": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
+    "engine.engine": ("Engine",),
+    "engine.request": ("Request",),
     "methods.registry": ("build", "load_drafter", "setting_of"),
     "models.transformer": ("Model",),
     "checkpoints.pair": ("Pair", "load_pair"),
@@ -41,12 +45,14 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Drafter",
+    "Engine",
     "ExpansionDrafter",
     "Generation",
     "Method",
     "Model",
     "ModelConfig",
     "Pair",
+    "Request",
     "Rule",
     "Sampling",
     "Setting",

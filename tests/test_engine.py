@@ -51,7 +51,6 @@ def recycled(target):
 
 DRAFTERS = {
     "none": lambda target: None,
-    "chain": chain,
     "tree": lambda target: alone(near(target, 1), (2, 2, 1), children=DISTINCT),
     "pool": lambda target: ExpansionDrafter.of(
         [near(target, 1), near(target, 2)], ((1, 1, 1), (2, 1)), stack=False
@@ -77,21 +76,27 @@ def engine(target):
         yield found
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_texts_are_those_of_plain_decoding_alone(name, target, monkeypatch):
+def check_texts(target, engine, count, seed):
     """Requests that ask for anything, more of them than rows, all at once."""
-    drafter, drawn = DRAFTERS[name](target), np.random.default_rng(1)
-    requests = [random_request(drawn, VOCABULARY) for _ in range(24)]
+    drawn = np.random.default_rng(seed)
+    requests = [random_request(drawn, VOCABULARY) for _ in range(count)]
+    texts = plain_texts(target, requests)
+    for request, expected, events in zip(requests, texts, served(engine, requests), strict=True):
+        assert ids_of(events) == expected
+        ended = not request.ignore_eos and expected[-1] == END
+        assert events[-1].finish_reason == ("stop" if ended else "length")
+        assert all(event.finish_reason is None for event in events[:-1])
+
+
+def test_texts_are_those_of_plain_decoding(engine, target):
+    check_texts(target, engine, 40, 1)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_method_gives_the_texts_of_plain_decoding(name, target, monkeypatch):
     monkeypatch.setattr(engines, "CHUNKS", (16,))
-    with running(target, drafter, rows=2) as engine:
-        texts = plain_texts(target, requests)
-        for request, expected, events in zip(
-            requests, texts, served(engine, requests), strict=True
-        ):
-            assert ids_of(events) == expected
-            ended = not request.ignore_eos and expected[-1] == END
-            assert events[-1].finish_reason == ("stop" if ended else "length")
-            assert all(event.finish_reason is None for event in events[:-1])
+    with running(target, DRAFTERS[name](target), rows=2) as engine:
+        check_texts(target, engine, 24, 2)
 
 
 def test_what_another_row_holds_is_taken_over(engine, target):
@@ -299,7 +304,7 @@ def test_a_failure_ends_every_request_and_is_said(target, monkeypatch):
     ],
 )
 def test_what_an_engine_cannot_be_is_refused(options, sentence, target):
-    drafter = DRAFTERS[options.pop("drafter", "chain")](target)
+    drafter = DRAFTERS[options.pop("drafter", "tree")](target)
     with pytest.raises(ValueError, match=sentence):
         Engine(target, drafter, **options)
 
@@ -339,4 +344,4 @@ def test_threads_may_submit_side_by_side(engine):
 
 
 def test_can_truncate_is_what_drafters_say(target):
-    assert all(engines.can_truncate(DRAFTERS[name](target)) for name in ("chain", "hybrid"))
+    assert all(engines.can_truncate(DRAFTERS[name](target)) for name in ("tree", "hybrid"))

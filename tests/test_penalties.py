@@ -173,7 +173,7 @@ def drawn(name, batches=4):
 
 @pytest.mark.long_running
 @pytest.mark.parametrize("name", TREES)
-def test_the_distribution_under_penalties_is_exact_inside_trees(name):
+def test_the_distribution_under_penalties_is_that_of_plain_decoding(name):
     found, per_step = drawn(name)
     assert found.min() >= 0, "a text that p does not allow"
     p = np.array(list(expected().values()))

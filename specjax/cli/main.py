@@ -17,6 +17,7 @@ from specjax.cli.options import (
     Info,
     Options,
     Roofline,
+    Serve,
     Shard,
     Tune,
     Verify,
@@ -25,6 +26,7 @@ from specjax.cli.options import (
 
 _COMMANDS: dict[type, tuple[str, str]] = {
     Generate: ("generate", "generate"),
+    Serve: ("serve", "serve"),
     Bench: ("bench", "bench"),
     Tune: ("tune", "tune"),
     Verify: ("verify", "verify"),

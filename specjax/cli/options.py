@@ -363,9 +363,63 @@ class Roofline:
     """Write the measurements to this file, row by row."""
 
 
-Options: TypeAlias = Generate | Bench | Tune | Verify | Info | CheckPair | Shard | Roofline
+@dataclasses.dataclass(frozen=True)
+class Serve(Context, Devices):
+    """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
+
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: Annotated[
+        str | None,
+        _help(
+            "Draft model folders, separated by commas. By default the bundled ones, for the "
+            "bundled model.",
+        ),
+    ] = None
+    stage: _Stage = None
+    host: str = "127.0.0.1"
+    """The address to listen at."""
+    port: int = 8000
+    """Its port; 0 takes a free one."""
+    rows: int = 8
+    """Requests that run at a time."""
+    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
+    """What drafts; auto takes what bench measured as fastest here."""
+    tree: Annotated[
+        str | None,
+        _help("Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0."),
+    ] = None
+    budget: int | None = None
+    """Most nodes of a tree below its root; the drafts of a pool share them."""
+    config: str | None = None
+    """A file that tune wrote; it names the method."""
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
+    """The verification rule; requests with a seed are decided by the naive one."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its continuation together; by default the model's context."""
+    served_model_name: str | None = None
+    """What requests call the model; by default what --model is."""
+    api_key: Annotated[
+        str | None,
+        _help(
+            "Keys of which a request must bear one, separated by commas; by default those of the "
+            "environment's SPECJAX_API_KEY, if any."
+        ),
+    ] = None
+    max_waiting: int = 1024
+    """Requests that may wait for a row; more are refused with 429."""
+    max_waiting_tokens: int = 1 << 20
+    """Tokens of their prompts."""
+    drain_seconds: float = 30.0
+    """How long running requests may go on after SIGTERM."""
+
+
+Options: TypeAlias = Generate | Serve | Bench | Tune | Verify | Info | CheckPair | Shard | Roofline
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
@@ -379,6 +433,7 @@ VERBS = (
 ABOUT = """Lossless speculative decoding with token trees: a model's own text, faster.
 
   specjax generate "def fibonacci(n):"    a small code model and its drafts are bundled
+  specjax serve                           the same over HTTP, as OpenAI's API
   specjax bench                           what is fastest on this machine
   specjax verify                          that nothing but the speed changes
 """

@@ -196,7 +196,7 @@ def prepare(
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
-    _check_memory(target, drafter, rule, len(prompts), width, slots)
+    check_memory(target, drafter, rule, len(prompts), width, slots)
     rows = Rows(
         prompt=jnp.asarray(padded),
         length=jnp.asarray(lengths, jnp.int32),
@@ -259,9 +259,14 @@ def check_drafter(target: Model, drafter: Drafter) -> None:
         raise ValueError("a draft is split over the mesh; load_drafts gives drafts that are whole.")
 
 
-def _check_memory(
+def check_memory(
     target: Model, drafter: Drafter, rule: Rule, rows: int, width: int, slots: int
 ) -> None:
+    """Checks that there is memory for so many rows of `slots`, of prompts read `width` at a time.
+
+    Raises:
+      ValueError: there is not.
+    """
     nodes = drafter.num_slots
     held, drafts = memory.load_of(target), memory.loads_in(drafter)
     needed = memory.plan(held, drafts, rows, width, slots, nodes, rule.live_distributions)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
-from specjax.decoding.request import check_drafter, rule_of
+from specjax.decoding.request import check_drafter, check_memory, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
 from specjax.engine.checks import check_request, key_of, num_end_ids
@@ -112,6 +112,7 @@ class Engine:
         room = self.max_model_len + max(*CHUNKS, drafter.window)
         slots = -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
         rule = rule_of(verify, drafter)
+        check_memory(target, drafter, rule, rows, max(CHUNKS), slots)
         setup = Setup(rule, slots, num_end_ids(config), MAX_LOGPROBS, layout)
         self.rule = rule
         self._config, self._rows = config, rows

@@ -1,0 +1,74 @@
+"""`specjax serve`: a model over HTTP, as OpenAI's API."""
+
+import math
+import os
+
+from specjax.checkpoints.pair import load_pair
+from specjax.cli.generate import say
+from specjax.cli.options import Serve
+from specjax.cli.values import at_least, dtype_of, widths_of
+from specjax.engine.engine import Engine
+from specjax.methods import registry
+from specjax.methods.choice import Asked, choose
+from specjax.methods.method import check_method
+from specjax.parallel.processes import devices_for
+from specjax.verify.rules import AUTO, check_rule
+
+_TEMPERATURE = 0.8
+"""For which `auto` takes a method: requests sample unless they ask for something else."""
+
+_KEY = "SPECJAX_API_KEY"
+
+
+def serve(options: Serve) -> int:
+    """Runs `specjax serve` until SIGTERM or SIGINT; gives the exit code.
+
+    Raises:
+      ValueError: an option is wrong, the pair does not fit, or a package is missing.
+    """
+    _check(options)
+    try:
+        from specjax.server.app import run
+        from specjax.server.options import ServerOptions
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"serve needs {error.name}, which is not installed: pip install 'specjax[serve]'."
+        ) from error
+    pair = load_pair(
+        options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
+        mesh=devices_for(options.mesh), positions=options.positions,
+    )  # fmt: skip
+    asked = Asked(
+        options.method, widths_of(options.tree), options.budget, options.config, options.verify
+    )
+    choice = choose(asked, pair, _TEMPERATURE, options.rows)
+    say(f"method {choice.setting.label}: {choice.reason}.")
+    engine = Engine(
+        pair.target,
+        registry.build(choice.setting, pair, verify=options.verify),
+        rows=options.rows,
+        max_model_len=options.max_model_len,
+        verify=options.verify,
+        max_waiting=options.max_waiting,
+        max_waiting_tokens=options.max_waiting_tokens,
+    )
+    keys = os.environ.get(_KEY) if options.api_key is None else options.api_key
+    server = ServerOptions(
+        served_model_name=options.served_model_name or options.model,
+        host=options.host,
+        port=options.port,
+        api_keys=tuple(key.strip() for key in (keys or "").split(",") if key.strip()),
+        drain_seconds=options.drain_seconds,
+    )
+    return run(engine, pair.tokenizer, server)
+
+
+def _check(options: Serve) -> None:
+    check_method(options.method, AUTO)
+    check_rule(options.verify)
+    for name in ("rows", "max_waiting", "max_waiting_tokens"):
+        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+    if not 0 <= options.port < 2**16:
+        raise ValueError(f"--port is {options.port}; it must lie in [0, {2**16 - 1}].")
+    if not (options.drain_seconds >= 0 and math.isfinite(options.drain_seconds)):
+        raise ValueError(f"--drain-seconds is {options.drain_seconds}; it must be at least 0.")

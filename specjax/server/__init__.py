@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP: requests become an engine's, its tokens become text."""

@@ -1,0 +1,195 @@
+"""The application: its routes, who may use them, and what they answer."""
+
+import time
+from collections.abc import Callable, Coroutine
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute, APIRouter
+from fastapi.security import HTTPBearer
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from specjax.server.body import BoundedRequest
+from specjax.server.chat import create_chat_completion
+from specjax.server.completions import create_completion
+from specjax.server.connection import CLIENT_CLOSED_REQUEST, ClientGoneError
+from specjax.server.errors import (
+    RETRY_SECONDS,
+    respond_to_api_error,
+    respond_to_failure,
+    respond_to_invalid_body,
+)
+from specjax.server.log import RequestLog
+from specjax.server.metrics import CONTENT_TYPE
+from specjax.server.openapi import Documented, answer, errors, streamed
+from specjax.server.options import ServerOptions
+from specjax.server.process import listen, serve
+from specjax.server.responses import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    Status,
+    TokenizeResponse,
+    Version,
+)
+from specjax.server.service import Service, service_of
+from specjax.server.tokens import detokenize, tokenize
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from specjax.engine.engine import Engine
+
+_STARTED = int(time.time())
+
+
+class GuardedRoute(APIRoute):
+    """A route that asks for a key, then reads the body within limits, before it answers."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The route's handler behind the checks."""
+        answer = super().get_route_handler()
+        needs_engine = self.path.startswith("/v1/")
+
+        async def checked(request: Request) -> Response:
+            service = service_of(request)
+            service.check_key(request)
+            if needs_engine:
+                service.check_ready()
+            return await answer(BoundedRequest(request, service.options))
+
+        return checked
+
+
+def run(engine: "Engine", tokenizer: "PreTrainedTokenizerFast", options: ServerOptions) -> int:
+    """Serves an engine until SIGTERM or SIGINT; gives the exit code.
+
+    It listens at once and starts the engine meanwhile. A signal makes `/ready` fail and lets
+    running requests finish within `drain_seconds`; a second one ends the process at once.
+
+    Args:
+      engine: not started.
+      tokenizer: the model's.
+      options: where to listen, names, keys and limits.
+
+    Raises:
+      ValueError: nothing can listen at that address.
+    """
+    with listen(options.host, options.port) as listener:
+        return serve(create_app(engine, tokenizer, options), listener)
+
+
+def create_app(
+    engine: "Engine", tokenizer: "PreTrainedTokenizerFast", options: ServerOptions
+) -> FastAPI:
+    """The application that answers for an engine.
+
+    Args:
+      engine: started, or starting in another thread: until it is ready `/ready` and `/v1` say 503.
+      tokenizer: the model's.
+      options: names, keys and limits.
+    """
+    app = Documented(
+        title="specjax", version=version("specjax"), docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    app.state.service = Service(engine, tokenizer, options)
+    app.add_middleware(RequestLog)
+    app.add_exception_handler(HTTPException, respond_to_api_error)
+    app.add_exception_handler(RequestValidationError, respond_to_invalid_body)
+    app.add_exception_handler(ClientGoneError, _respond_to_nobody)
+    app.add_exception_handler(Exception, respond_to_failure)
+    app.include_router(_guarded(bool(options.api_keys)))
+    app.include_router(_open())
+    return app
+
+
+def _respond_to_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+def _guarded(keys: bool) -> APIRouter:
+    """The routes that need a key, if there are keys."""
+    bearer = [Depends(HTTPBearer(auto_error=False))] if keys else []
+    common = errors(401) if keys else {}
+    router = APIRouter(route_class=GuardedRoute, dependencies=bearer, responses=common)
+    body = errors(400, 404, 408, 413, 415)
+    engine = body | errors(429, 500, 503)
+    for path, respond, model, responses in (
+        ("/v1/completions", create_completion, streamed(CompletionResponse), engine),
+        ("/v1/chat/completions", create_chat_completion, streamed(ChatCompletionResponse), engine),
+        ("/tokenize", tokenize, answer(TokenizeResponse), body),
+        ("/detokenize", detokenize, answer(DetokenizeResponse), body),
+    ):
+        router.add_api_route(path, respond, methods=["POST"], responses=model | responses)
+    router.add_api_route("/v1/models", list_models, responses=answer(ModelList) | errors(503))
+    router.add_api_route(
+        "/v1/models/{model:path}", show_model, responses=answer(ModelCard) | errors(404, 503)
+    )
+    return router
+
+
+def _open() -> APIRouter:
+    """The routes for those who watch the server; they need no key."""
+    router = APIRouter()
+    not_so = {503: {"model": Status, "description": "It is not."}}
+    router.add_api_route("/health", health, responses=answer(Status) | not_so)
+    router.add_api_route("/ready", ready, responses=answer(Status) | not_so)
+    router.add_api_route("/version", show_version, responses=answer(Version))
+    router.add_api_route("/metrics", metrics, response_class=PlainTextResponse)
+    return router
+
+
+def _card(service: Service) -> ModelCard:
+    return {
+        "id": service.options.served_model_name,
+        "object": "model",
+        "created": _STARTED,
+        "owned_by": "specjax",
+        "max_model_len": service.engine.max_model_len,
+    }
+
+
+async def list_models(request: Request) -> Response:
+    """The model that is served."""
+    models: ModelList = {"object": "list", "data": [_card(service_of(request))]}
+    return JSONResponse(models)
+
+
+async def show_model(model: str, request: Request) -> Response:
+    """The model of a name.
+
+    Raises:
+      ApiError: it is not served (404).
+    """
+    service = service_of(request)
+    service.check_model(model)
+    return JSONResponse(_card(service))
+
+
+async def health(request: Request) -> Response:
+    """Whether the server lives: 200 unless its engine has failed."""
+    state = service_of(request).state()
+    return JSONResponse({"status": state}, 503 if state == "failed" else 200)
+
+
+async def ready(request: Request) -> Response:
+    """Whether the server takes requests."""
+    state = service_of(request).state()
+    headers = None if state == "ready" else {"Retry-After": str(RETRY_SECONDS)}
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503, headers)
+
+
+async def show_version() -> Response:
+    """The version of specjax."""
+    return JSONResponse({"version": version("specjax")})
+
+
+async def metrics(request: Request) -> Response:
+    """Metrics for Prometheus."""
+    return Response(service_of(request).metrics.exposition(), media_type=CONTENT_TYPE)

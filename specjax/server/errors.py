@@ -1,0 +1,188 @@
+"""Errors in OpenAI's shape, and the sentences for bodies that fit no request."""
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from specjax.server.protocol import REQUESTS, UNSUPPORTED
+
+RETRY_SECONDS = 5
+"""What clients of a server that is not ready, or no longer, are told to wait."""
+
+_KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_SHOWN = 80
+
+
+class Error(TypedDict):
+    """What is wrong, the field that it is about, and a name for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    """The body of every response that is an error."""
+
+    error: Error
+
+
+class ApiError(HTTPException):
+    """An answer other than the one that was asked for.
+
+    Args:
+      status: of HTTP.
+      message: a sentence.
+      param: the field that it is about.
+      code: OpenAI's name for it, if it has one.
+      headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param = param
+        self.code = code
+
+    def content(self) -> ErrorResponse:
+        """The response's body."""
+        kind = _KINDS.get(self.status_code, "invalid_request_error")
+        return {
+            "error": {
+                "message": self.detail,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """A 503 that says when to try again."""
+    return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
+
+
+def respond_to_api_error(_: Request, error: Exception) -> Response:
+    """The response to an `ApiError`, or to what the router raises (404, 405)."""
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):
+        error = ApiError(error.status_code, f"{error.detail}.", headers=error.headers)
+    return JSONResponse(error.content(), error.status_code, error.headers)
+
+
+def respond_to_failure(_: Request, error: Exception) -> Response:
+    """The response to an error of the server itself; the log has its traceback.
+
+    uvicorn closes the connection behind it, which the client must know.
+    """
+    failure = ApiError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
+    return JSONResponse(failure.content(), 500, {"Connection": "close"})
+
+
+def respond_to_invalid_body(request: Request, error: Exception) -> Response:
+    """The 400 to a body that is no request of this route: one sentence about one field."""
+    assert isinstance(error, RequestValidationError)
+    message, param = sentence(error.errors(), error.body, fields_of(request.url.path))
+    return respond_to_api_error(request, ApiError(400, message, param=param))
+
+
+def fields_of(path: str) -> Sequence[str]:
+    """The fields of the requests that a route takes."""
+    model = REQUESTS.get(path)
+    return [] if model is None else list(model.model_fields)
+
+
+def sentence(
+    errors: Sequence[Mapping[str, Any]], body: Any, known: Sequence[str]
+) -> tuple[str, str | None]:
+    """One sentence about what is wrong in a body, and the field that it names.
+
+    Where a field may have several types, the errors are those of each; the ones that got furthest
+    into the value are about the type that was meant.
+
+    Args:
+      errors: pydantic's, at least one.
+      body: what was validated.
+      known: names of fields, of which the nearest is named for one that is unknown.
+    """
+    field = errors[0]["loc"][1:2]
+    located = [(*_located(each, body), each) for each in errors if each["loc"][1:2] == field]
+    path, value, error = max(located, key=lambda each: _depth(each[0]))
+    wrong = [_requirement(each) for there, _, each in located if there == path]
+    name = _dotted(path)
+    if not path:
+        return f"The body must be a JSON object; it is {_shown(value)}.", None
+    if error["type"] == "missing":
+        return f"{name} is missing.", name
+    if error["type"] == "extra_forbidden":
+        return _unknown(name, known if len(path) == 1 else ()), name
+    unsupported = " is not supported here" if path[0] in UNSUPPORTED else ""
+    return f"{name}{unsupported}: {_any_of(wrong)}; it is {_shown(value)}.", name
+
+
+def _located(error: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
+    """The path of names and places to a wrong value, without pydantic's names of types."""
+    path: list[str | int] = []
+    steps = error["loc"][1:]
+    for place, step in enumerate(steps):
+        if isinstance(body, dict) and place + 1 == len(steps) and error["type"] == "missing":
+            return [*path, step], None
+        if step == "[key]":
+            return path, path[-1]
+        inside = isinstance(body, dict) and step in body
+        if inside or (isinstance(body, list) and isinstance(step, int) and step < len(body)):
+            path.append(step)
+            body = body[step]
+    return path, body
+
+
+def _depth(path: Sequence[str | int]) -> tuple[int, int]:
+    """How far into a value an error is: levels, then places of a list."""
+    last = path[-1] if path else 0
+    return len(path), last if isinstance(last, int) else 0
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")
+
+
+def _unknown(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, 1)
+    return f"{name} is no field of this request" + (f"; there is {near[0]}." if near else ".")
+
+
+def _requirement(error: Mapping[str, Any]) -> str:
+    """What pydantic asks of a value, as the end of a sentence."""
+    message = error["msg"].removeprefix("Input ").split(" after validation")[0]
+    return message[:1].lower() + message[1:]
+
+
+def _any_of(wrong: Sequence[str]) -> str:
+    first, *others = dict.fromkeys(wrong)
+    return " or ".join([first, *(each.removeprefix("should be ") for each in others)])
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict | list):
+        kind = "an object" if isinstance(value, dict) else "a list"
+        return f"{kind} of {len(value)}"
+    if isinstance(value, bytes):
+        return "no JSON"
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

@@ -1,0 +1,228 @@
+"""The choices of a request, from their submission to the engine to their last token."""
+
+import asyncio
+import dataclasses
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from specjax.engine.request import EngineClosedError, QueueFullError, Request, Statistics
+from specjax.server.choices import Choice, Delta, Echo
+from specjax.server.errors import ApiError, unavailable
+from specjax.server.metrics import Metrics
+from specjax.server.responses import ResponseMetrics, Usage
+from specjax.server.service import Service
+from specjax.server.text import StopStrings
+
+if TYPE_CHECKING:
+    from specjax.engine.streams import TokenStream
+
+_NAMES = {"max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs", "prompt": "prompt"}
+"""Fields that the engine calls by other names."""
+
+
+class Prompt(NamedTuple):
+    """A prompt's tokens, what repeats it in the response, and a request for each choice."""
+
+    ids: Sequence[int]
+    echo: Echo | None
+    requests: Sequence[Request]
+
+
+@dataclasses.dataclass
+class _Times:
+    """When a choice had its first tokens and its last, by `time.monotonic()`; 0 before."""
+
+    first: float = 0.0
+    last: float = 0.0
+
+
+class Generation:
+    """Choices that the engine makes, those of one prompt after those of another.
+
+    `abort` must be called in the end, whatever happened; it may be called at any time.
+
+    Args:
+      choices: in the order of their indices.
+      per_prompt: how many of them continue the same prompt.
+      metrics: where they are counted.
+      started: when the request came, by `time.monotonic()`.
+    """
+
+    def __init__(
+        self, choices: Sequence[Choice], per_prompt: int, metrics: Metrics, started: float
+    ) -> None:
+        self.choices = choices
+        self.first_token_seconds: float | None = None
+        self._of_prompts = choices[::per_prompt]
+        self._metrics = metrics
+        self._started = started
+        self._changed: dict[int, Choice] = {}
+        self._wake = asyncio.Event()
+
+    async def run(self) -> None:
+        """Takes all tokens of all choices.
+
+        Raises:
+          ApiError: the engine did not finish one of them.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in self.choices:
+                    group.create_task(self._take(choice))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
+        finally:
+            self.abort()
+            self._wake.set()
+        self._check()
+
+    async def stream(self, write: Callable[[Sequence[Delta]], Awaitable[None]]) -> None:
+        """Calls `write` with what choices have to give; what comes meanwhile waits, merged.
+
+        Raises:
+          ApiError: the engine did not finish one of them; what it gave has been written.
+        """
+        running = asyncio.create_task(self.run())
+        try:
+            while not running.done() or self._changed:
+                await self._wake.wait()
+                self._wake.clear()
+                changed, self._changed = self._changed, {}
+                deltas = [delta for each in changed.values() if (delta := each.delta())]
+                if deltas:
+                    await write(deltas)
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _take(self, choice: Choice) -> None:
+        """Takes the tokens of a choice until it ends."""
+        times = _Times()
+        try:
+            async for tokens in choice.stream:
+                if tokens.ids:
+                    self._time(times)
+                choice.take(tokens)
+                self._changed[choice.index] = choice
+                self._wake.set()
+                if choice.finish_reason is not None:
+                    break
+        finally:
+            choice.stream.abort()
+            self._count(choice, times.last - times.first)
+
+    def _time(self, times: "_Times") -> None:
+        now = time.monotonic()
+        if times.first:
+            self._metrics.between_events(now - times.last)
+        else:
+            self._metrics.first_token.observe(now - self._started)
+            self.first_token_seconds = self.first_token_seconds or now - self._started
+        times.first, times.last = times.first or now, now
+
+    def _count(self, choice: Choice, decoding: float) -> None:
+        self._metrics.finished(
+            choice.finish_reason or "abort", choice.prompt_tokens, choice.completion_tokens,
+            time.monotonic() - self._started, decoding,
+        )  # fmt: skip
+
+    def _check(self) -> None:
+        reasons = {choice.finish_reason or "abort" for choice in self.choices}
+        if "error" in reasons:
+            raise ApiError(500, "The engine failed at this request.", code="engine_failed")
+        if "abort" in reasons:
+            message = "The server shut down before the response was complete."
+            raise unavailable(message, "server_shutting_down")
+
+    def abort(self) -> None:
+        """Frees the rows of the choices that still run."""
+        for choice in self.choices:
+            choice.stream.abort()
+
+    def deltas(self) -> list[Delta]:
+        """All that the choices have to give, in their order."""
+        return [delta for choice in self.choices if (delta := choice.delta())]
+
+    def usage(self) -> Usage:
+        """Counts of tokens so far."""
+        prompt = sum(choice.prompt_tokens for choice in self._of_prompts)
+        made = sum(choice.completion_tokens for choice in self.choices)
+        cached = sum(choice.stream.statistics.cached_tokens for choice in self._of_prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def speculation(self) -> ResponseMetrics:
+        """What speculation gave all choices together."""
+        return speculation([choice.stream.statistics for choice in self.choices])
+
+
+def speculation(each: Sequence[Statistics]) -> ResponseMetrics:
+    """The metrics of statistics taken together; `accepted_at[i]` counts depth i + 1 and deeper."""
+    steps = sum(one.steps for one in each)
+    if not steps:
+        return {"speculative_decoding": None}
+    drafted = sum(one.draft_tokens for one in each)
+    accepted = sum(one.accepted_tokens for one in each)
+    depth = max(len(one.accepted_at) for one in each)
+    reached = [steps, *(sum(_at(one.accepted_at, i) for one in each) for i in range(depth)), 0]
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + accepted / steps,
+            "draft_acceptance_rate": accepted / drafted if drafted else None,
+            "acceptance_histogram": [here - deeper for here, deeper in itertools.pairwise(reached)],
+            "num_spec_steps": steps,
+            "num_draft_tokens": drafted,
+            "num_accepted_draft_tokens": accepted,
+        }
+    }
+
+
+def _at(counts: Sequence[int], place: int) -> int:
+    return counts[place] if place < len(counts) else 0
+
+
+def submit(
+    service: Service, prompts: Sequence[Prompt], stops: Sequence[str], started: float
+) -> Generation:
+    """Hands all choices of all prompts to the engine, or none.
+
+    Raises:
+      ApiError: the engine refuses a value (400), is full (429) or takes nothing more (503).
+    """
+    choices: list[Choice] = []
+    search = StopStrings(stops) if stops else None
+    try:
+        for prompt in prompts:
+            for request in prompt.requests:
+                stream = _submit_one(service, request)
+                choice = Choice(
+                    len(choices), stream, service.texts, prompt.ids,
+                    stops=search, logprobs=request.logprobs is not None, echo=prompt.echo,
+                )  # fmt: skip
+                choices.append(choice)
+    except BaseException:
+        for choice in choices:
+            choice.stream.abort()
+        raise
+    return Generation(choices, len(prompts[0].requests), service.metrics, started)
+
+
+def _submit_one(service: Service, request: Request) -> "TokenStream":
+    try:
+        return service.engine.submit(request)
+    except QueueFullError as error:
+        headers = {"Retry-After": str(error.retry_after)}
+        raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
+    except EngineClosedError as error:
+        raise unavailable(str(error), "server_shutting_down") from error
+    except ValueError as error:
+        named = [name for name in (*_NAMES, *Request.__dataclass_fields__) if name in str(error)]
+        param = _NAMES.get(named[0], named[0]) if named else None
+        raise ApiError(400, str(error), param=param) from error

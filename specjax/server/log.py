@@ -1,0 +1,120 @@
+"""One line of JSON for each request; never its text."""
+
+import dataclasses
+import json
+import logging
+import sys
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from specjax.server.generation import Generation
+
+LOGGER = logging.getLogger("specjax.server.requests")
+_QUIET = ("/health", "/ready", "/metrics")
+_KEY = "specjax.record"
+
+
+@dataclasses.dataclass
+class Record:
+    """What is known of a request; `id` is in its response too."""
+
+    route: str
+    id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    started: float = dataclasses.field(default_factory=time.monotonic)
+    status: int | None = None
+    complete: bool = False
+    client_aborted: bool = False
+    generation: "Generation | None" = None
+
+    def line(self) -> dict[str, Any]:
+        """The fields of its log line."""
+        known = {
+            "id": self.id,
+            "route": self.route,
+            "status": self.status,
+            "client_aborted": self.client_aborted,
+            "seconds": round(time.monotonic() - self.started, 6),
+        }
+        if self.generation is None:
+            return known
+        usage, metrics = self.generation.usage(), self.generation.speculation()
+        speculation = metrics["speculative_decoding"]
+        return known | {
+            "prompt_tokens": usage["prompt_tokens"],
+            "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "completion_tokens": usage["completion_tokens"],
+            "finish_reasons": [each.finish_reason or "abort" for each in self.generation.choices],
+            "ttft_s": self.generation.first_token_seconds,
+            "mean_acceptance_length": speculation and speculation["mean_acceptance_length"],
+        }
+
+
+def record_of(request: HTTPConnection) -> Record:
+    """The record of a request that came through `RequestLog`."""
+    return request.scope[_KEY]
+
+
+class RequestLog:
+    """Keeps a record of each request and logs it when its response has ended, or could not."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the application."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = scope[_KEY] = Record(scope["path"])
+
+        async def watched_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not record.complete:
+                record.client_aborted = True
+            return message
+
+        async def watched_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                identity = (b"x-request-id", record.id.encode())
+                message = {**message, "headers": [*message["headers"], identity]}
+            await send(message)
+            record.complete |= message["type"] == "http.response.body" and not message.get(
+                "more_body", False
+            )
+
+        try:
+            await self._app(scope, watched_receive, watched_send)
+        except Exception:
+            record.status = 500
+            raise
+        finally:
+            if record.route not in _QUIET:
+                LOGGER.info("request", extra={"fields": record.line()})
+
+
+class _Lines(logging.Formatter):
+    """A record as one line of JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line = {"time": record.created, "level": record.levelname, "message": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr() -> None:
+    """Sends the server's log, and what uvicorn warns of, to standard error as lines of JSON."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    for name, level in (("specjax.server", logging.INFO), ("uvicorn", logging.WARNING)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)

@@ -1,0 +1,157 @@
+"""Prometheus metrics under the names that dashboards for vLLM read, and some of our own."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from specjax.engine.request import Statistics
+
+if TYPE_CHECKING:
+    from specjax.engine.engine import Engine
+
+_FIRST_TOKEN = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)  # fmt: skip
+_BETWEEN = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)  # fmt: skip
+_REQUEST = (
+    *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
+    *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)  # fmt: skip
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """An engine's numbers and those of its requests, in a registry of their own.
+
+    A request here is one choice: what runs in one row.
+
+    Args:
+      engine: whose statistics are read whenever the metrics are.
+      model: the value of the label `model_name`.
+    """
+
+    def __init__(self, engine: "Engine", model: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model))
+
+        def histogram(name: str, text: str, buckets: Sequence[float | int]) -> Histogram:
+            made = Histogram(name, text, ["model_name"], registry=self._registry, buckets=buckets)
+            return made.labels(model)
+
+        self.first_token = histogram(
+            "vllm:time_to_first_token_seconds", "Seconds to the first token.", _FIRST_TOKEN
+        )
+        between = "Seconds between events of a request, each of a step's tokens."
+        self._between = [
+            histogram("vllm:inter_token_latency_seconds", between, _BETWEEN),
+            histogram("vllm:time_per_output_token_seconds", between, _BETWEEN),
+        ]
+        self._per_token = histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Seconds between a request's first token and its last, over their number but one.",
+            _BETWEEN,
+        )
+        self._seconds = histogram(
+            "vllm:e2e_request_latency_seconds", "Seconds of a request.", _REQUEST
+        )
+        self._prompt = histogram(
+            "vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS
+        )
+        self._generated = histogram(
+            "vllm:request_generation_tokens", "Tokens given to a request.", _TOKENS
+        )
+        self._finished = Counter(
+            "vllm:request_success",
+            "Requests that ended, by how.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._model = model
+
+    def between_events(self, seconds: float) -> None:
+        """Counts the time between two events of a request."""
+        for histogram in self._between:
+            histogram.observe(seconds)
+
+    def finished(
+        self, reason: str, prompt: int, generated: int, seconds: float, decoding: float
+    ) -> None:
+        """Counts a request that ended.
+
+        Args:
+          reason: why.
+          prompt: tokens of its prompt.
+          generated: tokens it was given.
+          seconds: since it came.
+          decoding: seconds between its first token and its last.
+        """
+        self._finished.labels(self._model, reason).inc()
+        self._seconds.observe(seconds)
+        self._prompt.observe(prompt)
+        self._generated.observe(generated)
+        if generated > 1:
+            self._per_token.observe(decoding / (generated - 1))
+
+    def exposition(self) -> bytes:
+        """All metrics as Prometheus reads them."""
+        return generate_latest(self._registry)
+
+
+_GAUGES: Sequence[tuple[str, str, Callable[["Engine"], float]]] = (
+    ("num_requests_running", "Requests that have a row.", lambda e: e.num_requests_running),
+    ("num_requests_waiting", "Requests that wait for one.", lambda e: e.num_requests_waiting),
+    ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all.", lambda e: e.kv_cache_usage),
+)
+_COUNTERS: Sequence[tuple[str, str, Callable[[Statistics], int]]] = (
+    ("prompt_tokens", "Tokens of prompts.", lambda s: s.prompt_tokens),
+    ("generation_tokens", "Tokens generated.", lambda s: s.generated_tokens),
+    ("prefix_cache_queries", "Tokens of prompts looked for.", lambda s: s.prompt_tokens),
+    ("prefix_cache_hits", "Tokens of prompts copied from a row.", lambda s: s.cached_tokens),
+    ("spec_decode_num_drafts", "Steps of rows.", lambda s: s.steps),
+    ("spec_decode_num_draft_tokens", "Drafted tokens.", lambda s: s.draft_tokens),
+    ("spec_decode_num_accepted_tokens", "Accepted ones.", lambda s: s.accepted_tokens),
+)
+_BY_POSITION = ("spec_decode_num_accepted_tokens_per_pos", "Accepted ones by depth, from 0.")
+
+
+class _EngineCollector(Collector):
+    """Reads the engine when Prometheus asks."""
+
+    def __init__(self, engine: "Engine", model: str) -> None:
+        self._engine = engine
+        self._model = model
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the engine may not have started when this is registered."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """The engine's gauges and counters, under vLLM's names and under ours."""
+        statistics = self._engine.statistics()
+        for prefix in ("vllm:", "specjax:"):
+            for name, text, read in _GAUGES:
+                gauge = GaugeMetricFamily(prefix + name, text, labels=["model_name"])
+                gauge.add_metric([self._model], read(self._engine))
+                yield gauge
+            for name, text, count in _COUNTERS:
+                counter = CounterMetricFamily(prefix + name, text, labels=["model_name"])
+                counter.add_metric([self._model], count(statistics))
+                yield counter
+            yield self._by_position(prefix, statistics.accepted_at)
+
+    def _by_position(self, prefix: str, accepted_at: Sequence[int]) -> Metric:
+        name, text = _BY_POSITION
+        counter = CounterMetricFamily(prefix + name, text, labels=["model_name", "position"])
+        for position, accepted in enumerate(list(accepted_at)):
+            counter.add_metric([self._model, str(position)], accepted)
+        return counter

@@ -1,0 +1,34 @@
+"""What a server is told: where it listens, who may ask, and the limits of a request."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of `run` and `create_app`.
+
+    Attributes:
+      served_model_name: what requests and `/v1/models` call the model.
+      host: the address to listen at.
+      port: its port; 0 takes a free one.
+      api_keys: keys of which a request must bear one; none asks for none.
+      drain_seconds: how long running requests may go on after SIGTERM.
+      max_body_bytes: of a request's body.
+      body_seconds: how long a client may take to send it.
+      max_choices: the largest `n`.
+      max_prompts: the longest list of prompts.
+      max_stops: the longest list of stop strings.
+      max_stop_length: characters of a stop string.
+    """
+
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    drain_seconds: float = 30.0
+    max_body_bytes: int = 4 << 20
+    body_seconds: float = 60.0
+    max_choices: int = 16
+    max_prompts: int = 64
+    max_stops: int = 16
+    max_stop_length: int = 256

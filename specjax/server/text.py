@@ -1,0 +1,267 @@
+"""Text of tokens as they come: incremental detokenization, and stop strings found across tokens."""
+
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer writes for bytes that are no character, or not yet one."""
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_KEPT = 8
+"""Tokens that a shortened window starts with. An incomplete character is at most three bytes, so
+three tokens would do."""
+_LONGEST_WINDOW = 32
+_LONGEST_UNSETTLED = 128
+"""Tokens of a window in which stops are looked for before its run of byte tokens has ended."""
+
+
+class TokenTexts:
+    """What a tokenizer's tokens are as text and as bytes; one serves every request."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
+        self._tokenizer = tokenizer
+        special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+        vocabulary = tokenizer.get_vocab()
+        self._names = {number: name for name, number in vocabulary.items()}
+        self.visible = frozenset(self._names) - special
+        """Tokens that are part of a text; special ones and unknown ones are not."""
+        self.byte_tokens = frozenset(
+            number for name, number in vocabulary.items() if _BYTE_TOKEN.fullmatch(name)
+        )
+        """Tokens such as `<0x0A>`, of which runs are decoded together."""
+        self._anchor = [next((n for n, name in self._names.items() if name in ("a", "▁a")), 0)]
+        self._anchor_length = len(self.decode(self._anchor, special=True))
+        self._known: dict[int, tuple[str, bytes]] = {}
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """The text of `tokens`, with the special ones among them if asked for."""
+        text = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+        )
+        return text if isinstance(text, str) else "".join(text)
+
+    def names_of(self, tokens: Sequence[int]) -> list[str]:
+        """What the vocabulary calls tokens."""
+        return [self._names.get(token, "") for token in tokens]
+
+    def text_of(self, token: int) -> str:
+        r"""A token by itself, as log probabilities show it: `bytes:\xe2\x82` if it is no text."""
+        return self._of(token)[0]
+
+    def bytes_of(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        return self._of(token)[1]
+
+    def _of(self, token: int) -> tuple[str, bytes]:
+        if token not in self._known:
+            self._known[token] = self._find(token)
+        return self._known[token]
+
+    def _find(self, token: int) -> tuple[str, bytes]:
+        """Decoded behind another token: the first of a text may lose its leading space."""
+        text = self.decode([*self._anchor, token], special=True)[self._anchor_length :]
+        if INCOMPLETE not in text:
+            return text, text.encode()
+        own = _bytes_of_name(self._names.get(token, ""))
+        if own is None:
+            return text, text.encode()
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in own), own
+
+
+def _bytes_of_name(name: str) -> bytes | None:
+    """The bytes of a token named by byte fallback or in the byte-level alphabet of GPT-2."""
+    if _BYTE_TOKEN.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    try:
+        return bytes(_ALPHABET[letter] for letter in name)
+    except KeyError:
+        return None
+
+
+def _alphabet() -> dict[str, int]:
+    """GPT-2's byte-level alphabet: printable bytes as they are, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    shifted = {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
+
+
+_ALPHABET = _alphabet()
+
+
+class Detokenizer:
+    """Text of tokens that follow a prompt, in pieces that never change afterwards.
+
+    The pieces and `flush` together are the text of all the tokens after that of the prompt: if the
+    prompt ends inside a character, they begin with that character. What may still change is held
+    back: a character whose last byte is missing, and a run of byte tokens, which becomes one
+    replacement character for each byte if any of it is no UTF-8. Only a window of the last tokens
+    is decoded, so a token costs the same however long the text is.
+
+    Args:
+      texts: of the tokenizer.
+      prompt: token ids.
+    """
+
+    def __init__(self, texts: TokenTexts, prompt: Sequence[int]) -> None:
+        self._texts = texts
+        self._window = self._end_of(prompt)
+        self._shown = len(texts.decode(self._window).rstrip(INCOMPLETE))
+
+    def _end_of(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt's last tokens, from a place where their text does not depend on others.
+
+        That is no place inside a run of byte tokens, and one character must follow it.
+        """
+        size = _KEPT
+        while True:
+            window = [token for token in prompt[-size:] if token in self._texts.visible]
+            settled = window and window[0] not in self._texts.byte_tokens
+            if size >= len(prompt) or (settled and self._texts.decode(window).strip(INCOMPLETE)):
+                return window
+            size *= 2
+
+    def add(self, token: int) -> str:
+        """The text that one more token settles; may be empty."""
+        if token not in self._texts.visible:
+            return ""
+        self._window.append(token)
+        if token in self._texts.byte_tokens:
+            return ""
+        text = self._texts.decode(self._window)
+        piece = self._show(text.removesuffix(INCOMPLETE))
+        if len(self._window) > _LONGEST_WINDOW:
+            self._shorten(len(text) - self._shown)
+        return piece
+
+    def flush(self) -> str:
+        """The text that was held back, when no token follows."""
+        return self._show(self._texts.decode(self._window))
+
+    def unsettled(self) -> str:
+        """Whole characters of byte tokens that were held back, which further bytes may change.
+
+        Empty where their last character is not whole, and in very long runs.
+        """
+        if not self._window or self._window[-1] not in self._texts.byte_tokens:
+            return ""
+        if len(self._window) > _LONGEST_UNSETTLED:
+            return ""
+        text = self._texts.decode(self._window)
+        return "" if text.endswith(INCOMPLETE) else text[self._shown :]
+
+    def _show(self, settled: str) -> str:
+        piece = settled[self._shown :]
+        self._shown = max(self._shown, len(settled))
+        return piece
+
+    def _shorten(self, held_back: int) -> None:
+        """Forgets all but the last tokens; the last of all is no byte token."""
+        self._window = self._window[-_KEPT:]
+        self._shown = len(self._texts.decode(self._window)) - held_back
+
+
+class StopStrings:
+    """Strings of which the first to be complete ends a text, as an Aho-Corasick automaton.
+
+    A node is the longest end of the text that a string begins with. Building it is linear in the
+    strings' characters; `search` starts one text.
+
+    Args:
+      strings: none of them empty.
+
+    Raises:
+      ValueError: one is empty.
+    """
+
+    def __init__(self, strings: Iterable[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.fallback = [0]
+        """The node of the longest proper end of a node that is a node too."""
+        self.depth = [0]
+        self.completed = [0]
+        """Characters of the longest string that ends at a node; 0 where none does."""
+        for string in strings:
+            self._insert(string)
+        self._link()
+
+    def _insert(self, string: str) -> None:
+        if not string:
+            raise ValueError("a stop string is empty.")
+        node = 0
+        for character in string:
+            if character not in self.next[node]:
+                self.next[node][character] = len(self.next)
+                self.next.append({})
+                self.fallback.append(0)
+                self.depth.append(self.depth[node] + 1)
+                self.completed.append(0)
+            node = self.next[node][character]
+        self.completed[node] = len(string)
+
+    def _link(self) -> None:
+        """Sets fallbacks breadth first, so that those of shorter nodes are there."""
+        queue = deque(self.next[0].values())
+        while queue:
+            node = queue.popleft()
+            for character, child in self.next[node].items():
+                self.fallback[child] = self.step(self.fallback[node], character)
+                queue.append(child)
+            self.completed[node] = max(self.completed[node], self.completed[self.fallback[node]])
+
+    def step(self, node: int, character: str) -> int:
+        """The node after one more character."""
+        while node and character not in self.next[node]:
+            node = self.fallback[node]
+        return self.next[node].get(character, 0)
+
+    def search(self) -> "StopSearch":
+        """A search in a text that has not begun."""
+        return StopSearch(self)
+
+
+class StopSearch:
+    """Looks for stop strings in a text that comes in pieces; linear in its characters.
+
+    The string that is complete first ends the text, the longest of those that are complete at the
+    same character. What may still become one of them is held back.
+    """
+
+    def __init__(self, strings: StopStrings) -> None:
+        self._strings = strings
+        self._node = 0
+        self._held = ""
+
+    def add(self, piece: str) -> tuple[str, bool]:
+        """The text that is certain with one more piece, and whether a string ended it.
+
+        Nothing of that string or behind it is given.
+        """
+        node, text = self._node, self._held + piece
+        for place, character in enumerate(piece, start=len(self._held) + 1):
+            node = self._strings.step(node, character)
+            if length := self._strings.completed[node]:
+                self._node, self._held = 0, ""
+                return text[: place - length], True
+        certain = len(text) - self._strings.depth[node]
+        self._node, self._held = node, text[certain:]
+        return text[:certain], False
+
+    def would_end(self, piece: str) -> bool:
+        """Whether `add` of this piece would end the text."""
+        node = self._node
+        for character in piece:
+            node = self._strings.step(node, character)
+            if self._strings.completed[node]:
+                return True
+        return False
+
+    def flush(self) -> str:
+        """The text that was held back, when nothing follows."""
+        held, self._held, self._node = self._held, "", 0
+        return held
