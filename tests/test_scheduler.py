@@ -112,6 +112,21 @@ def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
     assert whole.sizes() == [(8, 8), (8, 16), (8, 32), (8, 48)]
 
 
+def test_a_row_takes_no_step_that_cannot_give_it_a_token():
+    """For a row that may still get two, two steps fly; one more once they gave too few."""
+    at = Scheduler(2, 8)
+    at.submit(ticket(1, max_new_tokens=2))
+    row = at.admit().row
+    at.submit(ticket(2, max_new_tokens=9))
+    at.admit()
+    assert [len(at.step().rows) for _ in range(3)] == [2, 2, 1]
+    at.landed(row, [5])
+    assert not row.decodes
+    at.landed(row, [])
+    assert row.decodes
+    assert (row.tokens, row.left) == ([1, 5], 1)
+
+
 def test_a_prompt_begins_with_the_longest_text_that_a_row_holds():
     at = Scheduler(3, 8)
     for first in (0, 500):

@@ -268,7 +268,8 @@ def test_an_engine_that_fails_on_the_way(client, engine):
 # The documentation.
 
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+DOCUMENTS = Path(__file__).parents[1] / "docs"
+DOCUMENT = (DOCUMENTS / "serving.md").read_text()
 
 
 def test_the_documentations_examples(server, engine, client, capsys):
@@ -298,3 +299,16 @@ def test_the_documentation_names_every_field_status_and_metric(client):
     for line in client.get("/metrics").text.splitlines():
         if line.startswith("# TYPE") and not line.split()[2].endswith("_created"):
             assert f"`{line.split()[2].split(':')[1]}`" in DOCUMENT
+
+
+def test_the_dashboard_shows_metrics_that_there_are(client):
+    board = json.loads((DOCUMENTS / "serving-dashboard.json").read_text())
+    shown = {each["expr"] for panel in board["panels"] for each in panel["targets"]}
+    named = {name for expression in shown for name in re.findall(r"vllm:\w+", expression)}
+    there = client.get("/metrics").text
+    assert len(named) > 12
+    for name in named:
+        assert f"{name}{{" in there or f"TYPE {name.removesuffix('_bucket')} histogram" in there
+    for each in board["templating"]["list"]:
+        if each["type"] == "query":
+            assert "vllm:num_requests_running" in each["query"]

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from specjax.base.sampling import Sampling
+from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Generate
 from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _COLOURS = ("green", "cyan", "magenta", "yellow", "blue", "red")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def generate(options: Generate) -> int:
@@ -130,7 +130,7 @@ def _answer(pair: Pair, choice: Choice, ids: list[int], request: Request) -> dic
     count, steps = int(made.lengths[0]), int(made.steps[0])
     tokens = made.tokens[0, :count].tolist()
     return {
-        "text": Continuation(pair.tokenizer, ids).text(tokens),
+        "text": _text(pair, ids, tokens),
         "token_ids": tokens,
         "new_tokens": count,
         "target_steps": steps,
@@ -144,36 +144,10 @@ def _answer(pair: Pair, choice: Choice, ids: list[int], request: Request) -> dic
     }
 
 
-class Continuation:
-    """Text of tokens that follow a prompt, whole characters at a time.
-
-    A byte-level token may end inside a character, which is held back until it is whole.
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast", prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._prompt = list(prompt)
-        self._start = len(self._decode(self._prompt).rstrip(_INCOMPLETE))
-        self._tokens: list[int] = []
-        self._shown = 0
-
-    def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(
-            tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-        return text if isinstance(text, str) else "".join(text)
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """All the text of `tokens`, whatever was added before."""
-        return self._decode([*self._prompt, *tokens])[self._start :]
-
-    def add(self, token: int) -> str:
-        """The text that one more token completes; may be empty."""
-        self._tokens.append(token)
-        whole = self.text(self._tokens).rstrip(_INCOMPLETE)
-        new = whole[self._shown :]
-        self._shown = max(self._shown, len(whole))
-        return new
+def _text(pair: Pair, prompt: Sequence[int], tokens: Sequence[int]) -> str:
+    """The text of tokens that follow a prompt."""
+    detokenizer = Detokenizer(TokenTexts(pair.tokenizer), prompt)
+    return "".join(map(detokenizer.add, tokens)) + detokenizer.flush()
 
 
 def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request: Request) -> None:
@@ -183,7 +157,8 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     if console.is_terminal:
         apart = options.chat or options.show_tree
         console.print(Text(prompt, "dim"), end="\n" if apart else "")
-    say_text = _printer(pair, ids, console)
+    detokenizer = Detokenizer(TokenTexts(pair.tokenizer), ids)
+    say_text = _printer(detokenizer, console)
     tokens = passes = 0
     start = time.perf_counter()
     for step in steps_on_host(request):
@@ -195,20 +170,19 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
         tokens += int(step.count[0])
         passes += 1
     seconds = time.perf_counter() - start
-    print(flush=True)
+    print(detokenizer.flush(), flush=True)
     say(
         f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
         f"{tokens / seconds:.1f} tokens/s."
     )
 
 
-def _printer(pair: Pair, ids: list[int], console: Console) -> Callable[[Step], None]:
+def _printer(detokenizer: Detokenizer, console: Console) -> Callable[[Step], None]:
     """Prints a step's text: on a terminal coloured by drafter, the target's own tokens plain."""
-    continuation = Continuation(pair.tokenizer, ids)
 
     def show(step: Step) -> None:
         for index in range(int(step.count[0])):
-            piece = continuation.add(int(step.tokens[0, index]))
+            piece = detokenizer.add(int(step.tokens[0, index]))
             if console.is_terminal:
                 console.print(Text(piece, _style(step, index)), end="")
             else:

@@ -355,11 +355,12 @@ class Engine:
         assert self._device is not None
         results = self._device.results(flight.pending, len(flight.tenants))
         for (row, epoch), result in zip(flight.tenants, results, strict=True):
-            if row.epoch == epoch and row.ticket is not None and result.tokens:
-                self._hand_over(row, row.ticket, result)
+            if row.epoch == epoch and row.ticket is not None:
+                self._scheduler.landed(row, result.tokens)
+                if result.tokens:
+                    self._hand_over(row, row.ticket, result)
 
     def _hand_over(self, row: Row, ticket: Ticket, result: RowResult) -> None:
-        row.tokens += result.tokens
         stream, request = ticket.stream, ticket.request
         with self._lock:
             for each in (stream.statistics, self._totals):

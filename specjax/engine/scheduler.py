@@ -51,14 +51,18 @@ class Ticket:
 class Row:
     """A row of the batch: the tokens that it is known to hold, and whose it is.
 
-    `filled` of the prompt's tokens are read. `epoch` counts its tenants, so that what a step gave
-    an earlier one is told apart. A free row keeps its tokens for requests that begin as they do.
+    `filled` of the prompt's tokens are read. `left` tokens may still be made, as far as is known,
+    while `flying` steps are not read yet, each of which gives one at least. `epoch` counts its
+    tenants, so that what a step gave an earlier one is told apart. A free row keeps its tokens for
+    requests that begin as they do.
     """
 
     number: int
     tokens: list[int] = dataclasses.field(default_factory=list)
     ticket: Ticket | None = None
     filled: int = 0
+    left: int = 0
+    flying: int = 0
     epoch: int = 0
     used: int = 0
 
@@ -69,8 +73,8 @@ class Row:
 
     @property
     def decodes(self) -> bool:
-        """Whether it takes part in steps."""
-        return self.ticket is not None and not self.reads
+        """Whether it takes part in steps: those that fly may not give all its tokens."""
+        return self.ticket is not None and not self.reads and self.left > self.flying
 
 
 class Admission(NamedTuple):
@@ -187,6 +191,7 @@ class Scheduler:
         if source is not None and source.ticket is None and 2 * common >= len(source.tokens):
             row = source  # more of it would be of use to this request than to others
         row.ticket, row.filled = ticket, common if source else 1
+        row.left, row.flying = ticket.request.max_new_tokens, 0
         row.tokens = prompt[: row.filled]
         self._touch(row)
         if row.reads:
@@ -222,13 +227,21 @@ class Scheduler:
         return True
 
     def step(self) -> StepPlan | None:
-        """The next step, if any row decodes."""
+        """The next step, if any row decodes; it is flying from here on."""
         rows = tuple(row for row in self.rows if row.decodes)
         if not rows:
             return None
         size, width = self.size_of(len(rows))
         others = [row.number for row in self.rows if not row.decodes]
+        for row in rows:
+            row.flying += 1
         return StepPlan(rows, tuple(others[: size - len(rows)]), width)
+
+    def landed(self, row: Row, tokens: Sequence[int]) -> None:
+        """Notes what a step gave a row."""
+        row.flying -= 1
+        row.left -= len(tokens)
+        row.tokens += tokens
 
     def size_of(self, rows: int) -> tuple[int, int]:
         """The rows and the columns of a step in which so many rows decode."""

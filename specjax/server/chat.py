@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta
 from specjax.server.connection import respond
@@ -23,7 +24,6 @@ from specjax.server.responses import (
 )
 from specjax.server.service import Service, service_of
 from specjax.server.submission import check_limits, new_tokens, requests_of, stops_of
-from specjax.server.text import TokenTexts
 
 
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from specjax.checkpoints.detokenizer import INCOMPLETE, Detokenizer, TokenTexts
 from specjax.engine.request import Logprob, Tokens
-from specjax.server.text import INCOMPLETE, Detokenizer, StopSearch, StopStrings, TokenTexts
+from specjax.server.stops import StopSearch, StopStrings
 
 if TYPE_CHECKING:
     from specjax.engine.streams import TokenStream

@@ -3,6 +3,7 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.engine.request import Logprob
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta, Echo, echo_of
@@ -20,7 +21,6 @@ from specjax.server.submission import (
     requests_of,
     stops_of,
 )
-from specjax.server.text import TokenTexts
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""

@@ -13,7 +13,7 @@ from specjax.server.errors import ApiError, unavailable
 from specjax.server.metrics import Metrics
 from specjax.server.responses import ResponseMetrics, Usage
 from specjax.server.service import Service
-from specjax.server.text import StopStrings
+from specjax.server.stops import StopStrings
 
 if TYPE_CHECKING:
     from specjax.engine.streams import TokenStream

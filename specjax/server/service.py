@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from starlette.requests import HTTPConnection
 
+from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.server.errors import ApiError, unavailable
 from specjax.server.metrics import Metrics
 from specjax.server.options import ServerOptions
-from specjax.server.text import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specjax.checkpoints.detokenizer import INCOMPLETE, Detokenizer, TokenTexts
 from specjax.checkpoints.files import BUNDLED
 from specjax.checkpoints.tokenizers import tokenizer_of
-from specjax.cli.generate import Continuation
 from specjax.server.choices import TextUntilStop
-from specjax.server.text import INCOMPLETE, Detokenizer, StopStrings, TokenTexts
+from specjax.server.stops import StopStrings
 
 WORDS = ["▁", "a", "b", "▁a", "▁the", "the", "é", "你", "\n", ".", "ab", "▁▁", "ing", "�"]
 
@@ -94,6 +94,15 @@ def ids(name: str) -> st.SearchStrategy[list[int]]:
     return st.lists(st.one_of(any_token, st.sampled_from(single_bytes(name)), st.just(0)))
 
 
+def whole_text(tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """The text of all tokens behind a prompt, decoded at once."""
+
+    def decoded(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return decoded([*prompt, *tokens])[len(decoded(prompt).rstrip(INCOMPLETE)) :]
+
+
 def pieces(name: str, prompt: list[int], tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(texts(name), prompt)
     return [*(detokenizer.add(token) for token in tokens), detokenizer.flush()]
@@ -105,7 +114,7 @@ def test_pieces_are_the_text_of_all_tokens(name):
     @given(ids(name), ids(name), st.integers(1, 40))
     def check(prompt, tokens, times):
         tokens = tokens * times if len(tokens) < 10 else tokens
-        whole = Continuation(tokenizer(name), prompt).text(tokens)
+        whole = whole_text(tokenizer(name), prompt, tokens)
         assert "".join(pieces(name, prompt, tokens)) == whole
 
     check()
@@ -242,7 +251,7 @@ def test_a_stop_ends_with_the_token_that_completes_it(name):
     @given(st.lists(likely, max_size=60), st.lists(st.sampled_from(STOPS), min_size=1, max_size=3))
     def check(tokens, stops):
         def text(count):
-            return Continuation(tokenizer(name), []).text(tokens[:count])
+            return whole_text(tokenizer(name), [], tokens[:count])
 
         until = TextUntilStop(Detokenizer(texts(name), []), StopStrings(stops).search())
         expected = next((n for n in range(len(tokens) + 1) if first_stop(text(n), stops)[1]), None)

@@ -1,0 +1,232 @@
+"""A server against `generate` in the same run, its rows, a long prompt beside others, a departure.
+
+    python -m tests.serve_bench --inflate 100M --dtype bfloat16 --method chain
+
+The server is `specjax serve` in a process of its own; its clients are this one, whose share of the
+CPU is printed. What is compared is measured in turns; figures are medians, and ratios of turns.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import jax
+import numpy as np
+import tyro
+
+import specjax
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.values import count_of
+from specjax.measure import prompts
+from specjax.methods import registry
+from specjax.models.inflate import inflate
+
+NEW = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What is measured."""
+
+    inflate: str | None = None
+    """Grow the target to so many parameters."""
+    dtype: str = "float32"
+    """Of its weights."""
+    method: str = "chain"
+    """What drafts."""
+    rows: int = 8
+    """Of the server."""
+    turns: int = 5
+    """How often each side of a comparison runs."""
+
+
+@contextlib.contextmanager
+def server(folder: Path, bench: Bench, *flags: str) -> Iterator[str]:
+    """The address of a server that is ready."""
+    command = [
+        sys.executable, "-m", "specjax", "serve", "--model", str(folder), "--draft", "bundled",
+        "--served-model-name", "m", "--port", "0", "--dtype", bench.dtype,
+        "--rows", str(bench.rows), *flags,
+    ]  # fmt: skip
+    start = time.perf_counter()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        url = ""
+        for line in running.stderr:
+            if " at http" in line:
+                url = line.split(" at ")[1].strip().rstrip(".")
+            if "ready." in line:
+                break
+        print(f"  ready after {time.perf_counter() - start:.1f} s: {' '.join(flags)}", flush=True)
+        reader = threading.Thread(target=running.stderr.read, daemon=True)  # or its pipe fills up
+        reader.start()
+        try:
+            yield url
+        finally:
+            running.terminate()
+            running.wait(30)
+
+
+def body_of(tokens: list[int], temperature: float, **more: object) -> dict[str, object]:
+    asked = {"model": "m", "prompt": tokens, "max_tokens": NEW, "temperature": temperature}
+    return asked | {"stream": True, "ignore_eos": True} | more
+
+
+async def stream_of(client: httpx.AsyncClient, body: dict[str, object]) -> list[float]:
+    """When each event of a stream came."""
+    times = []
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                times.append(time.perf_counter())
+    return times
+
+
+async def clients_of(url: str, texts: list[list[int]], count: int, temperature: float) -> float:
+    """Tokens a second of so many clients, each of which has its texts continued in turn."""
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def one(own: list[list[int]]) -> None:
+            for tokens in own:
+                await stream_of(client, body_of(tokens, temperature))
+
+        start = time.perf_counter()
+        await asyncio.gather(*(one(texts) for _ in range(count)))
+        return count * len(texts) * NEW / (time.perf_counter() - start)
+
+
+def generated(pair: Pair, drafter, texts: list[list[int]], count: int, temperature: float) -> float:
+    """Tokens a second of `generate`, with each text in `count` rows."""
+    start = time.perf_counter()
+    for tokens in texts:
+        specjax.generate(
+            jax.random.key(0), pair.target, drafter, [tokens] * count, max_new_tokens=NEW,
+            sampling=specjax.Sampling(temperature), stop_at_eos=False,
+        )  # fmt: skip
+    return count * len(texts) * NEW / (time.perf_counter() - start)
+
+
+def one_client(url: str, pair: Pair, drafter, texts: list[list[int]], turns: int) -> None:
+    """One client of the server against `generate` with one row."""
+    for temperature in (0.0, 0.8):
+        ours, theirs, shares = [], [], []
+        for turn in range(turns + 1):  # the first compiles
+            cpu, wall = time.process_time(), time.perf_counter()
+            speed = asyncio.run(clients_of(url, texts, 1, temperature))
+            share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+            other = generated(pair, drafter, texts, 1, temperature)
+            if turn:
+                ours.append(speed)
+                theirs.append(other)
+                shares.append(share)
+        ratio = np.median(np.array(ours) / np.array(theirs))
+        print(
+            f"  T={temperature}: server {np.median(ours):.1f} tokens/s, generate "
+            f"{np.median(theirs):.1f}, ratio {ratio:.3f}; client's share of a core "
+            f"{np.median(shares):.3f}",
+            flush=True,
+        )
+
+
+def rows_of(url: str, pair: Pair, drafter, texts: list[list[int]], rows: int, turns: int) -> None:
+    """As many clients as rows against one, beside the same of `generate`."""
+    for temperature in (0.0, 0.8):
+        found = []
+        for turn in range(turns + 1):
+            own = [asyncio.run(clients_of(url, texts, n, temperature)) for n in (1, rows)]
+            own += [generated(pair, drafter, texts, n, temperature) for n in (1, rows)]
+            if turn:
+                found.append(own)
+        one, many, row, batch = np.median(np.array(found), axis=0)
+        print(
+            f"  T={temperature}: server 1 client {one:.1f} tokens/s, {rows} clients {many:.1f} "
+            f"({many / one:.2f} x); generate {row:.1f}, batch of {rows} {batch:.1f} "
+            f"({batch / row:.2f} x); {many / batch:.3f} of it",
+            flush=True,
+        )
+
+
+async def beside_a_long_prompt(url: str, texts: list[list[int]], vocabulary: int) -> None:
+    """Gaps between the events of streams while a prompt of 1,500 tokens is read."""
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        noise = np.random.default_rng(0)
+        alone, beside = [], []
+        for _ in range(5):
+            mates = [
+                asyncio.create_task(stream_of(client, body_of(tokens, 0.8, max_tokens=256)))
+                for tokens in texts[:3]
+            ]
+            await asyncio.sleep(1.0)
+            start = time.perf_counter()
+            prompt = noise.integers(0, vocabulary, 1500).tolist()
+            first = (await stream_of(client, body_of(prompt, 0.8, max_tokens=1)))[0]
+            for times in await asyncio.gather(*mates):
+                at, gaps = np.array(times[1:]), np.diff(times)
+                within = (at > start) & (at < first)
+                beside += gaps[within].tolist()
+                alone += gaps[~within].tolist()
+        median, worst = np.median(alone), np.quantile(beside, 0.99)
+        print(
+            f"  gaps while a prompt of 1,500 tokens is read: p99 {1e3 * worst:.1f} ms of "
+            f"{len(beside)}, median step {1e3 * median:.1f} ms: {worst / median:.2f} x",
+            flush=True,
+        )
+
+
+async def after_a_departure(url: str, tokens: list[int]) -> None:
+    """Steps that a row takes after its client has gone."""
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+
+        async def steps() -> float:
+            text = (await client.get("/metrics")).text
+            name = "specjax:spec_decode_num_drafts_total"
+            return float(next(x for x in text.splitlines() if x.startswith(name)).split()[-1])
+
+        found = []
+        for _ in range(20):
+            before, events = await steps(), 0
+            body = body_of(tokens, 0.8, max_tokens=1000)
+            async with client.stream("POST", "/v1/completions", json=body) as response:
+                async for line in response.aiter_lines():
+                    events += line.startswith("data: {")
+                    if events == 5:
+                        break
+            await asyncio.sleep(0.5)
+            found.append(await steps() - before - events)
+        print(f"  steps of a row after its client has gone: at most {max(found):g} of {found}")
+
+
+def main() -> None:
+    """Measures, and prints it."""
+    bench = tyro.cli(Bench, config=(tyro.conf.FlagCreatePairsOff,))
+    pair = load_pair("bundled", dtype=bench.dtype)
+    if bench.inflate:
+        pair = pair._replace(target=inflate(pair.target, count_of(bench.inflate)))
+    setting = registry.setting_of(bench.method, drafts=len(pair.drafts), batch=bench.rows)
+    drafter = registry.build(setting, pair)
+    texts = [pair.tokenizer(text).input_ids[:200] for _, text in prompts.read(None)][:3]
+    print(json.dumps(dataclasses.asdict(bench)), jax.__version__, flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name) / "target"
+        save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
+        with server(folder, bench, "--method", bench.method) as url:
+            one_client(url, pair, drafter, texts, bench.turns)
+            asyncio.run(beside_a_long_prompt(url, texts, pair.target.config.vocab_size))
+            asyncio.run(after_a_departure(url, texts[0]))
+        with server(folder, bench, "--method", "none") as url:
+            rows_of(url, pair, None, texts, bench.rows, bench.turns)
+
+
+if __name__ == "__main__":
+    main()
