@@ -170,7 +170,8 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
         tokens += int(step.count[0])
         passes += 1
     seconds = time.perf_counter() - start
-    print(detokenizer.flush(), flush=True)
+    _print(console, detokenizer.flush())
+    print(flush=True)
     say(
         f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
         f"{tokens / seconds:.1f} tokens/s."
@@ -183,13 +184,17 @@ def _printer(detokenizer: Detokenizer, console: Console) -> Callable[[Step], Non
     def show(step: Step) -> None:
         for index in range(int(step.count[0])):
             piece = detokenizer.add(int(step.tokens[0, index]))
-            if console.is_terminal:
-                console.print(Text(piece, _style(step, index)), end="")
-            else:
-                sys.stdout.write(piece)
+            _print(console, piece, _style(step, index))
         sys.stdout.flush()
 
     return show
+
+
+def _print(console: Console, piece: str, style: str = "") -> None:
+    if console.is_terminal:
+        console.print(Text(piece, style), end="")
+    else:
+        sys.stdout.write(piece)
 
 
 def _style(step: Step, index: int) -> str:
