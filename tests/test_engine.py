@@ -21,6 +21,7 @@ from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
 from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
+from specjax.engine.state import can_truncate
 from specjax.models.transformer import forward
 from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape
@@ -344,4 +345,4 @@ def test_threads_may_submit_side_by_side(engine):
 
 
 def test_can_truncate_is_what_drafters_say(target):
-    assert all(engines.can_truncate(DRAFTERS[name](target)) for name in ("tree", "hybrid"))
+    assert all(can_truncate(DRAFTERS[name](target)) for name in ("tree", "hybrid"))

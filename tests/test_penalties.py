@@ -151,7 +151,6 @@ TREES = {
     "tree": (lambda: alone(near(target(), 1, 0.3), (2, 1)), "multi-step"),
     "block": (lambda: alone(near(target(), 1, 0.3), (1, 1)), "block"),
     "traversal": (lambda: alone(near(target(), 1, 0.3), (2, 1), children=DISTINCT), "traversal"),
-    "recursive": (lambda: alone(near(target(), 1, 0.3), (2, 1), children=DISTINCT), "recursive"),
     "naive": (best_first, "naive"),
     "one-hot": (best_first, "one-hot"),
 }
@@ -172,13 +171,13 @@ def drawn(name, batches=4):
 
 
 @pytest.mark.long_running
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", ["tree", "block", "traversal", "one-hot"])
 def test_the_distribution_under_penalties_is_that_of_plain_decoding(name):
     found, per_step = drawn(name)
     assert found.min() >= 0, "a text that p does not allow"
     p = np.array(list(expected().values()))
     assert g_test(found, p).p_value > LEVEL
-    assert per_step == 1 if name == "plain" else per_step > 1.1
+    assert per_step > 1.1
 
 
 @pytest.mark.long_running

@@ -10,7 +10,6 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from rich.console import Console
 from rich.progress import Progress
 
@@ -29,6 +28,7 @@ from specjax.engine.request import (
     Tokens,
 )
 from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
+from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
@@ -323,7 +323,7 @@ class Engine:
         asked = self._asked.get(ticket.stream)
         if found is not None and asked is not None:
             made = self._device.scores(found, len(chunk.tokens))
-            asked.prompt_logprobs.extend(_shortened(each, count) for each in made)
+            asked.prompt_logprobs.extend(each.of_likeliest(count) for each in made)
 
     def _begin_decoding(self, row: Row) -> None:
         assert self._device is not None
@@ -364,10 +364,10 @@ class Engine:
         stream, request = ticket.stream, ticket.request
         with self._lock:
             for each in (stream.statistics, self._totals):
-                _count(each, result)
+                each.count_step(len(result.tokens), result.nodes, result.accepted)
         logprobs = ()
         if request.logprobs is not None:
-            logprobs = tuple(_shortened(each, request.logprobs) for each in result.logprobs)
+            logprobs = tuple(each.of_likeliest(request.logprobs) for each in result.logprobs)
         reason = None
         if result.done:
             asked = self._asked.get(stream)
@@ -384,34 +384,3 @@ class Engine:
             self._scheduler.free(row)
             self._asked.pop(stream, None)
         stream.give(tokens)
-
-
-def can_truncate(drafter: Drafter) -> bool:
-    """Whether a row may begin with what another holds: whether a draft's state can be shortened."""
-
-    def shorter() -> object:
-        state = drafter.init(
-            jnp.zeros((1, 1), jnp.int32),
-            jnp.ones(1, jnp.int32),
-            _SLOT_MULTIPLE,
-            jnp.zeros((1, 1, drafter.target_top_k), jnp.int32),
-        )
-        nonlocal able
-        able = drafter.truncate(state, jnp.ones(1, jnp.int32)) is not None
-
-    able = False
-    jax.eval_shape(shorter)
-    return able
-
-
-def _count(counts: Statistics, result: RowResult) -> None:
-    counts.generated_tokens += len(result.tokens)
-    counts.steps += 1
-    counts.draft_tokens += result.nodes
-    counts.accepted_tokens += result.accepted
-    for depth in range(result.accepted):
-        counts.accepted_at[depth] += 1
-
-
-def _shortened(found: Logprob, count: int | None) -> Logprob:
-    return Logprob(found.logprob, found.top[:count])

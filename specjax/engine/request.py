@@ -61,6 +61,10 @@ class Logprob:
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
+    def of_likeliest(self, count: int | None) -> "Logprob":
+        """The same with so many of the likeliest tokens; None keeps all."""
+        return Logprob(self.logprob, self.top[:count])
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
@@ -89,6 +93,15 @@ class Statistics:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = dataclasses.field(default_factory=list)
+
+    def count_step(self, tokens: int, drafted: int, accepted: int) -> None:
+        """Counts what a step of a row gave, drafted and accepted."""
+        self.steps += 1
+        self.generated_tokens += tokens
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        for depth in range(accepted):
+            self.accepted_at[depth] += 1
 
 
 class QueueFullError(RuntimeError):

@@ -18,6 +18,9 @@ from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, ROWS
 
+_FEW_SLOTS = 128
+"""Of a state that is only looked at."""
+
 
 @pytree
 class EngineState:
@@ -73,6 +76,24 @@ def put_row(
     return _leaves(
         specs, lambda axis, x, y: lax.dynamic_update_index_in_dim(x, y, row, axis), state, own
     )
+
+
+def can_truncate(drafter: Drafter) -> bool:
+    """Whether a row may begin with what another holds: whether a draft's state can be shortened."""
+
+    def shorter() -> object:
+        state = drafter.init(
+            jnp.zeros((1, 1), jnp.int32),
+            jnp.ones(1, jnp.int32),
+            _FEW_SLOTS,
+            jnp.zeros((1, 1, drafter.target_top_k), jnp.int32),
+        )
+        nonlocal able
+        able = drafter.truncate(state, jnp.ones(1, jnp.int32)) is not None
+
+    able = False
+    jax.eval_shape(shorter)
+    return able
 
 
 def _over(specs: EngineState, of_cache: Callable[..., KVCache], leaf: Any, *states: Any) -> Any:

@@ -1,0 +1,274 @@
+"""A server under abuse over real sockets: nothing leaks, nobody gets another's text.
+
+    python -m tests.serve_abuse --requests 10000 --connections 1000
+
+A tiny model with a tiny draft is served. Clients ask for texts that are known; three in ten leave
+at any moment, some read slowly, some send half a request, some ask for as much as fits or one token
+more. In the end no row and no place in the queue may be taken, no text may have been wrong, and
+memory may not have grown. Then the draft's folder is removed while the server runs, a signal comes
+in mid-stream, and a server that was killed is started again at the same port.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import httpx
+import jax
+import numpy as np
+import tyro
+
+import specjax
+from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
+from tests.folders import pair_folder
+
+TEXTS, NEW, CONTEXT = 48, 24, 256
+KINDS = {"whole": 0.3, "stream": 0.3, "leaves": 0.3, "slow": 0.04, "half": 0.03, "limit": 0.03}
+PATH = "/v1/completions"
+
+
+@dataclasses.dataclass(frozen=True)
+class Abuse:
+    """How much of it."""
+
+    requests: int = 10_000
+    """Requests in all."""
+    connections: int = 1_000
+    """Clients at once."""
+    rows: int = 8
+    """Rows of the server."""
+    method: str = "chain"
+    """What drafts."""
+
+
+class Server:
+    """`specjax serve` with the tiny pair, at a port that stays the same."""
+
+    def __init__(self, abuse: Abuse, draft: Path) -> None:
+        self._command = [
+            sys.executable, "-m", "specjax", "serve", "--model", f"{pair_folder()}/target",
+            "--draft", str(draft), "--served-model-name", "m", "--method", abuse.method,
+            "--rows", str(abuse.rows), "--drain-seconds", "10", "--max-waiting", "2048",
+        ]  # fmt: skip
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[subprocess.Popen[str]]:
+        """The process, once it is ready."""
+        command = [*self._command, "--port", str(self.port)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if " at http" in line:
+                    self.port = int(line.rsplit(":", 1)[1].strip().rstrip("."))
+                if "ready." in line:
+                    break
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def gauge(self, name: str) -> float:
+        """The value of a metric."""
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        line = next(each for each in text.splitlines() if each.startswith(f"specjax:{name}{{"))
+        return float(line.split()[-1])
+
+    def left_behind(self, seconds: float = 30.0) -> tuple[float, float]:
+        """Rows and places in the queue that are taken still, at the latest after `seconds`."""
+        end = time.monotonic() + seconds
+        while True:
+            found = self.gauge("num_requests_running"), self.gauge("num_requests_waiting")
+            if not any(found) or time.monotonic() > end:
+                return found
+            time.sleep(0.1)
+
+
+def known() -> list[tuple[list[int], str]]:
+    """Prompts and the greedy texts that follow them."""
+    target, tokenizer = specjax.load(f"{pair_folder()}/target")
+    noise, texts = np.random.default_rng(0), TokenTexts(tokenizer)
+    prompts = [noise.integers(1, 272, noise.integers(1, 40)).tolist() for _ in range(TEXTS)]
+    made = specjax.generate(
+        jax.random.key(0), target, None, prompts, max_new_tokens=NEW, stop_at_eos=False
+    )
+    found = []
+    for prompt, tokens in zip(prompts, made.tokens.tolist(), strict=True):
+        shown = Detokenizer(texts, prompt)
+        found.append((prompt, "".join(map(shown.add, tokens)) + shown.flush()))
+    return found
+
+
+def body_of(prompt: list[int], **more: object) -> dict[str, object]:
+    """A greedy request."""
+    asked = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": 0}
+    return asked | {"ignore_eos": True} | more
+
+
+class Clients:
+    """Clients of every kind, and what became of them."""
+
+    def __init__(self, server: Server, client: httpx.AsyncClient, seed: int) -> None:
+        self._server, self._client, self._texts = server, client, known()
+        self._noise = np.random.default_rng(seed)
+        self.outcomes: Counter[str] = Counter()
+
+    async def one(self) -> None:
+        """A client of a random kind."""
+        kind = str(self._noise.choice(list(KINDS), p=list(KINDS.values())))
+        try:
+            async with asyncio.timeout(300):
+                outcome = await getattr(self, kind)()
+        except (OSError, TimeoutError, httpx.HTTPError) as error:
+            outcome = f"{kind}: {type(error).__name__}"
+        self.outcomes[outcome] += 1
+
+    def _some(self) -> tuple[list[int], str]:
+        return self._texts[self._noise.integers(TEXTS)]
+
+    async def whole(self) -> str:
+        """Waits for a whole text."""
+        prompt, text = self._some()
+        response = await self._client.post(PATH, json=body_of(prompt))
+        if response.status_code != 200:
+            return f"status {response.status_code}"
+        return _judged(response.json()["choices"][0]["text"], text)
+
+    async def stream(self, pause: float = 0.0) -> str:
+        """Reads a stream to its end."""
+        prompt, text = self._some()
+        body = body_of(prompt, stream=True)
+        async with self._client.stream("POST", PATH, json=body) as response:
+            if response.status_code != 200:
+                return f"status {response.status_code}"
+            pieces = [piece async for piece in _pieces(response, pause)]
+        return _judged("".join(pieces), text)
+
+    async def slow(self) -> str:
+        """Reads a stream slowly."""
+        return await self.stream(0.05)
+
+    async def leaves(self) -> str:
+        """Leaves while it waits, or after some of a stream."""
+        prompt, _ = self._some()
+        body = body_of(prompt, stream=bool(self._noise.integers(2)), max_tokens=150)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(float(self._noise.exponential(0.5))):
+                async with self._client.stream("POST", PATH, json=body) as response:
+                    async for _ in _pieces(response):
+                        pass
+        return "left"
+
+    async def half(self) -> str:
+        """Sends half a request, waits, and goes."""
+        _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+        await asyncio.sleep(float(self._noise.exponential(0.5)))
+        writer.transport.abort()
+        return "half a request"
+
+    async def limit(self) -> str:
+        """Asks for as much as the context holds, or one token more."""
+        more = int(self._noise.integers(2))
+        body = body_of([5] * (CONTEXT - 2 + more), max_tokens=2)
+        response = await self._client.post(PATH, json=body)
+        wanted = (400,) if more else (200, 429)
+        return "limit kept" if response.status_code in wanted else f"limit: {response.status_code}"
+
+
+async def _pieces(response: httpx.Response, pause: float = 0.0) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        await asyncio.sleep(pause)
+        if line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                yield choice["text"]
+
+
+def _judged(text: str, wanted: str) -> str:
+    return "right text" if text == wanted else "WRONG TEXT"
+
+
+def _resident(process: int) -> float:
+    """Memory of a process in MiB."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+async def sent(server: Server, abuse: Abuse, process: int) -> None:
+    """Sends all requests, and prints what became of them and of the server's memory."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+        clients, room = Clients(server, client, 0), asyncio.Semaphore(abuse.connections)
+        memory: list[float] = []
+
+        async def one(number: int) -> None:
+            async with room:
+                await clients.one()
+            if number % (abuse.requests // 10) == 0:
+                memory.append(_resident(process))
+
+        start = time.perf_counter()
+        await asyncio.gather(*map(one, range(abuse.requests)))
+        seconds = time.perf_counter() - start
+    print(f"{abuse.requests} requests, {abuse.connections} at once, {seconds:.0f} s")
+    for outcome, count in sorted(clients.outcomes.items()):
+        print(f"  {outcome}: {count}")
+    print(f"  memory, MiB: {', '.join(f'{each:.0f}' for each in memory)}", flush=True)
+
+
+def in_mid_stream(server: Server, process: subprocess.Popen[str]) -> str:
+    """A signal while a stream runs."""
+    body = body_of([3, 4], stream=True, max_tokens=200)
+    with httpx.stream("POST", f"{server.url}{PATH}", json=body, timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        last = [line for line in lines if line][-1]
+    return f"last line {last!r}, exit code {process.wait(60)}"
+
+
+def main() -> None:
+    """Abuses, and prints what came of it."""
+    abuse = tyro.cli(Abuse, config=(tyro.conf.FlagCreatePairsOff,))
+    draft = Path(tempfile.mkdtemp()) / "draft"
+    shutil.copytree(pair_folder() / "two", draft)
+    server = Server(abuse, draft)
+    with server.running() as process:
+        asyncio.run(sent(server, abuse, process.pid))
+        print("  rows and places in the queue taken in the end:", server.left_behind())
+        shutil.copytree(draft, draft.parent / "kept")
+        shutil.rmtree(draft)
+        asyncio.run(
+            sent(server, dataclasses.replace(abuse, requests=100), psutil.Process(process.pid))
+        )
+        print("  (that was without the draft's folder)")
+        print("a signal in mid-stream:", in_mid_stream(server, process))
+    shutil.move(draft.parent / "kept", draft)
+    with server.running() as process:
+        process.kill()
+        process.wait()
+    with server.running():
+        answer = httpx.post(f"{server.url}{PATH}", json=body_of([3, 4]), timeout=60)
+        print("killed, and started again at the same port: status", answer.status_code)
+
+
+if __name__ == "__main__":
+    main()
