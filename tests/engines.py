@@ -58,7 +58,9 @@ def alone(target, requests: Sequence[Request]) -> list[list[int]]:
         for name in numbers[0]
         if "bias" not in name
     }
-    keys = [fold(jax.random.key(each.seed or 0), each.choice) for each in requests]
+    keys = [
+        fold(jax.random.key(each.seed or 0, impl="threefry2x32"), each.choice) for each in requests
+    ]
     most = max(each.max_new_tokens for each in requests)
     made = specjax.generate(
         jnp.stack(keys), target, None, [each.prompt for each in requests], max_new_tokens=most,

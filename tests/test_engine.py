@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.tree_attention import xla
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
 from specjax.draft import ExpansionDrafter
@@ -19,6 +20,7 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
+from specjax.engine import programs, state
 from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
 from specjax.engine.state import can_truncate
@@ -239,7 +241,7 @@ def test_a_full_queue_refuses_and_a_request_is_checked(engine, monkeypatch):
         for sentence, request in wrong.items():
             with pytest.raises((ValueError, TypeError), match=sentence):
                 engine.submit(request)
-        monkeypatch.setattr(engine._scheduler, "_max_requests", 0)
+        monkeypatch.setattr(engine._scheduler, "_max_requests", -10)
         with pytest.raises(QueueFullError):
             engine.submit(Request(prompt=[1], max_new_tokens=9))
 
@@ -327,6 +329,43 @@ def test_nothing_compiles_and_nothing_is_transferred_unasked(engine):
             jax.config.update("jax_transfer_guard", None)
     assert compiled[before:] == []
     assert engine.failure is None
+
+
+def test_a_caller_may_change_its_prompt(engine, target):
+    """As one does who appends what comes."""
+    prompt = [5, 6, 7]
+    request = Request(prompt=prompt, max_new_tokens=20)
+    expected = plain_texts(target, [request])[0]
+
+    async def appended():
+        async for tokens in engine.submit(request):
+            prompt.extend(tokens.ids)
+
+    asyncio.run(appended())
+    assert prompt == [5, 6, 7, *expected]
+
+
+def test_an_engine_that_never_started_ends_its_requests(target):
+    engine = Engine(target, None, rows=1, max_model_len=64)
+
+    async def closed():
+        stream = engine.submit(Request(prompt=[1], max_new_tokens=5))
+        engine.close()
+        return await collected(stream)
+
+    assert asyncio.run(closed())[-1].finish_reason == "abort"
+    assert engine.num_requests_waiting == 0
+
+
+@pytest.mark.parametrize("name", ["stacked", "hybrid"])
+def test_rows_may_be_copied_out_and_steps_have_all_of_them(name, target, monkeypatch):
+    """As on a GPU, where caches are not read in place; keys of another kind of generator."""
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    for module in (xla, state, programs):
+        monkeypatch.setattr(module, "reads_rows_in_place", lambda: False)
+    monkeypatch.setattr(engines, "runs_some_rows", lambda: False)
+    with jax.default_prng_impl("rbg"), running(target, DRAFTERS[name](target), rows=2) as engine:
+        check_texts(target, engine, 16, 3)
 
 
 def test_threads_may_submit_side_by_side(engine):

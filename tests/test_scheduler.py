@@ -50,12 +50,19 @@ def test_requests_move_into_free_rows_in_order():
 
 def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
     at = Scheduler(1, 8, max_requests=2, max_tokens=100)
+    at.submit(ticket(*text(70)))
+    at.admit()
     at.submit(ticket(*text(60)))
     with pytest.raises(QueueFullError, match="60 tokens of prompts wait; with 41 more"):
         at.submit(ticket(*text(41)))
     at.submit(ticket(*text(40)))
     with pytest.raises(QueueFullError, match="2 requests wait, and no more than 2"):
         at.submit(ticket(1))
+    idle = Scheduler(2, 8, max_requests=1)
+    for _ in range(3):
+        idle.submit(ticket(1))  # two rows are free
+    with pytest.raises(QueueFullError):
+        idle.submit(ticket(1))
     alone = Scheduler(1, 8, max_tokens=10)
     alone.submit(ticket(*text(60)))  # it could not be taken ever otherwise
     assert alone.waiting_tokens == 60
@@ -108,6 +115,8 @@ def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
     assert [row.number for row in plan.rows] == [0, 1, 2]
     assert (plan.filling, plan.width) == ((3,), 32)
     assert at.sizes() == [(1, 8), (2, 16), (4, 32), (8, 32), (8, 48)]
+    with pytest.raises(ValueError, match="columns; a step has at most 32768"):
+        Scheduler(8, 5000).sizes()
     whole = Scheduler(8, 6, subsets=False)
     assert whole.sizes() == [(8, 8), (8, 16), (8, 32), (8, 48)]
 

@@ -56,7 +56,7 @@ def sampling_of(request: Request) -> Sampling:
 
 
 def key_of(seed: int) -> np.ndarray:
-    """The words of `jax.random.key(seed)`; of seeds of more than 32 bits the upper ones too."""
+    """The words of `jax.random.key(seed)` for 32 bits; other seeds are taken modulo 2^64."""
     both = seed % 2**64
     return np.asarray([both >> 32, both % 2**32], np.uint32)
 

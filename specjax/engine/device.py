@@ -34,10 +34,14 @@ class RowResult(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a step gives, perhaps still being made; `scored` where log probabilities are there."""
+    """What a step gives, perhaps still being made; `scored` where log probabilities are there.
+
+    `places` are those of the rows that were asked for among the step's.
+    """
 
     given: Given
     scored: bool
+    places: tuple[int, ...]
 
 
 class Device:
@@ -57,15 +61,18 @@ class Device:
         # Programs take and give leaves in lists: flattening models and state anew would take a
         # quarter of a millisecond, a tenth of a small model's step.
         self._models, self._models_tree = jax.tree.flatten((target, drafter))
-        begun = partial(programs.empty, target, drafter, setup, rows)
-        self._state_tree = jax.tree.structure(jax.eval_shape(begun))
-        self._state = jax.tree.leaves(jax.jit(begun)())
+
+        def begun(target: Model, drafter: Drafter) -> EngineState:
+            return programs.empty(target, drafter, setup, rows)
+
+        begun_state = jax.jit(begun)(target, drafter)
+        self._state, self._state_tree = jax.tree.flatten(begun_state)
         self._begin = self._program(programs.begin)
         self._copy = self._program(programs.copy)
         self._assign = self._program(programs.assign)
         self._extend = {flag: self._program(programs.extend, scored=flag) for flag in (False, True)}
         self._advance: dict[int, Any] = {}
-        self._control: dict[tuple[tuple[int, ...], tuple[int, ...]], jax.Array] = {}
+        self._control: dict[tuple[tuple[int, int], ...], jax.Array] = {}
         vocabulary = target.config.vocab_size
         self._no_bias = jnp.zeros(vocabulary, jnp.float32)
         self._no_prompt = jnp.zeros(vocabulary, bool)
@@ -105,6 +112,10 @@ class Device:
         padded[: len(tokens)] = tokens
         return self._run(self._extend[scored], _put([row, len(tokens)]), _put(padded))
 
+    def wait(self) -> None:
+        """Waits until all that was handed over is done."""
+        jax.block_until_ready(self._state)
+
     def assign(self, row: int, request: Request, asked: Parameters) -> None:
         """A row decodes from here on as a request asks for."""
         bias, prompt = self._no_bias, self._no_prompt
@@ -120,29 +131,33 @@ class Device:
         """A step of `rows`; those that fill it up end, if they have not."""
         if width not in self._advance:
             self._advance[width] = self._program(programs.advance, width)
-        control = self._control_of(tuple(rows), tuple(filling))
+        order = [*rows, *filling]
+        if len(order) == self._rows:  # a step of all rows takes none out of the state
+            order.sort()
+        ended = frozenset(filling)
+        control = self._control_of(tuple((row, int(row in ended)) for row in order))
         given = self._run(self._advance[width], control, self._wanted[scored])
-        return Pending(given, scored)
+        return Pending(given, scored, tuple(map(order.index, rows)))
 
-    def _control_of(self, rows: tuple[int, ...], filling: tuple[int, ...]) -> jax.Array:
+    def _control_of(self, rows: tuple[tuple[int, int], ...]) -> jax.Array:
         """Which rows a step runs and which of them end; kept, as they seldom change."""
-        found = self._control.get((rows, filling))
+        found = self._control.get(rows)
         if found is None:
             if len(self._control) >= _KEPT:
                 self._control.clear()
-            found = _put([(row, 0) for row in rows] + [(row, 1) for row in filling])
-            self._control[rows, filling] = found
+            found = self._control[rows] = _put(rows)
         return found
 
-    def results(self, pending: Pending, rows: int) -> list[RowResult]:
-        """What a step gave its first `rows` rows; waits for it."""
-        packed = jax.device_get(pending.given.packed)[:rows]
+    def results(self, pending: Pending) -> list[RowResult]:
+        """What a step gave each of its rows, in the order they were named; waits for it."""
+        packed = jax.device_get(pending.given.packed)
         window = (packed.shape[1] - 4) // 2
         top = tops = None
         if pending.scored:
             top, tops = jax.device_get((pending.given.top, pending.given.top_tokens))
         found = []
-        for number, own in enumerate(packed):
+        for number in pending.places:
+            own = packed[number]
             count, done, nodes, accepted = own[:4].tolist()
             tokens = own[4 : 4 + count].tolist()
             logprobs = []
@@ -197,22 +212,19 @@ class Device:
             self.begin(row, 0)
             if row < live:
                 self.assign(row, request, asked)
-        self._wait()
+        self.wait()
 
     def _timed(self, run: Callable[[], object]) -> float:
         """The median of how long a program takes, in seconds; the first run compiles it."""
         run()
-        self._wait()
+        self.wait()
         found = []
         for _ in range(_REPEATS):
             start = time.perf_counter()
             run()
-            self._wait()
+            self.wait()
             found.append(time.perf_counter() - start)
         return float(np.median(found))
-
-    def _wait(self) -> None:
-        jax.block_until_ready(self._state)
 
 
 def _put(values: object) -> jax.Array:

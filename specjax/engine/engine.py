@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 import secrets
 import sys
 import threading
@@ -9,10 +10,10 @@ from collections import deque
 from functools import partial
 from typing import NamedTuple
 
-import jax
 from rich.console import Console
 from rich.progress import Progress
 
+from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.decoding.request import check_drafter, check_memory, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
@@ -34,6 +35,8 @@ from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
 
+_logger = logging.getLogger(__name__)
+
 CHUNKS = (16, 64, 256)
 """Tokens of a prompt that a program reads at a time."""
 
@@ -41,6 +44,11 @@ _SCORED = 64
 """The same where log probabilities of the prompt are asked for."""
 
 _SLOT_MULTIPLE = 128
+
+
+def runs_some_rows() -> bool:
+    """Whether a step may run fewer rows than there are: where their caches need not be copied."""
+    return reads_rows_in_place()
 
 
 class _Asked(NamedTuple):
@@ -122,7 +130,7 @@ class Engine:
         self._scheduler = Scheduler(
             rows,
             drafter.num_slots,
-            subsets=jax.default_backend() == "cpu",
+            subsets=runs_some_rows(),
             reuses=self._reuses,
             max_requests=max_waiting,
             max_tokens=max_waiting_tokens,
@@ -178,8 +186,8 @@ class Engine:
             progress.update(task, description=f"compile {what}", advance=1)
         self._device = device
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
-        self._thread.start()
         self.ready = True
+        self._thread.start()
         return None
 
     def submit(self, request: Request) -> TokenStream:
@@ -188,9 +196,16 @@ class Engine:
         Raises:
           EngineClosedError: the engine takes no more requests.
           QueueFullError: too many requests or tokens wait.
+          RuntimeError: no event loop runs in this thread.
           TypeError, ValueError: the request asks for what cannot be (see `Request`).
         """
         asked = check_request(request, self._config, self.max_model_len)
+        request = dataclasses.replace(  # of its own: the caller may change theirs
+            request,
+            prompt=tuple(request.prompt),
+            logit_bias=dict(request.logit_bias),
+            stop_token_ids=tuple(request.stop_token_ids),
+        )
         if self.rule.greedy_only and request.temperature > 0 and request.seed is None:
             raise ValueError(
                 f"temperature is {request.temperature:g}; this engine's rule, {self.rule.name}, "
@@ -232,7 +247,7 @@ class Engine:
             self._lock.notify()
         if self._thread is not None:
             self._thread.join()
-        self.ready = False
+        self._end_all("abort")
 
     def _withdraw(self, ticket: Ticket) -> None:
         with self._lock:
@@ -249,16 +264,26 @@ class Engine:
                 pass
             reason = "abort"
         except BaseException as error:  # whatever it is, nobody may wait for ever
+            _logger.exception("the engine failed")
             self.failure = f"the engine failed: {type(error).__name__}: {error}"
             reason = "error"
+        self._end_all(reason)
+
+    def _end_all(self, reason: str) -> None:
+        """Ends every request, in a row or not."""
         with self._lock:
             self._accepts = self.ready = False
             left, self._asked = list(self._asked), {}
+            for row in self._scheduler.rows:
+                if row.ticket is not None:
+                    self._scheduler.free(row)
+            self._scheduler.waiting.clear()
         for stream in left:
             stream.give(Tokens((), finish_reason=reason))
 
     def _turn(self) -> bool:
         """New requests into rows, a chunk of a prompt, a step, and what the last step gave."""
+        assert self._device is not None
         with self._lock:
             while not (self._stops or self._has_work()):
                 self._lock.wait()
@@ -269,6 +294,8 @@ class Engine:
             admitted = list(iter(self._scheduler.admit, None))
         for each in admitted:
             self._admit(each)
+        if self._flight is None:  # chunks alone: no more of them is handed over than one
+            self._device.wait()
         self._read_chunk()
         flight = self._step()
         last, self._flight = self._flight, flight
@@ -353,10 +380,11 @@ class Engine:
     def _deliver(self, flight: _Flight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
         assert self._device is not None
-        results = self._device.results(flight.pending, len(flight.tenants))
+        results = self._device.results(flight.pending)
         for (row, epoch), result in zip(flight.tenants, results, strict=True):
             if row.epoch == epoch and row.ticket is not None:
-                self._scheduler.landed(row, result.tokens)
+                with self._lock:
+                    self._scheduler.landed(row, result.tokens)
                 if result.tokens:
                     self._hand_over(row, row.ticket, result)
 
@@ -364,7 +392,9 @@ class Engine:
         stream, request = ticket.stream, ticket.request
         with self._lock:
             for each in (stream.statistics, self._totals):
-                each.count_step(len(result.tokens), result.nodes, result.accepted)
+                each.count_step(
+                    len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
+                )
         logprobs = ()
         if request.logprobs is not None:
             logprobs = tuple(each.of_likeliest(request.logprobs) for each in result.logprobs)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.penalties import TokenCounts
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, fold
@@ -172,7 +173,8 @@ def advance(
 ) -> tuple[EngineState, Given]:
     """A step of the rows `control[:, 0]`, of which those with a second number above 0 end first.
 
-    The target's pass has `width` columns; log probabilities are made where they are `wanted`.
+    They come in order if they are all that there are. The target's pass has `width` columns; log
+    probabilities are made where they are `wanted`.
     """
     specs = specs_of(target, drafter)
 
@@ -180,14 +182,29 @@ def advance(
         target: Model, drafter: Drafter, state: EngineState, control: Array, wanted: Array
     ) -> tuple[EngineState, Given]:
         rows, ended = control[:, 0], control[:, 1] > 0
-        part = take(state, specs, rows)
-        decode = replace(part.decode, done=part.decode.done | ended)
+        every = not reads_rows_in_place() and rows.shape == state.naive.shape
+        part = state if every else take(state, specs, rows)
+        part = _without_ended(part, ended)
         served = Served(width, part.naive, wanted, setup.top)
-        decode, gave = step(target, drafter, setup.rule, decode, served)
-        return put(state, specs, rows, replace(part, decode=decode)), _given(gave)
+        decode, gave = step(target, drafter, setup.rule, part.decode, served)
+        part = replace(part, decode=decode)
+        return (part if every else put(state, specs, rows, part)), _given(gave)
 
     run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
     return run(target, drafter, state, control, wanted)
+
+
+def _without_ended(state: EngineState, ended: Bool[Array, " n"]) -> EngineState:
+    """Rows of which some end; what these and those before them asked for costs nothing any more."""
+    done = state.decode.done | ended
+    counts = state.decode.counts
+    decode = replace(
+        state.decode,
+        done=done,
+        sampling=jax.tree.map(lambda x: jnp.where(done, 0, x), state.decode.sampling),
+        counts=None if counts is None else replace(counts, used=counts.used & ~done),
+    )
+    return EngineState(decode, state.naive & ~done)
 
 
 def _given(gave: Step) -> Given:
@@ -207,7 +224,7 @@ def _fresh(target: Model, drafter: Drafter, setup: Setup, tokens: Array) -> Engi
     asked = Rows(
         prompt=tokens[:, None],
         length=jnp.ones(rows, jnp.int32),
-        key=jax.random.split(jax.random.key(0), rows),
+        key=jax.random.split(jax.random.key(0, impl="threefry2x32"), rows),
         sampling=_sampling(jnp.zeros((6, rows)), jnp.zeros(rows, jnp.int32)),
         limits=Limits(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, setup.end_ids), jnp.int32) - 1),
         counts=counts,

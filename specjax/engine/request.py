@@ -9,7 +9,7 @@ MAX_LOGPROBS = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how to continue it; names are vLLM's where it has the thing.
+    """A prompt and how to continue it.
 
     Attributes:
       prompt: token ids, at least one.
@@ -23,8 +23,9 @@ class Request:
       repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens
         that the prompt or the continuation has; 1 is off.
       logit_bias: added to the logits of tokens by their ids.
-      seed: names the random numbers; the request then gives the same text whatever runs beside it.
-        None draws them from the engine's own.
+      seed: names the random numbers; the request then gives the same text whatever runs beside it,
+        up to rounding: that of `generate` with `jax.random.key(seed)` and the naive rule. None
+        draws them from the engine's own.
       choice: which of several continuations of one seed this is.
       stop_token_ids: end the continuation beside the model's own end tokens.
       ignore_eos: whether the model's end tokens end nothing.

@@ -149,7 +149,8 @@ class Scheduler:
         Raises:
           QueueFullError: too many requests wait, or too many tokens of prompts.
         """
-        if len(self.waiting) >= self._max_requests:
+        free = sum(row.ticket is None for row in self.rows)
+        if len(self.waiting) >= self._max_requests + free:
             raise QueueFullError(
                 f"{len(self.waiting)} requests wait, and no more than {self._max_requests} may.", 1
             )
@@ -244,10 +245,20 @@ class Scheduler:
         row.tokens += tokens
 
     def size_of(self, rows: int) -> tuple[int, int]:
-        """The rows and the columns of a step in which so many rows decode."""
+        """The rows and the columns of a step in which so many rows decode.
+
+        Raises:
+          ValueError: a step cannot have so many columns.
+        """
         every = len(self.rows)
         size = min(1 << (rows - 1).bit_length(), every) if self._subsets else every
-        return size, next(width for width in WIDTHS if width >= rows * self._nodes)
+        width = next((width for width in WIDTHS if width >= rows * self._nodes), None)
+        if width is None:
+            raise ValueError(
+                f"{rows} rows of trees of {self._nodes} nodes need {rows * self._nodes} columns; a "
+                f"step has at most {WIDTHS[-1]}. Use fewer rows or a smaller budget."
+            )
+        return size, width
 
     def sizes(self) -> list[tuple[int, int]]:
         """The rows and columns of every step there may be."""

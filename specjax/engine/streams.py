@@ -1,6 +1,7 @@
 """What an engine gives a request, from its thread to an event loop."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 
 from specjax.engine.request import Logprob, Request, Statistics, Tokens
@@ -22,6 +23,7 @@ class TokenStream:
         self._loop, self._cancel = loop, cancel
         self._queue: asyncio.Queue[Tokens] = asyncio.Queue()
         self._ended = self._given = False
+        self._lock = threading.Lock()
 
     def __aiter__(self) -> "TokenStream":
         return self
@@ -37,17 +39,13 @@ class TokenStream:
         """Ends the request with the reason "abort", if it has not ended; its row is free then."""
         self._cancel()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the engine has given the last of it."""
-        return self._ended
-
     def give(self, tokens: Tokens) -> None:
-        """Hands tokens over; called in the engine's thread."""
-        if self._ended:
-            return
-        self._ended = tokens.finish_reason is not None
+        """Hands tokens over, from any thread; what comes after a finish reason is dropped."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = tokens.finish_reason is not None
         try:
             self._loop.call_soon_threadsafe(self._queue.put_nowait, tokens)
         except RuntimeError:  # the loop is closed: nobody waits any more
-            self._ended = True
+            self._cancel()

@@ -30,5 +30,7 @@ def packing_of(exists: Bool[Array, "B T"], width: int) -> Packing:
     before = jnp.cumsum(exists.reshape(-1))
     place = (before <= jnp.arange(width)[:, None]).sum(axis=1, dtype=jnp.int32)
     place = jnp.minimum(place, before.shape[0] - 1)
-    column = jnp.where(exists, before.reshape(exists.shape) - 1, 0)
-    return Packing(place, jnp.minimum(column, width - 1).astype(jnp.int32))
+    # One that does not exist has the column of the node before it, its own row's if that has any:
+    # what another row holds, a NaN even, stays there.
+    column = jnp.clip(before.reshape(exists.shape) - 1, 0, width - 1)
+    return Packing(place, column.astype(jnp.int32))
