@@ -153,7 +153,7 @@ def passes_of(drafter: Drafter, rounds: float) -> PassesOnly:
 def passes_only() -> Iterator[None]:
     """A step that decides nothing and keeps none of the target's keys."""
 
-    def verify_tree(rule, state, tree, logits, window):
+    def verify_tree(rule, state, tree, logits, window, *_):
         del rule, state
         along = jnp.arange(window, dtype=jnp.int32)[None]
         return Accepted(

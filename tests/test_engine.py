@@ -17,7 +17,6 @@ from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
-from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
 from specjax.engine import programs, state
@@ -61,11 +60,7 @@ DRAFTERS = {
     "stacked": lambda target: ExpansionDrafter.of(
         [near(target, 1), near(target, 2)], (2, 1), stack=True
     ),
-    "best first": best_first,
     "staged": lambda target: best_first(target, second=alone(near(target, 2), (1, 1))),
-    "lookup": lambda target: TextDrafter(
-        jnp.asarray([0.0, 0.4, 0.6]), None, Growth(budget=4, depth=3), VOCABULARY
-    ),
     "recycle": recycled,
     "hybrid": lambda target: HybridDrafter(
         replace(best_first(target), second=recycled(target)), jnp.asarray([0.0, 0.3]), None, least=1
@@ -302,7 +297,7 @@ def test_a_failure_ends_every_request_and_is_said(target, monkeypatch):
     [
         ({"rows": 0}, "rows is 0"),
         ({"max_model_len": 10**6}, "max_model_len is 1000000; it must lie in"),
-        ({"verify": "block", "drafter": "best first"}, "not lossless"),
+        ({"verify": "block", "drafter": "staged"}, "not lossless"),
         ({"verify": "nothing"}, "no verification rule"),
     ],
 )
@@ -357,14 +352,16 @@ def test_an_engine_that_never_started_ends_its_requests(target):
     assert engine.num_requests_waiting == 0
 
 
-@pytest.mark.parametrize("name", ["stacked", "hybrid"])
-def test_rows_may_be_copied_out_and_steps_have_all_of_them(name, target, monkeypatch):
+def test_rows_may_be_copied_out_and_steps_have_all_of_them(target, monkeypatch):
     """As on a GPU, where caches are not read in place; keys of another kind of generator."""
     monkeypatch.setattr(engines, "CHUNKS", (16,))
     for module in (xla, state, programs):
         monkeypatch.setattr(module, "reads_rows_in_place", lambda: False)
     monkeypatch.setattr(engines, "runs_some_rows", lambda: False)
-    with jax.default_prng_impl("rbg"), running(target, DRAFTERS[name](target), rows=2) as engine:
+    with (
+        jax.default_prng_impl("rbg"),
+        running(target, DRAFTERS["stacked"](target), rows=2) as engine,
+    ):
         check_texts(target, engine, 16, 3)
 
 

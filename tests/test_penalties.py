@@ -147,11 +147,9 @@ def best_first():
 
 
 TREES = {
-    "plain": (lambda: None, "auto"),
     "tree": (lambda: alone(near(target(), 1, 0.3), (2, 1)), "multi-step"),
     "block": (lambda: alone(near(target(), 1, 0.3), (1, 1)), "block"),
     "traversal": (lambda: alone(near(target(), 1, 0.3), (2, 1), children=DISTINCT), "traversal"),
-    "naive": (best_first, "naive"),
     "one-hot": (best_first, "one-hot"),
 }
 
@@ -171,7 +169,7 @@ def drawn(name, batches=4):
 
 
 @pytest.mark.long_running
-@pytest.mark.parametrize("name", ["tree", "block", "traversal", "one-hot"])
+@pytest.mark.parametrize("name", TREES)
 def test_the_distribution_under_penalties_is_that_of_plain_decoding(name):
     found, per_step = drawn(name)
     assert found.min() >= 0, "a text that p does not allow"
@@ -194,9 +192,8 @@ def test_nodes_that_forget_their_path_are_caught(monkeypatch):
     assert len(allowed) < len(found) or g_test(allowed, p).p_value < LEVEL
 
 
-@pytest.mark.parametrize("name", ["plain", "tree", "naive"])
-def test_greedy_texts_take_the_largest_penalized_logit(name):
-    make, verify = TREES[name]
+def test_greedy_texts_take_the_largest_penalized_logit():
+    make, verify = TREES["tree"]
     made = generate(
         target(), make(), [PROMPT], max_new_tokens=8, sampling=Sampling(**PENALTIES), verify=verify
     )
