@@ -70,7 +70,7 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def engine(target):
-    with running(target, chain(target)) as found:
+    with running(target, chain(target), rows=2) as found:
         yield found
 
 
@@ -355,9 +355,8 @@ def test_an_engine_that_never_started_ends_its_requests(target):
 def test_rows_may_be_copied_out_and_steps_have_all_of_them(target, monkeypatch):
     """As on a GPU, where caches are not read in place; keys of another kind of generator."""
     monkeypatch.setattr(engines, "CHUNKS", (16,))
-    for module in (xla, state, programs):
+    for module in (xla, state, programs, engines):
         monkeypatch.setattr(module, "reads_rows_in_place", lambda: False)
-    monkeypatch.setattr(engines, "runs_some_rows", lambda: False)
     with (
         jax.default_prng_impl("rbg"),
         running(target, DRAFTERS["stacked"](target), rows=2) as engine,

@@ -35,6 +35,14 @@ def _of_rules(default: str) -> str:
     return f"({listed}. default: {default})"
 
 
+_Drafts: TypeAlias = Annotated[
+    str | None,
+    _help(
+        "Draft model folders, separated by commas. By default the bundled ones, for the bundled "
+        "model.",
+    ),
+]
+
 _Stage: TypeAlias = Annotated[
     str | None,
     _help(
@@ -93,13 +101,7 @@ class Generate(Context, Hosts):
     """The text to continue; - reads it from standard input."""
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: Annotated[
-        str | None,
-        _help(
-            "Draft model folders, separated by commas. By default the bundled ones, for the "
-            "bundled model.",
-        ),
-    ] = None
+    draft: _Drafts = None
     stage: _Stage = None
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
     """What drafts; auto takes what bench measured as fastest here."""
@@ -190,8 +192,7 @@ class Bench(Context, Devices):
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: str | None = None
-    """Draft model folders, separated by commas."""
+    draft: _Drafts = None
     stage: _Stage = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
@@ -227,8 +228,7 @@ class Tune:
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: str | None = None
-    """Draft model folders, separated by commas."""
+    draft: _Drafts = None
     stage: _Stage = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
@@ -240,8 +240,7 @@ class Verify(Context, Hosts):
 
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: str | None = None
-    """Draft model folders, separated by commas."""
+    draft: _Drafts = None
     stage: _Stage = None
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
         "chain,tree,pool,specexec,hybrid"
@@ -283,8 +282,7 @@ class Info(Context, Hosts):
 
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: str | None = None
-    """Draft model folders, separated by commas."""
+    draft: _Drafts = None
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     batch: int = 1
@@ -369,13 +367,7 @@ class Serve(Context, Devices):
 
     model: str = "bundled"
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
-    draft: Annotated[
-        str | None,
-        _help(
-            "Draft model folders, separated by commas. By default the bundled ones, for the "
-            "bundled model.",
-        ),
-    ] = None
+    draft: _Drafts = None
     stage: _Stage = None
     host: str = "127.0.0.1"
     """The address to listen at."""

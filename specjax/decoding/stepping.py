@@ -21,7 +21,7 @@ from specjax.models.transformer import Model, forward, trunk, unembed
 from specjax.trees.accepted import Accepted
 from specjax.trees.tree import TokenTree, shallower, tree_attention_mask
 from specjax.verify.rules import NAIVE, Rule, decide
-from specjax.verify.token_wise import match
+from specjax.verify.token_wise import NodeProbs, match
 
 _BLOCK = 128
 """Columns of a prompt that are unembedded at a time."""
@@ -163,19 +163,18 @@ def verify_tree(
 
     def by_rule(logits: Array) -> Accepted:
         if packing is None:
-            p, places = process(logits, state.sampling), None
+            p = of_row = process(logits, state.sampling)
         else:
-            own = rows_of(packing, state.sampling)
-            p, places = process(logits, own)[:, 0], packing.column
+            p = process(logits, rows_of(packing, state.sampling))[:, 0]
+            of_row = packing.column
+
+        def probs(own: Array) -> Array | NodeProbs:
+            return own if packing is None else lambda node: p[own[node]]
 
         def decided(rule: Rule) -> Accepted:
-            if places is None:
-                return jax.vmap(lambda key, at, t, own: decide(rule, key, at, t, own, window))(
-                    state.key, state.cache.length, tree, p
-                )
-            return jax.vmap(
-                lambda key, at, t, own: decide(rule, key, at, t, lambda node: p[own[node]], window)
-            )(state.key, state.cache.length, tree, places)
+            return jax.vmap(lambda key, at, t, own: decide(rule, key, at, t, probs(own), window))(
+                state.key, state.cache.length, tree, of_row
+            )
 
         accepted = decided(rule)
         if naive is None or rule is NAIVE:

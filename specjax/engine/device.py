@@ -47,7 +47,7 @@ class Pending(NamedTuple):
 class Device:
     """An engine's state, given away to each program and taken back from it.
 
-    Nothing here waits for the device but `results`, `scores` and `compile`.
+    Nothing here waits for the device but `results`, `scores`, `wait` and `compile`.
 
     Args:
       target: the model.

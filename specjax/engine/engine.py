@@ -46,11 +46,6 @@ _SCORED = 64
 _SLOT_MULTIPLE = 128
 
 
-def runs_some_rows() -> bool:
-    """Whether a step may run fewer rows than there are: where their caches need not be copied."""
-    return reads_rows_in_place()
-
-
 class _Asked(NamedTuple):
     """A request in the engine: what it asks for as arrays, and the log probabilities so far."""
 
@@ -130,7 +125,7 @@ class Engine:
         self._scheduler = Scheduler(
             rows,
             drafter.num_slots,
-            subsets=runs_some_rows(),
+            subsets=reads_rows_in_place(),  # else fewer rows than all would be copied out
             reuses=self._reuses,
             max_requests=max_waiting,
             max_tokens=max_waiting_tokens,
