@@ -308,7 +308,8 @@ def test_what_an_engine_cannot_be_is_refused(options, sentence, target):
 
 
 def test_nothing_compiles_and_nothing_is_transferred_unasked(engine):
-    """Whatever requests ask for, once the engine has started."""
+    """Whatever requests ask for, once the engine has started, and whatever jax forgot."""
+    jax.clear_caches()
     drawn = np.random.default_rng(9)
     requests = [random_request(drawn, VOCABULARY) for _ in range(60)]
     compiled = []

@@ -33,6 +33,8 @@ class TokenTexts:
             number for name, number in vocabulary.items() if _BYTE_TOKEN.fullmatch(name)
         )
         """Tokens such as `<0x0A>`, of which runs are decoded together."""
+        self.whole = self.visible - self.byte_tokens
+        """Tokens before which a text can be cut."""
         self._anchor = [next((n for n, name in self._names.items() if name in ("a", "▁a")), 0)]
         self._anchor_length = len(self.decode(self._anchor, special=True))
         self._known: dict[int, tuple[str, bytes]] = {}
@@ -117,13 +119,15 @@ class Detokenizer:
 
         That is no place inside a run of byte tokens, and one character must follow it.
         """
-        size = _KEPT
+        texts, size = self._texts, _KEPT
         while True:
-            window = [token for token in prompt[-size:] if token in self._texts.visible]
-            settled = window and window[0] not in self._texts.byte_tokens
-            if size >= len(prompt) or (settled and self._texts.decode(window).strip(INCOMPLETE)):
+            start = max(len(prompt) - size, 0)
+            while start and prompt[start] not in texts.whole:
+                start -= 1
+            window = [token for token in prompt[start:] if token in texts.visible]
+            if not start or texts.decode(window).strip(INCOMPLETE):
                 return window
-            size *= 2
+            size = 2 * (len(prompt) - start)
 
     def add(self, token: int) -> str:
         """The text that one more token settles; may be empty."""

@@ -58,8 +58,7 @@ class Device:
 
     def __init__(self, target: Model, drafter: Drafter, setup: Setup, rows: int) -> None:
         self._setup, self._config, self._rows = setup, target.config, rows
-        # Programs take and give leaves in lists: flattening models and state anew would take a
-        # quarter of a millisecond, a tenth of a small model's step.
+        # Programs take and give leaves in lists, which jax flattens without asking Python.
         self._models, self._models_tree = jax.tree.flatten((target, drafter))
 
         def begun(target: Model, drafter: Drafter) -> EngineState:
@@ -67,11 +66,7 @@ class Device:
 
         begun_state = jax.jit(begun)(target, drafter)
         self._state, self._state_tree = jax.tree.flatten(begun_state)
-        self._begin = self._program(programs.begin)
-        self._copy = self._program(programs.copy)
-        self._assign = self._program(programs.assign)
-        self._extend = {flag: self._program(programs.extend, scored=flag) for flag in (False, True)}
-        self._advance: dict[int, Any] = {}
+        self._programs: dict[tuple[Any, ...], Any] = {}
         self._control: dict[tuple[tuple[int, int], ...], jax.Array] = {}
         vocabulary = target.config.vocab_size
         self._no_bias = jnp.zeros(vocabulary, jnp.float32)
@@ -80,29 +75,34 @@ class Device:
         self.chunk_seconds: dict[int, float] = {}
         self.step_seconds: dict[tuple[int, int], float] = {}
 
-    def _program(self, function: Callable[..., Any], *static: Any, **options: Any) -> Any:
-        """A program of the state, which it takes over: gives the new one and what else there is."""
+    def _run(self, function: Callable[..., Any], size: int, *given: Any, **static: Any) -> Any:
+        """Lets a program take over the state and gives what else there is; `size` is of `given`.
 
+        A program is compiled once, and no cache of jax can lose it.
+        """
+        key = (function, size, *static.values())
+        if key not in self._programs:
+            self._programs[key] = self._compiled(function, given, static)
+        self._state, rest = self._programs[key](self._models, self._state, *given)
+        return rest
+
+    def _compiled(self, function: Callable[..., Any], given: Any, static: dict[str, Any]) -> Any:
         def flat(models: list[Any], state: list[Any], *given: Any) -> tuple[list[Any], Any]:
             both = jax.tree.unflatten(self._models_tree, models)
             rows = jax.tree.unflatten(self._state_tree, state)
-            made = function(*both, rows, self._setup, *static, *given, **options)
+            made = function(*both, rows, self._setup, *given, **static)
             rows, rest = (made, None) if isinstance(made, EngineState) else made
             return jax.tree.leaves(rows), rest
 
-        return jax.jit(flat, donate_argnums=1)
-
-    def _run(self, program: Any, *given: Any) -> Any:
-        self._state, rest = program(self._models, self._state, *given)
-        return rest
+        return jax.jit(flat, donate_argnums=1).lower(self._models, self._state, *given).compile()
 
     def begin(self, row: int, token: int) -> None:
         """A row holds nothing but a token."""
-        self._run(self._begin, _put([row, token]))
+        self._run(programs.begin, 1, _put([row, token]))
 
     def copy(self, source: int, row: int, length: int, last: int) -> None:
         """A row holds the first `length` tokens of another, the last of which is `last`."""
-        self._run(self._copy, _put([source, row, length, last]))
+        self._run(programs.copy, 1, _put([source, row, length, last]))
 
     def extend(
         self, row: int, tokens: Sequence[int], size: int, scored: bool = False
@@ -110,7 +110,8 @@ class Device:
         """A row holds `tokens` too; with `scored`, their log probabilities for `scores`."""
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
-        return self._run(self._extend[scored], _put([row, len(tokens)]), _put(padded))
+        at = _put([row, len(tokens)])
+        return self._run(programs.extend, size, at, _put(padded), scored=scored)
 
     def wait(self) -> None:
         """Waits until all that was handed over is done."""
@@ -123,20 +124,20 @@ class Device:
             vocabulary = self._config.vocab_size
             bias = _put(checks.bias_of(request, vocabulary))
             prompt = _put(checks.tokens_of(request.prompt, vocabulary))
-        self._run(self._assign, _put(np.int32(row)), jax.device_put(asked), bias, prompt)
+        given = _put(np.int32(row)), jax.device_put(asked), bias, prompt
+        self._run(programs.assign, 1, *given)
 
     def advance(
         self, rows: Sequence[int], filling: Sequence[int], width: int, scored: bool
     ) -> Pending:
         """A step of `rows`; those that fill it up end, if they have not."""
-        if width not in self._advance:
-            self._advance[width] = self._program(programs.advance, width)
         order = [*rows, *filling]
         if len(order) == self._rows:  # a step of all rows takes none out of the state
             order.sort()
         ended = frozenset(filling)
         control = self._control_of(tuple((row, int(row in ended)) for row in order))
-        given = self._run(self._advance[width], control, self._wanted[scored])
+        wanted = self._wanted[scored]
+        given = self._run(programs.advance, len(order), control, wanted, width=width)
         return Pending(given, scored, tuple(map(order.index, rows)))
 
     def _control_of(self, rows: tuple[tuple[int, int], ...]) -> jax.Array:

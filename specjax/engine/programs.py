@@ -120,7 +120,8 @@ def extend(
     setup: Setup,
     at: Int32[Array, "2"],
     tokens: Int32[Array, " T"],
-    scored: bool = False,
+    *,
+    scored: bool,
 ) -> tuple[EngineState, TokenLogprobs | None]:
     """Row `at[0]` with the first `at[1]` of `tokens` after its own; their log probabilities if
     `scored`.
@@ -167,9 +168,10 @@ def advance(
     drafter: Drafter,
     state: EngineState,
     setup: Setup,
-    width: int,
     control: Int32[Array, "n 2"],
     wanted: Bool[Array, ""],
+    *,
+    width: int,
 ) -> tuple[EngineState, Given]:
     """A step of the rows `control[:, 0]`, of which those with a second number above 0 end first.
 
