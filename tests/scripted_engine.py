@@ -149,17 +149,18 @@ class ScriptedEngine:
     def _die(self) -> None:
         self.ready, self.failure = False, "the engine failed: scripted trouble."
 
-    def submit(self, request: Request) -> ScriptedStream:
+    def submit_all(self, requests) -> list[ScriptedStream]:
         if not self._accepts:
             raise EngineClosedError("the engine takes no more requests.")
-        if len(self.running) >= self.room:
+        if len(self.running) + len(requests) > self.room:
             raise QueueFullError(f"the queue holds {self.room} requests.", 7)
-        if request.temperature > 99:
-            raise ValueError(f"temperature is {request.temperature}; it must lie in [0, 99].")
-        stream = ScriptedStream(self, request)
-        self.requests.append(request)
-        self.running.add(stream)
-        return stream
+        for each in requests:
+            if each.temperature > 99:
+                raise ValueError(f"temperature is {each.temperature}; it must lie in [0, 99].")
+        streams = [ScriptedStream(self, each) for each in requests]
+        self.requests += requests
+        self.running.update(streams)
+        return streams
 
     def statistics(self) -> Statistics:
         return Statistics(100, 40, 50, 20, 40, 30, [18, 12])

@@ -236,9 +236,15 @@ def test_a_full_queue_refuses_and_a_request_is_checked(engine, monkeypatch):
         for sentence, request in wrong.items():
             with pytest.raises((ValueError, TypeError), match=sentence):
                 engine.submit(request)
-        monkeypatch.setattr(engine._scheduler, "_max_requests", -10)
+        monkeypatch.setattr(engine._scheduler, "_max_requests", 0)
+        streams = engine.submit_all([ask(max_new_tokens=90, ignore_eos=True)] * 2)
         with pytest.raises(QueueFullError):
-            engine.submit(Request(prompt=[1], max_new_tokens=9))
+            engine.submit(ask())
+        with pytest.raises(ValueError, match="3 requests come at once; 2 may run and 0 wait"):
+            engine.submit_all([ask()] * 3)
+        with pytest.raises(ValueError, match="prompt is empty"):
+            engine.submit_all([ask(), ask(prompt=[])])
+        await asyncio.gather(*map(collected, streams))
 
     asyncio.run(tried())
 

@@ -56,14 +56,19 @@ def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
     with pytest.raises(QueueFullError, match="60 tokens of prompts wait; with 41 more"):
         at.submit(ticket(*text(41)))
     at.submit(ticket(*text(40)))
-    with pytest.raises(QueueFullError, match="2 requests wait, and no more than 2"):
+    with pytest.raises(QueueFullError, match="2 requests wait; with 1 more they exceed the 2"):
         at.submit(ticket(1))
     idle = Scheduler(2, 8, max_requests=1)
     for _ in range(3):
         idle.submit(ticket(1))  # two rows are free
     with pytest.raises(QueueFullError):
         idle.submit(ticket(1))
+    with pytest.raises(ValueError, match="4 requests come at once; 2 may run and 1 wait"):
+        idle.submit(*(ticket(1) for _ in range(4)))
     alone = Scheduler(1, 8, max_tokens=10)
+    with pytest.raises(ValueError, match="12 tokens of prompts come at once; no more than 10"):
+        alone.submit(ticket(*text(6)), ticket(*text(6)))
+    assert not alone.waiting
     alone.submit(ticket(*text(60)))  # it could not be taken ever otherwise
     assert alone.waiting_tokens == 60
 

@@ -238,7 +238,7 @@ def test_a_full_queue(client, engine):
     assert response.headers["retry-after"] == "7"
     assert response.json()["error"]["type"] == "rate_limit_error"
     assert not engine.running
-    assert engine.aborted == 3
+    assert not engine.requests
 
 
 def test_an_engine_that_is_not_ready_or_takes_nothing(client, engine):

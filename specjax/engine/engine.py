@@ -7,6 +7,7 @@ import secrets
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -194,8 +195,28 @@ class Engine:
           RuntimeError: no event loop runs in this thread.
           TypeError, ValueError: the request asks for what cannot be (see `Request`).
         """
-        asked = check_request(request, self._config, self.max_model_len)
-        request = dataclasses.replace(  # of its own: the caller may change theirs
+        return self.submit_all([request])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list[TokenStream]:
+        """Puts requests in the queue, all of them or none.
+
+        Raises:
+          EngineClosedError, QueueFullError, RuntimeError, TypeError: as `submit`.
+          ValueError: as `submit`, or so many at once can never wait.
+        """
+        asked = [self._ask(request) for request in requests]
+        with self._lock:
+            if not self._accepts:
+                raise EngineClosedError(self.failure or "the engine takes no more requests.")
+            self._scheduler.submit(*(ticket for ticket, _ in asked))
+            self._asked.update((each.stream, each) for _, each in asked)
+            self._lock.notify()
+        return [each.stream for _, each in asked]
+
+    def _ask(self, request: Request) -> tuple[Ticket, _Asked]:
+        """A checked request of the engine's own: the caller may change theirs."""
+        parameters = check_request(request, self._config, self.max_model_len)
+        request = dataclasses.replace(
             request,
             prompt=tuple(request.prompt),
             logit_bias=dict(request.logit_bias),
@@ -207,18 +228,12 @@ class Engine:
                 "needs 0."
             )
         if request.seed is None:
-            asked = asked._replace(key=key_of(secrets.randbits(64)))
+            parameters = parameters._replace(key=key_of(secrets.randbits(64)))
         ticket = Ticket(request)
         stream = TokenStream(request, asyncio.get_running_loop(), lambda: self._withdraw(ticket))
-        ticket.stream = stream
         stream.statistics.accepted_at = [0] * (self._window - 1)
-        with self._lock:
-            if not self._accepts:
-                raise EngineClosedError(self.failure or "the engine takes no more requests.")
-            self._scheduler.submit(ticket)
-            self._asked[stream] = _Asked(stream, asked, [None])
-            self._lock.notify()
-        return stream
+        ticket.stream = stream
+        return ticket, _Asked(stream, parameters, [None])
 
     def stop_accepting(self) -> None:
         """Refuses what is submitted from now on; what was goes on."""

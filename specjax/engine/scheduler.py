@@ -8,30 +8,8 @@ from typing import Any, NamedTuple
 from specjax.engine.request import QueueFullError, Request
 
 WIDTHS = (
-    *(
-        1,
-        2,
-        4,
-        8,
-        16,
-        32,
-        48,
-        64,
-        96,
-        128,
-        192,
-        256,
-        384,
-        512,
-        768,
-        1024,
-        1536,
-        2048,
-        3072,
-        4096,
-        6144,
-    ),
-    *(8192, 12288, 16384, 24576, 32768),
+    *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
+    *(6144, 8192, 12288, 16384, 24576, 32768),
 )
 """Columns that a step's pass of the target may have."""
 
@@ -143,25 +121,38 @@ class Scheduler:
         """Tokens of the prompts that wait."""
         return sum(len(ticket.request.prompt) for ticket in self.waiting)
 
-    def submit(self, ticket: Ticket) -> None:
-        """Puts a request at the end of the queue.
+    def submit(self, *tickets: Ticket) -> None:
+        """Puts requests at the end of the queue, all of them or none.
 
         Raises:
           QueueFullError: too many requests wait, or too many tokens of prompts.
+          ValueError: so many at once can never wait.
         """
+        tokens = self.waiting_tokens
+        count, own = len(tickets), sum(len(ticket.request.prompt) for ticket in tickets)
         free = sum(row.ticket is None for row in self.rows)
-        if len(self.waiting) >= self._max_requests + free:
-            raise QueueFullError(
-                f"{len(self.waiting)} requests wait, and no more than {self._max_requests} may.", 1
+        if count > self._max_requests + len(self.rows):
+            raise ValueError(
+                f"{count} requests come at once; {len(self.rows)} may run and "
+                f"{self._max_requests} wait."
             )
-        tokens, own = self.waiting_tokens, len(ticket.request.prompt)
+        if len(self.waiting) + count > self._max_requests + free:
+            raise QueueFullError(
+                f"{len(self.waiting)} requests wait; with {count} more they exceed the "
+                f"{self._max_requests} that may.",
+                1,
+            )
+        if count > 1 and own > self._max_tokens:
+            raise ValueError(
+                f"{own} tokens of prompts come at once; no more than {self._max_tokens} may wait."
+            )
         if self.waiting and tokens + own > self._max_tokens:
             raise QueueFullError(
                 f"{tokens} tokens of prompts wait; with {own} more they exceed the "
                 f"{self._max_tokens} that may.",
                 1,
             )
-        self.waiting.append(ticket)
+        self.waiting.extend(tickets)
 
     def withdraw(self, ticket: Ticket) -> bool:
         """Takes a request out of the queue or its row; whether it was there."""

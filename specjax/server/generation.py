@@ -196,27 +196,27 @@ def submit(
     Raises:
       ApiError: the engine refuses a value (400), is full (429) or takes nothing more (503).
     """
-    choices: list[Choice] = []
+    asked = [(prompt, request) for prompt in prompts for request in prompt.requests]
     search = StopStrings(stops) if stops else None
+    streams = _submitted(service, [request for _, request in asked])
     try:
-        for prompt in prompts:
-            for request in prompt.requests:
-                stream = _submit_one(service, request)
-                choice = Choice(
-                    len(choices), stream, service.texts, prompt.ids,
-                    stops=search, logprobs=request.logprobs is not None, echo=prompt.echo,
-                )  # fmt: skip
-                choices.append(choice)
+        choices = [
+            Choice(
+                index, stream, service.texts, prompt.ids,
+                stops=search, logprobs=request.logprobs is not None, echo=prompt.echo,
+            )
+            for index, (stream, (prompt, request)) in enumerate(zip(streams, asked, strict=True))
+        ]  # fmt: skip
     except BaseException:
-        for choice in choices:
-            choice.stream.abort()
+        for stream in streams:
+            stream.abort()
         raise
     return Generation(choices, len(prompts[0].requests), service.metrics, started)
 
 
-def _submit_one(service: Service, request: Request) -> "TokenStream":
+def _submitted(service: Service, requests: Sequence[Request]) -> "list[TokenStream]":
     try:
-        return service.engine.submit(request)
+        return service.engine.submit_all(requests)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
