@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from specjax.decoding.generate import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
     from specjax.engine.engine import Engine
-    from specjax.engine.request import Request
+    from specjax.engine.request import EngineClosedError, QueueFullError, Request
     from specjax.methods.method import Method, Setting, register_method
     from specjax.methods.registry import build, load_drafter, setting_of
     from specjax.models.config import ModelConfig
@@ -31,7 +31,7 @@ _HOMES = {
     "decoding.generate": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
     "engine.engine": ("Engine",),
-    "engine.request": ("Request",),
+    "engine.request": ("EngineClosedError", "QueueFullError", "Request"),
     "methods.registry": ("build", "load_drafter", "setting_of"),
     "models.transformer": ("Model",),
     "checkpoints.pair": ("Pair", "load_pair"),
@@ -46,12 +46,14 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "Drafter",
     "Engine",
+    "EngineClosedError",
     "ExpansionDrafter",
     "Generation",
     "Method",
     "Model",
     "ModelConfig",
     "Pair",
+    "QueueFullError",
     "Request",
     "Rule",
     "Sampling",

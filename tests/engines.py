@@ -26,7 +26,7 @@ def running(target, drafter, **options) -> Iterator[Engine]:
         yield engine
         assert engine.failure is None
         end = time.monotonic() + 10  # its thread may not have seen yet that somebody left
-        while engine.num_requests_running and time.monotonic() < end:
+        while engine.num_requests_running + engine.num_requests_waiting and time.monotonic() < end:
             time.sleep(0.01)
         assert (engine.num_requests_running, engine.num_requests_waiting) == (0, 0)
     finally:

@@ -2,7 +2,7 @@
 
 The number of a CPU's devices is set once for a process, and one is right for all other tests:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.on_mesh FOLDER SECTION...
-A section is a mesh with a method (`data=8/specexec`), `programs`, `families` or `moved`.
+A section is a mesh with a method (`data=8/specexec`), `programs`, `families`, `moved` or `engine`.
 """
 
 import json
@@ -19,9 +19,13 @@ from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.generate import generate, generate_jit, stream
 from specjax.decoding.request import prepare
+from specjax.engine import engine as engines
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
 from specjax.parallel.mesh import make_mesh
+from tests.conftest import tiny_config
+from tests.engines import alone as plain_texts
+from tests.engines import ids_of, random_request, running, served
 from tests.test_parity import FAMILIES, golden, loaded
 
 ROWS, NEW = 8, 16
@@ -31,6 +35,7 @@ MESHES = {
     "data=8": {"data": 8},
     "model=8": {"model": 8},
     "data=2,model=4": {"data": 2, "model": 4},
+    "model=4": {"model": 4},
     "draft=3": {"draft": 3},
     "data=2,draft=3": {"data": 2, "draft": 3},
 }
@@ -114,10 +119,33 @@ def moved(folder: Path) -> dict:
     return found | {"written": written.config == whole.config and all(jax.tree.leaves(equal))}
 
 
+def served_on(folder: Path) -> dict:
+    """Texts of an engine on meshes, and by plain decoding on one device."""
+    drawn = np.random.default_rng(0)
+    requests = [random_request(drawn, tiny_config().vocab_size, most=12) for _ in range(8)]
+    found = {"alone": plain_texts(pair_on(folder, None).target, requests)}
+    engines.CHUNKS = (16,)
+    for name, method in {"model=4": "chain", "draft=3": "pool"}.items():
+        pair = pair_on(folder, make_mesh(**MESHES[name]))
+        drafter = registry.build(registry.setting_of(method, batch=2), pair)
+        with running(pair.target, drafter, rows=2, max_model_len=64) as engine:
+            found[name] = list(map(ids_of, served(engine, requests)))
+    try:
+        target = pair_on(folder, make_mesh(data=8)).target
+        engines.Engine(target, None)
+    except ValueError as error:
+        found["refused"] = str(error)
+    return found
+
+
 if __name__ == "__main__":
     at = Path(sys.argv[1])
-    others = {"programs": lambda: programs(at), "families": families, "moved": lambda: moved(at)}
-    alone = pair_on(at, None)
+    others = {
+        "programs": lambda: programs(at),
+        "families": families,
+        "moved": lambda: moved(at),
+        "engine": lambda: served_on(at),
+    }
     made = {"alone": {}}
     for section in sys.argv[2:]:
         if section in others:

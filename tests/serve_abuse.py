@@ -256,9 +256,7 @@ def main() -> None:
         print("  rows and places in the queue taken in the end:", server.left_behind())
         shutil.copytree(draft, draft.parent / "kept")
         shutil.rmtree(draft)
-        asyncio.run(
-            sent(server, dataclasses.replace(abuse, requests=100), psutil.Process(process.pid))
-        )
+        asyncio.run(sent(server, dataclasses.replace(abuse, requests=100), process.pid))
         print("  (that was without the draft's folder)")
         print("a signal in mid-stream:", in_mid_stream(server, process))
     shutil.move(draft.parent / "kept", draft)

@@ -45,18 +45,20 @@ class Bench:
     method: str = "chain"
     """What drafts."""
     rows: int = 8
-    """Of the server."""
+    """Of the server that drafts."""
+    clients: tuple[int, ...] = (8, 16)
+    """At once, each a row of the server that does not."""
     turns: int = 5
     """How often each side of a comparison runs."""
 
 
 @contextlib.contextmanager
-def server(folder: Path, bench: Bench, *flags: str) -> Iterator[str]:
+def server(folder: Path, bench: Bench, rows: int, *flags: str) -> Iterator[str]:
     """The address of a server that is ready."""
     command = [
-        sys.executable, "-m", "specjax", "serve", "--model", str(folder), "--draft", "bundled",
+        sys.executable, "-m", "specjax", "serve", "--model", str(folder),
         "--served-model-name", "m", "--port", "0", "--dtype", bench.dtype,
-        "--rows", str(bench.rows), *flags,
+        "--rows", str(rows), *flags,
     ]  # fmt: skip
     start = time.perf_counter()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
@@ -139,20 +141,39 @@ def one_client(url: str, pair: Pair, drafter, texts: list[list[int]], turns: int
         )
 
 
-def rows_of(url: str, pair: Pair, drafter, texts: list[list[int]], rows: int, turns: int) -> None:
-    """As many clients as rows against one, beside the same of `generate`."""
+def rows_of(
+    url: str, pair: Pair, texts: list[list[int]], clients: tuple[int, ...], turns: int
+) -> None:
+    """Several clients against one, without a draft, beside as many rows of `generate`."""
+    counts = (1, *clients)
     for temperature in (0.0, 0.8):
         found = []
         for turn in range(turns + 1):
-            own = [asyncio.run(clients_of(url, texts, n, temperature)) for n in (1, rows)]
-            own += [generated(pair, drafter, texts, n, temperature) for n in (1, rows)]
+            ours = [asyncio.run(clients_of(url, texts, n, temperature)) for n in counts]
+            theirs = [generated(pair, None, texts, n, temperature) for n in counts]
             if turn:
-                found.append(own)
-        one, many, row, batch = np.median(np.array(found), axis=0)
+                found.append((ours, theirs))
+        ours, theirs = np.median(np.array(found), axis=0)
+        for at, count in enumerate(counts):
+            print(
+                f"  T={temperature}, {count} rows: server {ours[at]:.1f} tokens/s "
+                f"({ours[at] / ours[0]:.2f} x), generate {theirs[at]:.1f} "
+                f"({theirs[at] / theirs[0]:.2f} x), ratio {ours[at] / theirs[at]:.3f}",
+                flush=True,
+            )
+
+
+def without_drafting(drafted: str, plain: str, texts: list[list[int]], turns: int) -> None:
+    """A server that has drafts and uses none against one that has none."""
+    for temperature in (0.0, 0.8):
+        found = []
+        for turn in range(turns + 1):
+            both = [asyncio.run(clients_of(url, texts, 1, temperature)) for url in (drafted, plain)]
+            if turn:
+                found.append(both[0] / both[1])
         print(
-            f"  T={temperature}: server 1 client {one:.1f} tokens/s, {rows} clients {many:.1f} "
-            f"({many / one:.2f} x); generate {row:.1f}, batch of {rows} {batch:.1f} "
-            f"({batch / row:.2f} x); {many / batch:.3f} of it",
+            f"  T={temperature}: drafts loaded but --method none against no drafts, ratio "
+            f"{np.median(found):.3f} of {', '.join(f'{ratio:.3f}' for ratio in found)}",
             flush=True,
         )
 
@@ -220,12 +241,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "target"
         save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
-        with server(folder, bench, "--method", bench.method) as url:
+        drafts = "--draft", "bundled"
+        with server(folder, bench, bench.rows, *drafts, "--method", bench.method) as url:
             one_client(url, pair, drafter, texts, bench.turns)
             asyncio.run(beside_a_long_prompt(url, texts, pair.target.config.vocab_size))
             asyncio.run(after_a_departure(url, texts[0]))
-        with server(folder, bench, "--method", "none") as url:
-            rows_of(url, pair, None, texts, bench.rows, bench.turns)
+        plain = max(bench.clients), "--method", "none"
+        with server(folder, bench, *plain) as alone:
+            rows_of(alone, pair, texts, bench.clients, bench.turns)
+            with server(folder, bench, *plain, *drafts) as drafted:
+                without_drafting(drafted, alone, texts, bench.turns)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ PATTERNS = (
     r"test_bench::test_a_cache_that_refuses_is_a_line",
     r"test_bench::test_a_run_that_is_ended_leaves_its_rows",
     r"test_bench::test_candidates_that_no_process_can_hold_run_in_groups",
+    r"test_best_first::test_the_tree_is_that_of_a_plain_search\[(one level|a chain)\]",
     r"test_best_first::test_tokens_are_those_of_plain_decoding.*",
     r"test_bench::test_phases_of_a_step_are_positive_and_leave_the_request_whole",
     r"test_bundled::test_(tokens_are_those_of_plain_decoding|the_second_stage_drafts).*",
@@ -55,10 +56,12 @@ PATTERNS = (
     r"test_parity::test_decoding_and_trees_have_the_logits_of_transformers"
     r"\[(?!(gemma3|phi3_long|qwen3|gpt2|neox|plain)\]).*",
     r"test_parity::test_greedy_texts_are_those_of_transformers"
-    r"\[(?!(gemma3|gpt2|neox|mistral|phi3)-).*",
+    r"\[(?!(gemma3|mistral)-).*",
     r"test_parity::test_trees_at_the_end_of_a_context_are_cut_off_there\[(neox|opt)\]",
     r"test_parity::test_a_draft_with_a_window_drafts_within_it",
     r"test_penalties::test_(the_distribution_under|nodes_that_forget|greedy_texts)_.*",
+    r"test_prompt_lookup::test_trees_are_those_of_a_plain_search_before_and_after_steps"
+    r"\[(least 2|at the table's mercy|no trust to spare)\]",
     r"test_profile::test_a_step_is_held_against_its_passes_alone\[.*",
     r"test_profile::test_bench_tells_the_parts_of_a_traced_step",
     r"test_readme::test_python_blocks_run\[(extending|generate|models|serving)-.*",
@@ -74,6 +77,7 @@ PATTERNS = (
     r"test_sampled_distribution::test_a_wrong_step_is_caught.*",
     r"test_serve::test_(a_|what_is_refused).*",
     r"test_sharding::test_tokens_on_other_meshes_are_those_of_one_device.*",
+    r"test_sharding::test_an_engine_on_a_mesh_.*",
     r"test_sharding::test_every_family_splits_over_two_devices",
     r"test_sharding::test_a_model_is_restored_onto_another_mesh",
     r"test_staged::test_stages_do_not_change_the_tree"

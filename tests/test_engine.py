@@ -70,8 +70,10 @@ DRAFTERS = {
 
 @pytest.fixture(scope="module")
 def engine(target):
-    with running(target, chain(target), rows=2) as found:
-        yield found
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "CHUNKS", (16, 64))
+        with running(target, chain(target), rows=2) as found:
+            yield found
 
 
 def check_texts(target, engine, count, seed):

@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent.parent
 WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
 
 
-FIRST = ("data=2,model=4/hybrid", "data=2,draft=3/pool", "programs")
+FIRST = ("data=2,draft=3/pool", "programs")
 """Sections of `on_mesh` that `pytest` runs, and below those that `pytest -m slow` does."""
 OTHERS = (
-    *("data=8/specexec", "model=8/none", "model=8/specexec", "data=2,model=4/chain"),
-    *("draft=3/pool", "data=2,model=4/recycle", "families", "moved"),
+    *("data=8/specexec", "model=8/none", "data=2,model=4/hybrid", "data=2,model=4/chain"),
+    *("draft=3/pool", "data=2,model=4/recycle", "families", "moved", "engine"),
 )
 
 
@@ -68,6 +68,13 @@ def test_tokens_are_those_of_one_device(facts, section):
 @pytest.mark.parametrize("section", [one for one in OTHERS if "/" in one])
 def test_tokens_on_other_meshes_are_those_of_one_device(other_facts, section):
     check_tokens(other_facts, section)
+
+
+def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):
+    found = other_facts["engine"]
+    assert found["model=4"] == found["alone"]
+    assert found["draft=3"] == found["alone"]
+    assert "data=8 spreads rows" in found["refused"]
 
 
 def check_tokens(facts, section):

@@ -21,6 +21,7 @@ from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter
 from specjax.measure import prompts
 from specjax.models.transformer import initialize
+from tests.conftest import QUICKLY
 from train import run
 from train.collect import load_collected
 from train.config import load_recipe
@@ -30,8 +31,8 @@ from train.loop import Log, finished, fit, steps_done
 from train.pretrain import Batches, corpus_loss
 from train.work import Work
 
-pytestmark = pytest.mark.long_running  # as the processes are with which bits are compared
 ROOT = Path(__file__).parent.parent
+ENVIRONMENT = os.environ | QUICKLY  # compiled as here, so that bits are equal
 CONFIG = str(ROOT / "configs" / "boost" / "tiny.py")
 RECIPE = load_recipe(CONFIG)
 
@@ -206,13 +207,13 @@ def test_a_run_killed_in_every_stage_ends_with_the_same_bits(tmp_path, folder, w
     there = tmp_path / "killed"
     command = [sys.executable, "-m", "train.run", CONFIG, "--folder", str(there)]
     for stage, appears in begun(there, work):
-        process = subprocess.Popen(command, cwd=ROOT, stderr=DEVNULL)
+        process = subprocess.Popen(command, cwd=ROOT, stderr=DEVNULL, env=ENVIRONMENT)
         while not appears.exists():
             assert process.poll() is None, f"the run ended before {stage}"
             time.sleep(0.002)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-    subprocess.run(command, cwd=ROOT, stderr=DEVNULL, check=True)
+    subprocess.run(command, cwd=ROOT, stderr=DEVNULL, env=ENVIRONMENT, check=True)
     for name in ("target", "drafts/0", "drafts/1", "drafts/2", "ngram"):
         weights = f"export/{name}/model.safetensors"
         assert (there / weights).read_bytes() == (folder / weights).read_bytes(), name
@@ -231,7 +232,7 @@ def test_the_exported_pair_generates_from_the_command_line(folder):
             [sys.executable, "-m", "specjax", "generate", "def f(x):", "--model",
              str(pair / "target"), "--draft", names, "--method", method, "--max-new-tokens", "16",
              "--temperature", "0.7", "--verify", "naive", "--json"],
-            cwd=ROOT, capture_output=True, text=True, check=True,
+            cwd=ROOT, capture_output=True, text=True, env=ENVIRONMENT, check=True,
         )  # fmt: skip
         texts[method] = json.loads(done.stdout)["text"]
     assert texts["pool"] == texts["none"]
@@ -241,7 +242,7 @@ def test_devices_share_the_rows_of_a_batch(tmp_path, folder, work):
     """Four virtual devices, the same command: the same training but for rounding."""
     there = tmp_path / "spread"
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": flags}
+    environment = ENVIRONMENT | {"XLA_FLAGS": flags}
     for name in (work.collected("collected"), work.collected("development"), work.collected_labels,
                  work.corpus_labels, work.pretrained):  # fmt: skip
         shutil.copytree(name, there / name.name)

@@ -113,10 +113,15 @@ class Engine:
                 f"mesh axis data={size_of(layout.mesh, DATA)} spreads rows over devices; those of "
                 "an engine come and go one by one, so use the axes model and draft."
             )
+        if layout is not None and layout.mesh.is_multi_process:
+            raise ValueError("the mesh spans several processes; an engine runs in one of its own.")
         room = self.max_model_len + max(*CHUNKS, drafter.window)
         slots = -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
         rule = rule_of(verify, drafter)
-        check_memory(target, drafter, rule, rows, max(CHUNKS), slots)
+        try:
+            check_memory(target, drafter, rule, rows, max(CHUNKS), slots)
+        except ValueError as error:
+            raise ValueError(f"{error} Use fewer rows or a smaller max_model_len.") from None
         setup = Setup(rule, slots, num_end_ids(config), MAX_LOGPROBS, layout)
         self.rule = rule
         self._config, self._rows = config, rows
