@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 import threading
 from functools import partial
 
@@ -333,6 +334,16 @@ def test_nothing_compiles_and_nothing_is_transferred_unasked(engine):
             jax.config.update("jax_transfer_guard", None)
     assert compiled[before:] == []
     assert engine.failure is None
+
+
+def test_no_program_copies_a_cache(engine):
+    """Neither in a step nor while a prompt is read: it would cost more than what they do."""
+    cache = engine._device._state[0]
+    sizes = {leaf.shape for leaf in engine._device._state if leaf.size >= cache.size // 4}
+    assert cache.shape in sizes
+    for program in engine._device._programs.values():
+        copied = re.findall(r"f32\[([\d,]+)\]\S* copy\(", program.as_text())
+        assert not sizes & {tuple(map(int, shape.split(","))) for shape in copied}
 
 
 def test_a_caller_may_change_its_prompt(engine, target):

@@ -202,6 +202,8 @@ def attend(
         query, key, value, mask.tree_mask, prefix,
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
+    if prefix is not None and prefix.rows is not None:
+        new = layers.after(mixed, new)
     mixed = mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)
     return mixed if packing is None else mixed[:, packing.place], new
 
