@@ -21,12 +21,15 @@ from specjax.decoding.stepping import (
     top_tokens_in,
 )
 from specjax.draft.drafter import Drafter, Step, TokenLogprobs
-from specjax.engine.state import EngineState, put, put_row, specs_of, take, take_row
+from specjax.engine.state import EngineState, copy_row, put, put_row, specs_of, take
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.parallel.mesh import Layout, everywhere, spread
 from specjax.trees.accepted import Accepted
 from specjax.trees.tree import NO_DRAFTER, NO_PARENT, TokenTree
 from specjax.verify.rules import Rule
+
+_FRESH_SLOTS = 8
+"""Slots of the caches of a row that holds a token."""
 
 
 class Setup(NamedTuple):
@@ -85,7 +88,8 @@ def begin(
     specs = specs_of(target, drafter)
 
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
-        return put_row(state, specs, at[0], _fresh(target, drafter, setup, at[1:]))
+        own = _fresh(target, drafter, setup, at[1:])
+        return put_row(state, specs, at[0], own, _FRESH_SLOTS)
 
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 
@@ -99,7 +103,8 @@ def copy(
     specs = specs_of(target, drafter)
 
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
-        own = take_row(state, specs, at[0])
+        state = copy_row(state, specs, *at[:3])
+        own = take(state, specs, at[1:2])
         length, decode = at[2:3], own.decode
         decode = replace(
             decode,
@@ -108,7 +113,7 @@ def copy(
             last=at[3:],
             done=jnp.ones(1, bool),
         )
-        return put_row(state, specs, at[1], replace(own, decode=decode))
+        return put(state, specs, at[1:2], replace(own, decode=decode))
 
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 

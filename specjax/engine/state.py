@@ -1,6 +1,6 @@
 """The state of an engine's rows on the device, and rows taken out of it and put back."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +20,9 @@ from specjax.parallel.mesh import DATA, ROWS
 
 _FEW_SLOTS = 128
 """Of a state that is only looked at."""
+
+_COPIED = 256
+"""Slots of a row that are copied at a time."""
 
 
 @pytree
@@ -41,10 +44,15 @@ def take(state: EngineState, specs: EngineState, rows: Int32[Array, " n"]) -> En
     No two of `rows` are the same.
     """
 
-    def of_cache(cache: KVCache) -> KVCache:
-        return replace(cache, length=cache.length[rows], rows=rows)
+    def one(axis: int, x: Array) -> Array:
+        return jnp.take(x, rows, axis=axis)
 
-    return _over(specs, of_cache, lambda axis, x: jnp.take(x, rows, axis=axis), state)
+    def of_cache(axis: int, cache: KVCache) -> KVCache:
+        if _in_place(axis):
+            return replace(cache, length=cache.length[rows], rows=rows)
+        return jax.tree.map(partial(one, axis), cache)
+
+    return _leaves(specs, of_cache, one, state)
 
 
 def put(
@@ -52,30 +60,83 @@ def put(
 ) -> EngineState:
     """The state with `part`, which `take` gave, in the place of its rows."""
 
-    def of_cache(cache: KVCache, own: KVCache) -> KVCache:
-        length = cache.length.at[rows].set(own.length)
-        return replace(own, length=length, rows=None)
-
     def set_rows(axis: int, x: Array, own: Array) -> Array:
         return x.at[(slice(None),) * axis + (rows,)].set(own)
 
-    return _over(specs, of_cache, set_rows, state, part)
+    def of_cache(axis: int, cache: KVCache, own: KVCache) -> KVCache:
+        if not _in_place(axis):
+            return jax.tree.map(partial(set_rows, axis), cache, own)
+        return replace(own, length=cache.length.at[rows].set(own.length), rows=None)
+
+    return _leaves(specs, of_cache, set_rows, state, part)
 
 
-def take_row(state: EngineState, specs: EngineState, row: Int32[Array, ""]) -> EngineState:
-    """A copy of one row, its caches too."""
-    return _leaves(
-        specs, lambda axis, x: lax.dynamic_index_in_dim(x, row, axis, keepdims=True), state
-    )
+def _in_place(axis: int) -> bool:
+    """Whether rows of a cache, which are along `axis`, are read where they lie."""
+    return axis == 0 and reads_rows_in_place()
 
 
 def put_row(
-    state: EngineState, specs: EngineState, row: Int32[Array, ""], own: EngineState
+    state: EngineState, specs: EngineState, row: Int32[Array, ""], own: EngineState, slots: int
 ) -> EngineState:
-    """The state with one row, its caches too, in the place of row number `row`."""
-    return _leaves(
-        specs, lambda axis, x, y: lax.dynamic_update_index_in_dim(x, y, row, axis), state, own
-    )
+    """The state with one row in the place of row number `row`, whose caches hold `slots` at most.
+
+    Slots past them stay as they are.
+    """
+
+    def set_row(axis: int, x: Array, own: Array) -> Array:
+        return lax.dynamic_update_slice(x, own, _at(x, axis, row))
+
+    def of_cache(axis: int, cache: KVCache, own: KVCache) -> KVCache:
+        keys = tuple(key[..., :slots] for key in own.keys)
+        values = tuple(value[..., :slots, :] for value in own.values)
+        own = replace(own, keys=keys, values=values)
+        return jax.tree.map(partial(set_row, axis), cache, own)
+
+    return _leaves(specs, of_cache, set_row, state, own)
+
+
+def copy_row(
+    state: EngineState,
+    specs: EngineState,
+    source: Int32[Array, ""],
+    row: Int32[Array, ""],
+    length: Int32[Array, ""],
+) -> EngineState:
+    """The state with a copy of row `source` in row number `row`, of its caches `length` tokens."""
+
+    def one(axis: int, x: Array) -> Array:
+        own = lax.dynamic_index_in_dim(x, source, axis, keepdims=True)
+        return lax.dynamic_update_slice(x, own, _at(x, axis, row))
+
+    def of_cache(axis: int, cache: KVCache) -> KVCache:
+        size = min(_COPIED, cache.slots)
+
+        def part(x: Array, start: Array, along: int) -> Array:
+            sizes = list(x.shape)
+            sizes[axis], sizes[along] = 1, size
+            own = lax.dynamic_slice(x, _at(x, axis, source, along, start), sizes)
+            return lax.dynamic_update_slice(x, own, _at(x, axis, row, along, start))
+
+        def chunk(number: Array, held: Any) -> Any:
+            start = jnp.minimum(number * size, cache.slots - size)
+            keys, values = held
+            return [part(x, start, -1) for x in keys], [part(x, start, -2) for x in values]
+
+        chunks = jnp.where(source == row, 0, -(-length // size))
+        keys, values = lax.fori_loop(0, chunks, chunk, (list(cache.keys), list(cache.values)))
+        return KVCache(tuple(keys), tuple(values), one(axis, cache.length))
+
+    return _leaves(specs, of_cache, one, state)
+
+
+def _at(x: Array, axis: int, row: Array, along: int | None = None, start: Any = 0) -> list[Array]:
+    """Where a row begins in an array, and `start` along another axis."""
+    found = [jnp.int32(0)] * x.ndim
+    found[axis] = row
+    if along is not None:
+        found[along] = start
+    return found
 
 
 def can_truncate(drafter: Drafter) -> bool:
@@ -96,16 +157,16 @@ def can_truncate(drafter: Drafter) -> bool:
     return able
 
 
-def _over(specs: EngineState, of_cache: Callable[..., KVCache], leaf: Any, *states: Any) -> Any:
-    """Every array by `leaf`, and caches whose rows come first by `of_cache` where that saves."""
+def _leaves(specs: EngineState, of_cache: Any, leaf: Any, *states: Any) -> Any:
+    """Every cache by `of_cache` and every other array by `leaf`, told the axis of rows."""
 
     def at(spec: P, *parts: Any) -> Any:
         axis = tuple(spec).index(DATA)
 
         def one(*found: Any) -> Any:
-            if isinstance(found[0], KVCache) and axis == 0 and reads_rows_in_place():
-                return of_cache(*found)
-            return jax.tree.map(lambda *x: leaf(axis, *x), *found)
+            if isinstance(found[0], KVCache):
+                return of_cache(axis, *found)
+            return jax.tree.map(partial(leaf, axis), *found)
 
         return jax.tree.map(one, *parts, is_leaf=lambda node: isinstance(node, KVCache))
 
@@ -116,16 +177,6 @@ def _over(specs: EngineState, of_cache: Callable[..., KVCache], leaf: Any, *stat
     without = [_without_cache(state) for state in states]
     made = jax.tree.map(at, _without_cache(specs), *without, is_leaf=_is_spec)
     return replace(made, decode=replace(made.decode, cache=caches))
-
-
-def _leaves(specs: EngineState, leaf: Any, *states: Any) -> Any:
-    """Every array by `leaf`, which is told the axis of rows."""
-
-    def at(spec: P, *parts: Any) -> Any:
-        axis = tuple(spec).index(DATA)
-        return jax.tree.map(lambda *x: leaf(axis, *x), *parts)
-
-    return jax.tree.map(at, specs, *states, is_leaf=_is_spec)
 
 
 def _without_cache(state: EngineState) -> EngineState:
