@@ -26,7 +26,7 @@ from specjax.methods.choice import Asked, Choice, choose
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import Entry
 from specjax.models.inflate import inflate
-from tests.conftest import tiny_model
+from tests.conftest import QUICKLY, tiny_model
 from tests.folders import own_cache, pair_flags
 
 __all__ = ["own_cache"]
@@ -95,7 +95,7 @@ def test_a_cache_and_an_output_that_refuse_lose_nothing(output, prompt_file, tmp
     with open("/dev/full" if full else os.devnull, "w") as written:
         done = subprocess.run(
             command if full else ["sh", "-c", f"{shlex.join(command)} | head -c 1"],
-            env=os.environ | {"SPECJAX_CACHE": "/proc/nope"}, stdout=written,
+            env=os.environ | QUICKLY | {"SPECJAX_CACHE": "/proc/nope"}, stdout=written,
             stderr=subprocess.PIPE, text=True, check=False,
         )  # fmt: skip
     report = json.loads(out.read_text())

@@ -25,7 +25,6 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
 from specjax.engine.state import can_truncate
 from specjax.models.transformer import forward
-from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape
 from tests.engines import alone as plain_texts
 from tests.engines import collected, ids_of, random_request, running, served
@@ -54,7 +53,6 @@ def recycled(target):
 
 DRAFTERS = {
     "none": lambda target: None,
-    "tree": lambda target: alone(near(target, 1), (2, 2, 1), children=DISTINCT),
     "pool": lambda target: ExpansionDrafter.of(
         [near(target, 1), near(target, 2)], ((1, 1, 1), (2, 1)), stack=False
     ),
@@ -62,7 +60,6 @@ DRAFTERS = {
         [near(target, 1), near(target, 2)], (2, 1), stack=True
     ),
     "staged": lambda target: best_first(target, second=alone(near(target, 2), (1, 1))),
-    "recycle": recycled,
     "hybrid": lambda target: HybridDrafter(
         replace(best_first(target), second=recycled(target)), jnp.asarray([0.0, 0.3]), None, least=1
     ),
@@ -311,7 +308,7 @@ def test_a_failure_ends_every_request_and_is_said(target, monkeypatch):
     ],
 )
 def test_what_an_engine_cannot_be_is_refused(options, sentence, target):
-    drafter = DRAFTERS[options.pop("drafter", "tree")](target)
+    drafter = DRAFTERS[options.pop("drafter", "pool")](target)
     with pytest.raises(ValueError, match=sentence):
         Engine(target, drafter, **options)
 
@@ -400,4 +397,4 @@ def test_threads_may_submit_side_by_side(engine):
 
 
 def test_can_truncate_is_what_drafters_say(target):
-    assert all(can_truncate(DRAFTERS[name](target)) for name in ("tree", "hybrid"))
+    assert all(can_truncate(DRAFTERS[name](target)) for name in ("pool", "hybrid"))

@@ -6,7 +6,6 @@ from specjax.decoding.request import OUTPUT_BUCKETS, room
 from specjax.models import memory
 from tests.memory_table import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 
-pytestmark = pytest.mark.long_running  # compiled as a user's programs are
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
          "tree", "tree, one row", "pool", "specexec", "small vocabulary")  # fmt: skip
 
