@@ -146,6 +146,7 @@ if __name__ == "__main__":
         "moved": lambda: moved(at),
         "engine": lambda: served_on(at),
     }
+    alone = pair_on(at, None)
     made = {"alone": {}}
     for section in sys.argv[2:]:
         if section in others:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import httpx
@@ -32,6 +32,7 @@ from specjax.methods import registry
 from specjax.models.inflate import inflate
 
 NEW = 128
+_EVENT = b"data: {"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,28 +85,46 @@ def body_of(tokens: list[int], temperature: float, **more: object) -> dict[str, 
     return asked | {"stream": True, "ignore_eos": True} | more
 
 
-async def stream_of(client: httpx.AsyncClient, body: dict[str, object]) -> list[float]:
+async def opened(url: str, body: dict[str, object]) -> AsyncGenerator[int, None]:
+    """How many events of a stream came at a time; closes the connection when it is left.
+
+    Bytes are counted, not parsed: the load must not take the cores that it measures.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        text = json.dumps(body)
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+        kind = f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+        writer.write((head + kind + text).encode())
+        assert b" 200 " in await reader.readline()
+        left = b""
+        while came := await reader.read(1 << 16):
+            left += came
+            yield left.count(_EVENT)
+            left = left[1 - len(_EVENT) :]
+    finally:
+        writer.close()
+
+
+async def stream_of(url: str, body: dict[str, object]) -> list[float]:
     """When each event of a stream came."""
     times = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                times.append(time.perf_counter())
+    async for count in opened(url, body):
+        times += [time.perf_counter()] * count
     return times
 
 
 async def clients_of(url: str, texts: list[list[int]], count: int, temperature: float) -> float:
     """Tokens a second of so many clients, each of which has its texts continued in turn."""
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
-        async def one(own: list[list[int]]) -> None:
-            for tokens in own:
-                await stream_of(client, body_of(tokens, temperature))
+    async def one() -> None:
+        for tokens in texts:
+            await stream_of(url, body_of(tokens, temperature))
 
-        start = time.perf_counter()
-        await asyncio.gather(*(one(texts) for _ in range(count)))
-        return count * len(texts) * NEW / (time.perf_counter() - start)
+    start = time.perf_counter()
+    await asyncio.gather(*(one() for _ in range(count)))
+    return count * len(texts) * NEW / (time.perf_counter() - start)
 
 
 def generated(pair: Pair, drafter, texts: list[list[int]], count: int, temperature: float) -> float:
@@ -147,9 +166,11 @@ def rows_of(
     """Several clients against one, without a draft, beside as many rows of `generate`."""
     counts = (1, *clients)
     for temperature in (0.0, 0.8):
-        found = []
+        found, shares = [], []
         for turn in range(turns + 1):
+            cpu, wall = time.process_time(), time.perf_counter()
             ours = [asyncio.run(clients_of(url, texts, n, temperature)) for n in counts]
+            shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
             theirs = [generated(pair, None, texts, n, temperature) for n in counts]
             if turn:
                 found.append((ours, theirs))
@@ -161,6 +182,7 @@ def rows_of(
                 f"({theirs[at] / theirs[0]:.2f} x), ratio {ours[at] / theirs[at]:.3f}",
                 flush=True,
             )
+        print(f"  clients' share of a core {np.median(shares):.3f}", flush=True)
 
 
 def without_drafting(drafted: str, plain: str, texts: list[list[int]], turns: int) -> None:
@@ -180,52 +202,49 @@ def without_drafting(drafted: str, plain: str, texts: list[list[int]], turns: in
 
 async def beside_a_long_prompt(url: str, texts: list[list[int]], vocabulary: int) -> None:
     """Gaps between the events of streams while a prompt of 1,500 tokens is read."""
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        noise = np.random.default_rng(0)
-        alone, beside = [], []
-        for _ in range(5):
-            mates = [
-                asyncio.create_task(stream_of(client, body_of(tokens, 0.8, max_tokens=256)))
-                for tokens in texts[:3]
-            ]
-            await asyncio.sleep(1.0)
-            start = time.perf_counter()
-            prompt = noise.integers(0, vocabulary, 1500).tolist()
-            first = (await stream_of(client, body_of(prompt, 0.8, max_tokens=1)))[0]
-            for times in await asyncio.gather(*mates):
-                at, gaps = np.array(times[1:]), np.diff(times)
-                within = (at > start) & (at < first)
-                beside += gaps[within].tolist()
-                alone += gaps[~within].tolist()
-        median, worst = np.median(alone), np.quantile(beside, 0.99)
-        print(
-            f"  gaps while a prompt of 1,500 tokens is read: p99 {1e3 * worst:.1f} ms of "
-            f"{len(beside)}, median step {1e3 * median:.1f} ms: {worst / median:.2f} x",
-            flush=True,
-        )
+    noise = np.random.default_rng(0)
+    alone, beside = [], []
+    for _ in range(5):
+        mates = [
+            asyncio.create_task(stream_of(url, body_of(tokens, 0.8, max_tokens=256)))
+            for tokens in texts[:3]
+        ]
+        await asyncio.sleep(1.0)
+        start = time.perf_counter()
+        prompt = noise.integers(0, vocabulary, 1500).tolist()
+        first = (await stream_of(url, body_of(prompt, 0.8, max_tokens=1)))[0]
+        for times in await asyncio.gather(*mates):
+            at, gaps = np.array(times[1:]), np.diff(times)
+            within = (at > start) & (at < first)
+            beside += gaps[within].tolist()
+            alone += gaps[~within].tolist()
+    median, worst = np.median(alone), np.quantile(beside, 0.99)
+    print(
+        f"  gaps while a prompt of 1,500 tokens is read: p99 {1e3 * worst:.1f} ms of "
+        f"{len(beside)}, median step {1e3 * median:.1f} ms: {worst / median:.2f} x",
+        flush=True,
+    )
 
 
 async def after_a_departure(url: str, tokens: list[int]) -> None:
     """Steps that a row takes after its client has gone."""
-    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
 
-        async def steps() -> float:
-            text = (await client.get("/metrics")).text
-            name = "specjax:spec_decode_num_drafts_total"
-            return float(next(x for x in text.splitlines() if x.startswith(name)).split()[-1])
+    def steps() -> float:
+        text = httpx.get(f"{url}/metrics").text
+        name = "specjax:spec_decode_num_drafts_total"
+        return float(next(x for x in text.splitlines() if x.startswith(name)).split()[-1])
 
-        found = []
-        for _ in range(20):
-            before, events = await steps(), 0
-            body = body_of(tokens, 0.8, max_tokens=1000)
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    events += line.startswith("data: {")
-                    if events == 5:
-                        break
-            await asyncio.sleep(0.5)
-            found.append(await steps() - before - events)
-        print(f"  steps of a row after its client has gone: at most {max(found):g} of {found}")
+    found = []
+    for _ in range(20):
+        before, events = steps(), 0
+        async with contextlib.aclosing(opened(url, body_of(tokens, 0.8, max_tokens=1000))) as came:
+            async for count in came:
+                events += count
+                if events >= 5:
+                    break
+        await asyncio.sleep(0.5)
+        found.append(steps() - before - events)
+    print(f"  steps of a row after its client has gone: at most {max(found):g} of {found}")
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from specjax.engine.request import (
 )
 from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
 from specjax.engine.state import can_truncate
-from specjax.engine.streams import TokenStream
+from specjax.engine.streams import TokenStream, give_all
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
@@ -396,33 +396,32 @@ class Engine:
         """Hands on what a step gave; what it gave those who have left is dropped."""
         assert self._device is not None
         results = self._device.results(flight.pending)
-        for (row, epoch), result in zip(flight.tenants, results, strict=True):
-            if row.epoch == epoch and row.ticket is not None:
-                with self._lock:
-                    self._scheduler.landed(row, result.tokens)
-                if result.tokens:
-                    self._hand_over(row, row.ticket, result)
-
-    def _hand_over(self, row: Row, ticket: Ticket, result: RowResult) -> None:
-        stream, request = ticket.stream, ticket.request
+        given = []
         with self._lock:
-            for each in (stream.statistics, self._totals):
-                each.count_step(
-                    len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
-                )
+            for (row, epoch), result in zip(flight.tenants, results, strict=True):
+                if row.epoch == epoch and row.ticket is not None:
+                    self._scheduler.landed(row, result.tokens)
+                    if result.tokens:
+                        given.append(self._landed(row, row.ticket, result))
+        give_all(given)
+
+    def _landed(self, row: Row, ticket: Ticket, result: RowResult) -> tuple[TokenStream, Tokens]:
+        """Counts what a row got, and frees it if that was all."""
+        stream, request = ticket.stream, ticket.request
+        for each in (stream.statistics, self._totals):
+            each.count_step(
+                len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
+            )
         logprobs = ()
         if request.logprobs is not None:
             logprobs = tuple(each.of_likeliest(request.logprobs) for each in result.logprobs)
         reason = None
         if result.done:
-            asked = self._asked.get(stream)
+            asked = self._asked.pop(stream, None)
             ends = () if asked is None else asked.parameters.end_ids.tolist()
             reason = "stop" if result.tokens[-1] in ends else "length"
-        tokens = Tokens(tuple(result.tokens), logprobs, reason)
-        if result.done:
-            self._end(row, stream, tokens)
-        else:
-            stream.give(tokens)
+            self._scheduler.free(row)
+        return stream, Tokens(tuple(result.tokens), logprobs, reason)
 
     def _end(self, row: Row, stream: TokenStream, tokens: Tokens) -> None:
         with self._lock:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from specjax.engine.request import Logprob, Request, Statistics, Tokens
 
@@ -41,11 +41,31 @@ class TokenStream:
 
     def give(self, tokens: Tokens) -> None:
         """Hands tokens over, from any thread; what comes after a finish reason is dropped."""
+        give_all([(self, tokens)])
+
+    def _takes(self, tokens: Tokens) -> bool:
+        """Whether it has not ended; it may end with these tokens."""
         with self._lock:
             if self._ended:
-                return
+                return False
             self._ended = tokens.finish_reason is not None
+        return True
+
+
+def give_all(given: Iterable[tuple[TokenStream, Tokens]]) -> None:
+    """Hands tokens over as `TokenStream.give` does; an event loop is woken once for all of them."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, Tokens]]] = {}
+    for stream, tokens in given:
+        if stream._takes(tokens):
+            by_loop.setdefault(stream._loop, []).append((stream, tokens))
+    for loop, own in by_loop.items():
         try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, tokens)
+            loop.call_soon_threadsafe(_put_all, own)
         except RuntimeError:  # the loop is closed: nobody waits any more
-            self._cancel()
+            for stream, _ in own:
+                stream.abort()
+
+
+def _put_all(given: list[tuple[TokenStream, Tokens]]) -> None:
+    for stream, tokens in given:
+        stream._queue.put_nowait(tokens)
