@@ -118,7 +118,7 @@ def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
     at.admit()
     plan = at.step()
     assert [row.number for row in plan.rows] == [0, 1, 2]
-    assert (plan.filling, plan.width) == ((3,), 32)
+    assert (plan.filling, plan.width) == ((4,), 32)  # row 3 holds a token, row 4 none
     assert at.sizes() == [(1, 8), (2, 16), (4, 32), (8, 32), (8, 48)]
     with pytest.raises(ValueError, match="columns; a step has at most 32768"):
         Scheduler(8, 5000).sizes()

@@ -75,7 +75,10 @@ class Chunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The rows of a step, then those that fill it up; and the columns of the target's pass."""
+    """The rows of a step, then those that fill it up; and the columns of the target's pass.
+
+    What fills it up are those that hold least, as a pass reads what its rows hold.
+    """
 
     rows: tuple[Row, ...]
     filling: tuple[int, ...]
@@ -224,10 +227,13 @@ class Scheduler:
         if not rows:
             return None
         size, width = self.size_of(len(rows))
-        others = [row.number for row in self.rows if not row.decodes]
+        others = sorted(
+            (row for row in self.rows if not row.decodes), key=lambda row: len(row.tokens)
+        )
         for row in rows:
             row.flying += 1
-        return StepPlan(rows, tuple(others[: size - len(rows)]), width)
+        filling = tuple(row.number for row in others[: size - len(rows)])
+        return StepPlan(rows, filling, width)
 
     def landed(self, row: Row, tokens: Sequence[int]) -> None:
         """Notes what a step gave a row."""
