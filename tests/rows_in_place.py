@@ -6,15 +6,15 @@ Each figure is the median of the milliseconds of a layer, of runs of both forms 
 layers with caches of their own, 10 heads of 64 features, 2 of keys and values, float32.
 """
 
-import statistics
-import time
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.tree_attention import Prefix, tree_attention
+from specjax.measure.timing import clocked
 
 LAYERS, HEADS, KV_HEADS, FEATURES, TURNS = 12, 10, 2, 64, 15
 CASES = (
@@ -27,40 +27,55 @@ CASES = (
 """Rows, nodes of each, slots of the cache, tokens in it."""
 
 
+class Drawn(NamedTuple):
+    """What attention is given: a block of nodes, and a cache for each layer."""
+
+    query: jax.Array
+    block: tuple[jax.Array, jax.Array]
+    caches: list[tuple[jax.Array, jax.Array]]
+    tree_mask: jax.Array
+    length: jax.Array
+
+
+def drawn(rows: int, nodes: int, slots: int, tokens: int) -> Drawn:
+    """Random numbers of these shapes."""
+    noise = np.random.default_rng(0)
+
+    def of(*shape: int) -> jax.Array:
+        return jnp.asarray(noise.standard_normal(shape), jnp.float32)
+
+    own = rows, KV_HEADS
+    return Drawn(
+        of(rows, HEADS, nodes, FEATURES),
+        (of(*own, nodes, FEATURES), of(*own, nodes, FEATURES)),
+        [(of(*own, FEATURES, slots), of(*own, slots, FEATURES)) for _ in range(LAYERS)],
+        jnp.tril(jnp.ones((rows, nodes, nodes), bool)),
+        jnp.full(rows, tokens, jnp.int32),
+    )
+
+
+@jax.jit
+def layers_of(at: Drawn, rows: jax.Array | None) -> jax.Array:
+    """All layers, one after the other; `rows` of the caches are read in place."""
+    query = at.query
+    for keys, values in at.caches:
+        prefix = Prefix(keys, values, at.length, rows=rows)
+        query = query + tree_attention(query, *at.block, at.tree_mask, prefix)
+    return query
+
+
 def main() -> None:
     """Measures every case and prints it."""
     print(jax.devices()[0].device_kind, jax.__version__)
     for rows, nodes, slots, tokens in CASES:
-        noise = np.random.default_rng(0)
-
-        def drawn(*shape: int) -> jax.Array:
-            return jnp.asarray(noise.standard_normal(shape), jnp.float32)  # noqa: B023
-
-        query = drawn(rows, HEADS, nodes, FEATURES)
-        block = [drawn(rows, KV_HEADS, nodes, FEATURES) for _ in range(2)]
-        caches = [
-            (drawn(rows, KV_HEADS, FEATURES, slots), drawn(rows, KV_HEADS, slots, FEATURES))
-            for _ in range(LAYERS)
-        ]
-        tree_mask = jnp.tril(jnp.ones((rows, nodes, nodes), bool))
-        length, every = jnp.full(rows, tokens, jnp.int32), jnp.arange(rows, dtype=jnp.int32)
-
-        def passed(own: jax.Array | None, query: jax.Array, caches: list) -> jax.Array:
-            for keys, values in caches:
-                prefix = Prefix(keys, values, length, rows=own)  # noqa: B023
-                query = query + tree_attention(query, *block, tree_mask, prefix)  # noqa: B023
-            return query
-
-        forms = [jax.jit(partial(passed, own)) for own in (every, None)]
-        in_place, dense = (np.asarray(form(query, caches)) for form in forms)
+        at = drawn(rows, nodes, slots, tokens)
+        forms = jnp.arange(rows, dtype=jnp.int32), None
+        in_place, dense = (np.asarray(layers_of(at, form)) for form in forms)
         np.testing.assert_allclose(in_place, dense, rtol=1e-4, atol=1e-4)
-        found: list[list[float]] = [[], []]
+        found = []
         for _ in range(TURNS):
-            for form, times in zip(forms, found, strict=True):
-                start = time.perf_counter()
-                jax.block_until_ready(form(query, caches))
-                times.append(1e3 * (time.perf_counter() - start) / LAYERS)
-        medians = [statistics.median(times) for times in found]
+            found.append([clocked(partial(layers_of, at, form))[1] for form in forms])
+        medians = 1e3 * np.median(found, axis=0) / LAYERS
         print(
             f"{rows} rows of {nodes} nodes, {tokens} tokens in {slots} slots: in place "
             f"{medians[0]:.2f} ms a layer, over all slots {medians[1]:.2f}",

@@ -17,9 +17,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
@@ -33,6 +31,7 @@ import tyro
 import specjax
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from tests.folders import pair_folder
+from tests.serving import serving
 
 TEXTS, NEW, CONTEXT = 48, 24, 256
 KINDS = {"whole": 0.3, "stream": 0.3, "leaves": 0.3, "slow": 0.04, "half": 0.03, "limit": 0.03}
@@ -57,34 +56,19 @@ class Server:
     """`specjax serve` with the tiny pair, at a port that stays the same."""
 
     def __init__(self, abuse: Abuse, draft: Path) -> None:
-        self._command = [
-            sys.executable, "-m", "specjax", "serve", "--model", f"{pair_folder()}/target",
-            "--draft", str(draft), "--served-model-name", "m", "--method", abuse.method,
-            "--rows", str(abuse.rows), "--drain-seconds", "10", "--max-waiting", "2048",
-        ]  # fmt: skip
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        """Where it is."""
-        return f"http://127.0.0.1:{self.port}"
+        self._flags = (
+            "--model", f"{pair_folder()}/target", "--draft", str(draft),
+            "--served-model-name", "m", "--method", abuse.method, "--rows", str(abuse.rows),
+            "--drain-seconds", "10", "--max-waiting", "2048",
+        )  # fmt: skip
+        self.url, self.port = "", 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[subprocess.Popen[str]]:
         """The process, once it is ready."""
-        command = [*self._command, "--port", str(self.port)]
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            for line in process.stderr:
-                if " at http" in line:
-                    self.port = int(line.rsplit(":", 1)[1].strip().rstrip("."))
-                if "ready." in line:
-                    break
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            try:
-                yield process
-            finally:
-                process.kill()
+        with serving(*self._flags, "--port", str(self.port)) as (self.url, process):
+            self.port = int(self.url.rsplit(":", 1)[1])
+            yield process
 
     def gauge(self, name: str) -> float:
         """The value of a metric."""

@@ -10,10 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
@@ -27,9 +24,11 @@ import specjax
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
+from specjax.draft import Drafter
 from specjax.measure import prompts
 from specjax.methods import registry
 from specjax.models.inflate import inflate
+from tests.serving import serving
 
 NEW = 128
 _EVENT = b"data: {"
@@ -56,28 +55,11 @@ class Bench:
 @contextlib.contextmanager
 def server(folder: Path, bench: Bench, rows: int, *flags: str) -> Iterator[str]:
     """The address of a server that is ready."""
-    command = [
-        sys.executable, "-m", "specjax", "serve", "--model", str(folder),
-        "--served-model-name", "m", "--port", "0", "--dtype", bench.dtype,
-        "--rows", str(rows), *flags,
-    ]  # fmt: skip
+    own = "--model", str(folder), "--dtype", bench.dtype, "--rows", str(rows), *flags
     start = time.perf_counter()
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr is not None
-        url = ""
-        for line in running.stderr:
-            if " at http" in line:
-                url = line.split(" at ")[1].strip().rstrip(".")
-            if "ready." in line:
-                break
+    with serving(*own, "--served-model-name", "m", "--port", "0") as (url, _):
         print(f"  ready after {time.perf_counter() - start:.1f} s: {' '.join(flags)}", flush=True)
-        reader = threading.Thread(target=running.stderr.read, daemon=True)  # or its pipe fills up
-        reader.start()
-        try:
-            yield url
-        finally:
-            running.terminate()
-            running.wait(30)
+        yield url
 
 
 def body_of(tokens: list[int], temperature: float, **more: object) -> dict[str, object]:
@@ -127,7 +109,9 @@ async def clients_of(url: str, texts: list[list[int]], count: int, temperature: 
     return count * len(texts) * NEW / (time.perf_counter() - start)
 
 
-def generated(pair: Pair, drafter, texts: list[list[int]], count: int, temperature: float) -> float:
+def generated(
+    pair: Pair, drafter: Drafter | None, texts: list[list[int]], count: int, temperature: float
+) -> float:
     """Tokens a second of `generate`, with each text in `count` rows."""
     start = time.perf_counter()
     for tokens in texts:
@@ -138,7 +122,7 @@ def generated(pair: Pair, drafter, texts: list[list[int]], count: int, temperatu
     return count * len(texts) * NEW / (time.perf_counter() - start)
 
 
-def one_client(url: str, pair: Pair, drafter, texts: list[list[int]], turns: int) -> None:
+def one_client(url: str, pair: Pair, drafter: Drafter, texts: list[list[int]], turns: int) -> None:
     """One client of the server against `generate` with one row."""
     for temperature in (0.0, 0.8):
         ours, theirs, shares = [], [], []
@@ -158,6 +142,38 @@ def one_client(url: str, pair: Pair, drafter, texts: list[list[int]], turns: int
             f"{np.median(shares):.3f}",
             flush=True,
         )
+
+
+def without_http(
+    pair: Pair, drafter: Drafter, texts: list[list[int]], rows: int, turns: int
+) -> None:
+    """One row of an engine in this process against `generate`, and how long its programs take."""
+    engine = specjax.Engine(pair.target, drafter, rows=rows)
+    engine.start()
+
+    async def served(temperature: float) -> None:
+        for tokens in texts:
+            asked = {"prompt": tokens, "max_new_tokens": NEW, "ignore_eos": True}
+            async for _ in engine.submit(specjax.Request(temperature=temperature, **asked)):
+                pass
+
+    device = engine._device
+    assert device is not None
+    chunks = [f"{size}: {1e3 * own:.1f}" for size, own in device.chunk_seconds.items()]
+    steps = [f"{n}: {1e3 * own:.1f}" for (n, _), own in device.step_seconds.items()]
+    print(f"  ms of a chunk by its tokens {', '.join(chunks)}; of a step by its rows "
+          f"{', '.join(steps)}", flush=True)  # fmt: skip
+    for temperature in (0.0, 0.8):
+        found = []
+        for turn in range(turns + 1):
+            start = time.perf_counter()
+            asyncio.run(served(temperature))
+            speed = len(texts) * NEW / (time.perf_counter() - start)
+            if turn:
+                found.append(speed / generated(pair, drafter, texts, 1, temperature))
+        print(f"  T={temperature}: engine without HTTP against generate, ratio "
+              f"{np.median(found):.3f}", flush=True)  # fmt: skip
+    engine.close()
 
 
 def rows_of(
@@ -260,6 +276,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "target"
         save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
+        without_http(pair, drafter, texts, bench.rows, bench.turns)
         drafts = "--draft", "bundled"
         with server(folder, bench, bench.rows, *drafts, "--method", bench.method) as url:
             one_client(url, pair, drafter, texts, bench.turns)

@@ -54,7 +54,7 @@ def fresh_programs():
 
 def test_a_lossless_pair_is_certified(capsys):
     flags = ["--methods", "pool", "--tree", "1,1", "--prompts", "2", "--max-new-tokens", "8"]
-    flags += ["--samples", "300", "--verify", "naive,multi-step"]
+    flags += ["--samples", "300", "--verify", "naive,multi-step,traversal"]
     found = answer(capsys, "verify", *flags)
     assert found["passed"]
     assert found["greedy"]["passed"]

@@ -18,6 +18,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
 from specjax.engine import programs, state
@@ -25,6 +26,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
 from specjax.engine.state import can_truncate
 from specjax.models.transformer import forward
+from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape
 from tests.engines import alone as plain_texts
 from tests.engines import collected, ids_of, random_request, running, served
@@ -53,12 +55,18 @@ def recycled(target):
 
 DRAFTERS = {
     "none": lambda target: None,
+    "tree": lambda target: alone(near(target, 1), (2, 2, 1), children=DISTINCT),
     "pool": lambda target: ExpansionDrafter.of(
         [near(target, 1), near(target, 2)], ((1, 1, 1), (2, 1)), stack=False
     ),
     "stacked": lambda target: ExpansionDrafter.of(
         [near(target, 1), near(target, 2)], (2, 1), stack=True
     ),
+    "best first": best_first,
+    "lookup": lambda target: TextDrafter(
+        jnp.asarray([0.0, 0.4, 0.6]), None, Growth(budget=4, depth=3), VOCABULARY
+    ),
+    "recycle": recycled,
     "staged": lambda target: best_first(target, second=alone(near(target, 2), (1, 1))),
     "hybrid": lambda target: HybridDrafter(
         replace(best_first(target), second=recycled(target)), jnp.asarray([0.0, 0.3]), None, least=1

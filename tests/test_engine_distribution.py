@@ -74,7 +74,7 @@ def p_value(rule: str, count: int) -> tuple[float, float]:
     return (0.0 if found.min() < 0 else g_test(found, exact.distributions()).p_value), per_step
 
 
-@pytest.mark.parametrize("rule", ["multi-step", "block"])
+@pytest.mark.parametrize("rule", ["naive", "multi-step", "block", "traversal"])
 def test_the_distribution_through_an_engine_is_that_of_plain_decoding(rule):
     found, per_step = p_value(rule, DRAWN)
     assert found > LEVEL

@@ -147,9 +147,12 @@ def best_first():
 
 
 TREES = {
+    "plain": (lambda: None, "auto"),
     "tree": (lambda: alone(near(target(), 1, 0.3), (2, 1)), "multi-step"),
     "block": (lambda: alone(near(target(), 1, 0.3), (1, 1)), "block"),
     "traversal": (lambda: alone(near(target(), 1, 0.3), (2, 1), children=DISTINCT), "traversal"),
+    "recursive": (lambda: alone(near(target(), 1, 0.3), (2, 1), children=DISTINCT), "recursive"),
+    "naive": (best_first, "naive"),
     "one-hot": (best_first, "one-hot"),
 }
 
@@ -175,7 +178,7 @@ def test_the_distribution_under_penalties_is_that_of_plain_decoding(name):
     assert found.min() >= 0, "a text that p does not allow"
     p = np.array(list(expected().values()))
     assert g_test(found, p).p_value > LEVEL
-    assert per_step > 1.1
+    assert per_step == 1 if name == "plain" else per_step > 1.1
 
 
 @pytest.mark.long_running
@@ -192,8 +195,9 @@ def test_nodes_that_forget_their_path_are_caught(monkeypatch):
     assert len(allowed) < len(found) or g_test(allowed, p).p_value < LEVEL
 
 
-def test_greedy_texts_take_the_largest_penalized_logit():
-    make, verify = TREES["tree"]
+@pytest.mark.parametrize("name", ["plain", "tree", "naive"])
+def test_greedy_texts_take_the_largest_penalized_logit(name):
+    make, verify = TREES[name]
     made = generate(
         target(), make(), [PROMPT], max_new_tokens=8, sampling=Sampling(**PENALTIES), verify=verify
     )

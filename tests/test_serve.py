@@ -1,12 +1,9 @@
 """`specjax serve` as a process: OpenAI's client, texts of the target alone, a signal, its end."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import httpx
@@ -16,27 +13,14 @@ import pytest
 from specjax.__main__ import main
 from tests.conftest import QUICKLY
 from tests.folders import answer, pair_flags
+from tests.serving import serving
 
 PROMPT = "def add(a, b):\n"
 
 
-@contextlib.contextmanager
 def process(*flags):
-    """The server's address once it is ready, and its process."""
-    command = [sys.executable, "-m", "specjax", "serve", *pair_flags(), "--port", "0", *flags]
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=os.environ | QUICKLY
-    ) as running:
-        try:
-            for line in running.stderr:
-                if " at http" in line:
-                    url = line.split(" at ")[1].strip().rstrip(".")
-                    assert httpx.get(f"{url}/ready").status_code in (200, 503)
-                if "ready." in line:
-                    break
-            yield url, running
-        finally:
-            running.kill()
+    """A server of the tiny pair."""
+    return serving(*pair_flags(), "--port", "0", *flags, environment=os.environ | QUICKLY)
 
 
 @pytest.fixture(scope="module")

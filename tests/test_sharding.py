@@ -23,7 +23,13 @@ WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
 FIRST = ("data=2,draft=3/pool", "programs")
 """Sections of `on_mesh` that `pytest` runs, and below those that `pytest -m slow` does."""
 OTHERS = (
-    *("data=8/specexec", "model=8/none", "data=2,model=4/hybrid", "data=2,model=4/chain"),
+    *(
+        "data=8/specexec",
+        "model=8/none",
+        "model=8/specexec",
+        "data=2,model=4/hybrid",
+        "data=2,model=4/chain",
+    ),
     *("draft=3/pool", "data=2,model=4/recycle", "families", "moved", "engine"),
 )
 
