@@ -84,12 +84,17 @@ def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineSta
 def begin(
     target: Model, drafter: Drafter, state: EngineState, setup: Setup, at: Int32[Array, "2"]
 ) -> EngineState:
-    """Row `at[0]` holds nothing but the token `at[1]`, and is done."""
+    """Row `at[0]` holds nothing but the token `at[1]`, and is done.
+
+    The target's cache holds none of it, so that no pass of the target is made.
+    """
     specs = specs_of(target, drafter)
 
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
         own = _fresh(target, drafter, setup, at[1:])
-        return put_row(state, specs, at[0], own, _FRESH_SLOTS)
+        made = put_row(state, specs, at[0], own, _FRESH_SLOTS)
+        cache = replace(state.decode.cache, length=made.decode.cache.length)
+        return replace(made, decode=replace(made.decode, cache=cache))
 
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 

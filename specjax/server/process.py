@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -89,7 +90,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
-            app, loop="asyncio", http="h11", ws="none", lifespan="off", log_config=None,
+            app, loop="auto", http="httptools", ws="none", lifespan="off", log_config=None,
             access_log=False, server_header=False, proxy_headers=False,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )  # fmt: skip
@@ -103,6 +104,8 @@ class Server(uvicorn.Server):
     def _start(self) -> None:
         try:
             self._service.engine.start()
+            gc.collect()
+            gc.freeze()  # what there is now stays: no collection looks at it again
             _say("ready")
         except BaseException as error:
             self.failure = f"the engine did not start: {error}"
