@@ -33,6 +33,7 @@ class ScriptedStream:
         self.request = request
         self.statistics = Statistics(prompt_tokens=len(request.prompt), accepted_at=[0] * 8)
         self.prompt_logprobs = None
+        self.admitted = time.monotonic()
         self._engine = engine
         self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
         self._ended = False

@@ -339,6 +339,8 @@ def test_metrics(client, engine):
     for name in (
         "time_to_first_token_seconds", "e2e_request_latency_seconds", "request_prompt_tokens",
         "request_generation_tokens", "request_time_per_output_token_seconds",
+        "request_queue_time_seconds", "request_prefill_time_seconds",
+        "request_decode_time_seconds", "request_inference_time_seconds",
     ):  # fmt: skip
         key = f"vllm:{name}_count{label}"
         assert after[key] - before[key] == 2

@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
@@ -327,6 +328,7 @@ class Engine:
         row, source, common = admission
         assert row.ticket is not None
         stream = row.ticket.stream
+        stream.admitted = time.monotonic()
         with self._lock:
             self._totals.prompt_tokens += len(row.ticket.request.prompt)
             if source is not None:

@@ -11,7 +11,8 @@ class TokenStream:
     """The tokens of a request as they come: an async iterator of `Tokens`.
 
     The last one has a `finish_reason`. `prompt_logprobs`, where they were asked for, are there
-    before the first; the first token of a prompt has None.
+    before the first; the first token of a prompt has None. `admitted` is when the request got a
+    row, by `time.monotonic()`; None before.
     """
 
     def __init__(
@@ -20,6 +21,7 @@ class TokenStream:
         self.request = request
         self.statistics = Statistics(prompt_tokens=len(request.prompt))
         self.prompt_logprobs: list[Logprob | None] | None = None
+        self.admitted: float | None = None
         self._loop, self._cancel = loop, cancel
         self._queue: asyncio.Queue[Tokens] = asyncio.Queue()
         self._ended = self._given = False

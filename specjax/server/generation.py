@@ -1,7 +1,6 @@
 """The choices of a request, from their submission to the engine to their last token."""
 
 import asyncio
-import dataclasses
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from specjax.engine.request import EngineClosedError, QueueFullError, Request, Statistics
 from specjax.server.choices import Choice, Delta, Echo
 from specjax.server.errors import ApiError, unavailable
-from specjax.server.metrics import Metrics
+from specjax.server.metrics import Metrics, Times
 from specjax.server.responses import ResponseMetrics, Usage
 from specjax.server.service import Service
 from specjax.server.stops import StopStrings
@@ -28,14 +27,6 @@ class Prompt(NamedTuple):
     ids: Sequence[int]
     echo: Echo | None
     requests: Sequence[Request]
-
-
-@dataclasses.dataclass
-class _Times:
-    """When a choice had its first tokens and its last, by `time.monotonic()`; 0 before."""
-
-    first: float = 0.0
-    last: float = 0.0
 
 
 class Generation:
@@ -100,7 +91,7 @@ class Generation:
 
     async def _take(self, choice: Choice) -> None:
         """Takes the tokens of a choice until it ends."""
-        times = _Times()
+        times = Times(self._started)
         try:
             async for tokens in choice.stream:
                 if tokens.ids:
@@ -112,22 +103,21 @@ class Generation:
                     break
         finally:
             choice.stream.abort()
-            self._count(choice, times.last - times.first)
+            times.admitted, times.ended = choice.stream.admitted, time.monotonic()
+            self._metrics.finished(
+                choice.finish_reason or "abort", choice.prompt_tokens, choice.completion_tokens,
+                times,
+            )  # fmt: skip
 
-    def _time(self, times: "_Times") -> None:
+    def _time(self, times: Times) -> None:
         now = time.monotonic()
-        if times.first:
+        if times.last is not None:
             self._metrics.between_events(now - times.last)
         else:
             self._metrics.first_token.observe(now - self._started)
             self.first_token_seconds = self.first_token_seconds or now - self._started
-        times.first, times.last = times.first or now, now
-
-    def _count(self, choice: Choice, decoding: float) -> None:
-        self._metrics.finished(
-            choice.finish_reason or "abort", choice.prompt_tokens, choice.completion_tokens,
-            time.monotonic() - self._started, decoding,
-        )  # fmt: skip
+            times.first = now
+        times.last = now
 
     def _check(self) -> None:
         reasons = {choice.finish_reason or "abort" for choice in self.choices}

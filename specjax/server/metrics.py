@@ -1,5 +1,6 @@
 """Prometheus metrics under the names that dashboards for vLLM read, and some of our own."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,30 @@ _REQUEST = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
     *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )  # fmt: skip
+_PARTS = (
+    ("e2e_request_latency", "Seconds of a request", "came", "ended"),
+    ("request_queue_time", "Seconds before it has a row", "came", "admitted"),
+    ("request_prefill_time", "Seconds from its row to its first token", "admitted", "first"),
+    ("request_decode_time", "Seconds from its first token to its last", "first", "last"),
+    ("request_inference_time", "Seconds from its row to its last token", "admitted", "last"),
+)
+"""Times of a request: their names, what they are, and between what of `Times`."""
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+
+
+@dataclasses.dataclass
+class Times:
+    """When a choice came, got a row, had its first and its last tokens, and ended.
+
+    By `time.monotonic()`; None for what did not happen.
+    """
+
+    came: float
+    admitted: float | None = None
+    first: float | None = None
+    last: float | None = None
+    ended: float | None = None
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -61,9 +85,10 @@ class Metrics:
             "Seconds between a request's first token and its last, over their number but one.",
             _BETWEEN,
         )
-        self._seconds = histogram(
-            "vllm:e2e_request_latency_seconds", "Seconds of a request.", _REQUEST
-        )
+        self._parts = [
+            (histogram(f"vllm:{name}_seconds", f"{text}.", _REQUEST), begin, end)
+            for name, text, begin, end in _PARTS
+        ]
         self._prompt = histogram(
             "vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS
         )
@@ -83,24 +108,24 @@ class Metrics:
         for histogram in self._between:
             histogram.observe(seconds)
 
-    def finished(
-        self, reason: str, prompt: int, generated: int, seconds: float, decoding: float
-    ) -> None:
+    def finished(self, reason: str, prompt: int, generated: int, times: Times) -> None:
         """Counts a request that ended.
 
         Args:
           reason: why.
           prompt: tokens of its prompt.
           generated: tokens it was given.
-          seconds: since it came.
-          decoding: seconds between its first token and its last.
+          times: of what happened to it.
         """
         self._finished.labels(self._model, reason).inc()
-        self._seconds.observe(seconds)
         self._prompt.observe(prompt)
         self._generated.observe(generated)
-        if generated > 1:
-            self._per_token.observe(decoding / (generated - 1))
+        for part, begin, end in self._parts:
+            since, until = getattr(times, begin), getattr(times, end)
+            if since is not None and until is not None:
+                part.observe(until - since)
+        if generated > 1 and times.first is not None and times.last is not None:
+            self._per_token.observe((times.last - times.first) / (generated - 1))
 
     def exposition(self) -> bytes:
         """All metrics as Prometheus reads them."""
