@@ -55,9 +55,9 @@ class Abuse:
 class Server:
     """`specjax serve` with the tiny pair, at a port that stays the same."""
 
-    def __init__(self, abuse: Abuse, draft: Path) -> None:
+    def __init__(self, abuse: Abuse, draft: Path, target: Path | None = None) -> None:
         self._flags = (
-            "--model", f"{pair_folder()}/target", "--draft", str(draft),
+            "--model", str(target or pair_folder() / "target"), "--draft", str(draft),
             "--served-model-name", "m", "--method", abuse.method, "--rows", str(abuse.rows),
             "--drain-seconds", "10", "--max-waiting", "2048",
         )  # fmt: skip
@@ -190,7 +190,7 @@ def _judged(text: str, wanted: str) -> str:
     return "right text" if text == wanted else "WRONG TEXT"
 
 
-def _resident(process: int) -> float:
+def resident(process: int) -> float:
     """Memory of a process in MiB."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -207,7 +207,7 @@ async def sent(server: Server, abuse: Abuse, process: int) -> None:
             async with room:
                 await clients.one()
             if number % (abuse.requests // 10) == 0:
-                memory.append(_resident(process))
+                memory.append(resident(process))
 
         start = time.perf_counter()
         await asyncio.gather(*map(one, range(abuse.requests)))

@@ -281,9 +281,13 @@ class Scheduler:
         row.used = self._tick
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens two texts have in common."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    return next(at for at in range(most) if one[at] != other[at])
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """How many first tokens two texts have in common; halves of them are compared at a time."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        half = (same + most + 1) // 2
+        if one[same:half] == other[same:half]:
+            same = half
+        else:
+            most = half - 1
+    return same

@@ -1,0 +1,340 @@
+"""`specjax serve` against llama.cpp's `llama-server`: the same weights, prompts and clients.
+
+    python -m tests.llama_server_bench --server build/bin/llama-server --inflate 100M
+
+Both servers run, and are measured in turns, while the other takes no time of a core; figures are
+medians of the turns, and of a turn's requests. No prompt is sent to a server twice, so that none is
+in its cache. The cores must be free: llama-server's threads spin while they wait for each other,
+and beside another process it can be ten times slower.
+
+llama-server has the flags that were its fastest of those tried, which are printed: the cores there
+are as threads, a key/value cache of float16 (its default), and for its speculation, which a draft
+alone does not turn on, `draft-simple`. Requests name the one sampler that they need.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import httpx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+import specjax
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.values import count_of
+from specjax.engine.scheduler import common_prefix
+from specjax.measure import prompts
+from specjax.models.inflate import inflate
+from specjax.models.transformer import Model
+from tests.serve_bench import NEW, body_of
+from tests.serving import serving
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TEXTS = 3
+"""That a client has continued, one after the other."""
+COMPARED, ENOUGH = 64, 16
+"""Greedy tokens that are compared, and how many must agree at least."""
+_NAMES = {
+    "attention_norm": "attn_norm", "query": "attn_q", "key": "attn_k", "value": "attn_v",
+    "output": "attn_output", "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up",
+    "down": "ffn_down",
+}  # fmt: skip
+"""What llama.cpp calls the leaves of a layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """What is measured."""
+
+    server: Path
+    """A llama-server."""
+    inflate: str | None = None
+    """Grow the target to so many parameters."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of its weights; drafts have the package's."""
+    method: str = "chain"
+    """What drafts here; with chain, the draft is the one that llama-server has."""
+    drafted: int = 3
+    """Tokens that llama-server drafts at a time."""
+    sure: float = 0.0
+    """The probability below which it stops drafting."""
+    clients: tuple[int, ...] = (1, 4, 8)
+    """At once; both servers have as many rows as the most."""
+    temperatures: tuple[float, ...] = (0.0, 0.8)
+    """Of the requests."""
+    turns: int = 3
+    """How often each side of a comparison runs."""
+
+
+class Side(NamedTuple):
+    """A server, and whether it is llama.cpp's."""
+
+    url: str
+    theirs: bool
+
+
+class Load(NamedTuple):
+    """Tokens a second, the median seconds to a first token, and the tokens of a step."""
+
+    speed: float
+    first: float
+    step: float
+
+
+def export(model: Model, tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
+    """Writes a model of LLaMA's form as llama.cpp reads it; norms are float32."""
+    try:
+        import gguf
+    except ModuleNotFoundError:
+        raise SystemExit("this needs gguf, which is not installed: pip install gguf.") from None
+    config = model.config
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_theta)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+
+    known = {number: token for token, number in tokenizer.get_vocab().items()}
+    special = set(tokenizer.all_special_ids)
+    kinds, numbers = gguf.TokenType, range(config.vocab_size)
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")  # of no effect, as prompts are sent as tokens
+    writer.add_token_list([known.get(number, f"<unused {number}>") for number in numbers])
+    writer.add_token_types([
+        kinds.CONTROL if number in special else kinds.NORMAL if number in known else kinds.UNUSED
+        for number in numbers
+    ])  # fmt: skip
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    writer.add_bos_token_id(config.eos_ids[0])
+    writer.add_eos_token_id(config.eos_ids[0])
+    writer.add_add_bos_token(False)
+
+    def add(name: str, leaf: jax.Array, heads: int = 0) -> None:
+        tensor = np.asarray(leaf)
+        if heads:  # rotated features lie side by side there, in halves of a head here
+            halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
+            tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
+        if tensor.ndim > 1 and tensor.dtype == jnp.bfloat16:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(f"{name}.weight", tensor.view(np.uint8), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", tensor.astype(np.float32))
+
+    rotated = {"query": config.num_heads, "key": config.num_kv_heads}
+    add("token_embd", model.embedding)
+    add("output_norm", model.final_norm)
+    if model.unembedding is not None:
+        add("output", model.unembedding)
+    for index, layer in enumerate(model.layers):
+        for leaf, name in _NAMES.items():
+            add(f"blk.{index}.{name}", getattr(layer, leaf), rotated.get(leaf, 0))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@contextlib.contextmanager
+def llama_server(binary: Path, log: Path, *flags: str) -> Iterator[str]:
+    """The address of a llama-server that is ready; it is killed in the end."""
+    command = [str(binary), *flags, "--port", "0", "--no-webui", "--metrics"]
+    with (
+        log.open("wb") as said,
+        subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT) as process,
+    ):
+        try:
+            while not (found := re.search(rb"listening on (http\S+)", text := log.read_bytes())):
+                if process.poll() is not None:
+                    end = text[-2000:].decode(errors="replace")
+                    raise SystemExit(f"llama-server ended before it was ready:\n{end}")
+                time.sleep(0.1)
+            url = found[1].decode()
+            while httpx.get(f"{url}/health").status_code != 200:
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.kill()
+
+
+def asked_of(side: Side, tokens: list[int], temperature: float) -> dict[str, object]:
+    """A request for exactly `NEW` tokens of the model's own distribution."""
+    more: dict[str, object] = {"stream_options": {"include_usage": True}}
+    if side.theirs:
+        sampler = "temperature" if temperature else "top_k"
+        more |= {"cache_prompt": False, "samplers": [sampler], "top_k": 1}
+    return body_of(tokens, temperature, **more)
+
+
+async def first_of(side: Side, body: dict[str, object]) -> float:
+    """Seconds to the first event of a stream, which is read to its end and checked.
+
+    Events are not counted, as one may hold several tokens; the last one says how many there were.
+    """
+    host, port = side.url.removeprefix("http://").split(":")
+    text, start = json.dumps(body), time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
+        kind = f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
+        writer.write((head + kind + text).encode())
+        came, first = bytearray(), 0.0
+        while more := await reader.read(1 << 16):
+            came += more
+            if not first and b"data: {" in came:
+                first = time.perf_counter() - start
+    finally:
+        writer.close()
+    made, cached = (
+        [int(number) for number in re.findall(rb'"%s": ?(\d+)' % name, came)]
+        for name in (b"completion_tokens", b"cached_tokens")
+    )
+    if not first or made[-1:] != [NEW] or any(cached):
+        raise SystemExit(f"{side.url} gave not {NEW} new tokens: {bytes(came[-1000:])!r}")
+    return first
+
+
+def steps_of(side: Side) -> tuple[float, float]:
+    """Steps that verified drafts, and the drafted tokens that they accepted, until now."""
+    text = httpx.get(f"{side.url}/metrics").text
+    names = "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total"
+    steps, accepted = (
+        sum(float(number) for number in re.findall(rf"^\w+:{name}(?:{{.*}})? (\S+)$", text, re.M))
+        for name in names
+    )
+    return steps, accepted
+
+
+async def load_of(side: Side, texts: list[list[list[int]]], temperature: float) -> Load:
+    """Clients at once, each of which has its texts continued in turn."""
+
+    async def one(own: list[list[int]]) -> list[float]:
+        return [await first_of(side, asked_of(side, tokens, temperature)) for tokens in own]
+
+    before, start = steps_of(side), time.perf_counter()
+    firsts = await asyncio.gather(*map(one, texts))
+    seconds = time.perf_counter() - start
+    steps, accepted = np.subtract(steps_of(side), before)
+    tokens = sum(map(len, texts)) * NEW
+    step = 1 + accepted / steps if steps else 1.0
+    return Load(tokens / seconds, float(np.median(np.concatenate(firsts))), float(step))
+
+
+def fresh(pair: Pair, numbers: Iterator[int], clients: int) -> list[list[list[int]]]:
+    """Prompts for each client; a number makes every one of them new from its first tokens on."""
+    listed = itertools.cycle(text for _, text in prompts.read(None))
+    return [
+        [pair.tokenizer(f"# {next(numbers)}\n{next(listed)}").input_ids[:200] for _ in range(TEXTS)]
+        for _ in range(clients)
+    ]
+
+
+def check(pair: Pair, url: str, texts: list[list[int]]) -> None:
+    """Compares greedy tokens of llama-server with those of `generate`, up to an end token.
+
+    From there on they differ, as `ignore_eos` means here that a text goes on after its end, and
+    there that it has none.
+    """
+    found = []
+    for tokens in texts:
+        made = specjax.generate(
+            jax.random.key(0), pair.target, None, [tokens], max_new_tokens=COMPARED,
+            stop_at_eos=False,
+        ).tokens[0].tolist()  # fmt: skip
+        ends = [at for at, token in enumerate(made) if token in pair.target.config.eos_ids]
+        made = made[: min(ends, default=len(made))]
+        asked = asked_of(Side(url, True), tokens, 0.0)
+        asked |= {"stream": False, "max_tokens": COMPARED, "return_tokens": True}
+        theirs = httpx.post(f"{url}/completion", json=asked, timeout=600).json()["tokens"]
+        found.append((common_prefix(made, theirs), len(made)))
+    said = ", ".join(f"{same} of {made}" for same, made in found)
+    print(f"  greedy tokens of llama-server that are those of generate: {said}", flush=True)
+    if any(same < min(ENOUGH, made) for same, made in found):
+        raise SystemExit("llama-server has not the model that specjax has: their texts differ.")
+
+
+def compare(bench: Bench, pair: Pair, sides: tuple[Side, Side], numbers: Iterator[int]) -> None:
+    """The servers in turns, at every temperature with every number of clients."""
+    for temperature, count in itertools.product(bench.temperatures, bench.clients):
+        found = []
+        for turn in range(bench.turns + 1):  # the first warms up
+            texts = fresh(pair, numbers, count)
+            both = [asyncio.run(load_of(side, texts, temperature)) for side in sides]
+            if turn:
+                found.append(both)
+        runs = np.array(found)  # by turn, side and figure
+        (ours, first, step), (theirs, their_first, their_step) = np.median(runs, axis=0)
+        ratio = np.median(runs[:, 0, 0] / runs[:, 1, 0])
+        line = (
+            f"  T={temperature}, {count} client{'s' * (count > 1)}: specjax {ours:.1f} tokens/s, "
+            f"llama-server {theirs:.1f}, ratio {ratio:.3f}; first token after {1e3 * first:.1f} ms, "
+            f"{1e3 * their_first:.1f} ms"
+        )
+        if max(step, their_step) > 1:
+            line += f"; tokens of a step {step:.2f}, {their_step:.2f}"
+        print(line, flush=True)
+
+
+def main() -> None:
+    """Measures, and prints it."""
+    bench = tyro.cli(Bench, config=(tyro.conf.FlagCreatePairsOff,))
+    pair = load_pair("bundled", dtype=bench.dtype)
+    if bench.inflate:
+        pair = pair._replace(target=inflate(pair.target, count_of(bench.inflate)))
+    rows, numbers = max(bench.clients), itertools.count(100)
+    asked: dict[str, Any] = dataclasses.asdict(bench) | {"server": bench.server.name}
+    version = subprocess.run([bench.server, "--version"], capture_output=True, text=True)
+    said = " ".join((version.stdout + version.stderr).split())
+    print(f"{json.dumps(asked)} jax {jax.__version__}, llama-server {said}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder, target, draft = (Path(name) / each for each in ("target", "t.gguf", "d.gguf"))
+        save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
+        export(pair.target, pair.tokenizer, target)
+        export(pair.drafts[0], pair.tokenizer, draft)
+        slots = str(rows * pair.target.config.max_positions)
+        plain = "-np", str(rows), "-c", slots, "-t", str(os.cpu_count()), "--cache-ram", "0"
+        drafts = "--spec-type", "draft-simple", "--spec-draft-n-max", str(bench.drafted)
+        drafts = *drafts, "--spec-draft-p-min", str(bench.sure)
+        for method in ("none", bench.method):
+            own = "--method", method, "--rows", str(rows), "--dtype", bench.dtype
+            flags = plain
+            if method != "none":
+                own, flags = (*own, "--draft", "bundled"), (*plain, *drafts)
+            print(f"specjax serve {' '.join(own)}; llama-server {' '.join(flags)}", flush=True)
+            files = "-m", str(target), *(["-md", str(draft)] if method != "none" else [])
+            with (
+                serving(
+                    *own, "--model", str(folder), "--served-model-name", "m", "--port", "0"
+                ) as (here, _),
+                llama_server(bench.server, Path(name) / "log", *files, *flags) as there,
+            ):
+                check(pair, there, fresh(pair, numbers, 1)[0])
+                compare(bench, pair, (Side(here, False), Side(there, True)), numbers)
+
+
+if __name__ == "__main__":
+    main()
