@@ -291,8 +291,8 @@ def compare(bench: Bench, pair: Pair, sides: tuple[Side, Side], numbers: Iterato
         ratio = np.median(runs[:, 0, 0] / runs[:, 1, 0])
         line = (
             f"  T={temperature}, {count} client{'s' * (count > 1)}: specjax {ours:.1f} tokens/s, "
-            f"llama-server {theirs:.1f}, ratio {ratio:.3f}; first token after {1e3 * first:.1f} ms, "
-            f"{1e3 * their_first:.1f} ms"
+            f"llama-server {theirs:.1f}, ratio {ratio:.3f}; first token after "
+            f"{1e3 * first:.1f} ms, {1e3 * their_first:.1f} ms"
         )
         if max(step, their_step) > 1:
             line += f"; tokens of a step {step:.2f}, {their_step:.2f}"

@@ -58,7 +58,9 @@ def main() -> None:
     """Sends them, and prints what came of it."""
     asked = tyro.cli(Cases, config=(tyro.conf.FlagCreatePairsOff,))
     if shutil.which("schemathesis") is None:
-        raise SystemExit("this needs schemathesis, which is not installed: pip install schemathesis.")
+        raise SystemExit(
+            "this needs schemathesis, which is not installed: pip install schemathesis."
+        )
     with tempfile.TemporaryDirectory() as name:
         target, draft = Path(name) / "target", Path(name) / "draft"
         shutil.copytree(pair_folder() / "target", target)

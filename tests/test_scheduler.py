@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.engine.request import QueueFullError, Request
-from specjax.engine.scheduler import Scheduler, Ticket, common_prefix
+from specjax.engine.scheduler import ChunkCost, Scheduler, Ticket, common_prefix, soonest
 
-SECONDS = {16: 0.01, 64: 0.02, 256: 0.06}
+COSTS = {16: ChunkCost(0.01, 1e-5), 64: ChunkCost(0.02), 256: ChunkCost(0.06)}
 
 
 def ticket(*tokens: int, **options) -> Ticket:
@@ -22,7 +22,7 @@ def text(count: int, first: int = 0) -> tuple[int, ...]:
 
 
 def read_all(at: Scheduler) -> None:
-    while (chunk := at.chunk(SECONDS, 1.0)) is not None:
+    while (chunk := at.chunk(COSTS, 1.0)) is not None:
         at.read(chunk)
 
 
@@ -85,7 +85,7 @@ def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
     assert at.withdraw(runs)
     assert row.ticket is None
     assert row.epoch == epoch + 1
-    assert at.chunk(SECONDS, 1.0) is None
+    assert at.chunk(COSTS, 1.0) is None
     assert not at.withdraw(runs)
 
 
@@ -96,16 +96,39 @@ def test_prompts_are_read_in_chunks_that_a_step_outweighs():
     at.submit(ticket(*text(300)))
     at.admit()
     for seconds, size in ((1.0, 256), (0.03, 64), (0.001, 16)):
-        chunk = at.chunk(SECONDS, seconds)
+        chunk = at.chunk(COSTS, seconds)
         assert (chunk.size, len(chunk.tokens)) == (size, min(size, 299))
     at.free(at.rows[0])
-    assert at.chunk(SECONDS, 0.001).size == 256, "no row decodes that it could keep waiting"
-    assert not at.read(at.chunk(SECONDS, 0.001))
-    last = at.chunk(SECONDS, 1.0)
+    assert at.chunk(COSTS, 0.001).size == 256, "no row decodes that it could keep waiting"
+    assert not at.read(at.chunk(COSTS, 0.001))
+    last = at.chunk(COSTS, 1.0)
     assert (last.size, last.tokens) == (64, list(text(43, 257)))
     assert at.read(last)
     assert at.rows[1].tokens == list(text(300))
     assert at.rows[1].decodes
+
+
+def test_what_a_row_holds_makes_its_chunks_smaller():
+    costs = {8: ChunkCost(0.01, 1e-5), 16: ChunkCost(0.012, 2e-5)}
+    at = Scheduler(2, 8)
+    at.submit(ticket(5))
+    at.admit()
+    at.submit(ticket(*text(1000)))
+    at.admit()
+    sizes = []
+    while (chunk := at.chunk(costs, 0.02)) is not None:
+        sizes.append((at.rows[1].filled, chunk.size))
+        at.read(chunk)
+    assert [size for filled, size in sizes if filled <= 400] == [16] * 25
+    assert {size for filled, size in sizes if filled > 400} == {8}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size"),
+    [(1, 8), (8, 8), (9, 64), (64, 64), (65, 64), (120, 64), (200, 64), (250, 256), (900, 256)],
+)
+def test_a_prompt_is_read_in_the_chunks_that_take_least(tokens, size):
+    assert soonest(tokens, {8: 0.02, 64: 0.03, 256: 0.115}) == size
 
 
 def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
@@ -186,7 +209,7 @@ def test_no_row_and_no_place_is_lost_whatever_happens(events):
                 here.append(own)
             except QueueFullError:
                 assert len(at.waiting) == 5
-        elif kind == 1 and (chunk := at.chunk(SECONDS, 0.02)) is not None:
+        elif kind == 1 and (chunk := at.chunk(COSTS, 0.02)) is not None:
             at.read(chunk)
         elif kind == 2 and here:
             at.withdraw(here.pop(number % len(here)))
@@ -204,7 +227,7 @@ def test_no_row_and_no_place_is_lost_whatever_happens(events):
     for each in here:
         assert at.withdraw(each)
     assert at.running == len(at.waiting) == 0
-    assert at.chunk(SECONDS, 1.0) is None
+    assert at.chunk(COSTS, 1.0) is None
     assert at.step() is None
 
 
@@ -213,3 +236,5 @@ def test_common_prefixes():
     assert common_prefix([1, 2], [1, 2, 4]) == 2
     assert common_prefix([], [1]) == 0
     assert common_prefix([3], [1]) == 0
+    for same in range(9):
+        assert common_prefix([1] * same + [2] * 3, [1] * same + [3] * 5) == same

@@ -19,8 +19,11 @@ from specjax.models.transformer import Model
 _KEPT = 1024
 """Sets of rows whose arrays are kept on the device."""
 
-_REPEATS = 3
-"""Runs of a program whose median is taken for how long it takes."""
+_MEASURED_TOKENS = 2048
+"""Tokens that a row holds at most when it is measured how much they slow a chunk."""
+
+_REPEATS, _TIMED_SECONDS = 3, 0.1
+"""Runs of a program, at least so many and for so long, whose median is how long it takes."""
 
 
 class RowResult(NamedTuple):
@@ -72,7 +75,7 @@ class Device:
         self._no_bias = jnp.zeros(vocabulary, jnp.float32)
         self._no_prompt = jnp.zeros(vocabulary, bool)
         self._wanted = {flag: jax.device_put(np.bool_(flag)) for flag in (False, True)}
-        self.chunk_seconds: dict[int, float] = {}
+        self.chunk_seconds: dict[int, tuple[float, float]] = {}
         self.step_seconds: dict[tuple[int, int], float] = {}
 
     def _run(self, function: Callable[..., Any], size: int, *given: Any, **static: Any) -> Any:
@@ -174,12 +177,21 @@ class Device:
         return _logprobs(values[0, :count], top[0], tops[0])
 
     def compile(
-        self, steps: Sequence[tuple[int, int]], chunks: Sequence[int], scored: int, reuses: bool
+        self,
+        steps: Sequence[tuple[int, int]],
+        chunks: Sequence[int],
+        scored: int,
+        longest: int,
+        reuses: bool,
     ) -> Iterator[str]:
         """Compiles every program and measures those that are planned by; yields what comes next.
 
-        `steps` are rows and columns, `chunks` numbers of tokens; a chunk of `scored` tokens gives
-        log probabilities.
+        Args:
+          steps: rows and columns.
+          chunks: numbers of tokens.
+          scored: tokens of a chunk that gives log probabilities.
+          longest: tokens that a row may hold.
+          reuses: whether rows are copied.
         """
         request = Request(prompt=[0])
         asked = checks.check_request(request, self._config, 2**30)
@@ -191,9 +203,11 @@ class Device:
             self.copy(0, 0, 1, 0)
         yield "parameters"
         self.assign(0, request, asked)
+        alone = {}
         for size in chunks:
             yield f"prompts by {size}"
-            self.chunk_seconds[size] = self._timed(lambda size=size: self.extend(0, [0], size))
+            alone[size] = self._timed(partial(self.extend, 0, [0], size))
+        self.chunk_seconds = self._with_growth(alone, min(longest, _MEASURED_TOKENS))
         yield f"log probabilities of prompts by {scored}"
         found = self.extend(0, [0], scored, scored=True)
         assert found is not None
@@ -204,6 +218,19 @@ class Device:
             run = partial(self.advance, range(rows), (), width, False)
             self.step_seconds[rows, width] = self._timed(run)
         self._begin_all(0)
+
+    def _with_growth(self, alone: dict[int, float], tokens: int) -> dict[int, tuple[float, float]]:
+        """Seconds of chunks in an empty row, and what each of up to `tokens` in it adds."""
+        self.begin(0, 0)
+        size, held = max(alone), 1
+        while held + size < tokens:
+            self.extend(0, [0] * size, size)
+            held += size
+        found = {}
+        for size, seconds in alone.items():
+            later = self._timed(partial(self.extend, 0, [0], size))
+            found[size] = seconds, max(later - seconds, 0.0) / held
+        return found
 
     def _begin_all(self, live: int) -> None:
         """New texts in all rows, of which the first `live` decode, for as long as there is room."""
@@ -219,8 +246,8 @@ class Device:
         """The median of how long a program takes, in seconds; the first run compiles it."""
         run()
         self.wait()
-        found = []
-        for _ in range(_REPEATS):
+        found: list[float] = []
+        while len(found) < _REPEATS or sum(found) < _TIMED_SECONDS:
             start = time.perf_counter()
             run()
             self.wait()

@@ -30,7 +30,7 @@ from specjax.engine.request import (
     Statistics,
     Tokens,
 )
-from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
+from specjax.engine.scheduler import Admission, Chunk, ChunkCost, Row, Scheduler, Ticket
 from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.models.transformer import Model
@@ -39,7 +39,7 @@ from specjax.verify.rules import AUTO
 
 _logger = logging.getLogger(__name__)
 
-CHUNKS = (16, 64, 256)
+CHUNKS = (8, 16, 64, 256)
 """Tokens of a prompt that a program reads at a time."""
 
 _SCORED = 64
@@ -128,6 +128,7 @@ class Engine:
         self._config, self._rows = config, rows
         self._make_device = partial(Device, target, drafter, setup, rows)
         self._device: Device | None = None
+        self._chunk_costs: dict[int, ChunkCost] = {}
         self._reuses = can_truncate(drafter)
         self._scheduler = Scheduler(
             rows,
@@ -184,9 +185,12 @@ class Engine:
         device = self._make_device()
         steps = self._scheduler.sizes()
         task = progress.add_task("compile", total=len(steps) + len(CHUNKS) + 3 + self._reuses)
-        for what in device.compile(steps, CHUNKS, _SCORED, self._reuses):
+        for what in device.compile(steps, CHUNKS, _SCORED, self.max_model_len, self._reuses):
             progress.update(task, description=f"compile {what}", advance=1)
         self._device = device
+        self._chunk_costs = {
+            size: ChunkCost(*device.chunk_seconds[size]) for size in device.chunk_seconds
+        }
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self.ready = True
         self._thread.start()
@@ -346,8 +350,8 @@ class Engine:
         with self._lock:
             rows = sum(row.decodes for row in self._scheduler.rows)
             step = self._scheduler.size_of(max(rows, 1))
-            seconds = dict(self._device.chunk_seconds)
-            chunk = self._scheduler.chunk(seconds, self._device.step_seconds[step])
+            seconds = self._device.step_seconds[step]
+            chunk = self._scheduler.chunk(self._chunk_costs, seconds)
         if chunk is None:
             return
         ticket = chunk.row.ticket

@@ -118,7 +118,7 @@ def copy(
             last=at[3:],
             done=jnp.ones(1, bool),
         )
-        return put(state, specs, at[1:2], replace(own, decode=decode))
+        return put(state, specs, at[1:2], own, replace(own, decode=decode))
 
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 
@@ -143,7 +143,7 @@ def extend(
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array, tokens: Array) -> Any:
         part = take(state, specs, at[:1])
         decode, found = _extended(target, drafter, setup, part.decode, tokens[None], at[1:], scored)
-        return put(state, specs, at[:1], replace(part, decode=decode)), found
+        return put(state, specs, at[:1], part, replace(part, decode=decode)), found
 
     run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
     return run(target, drafter, state, at, tokens)
@@ -196,18 +196,18 @@ def advance(
         rows, ended = control[:, 0], control[:, 1] > 0
         every = not reads_rows_in_place() and rows.shape == state.naive.shape
         part = state if every else take(state, specs, rows)
-        part = _without_ended(part, ended)
-        served = Served(width, part.naive, wanted, setup.top)
-        decode, gave = step(target, drafter, setup.rule, part.decode, served)
-        part = replace(part, decode=decode)
-        return (part if every else put(state, specs, rows, part)), _given(gave)
+        live = _without_ended(part, ended)
+        served = Served(width, live.naive, wanted, setup.top)
+        decode, gave = step(target, drafter, setup.rule, live.decode, served)
+        after = replace(part, decode=_as_asked(decode, part.decode))
+        return (after if every else put(state, specs, rows, part, after)), _given(gave)
 
     run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
     return run(target, drafter, state, control, wanted)
 
 
 def _without_ended(state: EngineState, ended: Bool[Array, " n"]) -> EngineState:
-    """Rows of which some end; what these and those before them asked for costs nothing any more."""
+    """Rows of which some end; what they and those before them asked for costs nothing in a step."""
     done = state.decode.done | ended
     counts = state.decode.counts
     decode = replace(
@@ -217,6 +217,14 @@ def _without_ended(state: EngineState, ended: Bool[Array, " n"]) -> EngineState:
         counts=None if counts is None else replace(counts, used=counts.used & ~done),
     )
     return EngineState(decode, state.naive & ~done)
+
+
+def _as_asked(decode: DecodeState, before: DecodeState) -> DecodeState:
+    """`decode` with what its rows asked for `before`: that some are done is all that is kept."""
+    assert decode.counts is not None
+    assert before.counts is not None
+    counts = replace(decode.counts, used=before.counts.used)
+    return replace(decode, sampling=before.sampling, counts=counts)
 
 
 def _given(gave: Step) -> Given:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.engine.request import QueueFullError, Request
@@ -72,6 +72,17 @@ class Chunk(NamedTuple):
     row: Row
     tokens: list[int]
     size: int
+
+
+class ChunkCost(NamedTuple):
+    """Seconds that a chunk takes in a row that holds nothing, and what each token there adds."""
+
+    seconds: float
+    per_token: float = 0.0
+
+    def after(self, tokens: int) -> float:
+        """Seconds of a chunk in a row that holds so many tokens."""
+        return self.seconds + tokens * self.per_token
 
 
 class StepPlan(NamedTuple):
@@ -193,22 +204,22 @@ class Scheduler:
             self._reading.append(row)
         return Admission(row, None if source is None else source.number, row.filled)
 
-    def chunk(self, seconds: dict[int, float], step_seconds: float) -> Chunk | None:
+    def chunk(self, costs: Mapping[int, ChunkCost], step_seconds: float) -> Chunk | None:
         """The next tokens of a prompt to be read.
 
-        Of the sizes, the smallest that holds what is left; while a row decodes, none that takes
-        longer than `step_seconds`, unless it is the smallest.
+        Of the sizes in `costs`, that with which the rest of the prompt is read soonest; while a row
+        decodes, none that takes longer than `step_seconds`, unless it is the smallest.
         """
         if not self._reading:
             return None
         row = self._reading[0]
         assert row.ticket is not None
-        sizes = sorted(seconds)
+        seconds = {size: costs[size].after(row.filled) for size in sorted(costs)}
         if any(each.decodes for each in self.rows):
-            sizes = [s for s in sizes if seconds[s] <= step_seconds] or sizes[:1]
+            least = min(seconds)
+            seconds = {n: own for n, own in seconds.items() if own <= step_seconds or n == least}
         prompt = row.ticket.request.prompt
-        left = len(prompt) - row.filled
-        size = next((s for s in sizes if s >= left), sizes[-1])
+        size = soonest(len(prompt) - row.filled, seconds)
         return Chunk(row, list(prompt[row.filled : row.filled + size]), size)
 
     def read(self, chunk: Chunk) -> bool:
@@ -279,6 +290,37 @@ class Scheduler:
     def _touch(self, row: Row) -> None:
         self._tick += 1
         row.used = self._tick
+
+
+def soonest(tokens: int, seconds: Mapping[int, float]) -> int:
+    """The size of the first of the chunks that read so many tokens in the least time.
+
+    Either one chunk holds them all, or the largest that they fill comes first.
+
+    Args:
+      tokens: how many are left.
+      seconds: how long a chunk takes, by its size; sizes ascend.
+    """
+    whole = next((size for size in seconds if size >= tokens), None)
+    filled = {size: own for size, own in seconds.items() if size <= tokens}
+    if whole is None or not filled:
+        return max(filled) if whole is None else whole
+    first = max(filled)
+    apart = seconds[first] + _least_seconds(tokens - first, filled)
+    return first if apart < seconds[whole] else whole
+
+
+def _least_seconds(tokens: int, seconds: Mapping[int, float]) -> float:
+    """In which chunks of these sizes read so many tokens, the last of them perhaps not filled."""
+    if not tokens:
+        return 0.0
+    largest = max(seconds)
+    chunks, left = divmod(tokens, largest)
+    found = (chunks + (left > 0)) * seconds[largest]
+    smaller = {size: own for size, own in seconds.items() if size < largest}
+    if not smaller:
+        return found
+    return min(found, chunks * seconds[largest] + _least_seconds(left, smaller))
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

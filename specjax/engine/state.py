@@ -45,7 +45,7 @@ def take(state: EngineState, specs: EngineState, rows: Int32[Array, " n"]) -> En
     """
 
     def one(axis: int, x: Array) -> Array:
-        return jnp.take(x, rows, axis=axis)
+        return x.at[_rows_at(axis, rows)].get(mode="promise_in_bounds", unique_indices=True)
 
     def of_cache(axis: int, cache: KVCache) -> KVCache:
         if _in_place(axis):
@@ -56,19 +56,34 @@ def take(state: EngineState, specs: EngineState, rows: Int32[Array, " n"]) -> En
 
 
 def put(
-    state: EngineState, specs: EngineState, rows: Int32[Array, " n"], part: EngineState
+    state: EngineState,
+    specs: EngineState,
+    rows: Int32[Array, " n"],
+    taken: EngineState,
+    part: EngineState,
 ) -> EngineState:
-    """The state with `part`, which `take` gave, in the place of its rows."""
+    """The state with `part`, made of what `take` gave, in the place of its rows.
 
-    def set_rows(axis: int, x: Array, own: Array) -> Array:
-        return x.at[(slice(None),) * axis + (rows,)].set(own)
+    Arrays that are those of `taken` are not written: a step changes few of a row's many.
+    """
 
-    def of_cache(axis: int, cache: KVCache, own: KVCache) -> KVCache:
+    def set_rows(axis: int, x: Array, was: Array, own: Array) -> Array:
+        if own is was:
+            return x
+        at = x.at[_rows_at(axis, rows)]
+        return at.set(own, mode="promise_in_bounds", unique_indices=True)
+
+    def of_cache(axis: int, cache: KVCache, was: KVCache, own: KVCache) -> KVCache:
         if not _in_place(axis):
-            return jax.tree.map(partial(set_rows, axis), cache, own)
-        return replace(own, length=cache.length.at[rows].set(own.length), rows=None)
+            return jax.tree.map(partial(set_rows, axis), cache, was, own)
+        return replace(own, length=set_rows(0, cache.length, was.length, own.length), rows=None)
 
-    return _leaves(specs, of_cache, set_rows, state, part)
+    return _leaves(specs, of_cache, set_rows, state, taken, part)
+
+
+def _rows_at(axis: int, rows: Int32[Array, " n"]) -> tuple[slice | Array, ...]:
+    """The index of rows that are along `axis`."""
+    return (*(slice(None),) * axis, rows)
 
 
 def _in_place(axis: int) -> bool:
