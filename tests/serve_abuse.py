@@ -3,10 +3,11 @@
     python -m tests.serve_abuse --requests 10000 --connections 1000
 
 A tiny model with a tiny draft is served. Clients ask for texts that are known; three in ten leave
-at any moment, some read slowly, some send half a request, some ask for as much as fits or one token
-more. In the end no row and no place in the queue may be taken, no text may have been wrong, and
-memory may not have grown. Then the draft's folder is removed while the server runs, a signal comes
-in mid-stream, and a server that was killed is started again at the same port.
+at any moment, some read more slowly than a socket holds, some send half a head or half a body, some
+ask for as much as fits or one token more. In the end no row and no place in the queue may be taken,
+no text may have been wrong, and memory may not have grown. Then the draft's folder is removed while
+the server runs, a signal comes in mid-stream, a server that was killed is started again at the same
+port, and one has a draft that gives NaN.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -25,15 +27,19 @@ from pathlib import Path
 
 import httpx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
 import specjax
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
+from specjax.checkpoints.huggingface import save_model
+from specjax.models.transformer import forward
 from tests.folders import pair_folder
+from tests.pairs import broken
 from tests.serving import serving
 
-TEXTS, NEW, CONTEXT = 48, 24, 256
+TEXTS, NEW, CONTEXT, CHOICES = 48, 24, 256, 4
 KINDS = {"whole": 0.3, "stream": 0.3, "leaves": 0.3, "slow": 0.04, "half": 0.03, "limit": 0.03}
 PATH = "/v1/completions"
 
@@ -136,19 +142,37 @@ class Clients:
             return f"status {response.status_code}"
         return _judged(response.json()["choices"][0]["text"], text)
 
-    async def stream(self, pause: float = 0.0) -> str:
+    async def stream(self) -> str:
         """Reads a stream to its end."""
         prompt, text = self._some()
         body = body_of(prompt, stream=True)
         async with self._client.stream("POST", PATH, json=body) as response:
             if response.status_code != 200:
                 return f"status {response.status_code}"
-            pieces = [piece async for piece in _pieces(response, pause)]
+            pieces = [piece async for piece in _pieces(response)]
         return _judged("".join(pieces), text)
 
     async def slow(self) -> str:
-        """Reads a stream slowly."""
-        return await self.stream(0.05)
+        """Reads a stream of several choices with log probabilities, a little at a time."""
+        prompt, text = self._some()
+        content = json.dumps(body_of(prompt, stream=True, n=CHOICES, logprobs=20)).encode()
+        with socket.socket() as own:
+            own.setblocking(False)
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            loop, came = asyncio.get_running_loop(), bytearray()
+            await loop.sock_connect(own, ("127.0.0.1", self._server.port))
+            await loop.sock_sendall(own, _head(len(content)) + content)
+            while piece := await loop.sock_recv(own, 8192):
+                came += piece
+                await asyncio.sleep(0.02)
+        if b" 200 " not in came.split(b"\r\n")[0]:
+            return f"status {int(came.split()[1])}"
+        texts = [""] * CHOICES
+        for line in came.split(b"\n"):
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    texts[choice["index"]] += choice["text"]
+        return min(_judged(each, text) for each in texts)  # a wrong one, if any is
 
     async def leaves(self) -> str:
         """Leaves while it waits, or after some of a stream."""
@@ -162,9 +186,10 @@ class Clients:
         return "left"
 
     async def half(self) -> str:
-        """Sends half a request, waits, and goes."""
+        """Sends some of a head or of a body, waits, and goes."""
         _, writer = await asyncio.open_connection("127.0.0.1", self._server.port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
+        whole = _head(99) + b'{"prompt": "a'
+        writer.write(whole[: self._noise.integers(1, len(whole) + 1)])
         await asyncio.sleep(float(self._noise.exponential(0.5)))
         writer.transport.abort()
         return "half a request"
@@ -178,9 +203,16 @@ class Clients:
         return "limit kept" if response.status_code in wanted else f"limit: {response.status_code}"
 
 
-async def _pieces(response: httpx.Response, pause: float = 0.0) -> AsyncIterator[str]:
+def _head(length: int) -> bytes:
+    """That of a request with a body of so many bytes, after which the connection ends."""
+    lines = f"POST {PATH} HTTP/1.1", "host: x", "connection: close"
+    return "\r\n".join((
+        *lines, "content-type: application/json", f"content-length: {length}", "", ""
+    )).encode()  # fmt: skip
+
+
+async def _pieces(response: httpx.Response) -> AsyncIterator[str]:
     async for line in response.aiter_lines():
-        await asyncio.sleep(pause)
         if line.startswith("data: {"):
             for choice in json.loads(line[6:])["choices"]:
                 yield choice["text"]
@@ -229,6 +261,17 @@ def in_mid_stream(server: Server, process: subprocess.Popen[str]) -> str:
     return f"last line {last!r}, exit code {process.wait(60)}"
 
 
+def _save_broken(draft: Path) -> None:
+    """Another model in the draft's place, whose weights are finite and whose logits are not."""
+    model, tokenizer = specjax.load(str(draft))
+    worse = broken(model, 3e38)
+    tokens = jnp.asarray([[5, 6, 7]], jnp.int32)
+    logits, _ = forward(worse, tokens, jnp.arange(3, dtype=jnp.int32)[None], None, None)
+    assert not np.isfinite(np.asarray(jax.nn.softmax(logits))).any()
+    shutil.rmtree(draft)
+    save_model(worse, draft, tokenizer=tokenizer, dtype="float32")
+
+
 def main() -> None:
     """Abuses, and prints what came of it."""
     abuse = tyro.cli(Abuse, config=(tyro.conf.FlagCreatePairsOff,))
@@ -250,6 +293,10 @@ def main() -> None:
     with server.running():
         answer = httpx.post(f"{server.url}{PATH}", json=body_of([3, 4]), timeout=60)
         print("killed, and started again at the same port: status", answer.status_code)
+    _save_broken(draft)
+    with server.running() as process:
+        asyncio.run(sent(server, dataclasses.replace(abuse, requests=200), process.pid))
+        print("  (that was with a draft that gives NaN); taken in the end:", server.left_behind())
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
 from specjax.engine import programs, state
+from specjax.engine.checks import key_of
 from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
 from specjax.engine.state import can_truncate
@@ -129,6 +130,77 @@ def test_what_another_row_holds_is_taken_over(engine, target):
     asyncio.run(one_by_one())
     assert reused == [30, 79, 49, 57]
     assert engine.statistics().cached_tokens - before == sum(reused)
+
+
+def test_a_prompt_of_several_choices_is_read_once(engine, target):
+    prompt = np.random.default_rng(7).integers(0, VOCABULARY, 60).tolist()
+    requests = [
+        Request(prompt=prompt, max_new_tokens=9, temperature=1.0, seed=5, choice=choice)
+        for choice in range(2)
+    ]
+
+    async def both():
+        streams = engine.submit_all(requests)
+        events = await asyncio.gather(*map(collected, streams))
+        return [ids_of(each) for each in events], [s.statistics.cached_tokens for s in streams]
+
+    before = engine.statistics()
+    texts, cached = asyncio.run(both())
+    made = generate(
+        target, None, [prompt] * 2, jax.random.key(5), max_new_tokens=9, sampling=Sampling(1.0),
+        stop_at_eos=True,
+    )  # fmt: skip
+    assert texts == [made.tokens[at, : made.lengths[at]].tolist() for at in range(2)]
+    assert cached == [0, 59]
+    after = engine.statistics()
+    assert after.cached_tokens - before.cached_tokens == 59
+    assert after.prompt_tokens - before.prompt_tokens == 120
+
+
+def test_rows_that_fill_up_a_step_change_no_text(target, monkeypatch):
+    """Three that decode beside one that reads, is free, has left or is what others copy from."""
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    drawn = np.random.default_rng(8)
+    shared = drawn.integers(0, VOCABULARY, 40).tolist()
+    requests = [random_request(drawn, VOCABULARY) for _ in range(24)]
+    requests = [
+        dataclasses.replace(each, prompt=[*shared[: 20 * (at % 3)], *each.prompt])
+        for at, each in enumerate(requests)
+    ]
+    leaves = Request(prompt=shared, max_new_tokens=60, ignore_eos=True)
+    expected = plain_texts(target, requests)
+
+    async def all_of_them():
+        async def one(request):
+            return ids_of(await collected(engine.submit(request)))
+
+        async def left():
+            stream = engine.submit(leaves)
+            await anext(stream)
+            stream.abort()
+
+        return await asyncio.gather(*map(one, requests), *(left() for _ in range(6)))
+
+    with running(target, chain(target), rows=4) as engine:
+        assert asyncio.run(all_of_them())[: len(requests)] == expected
+
+
+def test_a_prompts_log_probabilities_are_read_in_whole_chunks(engine, monkeypatch):
+    """Whatever chunk the row's turn would have had."""
+    sizes, extend = [], engine._device.extend
+
+    def counted(row, tokens, size, scored=False):
+        sizes.append((len(tokens), size, scored))
+        return extend(row, tokens, size, scored)
+
+    monkeypatch.setattr(engine._device, "extend", counted)
+    served(engine, [Request(prompt=[1] * 41, max_new_tokens=0, prompt_logprobs=0)])
+    assert sizes == [(16, 16, True), (16, 16, True), (8, 16, True)]
+
+
+@pytest.mark.parametrize("seed", [0, 5, 2**31 - 1, -5, -(2**31)])
+def test_seeds_are_those_of_jax(seed):
+    assert np.array_equal(key_of(seed), jax.random.key_data(jax.random.key(seed)))
 
 
 def logprobs_after(target, text):
@@ -375,6 +447,22 @@ def test_an_engine_that_never_started_ends_its_requests(target):
 
     assert asyncio.run(closed())[-1].finish_reason == "abort"
     assert engine.num_requests_waiting == 0
+
+
+def test_an_engine_that_does_not_start_ends_its_requests(target, monkeypatch):
+    engine = Engine(target, None, rows=1, max_model_len=64)
+    monkeypatch.setattr(engines.Device, "compile", lambda *_: 1 / 0)
+
+    async def started():
+        stream = engine.submit(Request(prompt=[1], max_new_tokens=5))
+        with pytest.raises(ZeroDivisionError):
+            engine.start()
+        with pytest.raises(EngineClosedError, match="did not start: ZeroDivisionError"):
+            engine.submit(Request(prompt=[1], max_new_tokens=5))
+        return await collected(stream)
+
+    assert asyncio.run(started())[-1].finish_reason == "error"
+    engine.close()
 
 
 def test_rows_may_be_copied_out_and_steps_have_all_of_them(target, monkeypatch):

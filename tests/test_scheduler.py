@@ -131,6 +131,10 @@ def test_a_prompt_is_read_in_the_chunks_that_take_least(tokens, size):
     assert soonest(tokens, {8: 0.02, 64: 0.03, 256: 0.115}) == size
 
 
+def test_chunks_that_take_longer_than_smaller_ones_together_are_not_chosen():
+    assert [soonest(tokens, {64: 0.03, 256: 0.2}) for tokens in (250, 256, 900)] == [64] * 3
+
+
 def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
     at = Scheduler(8, 6)
     assert at.step() is None
@@ -162,6 +166,42 @@ def test_a_row_takes_no_step_that_cannot_give_it_a_token():
     at.landed(row, [])
     assert row.decodes
     assert (row.tokens, row.left) == ([1, 5], 1)
+
+
+def test_prompts_that_come_at_once_are_read_once():
+    at = Scheduler(4, 8)
+    prompt = text(100)
+    for _ in range(3):
+        at.submit(ticket(*prompt))
+    at.submit(ticket(*text(100, 500)))
+    assert [at.admit().source for _ in range(4)] == [None] * 4
+    read, copies = 0, []
+    while True:
+        copies.append(at.prefix())
+        if (chunk := at.chunk(COSTS, 1.0)) is None:
+            break
+        read += len(chunk.tokens)
+        at.read(chunk)
+    assert read == 99 + 1 + 1 + 99
+    taken = [each for each in copies if each is not None]
+    assert [(each.row.number, each.source, each.common) for each in taken] == [
+        (1, 0, 99),
+        (2, 0, 99),
+    ]
+    assert [row.tokens for row in at.rows] == [list(prompt)] * 3 + [list(text(100, 500))]
+
+
+def test_what_another_may_need_is_not_written_over():
+    """A row of which a little is copied stays while another is free, though that was used later."""
+    at = Scheduler(2, 8)
+    for prompt in (text(40), (999,)):
+        at.submit(ticket(*prompt))
+        row = at.admit().row
+        read_all(at)
+        at.free(row)
+    at.submit(ticket(*text(16), 7))
+    admission = at.admit()
+    assert (admission.source, admission.common, admission.row.number) == (0, 16, 1)
 
 
 def test_a_prompt_begins_with_the_longest_text_that_a_row_holds():

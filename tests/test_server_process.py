@@ -13,6 +13,7 @@ import time
 import httpx
 import pytest
 
+from specjax.server import transport
 from specjax.server.options import ServerOptions
 from specjax.server.process import listen
 from tests.scripted_engine import Letters, ScriptedEngine, serving, until
@@ -58,6 +59,13 @@ def test_a_client_that_goes_away_frees_its_rows(server, engine, stream, reset):
     connection.close()
     assert until(lambda: not engine.running) < 0.5
     assert engine.aborted == 3
+
+
+def test_a_client_that_sent_two_requests_at_once_and_goes_away(server, engine):
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(2 * request("/v1/completions", ENDLESS))
+        until(lambda: engine.running)
+    assert until(lambda: not engine.running) < 0.5
 
 
 def test_a_client_that_goes_away_before_its_first_token(server, engine):
@@ -126,6 +134,53 @@ def test_bodies_that_are_too_large_or_too_slow(server, engine):
         for _ in range(20_000):  # it never ends, and is cut
             connection.sendall(b"400\r\n" + b"a" * 1024 + b"\r\n")
         raise AssertionError("20 MB were taken.")
+
+
+def test_a_large_body_that_comes_in_one_piece(server, engine):
+    """Its last piece is the one that passes the limit."""
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    body = f"transfer-encoding: chunked\r\n\r\n{10_001:x}\r\n{'a' * 10_001}\r\n0\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall((head + body).encode())
+        assert b" 413 " in connection.recv(10_000).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize(
+    "rest", [b"x: " + 30 * b"aaaaaaaa", b"x: aaaaaaaaaaaaaaaaaaaa\r\n"], ids=["one", "many"]
+)
+def test_headers_are_bounded(server, engine, rest):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(20):
+                connection.sendall(rest[:3] + rest[3:] * 400)
+        with contextlib.suppress(ConnectionResetError):
+            line = connection.recv(10_000).split(b"\r\n")[0]
+            assert line.split()[1] in (b"431", b"400")
+    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_trailers_are_bounded(server, engine):
+    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    body = "transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n" + "x: a\r\n" * 40_000
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall((head + body).encode())
+        with contextlib.suppress(ConnectionResetError):
+            assert b" 400 " in connection.recv(10_000).split(b"\r\n")[0]
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: "], ids=["none", "some"])
+def test_a_head_that_does_not_come_ends_its_connection(server, engine, sent, monkeypatch):
+    monkeypatch.setattr(transport, "HEAD_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(5)
+        connection.sendall(sent)
+        assert connection.recv(100) == b""
+    with httpx.Client(base_url=server.url) as client:  # one that asks again and again stays
+        for _ in range(3):
+            assert client.get("/health").status_code == 200
+            time.sleep(0.2)
 
 
 def test_connections_that_send_nothing_cost_no_requests(server, engine):

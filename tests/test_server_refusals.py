@@ -133,6 +133,7 @@ def test_values_that_change_nothing_are_taken(client, path):
         (COMPLETIONS, {"prompt": {"a": 1}}, "prompt", "an object of 1"),
         (COMPLETIONS, {"prompt": None}, "prompt", "null"),
         (COMPLETIONS, {"messages": USER}, "messages", "no field"),
+        (COMPLETIONS, {"echo": 1}, "echo", "echo: should be a valid boolean"),
         (CHAT, {"tools": [{}]}, "tools", "not supported"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format.type", "'text'"),
         (CHAT, {"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
@@ -153,6 +154,7 @@ def test_values_that_change_nothing_are_taken(client, path):
         (CHAT, {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "4"),
         (CHAT, {"max_tokens": 0}, "max_tokens", "1"),
         (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize", "no"),
+        (CHAT, {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "no"),
         (CHAT, {"chat_template_kwargs": {"mood": []}}, None, ""),
     ],
 )

@@ -243,6 +243,18 @@ def test_stops_across_pieces(parts, stops):
     assert (given_text, ended) == expected
 
 
+def test_a_token_begins_where_those_before_it_end():
+    """After a run of byte tokens too, which is held back until another token ends it."""
+    names = tokenizer("llama").get_vocab()
+    tokens = [names[each] for each in ("a", "<0x0A>", "<0x0A>", "b", "<0xE4>", "a")]
+    until, begins, shown = TextUntilStop(Detokenizer(texts("llama"), []), None), [], ""
+    for token in tokens:
+        begins.append(until.before(token))
+        shown += until.add(token)[0]
+    assert shown + until.flush()[0] == "a\n\nb\N{REPLACEMENT CHARACTER}a"
+    assert begins == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("name", ["bundled", "llama", "gemma"])
 def test_a_stop_ends_with_the_token_that_completes_it(name):
     names = tokenizer(name).get_vocab()

@@ -158,6 +158,14 @@ class Detokenizer:
         text = self._texts.decode(self._window)
         return "" if text.endswith(INCOMPLETE) else text[self._shown :]
 
+    def held_back(self, token: int) -> int:
+        """Characters that were held back and that come before `token`: those of byte tokens."""
+        if not self._window or self._window[-1] not in self._texts.byte_tokens:
+            return 0
+        if token in self._texts.byte_tokens:
+            return len(self.unsettled())
+        return len(self._texts.decode(self._window)) - self._shown
+
     def _show(self, settled: str) -> str:
         piece = settled[self._shown :]
         self._shown = max(self._shown, len(settled))

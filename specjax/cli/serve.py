@@ -1,7 +1,13 @@
 """`specjax serve`: a model over HTTP, as OpenAI's API."""
 
+import contextlib
 import math
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
 
 from specjax.checkpoints.pair import load_pair
 from specjax.cli.generate import say
@@ -27,6 +33,12 @@ def serve(options: Serve) -> int:
       ValueError: an option is wrong, the pair does not fit, or a package is missing.
     """
     _check(options)
+    keys = _keys_of(options)
+    with _ending_at(signal.SIGTERM):
+        return _served(options, keys)
+
+
+def _served(options: Serve, keys: tuple[str, ...]) -> int:
     try:
         from specjax.server.app import run
         from specjax.server.options import ServerOptions
@@ -52,15 +64,41 @@ def serve(options: Serve) -> int:
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
     )
-    keys = os.environ.get(_KEY) if options.api_key is None else options.api_key
     server = ServerOptions(
         served_model_name=options.served_model_name or options.model,
         host=options.host,
         port=options.port,
-        api_keys=tuple(key.strip() for key in (keys or "").split(",") if key.strip()),
+        api_keys=keys,
         drain_seconds=options.drain_seconds,
     )
     return run(engine, pair.tokenizer, server)
+
+
+@contextlib.contextmanager
+def _ending_at(number: signal.Signals) -> Iterator[None]:
+    """Lets a signal end the process with exit code 0 while it loads; a server has its own way."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(0)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(number, leave)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _keys_of(options: Serve) -> tuple[str, ...]:
+    """The keys that requests may bear; a name without one would open the server to everybody."""
+    name = "--api-key" if options.api_key is not None else _KEY
+    given = os.environ.get(_KEY) if options.api_key is None else options.api_key
+    keys = tuple(key.strip() for key in (given or "").split(",") if key.strip())
+    if given is not None and not keys:
+        raise ValueError(f"{name} is {given!r} and holds no key; leave it out to ask for none.")
+    return keys
 
 
 def _check(options: Serve) -> None:

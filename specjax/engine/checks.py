@@ -39,7 +39,8 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
         _check_integer("seed", request.seed, -(2**63), 2**64 - 1)
     _check_integer("choice", request.choice, 0, 2**31 - 1)
     penalties = any(found[name][0] for name in _NUMBERS[3:5]) or found[_NUMBERS[5]][0] != 1
-    flags = request.seed is not None, penalties or bool(request.logit_bias)
+    naive = request.seed is not None and request.temperature > 0  # at 0 all rules decide alike
+    flags = naive, penalties or bool(request.logit_bias)
     integers = [found["top_k"][0], request.max_new_tokens, *map(int, flags), request.choice]
     return Parameters(
         numbers=np.asarray([found[name][0] for name in _NUMBERS], np.float32),
@@ -57,7 +58,7 @@ def sampling_of(request: Request) -> Sampling:
 
 def key_of(seed: int) -> np.ndarray:
     """The words of `jax.random.key(seed)` for 32 bits; other seeds are taken modulo 2^64."""
-    both = seed % 2**64
+    both = seed % (2**32 if -(2**31) <= seed < 0 else 2**64)
     return np.asarray([both >> 32, both % 2**32], np.uint32)
 
 

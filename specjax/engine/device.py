@@ -22,8 +22,8 @@ _KEPT = 1024
 _MEASURED_TOKENS = 2048
 """Tokens that a row holds at most when it is measured how much they slow a chunk."""
 
-_REPEATS, _TIMED_SECONDS = 3, 0.1
-"""Runs of a program, at least so many and for so long, whose median is how long it takes."""
+_REPEATS, _MOST_REPEATS, _TIMED_SECONDS = 3, 20, 0.1
+"""Runs of a program, so many and for so long, whose median is how long it takes."""
 
 
 class RowResult(NamedTuple):
@@ -37,13 +37,14 @@ class RowResult(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a step gives, perhaps still being made; `scored` where log probabilities are there.
+    """What a step gives, perhaps still being made.
 
-    `places` are those of the rows that were asked for among the step's.
+    `places` are those of the rows that were asked for among the step's, `scored` which of them want
+    log probabilities.
     """
 
     given: Given
-    scored: bool
+    scored: tuple[bool, ...]
     places: tuple[int, ...]
 
 
@@ -61,6 +62,7 @@ class Device:
 
     def __init__(self, target: Model, drafter: Drafter, setup: Setup, rows: int) -> None:
         self._setup, self._config, self._rows = setup, target.config, rows
+        self._window = drafter.window
         # Programs take and give leaves in lists, which jax flattens without asking Python.
         self._models, self._models_tree = jax.tree.flatten((target, drafter))
 
@@ -131,17 +133,19 @@ class Device:
         self._run(programs.assign, 1, *given)
 
     def advance(
-        self, rows: Sequence[int], filling: Sequence[int], width: int, scored: bool
+        self, rows: Sequence[int], filling: Sequence[int], width: int, scored: Sequence[bool]
     ) -> Pending:
-        """A step of `rows`; those that fill it up end, if they have not."""
+        """A step of `rows`, of which some want log probabilities; those that fill it up end, if
+        they have not.
+        """
         order = [*rows, *filling]
         if len(order) == self._rows:  # a step of all rows takes none out of the state
             order.sort()
         ended = frozenset(filling)
         control = self._control_of(tuple((row, int(row in ended)) for row in order))
-        wanted = self._wanted[scored]
+        wanted = self._wanted[any(scored)]
         given = self._run(programs.advance, len(order), control, wanted, width=width)
-        return Pending(given, scored, tuple(map(order.index, rows)))
+        return Pending(given, tuple(scored), tuple(map(order.index, rows)))
 
     def _control_of(self, rows: tuple[tuple[int, int], ...]) -> jax.Array:
         """Which rows a step runs and which of them end; kept, as they seldom change."""
@@ -157,15 +161,15 @@ class Device:
         packed = jax.device_get(pending.given.packed)
         window = (packed.shape[1] - 4) // 2
         top = tops = None
-        if pending.scored:
+        if any(pending.scored):
             top, tops = jax.device_get((pending.given.top, pending.given.top_tokens))
         found = []
-        for number in pending.places:
+        for number, scored in zip(pending.places, pending.scored, strict=True):
             own = packed[number]
             count, done, nodes, accepted = own[:4].tolist()
             tokens = own[4 : 4 + count].tolist()
             logprobs = []
-            if top is not None and tops is not None:
+            if scored and top is not None and tops is not None:
                 values = own[4 + window :].view(np.float32)[:count]
                 logprobs = _logprobs(values, top[number], tops[number])
             found.append(RowResult(tokens, bool(done), nodes, accepted, logprobs))
@@ -206,6 +210,7 @@ class Device:
         alone = {}
         for size in chunks:
             yield f"prompts by {size}"
+            self.begin(0, 0)
             alone[size] = self._timed(partial(self.extend, 0, [0], size))
         self.chunk_seconds = self._with_growth(alone, min(longest, _MEASURED_TOKENS))
         yield f"log probabilities of prompts by {scored}"
@@ -215,18 +220,20 @@ class Device:
         for rows, width in steps:
             yield f"{rows} rows, {width} columns"
             self._begin_all(rows)
-            run = partial(self.advance, range(rows), (), width, False)
-            self.step_seconds[rows, width] = self._timed(run)
+            run = partial(self.advance, range(rows), (), width, [False] * rows)
+            self.step_seconds[rows, width] = self._timed(run, self._setup.slots // self._window)
         self._begin_all(0)
 
     def _with_growth(self, alone: dict[int, float], tokens: int) -> dict[int, tuple[float, float]]:
         """Seconds of chunks in an empty row, and what each of up to `tokens` in it adds."""
+        half = tokens // 2  # the timed runs need room too
+        size, held, found = max((n for n in alone if n <= half), default=0), 1, {}
+        if not size:
+            return {size: (seconds, 0.0) for size, seconds in alone.items()}
         self.begin(0, 0)
-        size, held = max(alone), 1
-        while held + size < tokens:
+        while held + size <= half:
             self.extend(0, [0] * size, size)
             held += size
-        found = {}
         for size, seconds in alone.items():
             later = self._timed(partial(self.extend, 0, [0], size))
             found[size] = seconds, max(later - seconds, 0.0) / held
@@ -242,12 +249,16 @@ class Device:
                 self.assign(row, request, asked)
         self.wait()
 
-    def _timed(self, run: Callable[[], object]) -> float:
-        """The median of how long a program takes, in seconds; the first run compiles it."""
+    def _timed(self, run: Callable[[], object], most: int = _MOST_REPEATS) -> float:
+        """The median of how long a program takes, in seconds; the first run compiles it.
+
+        It runs no more than `most` times, for which rows must have room.
+        """
         run()
         self.wait()
         found: list[float] = []
-        while len(found) < _REPEATS or sum(found) < _TIMED_SECONDS:
+        most = min(most, _MOST_REPEATS)
+        while len(found) < _REPEATS or (len(found) + 1 < most and sum(found) < _TIMED_SECONDS):
             start = time.perf_counter()
             run()
             self.wait()

@@ -42,7 +42,7 @@ _logger = logging.getLogger(__name__)
 CHUNKS = (8, 16, 64, 256)
 """Tokens of a prompt that a program reads at a time."""
 
-_SCORED = 64
+_SCORED = 16
 """The same where log probabilities of the prompt are asked for."""
 
 _SLOT_MULTIPLE = 128
@@ -138,6 +138,7 @@ class Engine:
             max_requests=max_waiting,
             max_tokens=max_waiting_tokens,
         )
+        self._steps = self._scheduler.sizes()
         self._window = drafter.window
         self._asked: dict[TokenStream, _Asked] = {}
         self._withdrawn: deque[Ticket] = deque()
@@ -182,19 +183,26 @@ class Engine:
             shown = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
             with shown:
                 return self.start(shown)
-        device = self._make_device()
-        steps = self._scheduler.sizes()
-        task = progress.add_task("compile", total=len(steps) + len(CHUNKS) + 3 + self._reuses)
-        for what in device.compile(steps, CHUNKS, _SCORED, self.max_model_len, self._reuses):
-            progress.update(task, description=f"compile {what}", advance=1)
-        self._device = device
+        try:
+            self._device = self._compiled(progress)
+        except BaseException as error:
+            self.failure = f"the engine did not start: {type(error).__name__}: {error}"
+            self._end_all("error")
+            raise
         self._chunk_costs = {
-            size: ChunkCost(*device.chunk_seconds[size]) for size in device.chunk_seconds
+            size: ChunkCost(*own) for size, own in self._device.chunk_seconds.items()
         }
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self.ready = True
         self._thread.start()
         return None
+
+    def _compiled(self, progress: Progress) -> Device:
+        device = self._make_device()
+        task = progress.add_task("compile", total=len(self._steps) + len(CHUNKS) + 3 + self._reuses)
+        for what in device.compile(self._steps, CHUNKS, _SCORED, self.max_model_len, self._reuses):
+            progress.update(task, description=f"compile {what}", advance=1)
+        return device
 
     def submit(self, request: Request) -> TokenStream:
         """Puts a request in the queue; its tokens come to the running event loop.
@@ -335,32 +343,41 @@ class Engine:
         stream.admitted = time.monotonic()
         with self._lock:
             self._totals.prompt_tokens += len(row.ticket.request.prompt)
-            if source is not None:
-                stream.statistics.cached_tokens = common
-                self._totals.cached_tokens += common
         if source is None:
             self._device.begin(row.number, row.tokens[0])
         else:
-            self._device.copy(source, row.number, common, row.tokens[-1])
+            self._copy(row, stream, source, common)
         if not row.reads:
             self._begin_decoding(row)
+
+    def _copy(self, row: Row, stream: TokenStream, source: int, common: int) -> None:
+        """A row takes over what another holds of its prompt."""
+        assert self._device is not None
+        with self._lock:
+            self._totals.cached_tokens += common - stream.statistics.cached_tokens
+            stream.statistics.cached_tokens = common
+        self._device.copy(source, row.number, common, row.tokens[-1])
 
     def _read_chunk(self) -> None:
         assert self._device is not None
         with self._lock:
+            taken = self._scheduler.prefix()
             rows = sum(row.decodes for row in self._scheduler.rows)
             step = self._scheduler.size_of(max(rows, 1))
             seconds = self._device.step_seconds[step]
             chunk = self._scheduler.chunk(self._chunk_costs, seconds)
         if chunk is None:
             return
-        ticket = chunk.row.ticket
+        row, ticket = chunk.row, chunk.row.ticket
         assert ticket is not None
+        if taken is not None and taken.source is not None:
+            self._copy(row, ticket.stream, taken.source, taken.common)
         if ticket.request.prompt_logprobs is not None:
-            chunk = chunk._replace(tokens=chunk.tokens[:_SCORED], size=_SCORED)
+            tokens = ticket.request.prompt[row.filled : row.filled + _SCORED]
+            chunk = chunk._replace(tokens=list(tokens), size=_SCORED)
         self._extend(chunk, ticket)
         if self._scheduler.read(chunk):
-            self._begin_decoding(chunk.row)
+            self._begin_decoding(row)
 
     def _extend(self, chunk: Chunk, ticket: Ticket) -> None:
         assert self._device is not None
@@ -393,9 +410,10 @@ class Engine:
             plan = self._scheduler.step()
         if plan is None:
             return None
-        wanted = any(row.ticket.request.logprobs is not None for row in plan.rows if row.ticket)
+        tickets = [row.ticket for row in plan.rows]
+        scored = [own is not None and own.request.logprobs is not None for own in tickets]
         numbers = [row.number for row in plan.rows]
-        pending = self._device.advance(numbers, plan.filling, plan.width, wanted)
+        pending = self._device.advance(numbers, plan.filling, plan.width, scored)
         return _Flight(pending, tuple((row, row.epoch) for row in plan.rows))
 
     def _deliver(self, flight: _Flight) -> None:
@@ -407,7 +425,7 @@ class Engine:
             for (row, epoch), result in zip(flight.tenants, results, strict=True):
                 if row.epoch == epoch and row.ticket is not None:
                     self._scheduler.landed(row, result.tokens)
-                    if result.tokens:
+                    if result.tokens and row.ticket.stream in self._asked:
                         given.append(self._landed(row, row.ticket, result))
         give_all(given)
 

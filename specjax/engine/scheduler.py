@@ -31,7 +31,8 @@ class Row:
 
     `filled` of the prompt's tokens are read. `left` tokens may still be made, as far as is known,
     while `flying` steps are not read yet, each of which gives one at least. `epoch` counts its
-    tenants, so that what a step gave an earlier one is told apart. A free row keeps its tokens for
+    tenants, so that what a step gave an earlier one is told apart. `looked` says that others were
+    asked for its prompt's beginning when its turn to be read came. A free row keeps its tokens for
     requests that begin as they do.
     """
 
@@ -43,6 +44,7 @@ class Row:
     flying: int = 0
     epoch: int = 0
     used: int = 0
+    looked: bool = False
 
     @property
     def reads(self) -> bool:
@@ -193,16 +195,34 @@ class Scheduler:
         ticket = self.waiting.popleft()
         prompt = list(ticket.request.prompt)
         source, common = self._best_prefix(ticket.request)
-        row = min(free, key=lambda row: row.used)
+        row = min(free, key=lambda row: (row is source, row.used))
         if source is not None and source.ticket is None and 2 * common >= len(source.tokens):
             row = source  # more of it would be of use to this request than to others
-        row.ticket, row.filled = ticket, common if source else 1
+        if source is not None:
+            self._touch(source)
+        row.ticket, row.filled, row.looked = ticket, common if source else 1, False
         row.left, row.flying = ticket.request.max_new_tokens, 0
         row.tokens = prompt[: row.filled]
         self._touch(row)
         if row.reads:
             self._reading.append(row)
         return Admission(row, None if source is None else source.number, row.filled)
+
+    def prefix(self) -> Admission | None:
+        """What the next row to be read may take from another that has read it meanwhile.
+
+        Several requests with one beginning that come at once read it once.
+        """
+        row = next(iter(self._reading), None)
+        if row is None or row.looked:
+            return None
+        row.looked = True
+        assert row.ticket is not None
+        source, common = self._best_prefix(row.ticket.request)
+        if source is None or source is row or common < row.filled + _LEAST_PREFIX:
+            return None
+        row.filled, row.tokens = common, list(row.ticket.request.prompt[:common])
+        return Admission(row, source.number, common)
 
     def chunk(self, costs: Mapping[int, ChunkCost], step_seconds: float) -> Chunk | None:
         """The next tokens of a prompt to be read.
@@ -295,32 +315,25 @@ class Scheduler:
 def soonest(tokens: int, seconds: Mapping[int, float]) -> int:
     """The size of the first of the chunks that read so many tokens in the least time.
 
-    Either one chunk holds them all, or the largest that they fill comes first.
+    Chunks of a size are followed by smaller ones; the last may be larger than what is left.
 
     Args:
-      tokens: how many are left.
-      seconds: how long a chunk takes, by its size; sizes ascend.
+      tokens: how many are left, at least one.
+      seconds: how long a chunk takes, by its size.
     """
-    whole = next((size for size in seconds if size >= tokens), None)
-    filled = {size: own for size, own in seconds.items() if size <= tokens}
-    if whole is None or not filled:
-        return max(filled) if whole is None else whole
-    first = max(filled)
-    apart = seconds[first] + _least_seconds(tokens - first, filled)
-    return first if apart < seconds[whole] else whole
+    return _least(tokens, sorted(seconds.items()))[1]
 
 
-def _least_seconds(tokens: int, seconds: Mapping[int, float]) -> float:
-    """In which chunks of these sizes read so many tokens, the last of them perhaps not filled."""
-    if not tokens:
-        return 0.0
-    largest = max(seconds)
-    chunks, left = divmod(tokens, largest)
-    found = (chunks + (left > 0)) * seconds[largest]
-    smaller = {size: own for size, own in seconds.items() if size < largest}
-    if not smaller:
-        return found
-    return min(found, chunks * seconds[largest] + _least_seconds(left, smaller))
+def _least(tokens: int, sizes: Sequence[tuple[int, float]]) -> tuple[float, int]:
+    """The seconds of the chunks that read so many tokens soonest, and the size of the first."""
+    found = []
+    for place, (size, seconds) in enumerate(sizes):
+        chunks, left = divmod(tokens, size)
+        found.append(((chunks + (left > 0)) * seconds, -size))
+        if chunks and left and place:
+            found.append((chunks * seconds + _least(left, sizes[:place])[0], -size))
+    total, first = min(found)  # of equals the largest size
+    return total, -first
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

@@ -1,10 +1,11 @@
 """Bodies of requests: read up to a limit, and parsed as JSON that means one thing."""
 
 import asyncio
+import contextlib
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
@@ -50,27 +51,15 @@ class BoundedRequest(Request):
         length = self.headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length) > limit:
             if "expect" not in self.headers:  # who asks first has not sent it
-                await self._discard(limit)
+                await _discard(self.stream(), limit)
             self._refuse(f"{int(length):,}")
-        received = bytearray()
-        async for piece in self.stream():
+        received, pieces = bytearray(), self.stream()
+        async for piece in pieces:
             received += piece
             if len(received) > limit:
-                await self._discard(limit)
+                await _discard(pieces, limit)
                 self._refuse("more")
         return bytes(received)
-
-    async def _discard(self, limit: int) -> None:
-        """Reads the rest if it comes soon: a connection closed on it loses the response."""
-        left = _DISCARDED * limit
-        try:
-            async with asyncio.timeout(_DISCARDED_SECONDS):
-                async for piece in self.stream():
-                    left -= len(piece)
-                    if left < 0:
-                        return
-        except (TimeoutError, ClientDisconnect):
-            return
 
     def _refuse(self, size: str) -> NoReturn:
         limit = self._options.max_body_bytes
@@ -84,6 +73,17 @@ class BoundedRequest(Request):
           ApiError: it is no JSON, or JSON of which programs would disagree what it means (400).
         """
         return parsed(await self.body())
+
+
+async def _discard(pieces: AsyncIterator[bytes], limit: int) -> None:
+    """Reads the rest if it comes soon: a connection closed on it loses the response."""
+    left = _DISCARDED * limit
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(_DISCARDED_SECONDS):
+            async for piece in pieces:
+                left -= len(piece)
+                if left < 0:
+                    return
 
 
 def _check_type(content_type: str) -> None:
@@ -115,7 +115,7 @@ def parsed(body: bytes) -> Any:
     except RecursionError as error:
         raise ApiError(400, "The body has too many levels of lists and objects.") from error
     except ValueError as error:
-        raise ApiError(400, f"The body is no JSON that can be read: {error}.") from error
+        raise ApiError(400, f"The body cannot be read: {error}.") from error
     return value
 
 

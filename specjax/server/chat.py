@@ -10,7 +10,7 @@ from starlette.responses import Response
 from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta
-from specjax.server.connection import respond
+from specjax.server.connection import respond, unless_gone
 from specjax.server.errors import ApiError
 from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
@@ -37,7 +37,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
-    ids = await ids_of_chat(service, body.messages, body.chat_template_kwargs)
+    chat = ids_of_chat(service, body.messages, body.chat_template_kwargs)
+    ids = await unless_gone(request.receive, chat)
     most = new_tokens(service, asked, None, ids, "messages")
     requests = requests_of(
         service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body)
@@ -100,7 +101,8 @@ async def ids_of_chat(
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     """Refuses what would be an argument of the tokenizer instead of a template's variable."""
-    own = sorted({*inspect.signature(tokenizer.apply_chat_template).parameters} & {*variables})
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    own = sorted(taken & {*variables})
     if own:
         param = f"chat_template_kwargs.{own[0]}"
         raise ApiError(400, f"{param} is not supported: it is no template's variable.", param=param)

@@ -44,13 +44,12 @@ class TextUntilStop:
     def __init__(self, detokenizer: Detokenizer, search: StopSearch | None) -> None:
         self._detokenizer = detokenizer
         self._search = search
-        self.decoded = 0
-        """Characters of all tokens so far, given or held back."""
+        self._decoded = 0
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that is certain with one more token, and whether it completed a stop string."""
         piece = self._detokenizer.add(token)
-        self.decoded += len(piece)
+        self._decoded += len(piece)
         if self._search is None:
             return piece, False
         text, ended = self._search.add(piece)
@@ -59,6 +58,10 @@ class TextUntilStop:
             if ended:
                 text += self._search.add(unsettled)[0]
         return text, ended
+
+    def before(self, token: int) -> int:
+        """Characters of all tokens so far, given or held back, ahead of the next one."""
+        return self._decoded + self._detokenizer.held_back(token)
 
     def flush(self) -> tuple[str, bool]:
         """The text that was held back, and whether it completes a stop string."""
@@ -116,7 +119,7 @@ class Choice:
         for place, token in enumerate(tokens.ids):
             self.completion_tokens += 1
             if self._wants_logprobs:
-                self._note(token, tokens.logprobs[place], self._echoed + self._text.decoded)
+                self._note(token, tokens.logprobs[place], self._echoed + self._text.before(token))
             if tokens.finish_reason == "stop" and place + 1 == len(tokens.ids):
                 break  # an end token has no text
             text, ended = self._text.add(token)
@@ -170,6 +173,6 @@ def echo_of(texts: TokenTexts, ids: Sequence[int], text: str | None, *, logprobs
         return Echo(shown)
     offsets, length, detokenizer = [], 0, Detokenizer(texts, [])
     for token in ids:
-        offsets.append(length)
+        offsets.append(length + detokenizer.held_back(token))
         length += len(detokenizer.add(token))
     return Echo(shown, list(ids), offsets)

@@ -7,7 +7,7 @@ from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.engine.request import Logprob
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta, Echo, echo_of
-from specjax.server.connection import respond
+from specjax.server.connection import respond, unless_gone
 from specjax.server.errors import ApiError
 from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
@@ -36,7 +36,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service, record = service_of(request), record_of(request)
     service.check_model(body.model)
     _check(body, service)
-    prompts = [await _prompt(service, body, given) for given in _prompts(body.prompt)]
+    prompts = await unless_gone(request.receive, _all_prompts(service, body))
     generation = submit(service, prompts, stops_of(body), record.started)
     record.generation = generation
     return await respond(
@@ -60,6 +60,10 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
         return [prompt]
     texts = [each for each in prompt if not isinstance(each, int)]
     return texts or [[each for each in prompt if isinstance(each, int)]]
+
+
+async def _all_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
+    return [await _prompt(service, body, given) for given in _prompts(body.prompt)]
 
 
 async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> Prompt:

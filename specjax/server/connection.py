@@ -14,6 +14,7 @@ from specjax.server.answer import Answer
 from specjax.server.choices import Delta
 from specjax.server.errors import ApiError
 from specjax.server.generation import Generation
+from specjax.server.service import service_of
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -128,4 +129,5 @@ async def respond(
         await unless_gone(request.receive, generation.run())
     finally:
         generation.abort()
-    return JSONResponse(answer.whole())
+    tokens = generation.usage()["total_tokens"]
+    return await service_of(request).run_apart(tokens, lambda: JSONResponse(answer.whole()))

@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -97,7 +97,8 @@ def respond_to_failure(_: Request, error: Exception) -> Response:
 def respond_to_invalid_body(request: Request, error: Exception) -> Response:
     """The 400 to a body that is no request of this route: one sentence about one field."""
     assert isinstance(error, RequestValidationError)
-    message, param = sentence(error.errors(), error.body, fields_of(request.url.path))
+    known, unsupported = fields_of(request.url.path), unsupported_by(request.url.path)
+    message, param = sentence(error.errors(), error.body, known, unsupported)
     return respond_to_api_error(request, ApiError(400, message, param=param))
 
 
@@ -107,8 +108,16 @@ def fields_of(path: str) -> Sequence[str]:
     return [] if model is None else list(model.model_fields)
 
 
+def unsupported_by(path: str) -> Collection[str]:
+    """Those of them that a route knows and does not honour."""
+    return UNSUPPORTED.get(path, ())
+
+
 def sentence(
-    errors: Sequence[Mapping[str, Any]], body: Any, known: Sequence[str]
+    errors: Sequence[Mapping[str, Any]],
+    body: Any,
+    known: Sequence[str],
+    unsupported: Collection[str] = (),
 ) -> tuple[str, str | None]:
     """One sentence about what is wrong in a body, and the field that it names.
 
@@ -119,6 +128,7 @@ def sentence(
       errors: pydantic's, at least one.
       body: what was validated.
       known: names of fields, of which the nearest is named for one that is unknown.
+      unsupported: those that may only have the values that change nothing.
     """
     field = errors[0]["loc"][1:2]
     located = [(*_located(each, body), each) for each in errors if each["loc"][1:2] == field]
@@ -131,8 +141,8 @@ def sentence(
         return f"{name} is missing.", name
     if error["type"] == "extra_forbidden":
         return _unknown(name, known if len(path) == 1 else ()), name
-    unsupported = " is not supported here" if path[0] in UNSUPPORTED else ""
-    return f"{name}{unsupported}: {_any_of(wrong)}; it is {_shown(value)}.", name
+    here = " is not supported here" if path[0] in unsupported else ""
+    return f"{name}{here}: {_any_of(wrong)}; it is {_shown(value)}.", name
 
 
 def _located(error: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:

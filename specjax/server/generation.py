@@ -211,7 +211,9 @@ def _submitted(service: Service, requests: Sequence[Request]) -> "list[TokenStre
         headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
     except EngineClosedError as error:
-        raise unavailable(str(error), "server_shutting_down") from error
+        failed = service.state() == "failed"
+        code = "engine_failed" if failed else "server_shutting_down"
+        raise unavailable(str(error), code) from error
     except ValueError as error:
         named = [name for name in (*_NAMES, *Request.__dataclass_fields__) if name in str(error)]
         param = _NAMES.get(named[0], named[0]) if named else None

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 
 from specjax.server.log import log_to_stderr
 from specjax.server.service import Service
+from specjax.server.transport import BoundedProtocol
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _SEND_BUFFER = 1 << 17
 """Bytes that the system keeps for a client that does not read; by itself it takes megabytes."""
+
+_OPEN_FILES = 1 << 16
+"""That the process asks for; systems often give 1,024."""
 
 _FLUSH_SECONDS = 5
 """How long the last events may take to their clients after the drain."""
@@ -56,6 +61,7 @@ def serve(app: FastAPI, listener: socket.socket) -> int:
     """
     service: Service = app.state.service
     log_to_stderr()
+    allow_connections()
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     _say(f"{service.options.served_model_name} at http://{address}:{port}")
@@ -63,6 +69,13 @@ def serve(app: FastAPI, listener: socket.socket) -> int:
     server.run(sockets=[listener])
     service.close()
     return _end(server, service.engine)
+
+
+def allow_connections() -> None:
+    """Raises the process's limit of open files, of which each connection is one, to what it may."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
 def _say(sentence: str) -> None:
@@ -90,7 +103,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI) -> None:
         config = uvicorn.Config(
-            app, loop="auto", http="httptools", ws="none", lifespan="off", log_config=None,
+            app, loop="auto", http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
             access_log=False, server_header=False, proxy_headers=False,
             timeout_graceful_shutdown=_FLUSH_SECONDS,
         )  # fmt: skip

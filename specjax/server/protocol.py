@@ -211,7 +211,8 @@ REQUESTS: Mapping[str, type[Body]] = {
 }
 """The body of each route."""
 
-UNSUPPORTED = frozenset(UnsupportedCompletionFields.model_fields) | frozenset(
-    UnsupportedChatFields.model_fields
-)
-"""Fields that are known and not honoured."""
+UNSUPPORTED: Mapping[str, frozenset[str]] = {
+    "/v1/completions": frozenset(UnsupportedCompletionFields.model_fields),
+    "/v1/chat/completions": frozenset(UnsupportedChatFields.model_fields),
+}
+"""Fields of a route that are known and not honoured."""

@@ -4,6 +4,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from specjax.server.chat import ids_of_chat
+from specjax.server.connection import unless_gone
 from specjax.server.errors import ApiError
 from specjax.server.protocol import DetokenizeRequest, TokenizeRequest
 from specjax.server.responses import DetokenizeResponse, TokenizeResponse
@@ -19,7 +20,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     _check(body)
-    ids = await _ids(service, body)
+    ids = await unless_gone(request.receive, _ids(service, body))
     names = service.texts.names_of(ids) if body.return_token_strs else None
     content: TokenizeResponse = {
         "count": len(ids),
