@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from specjax.__main__ import main
+from specjax.cli import serve as verb
 from tests.conftest import QUICKLY
 from tests.folders import answer, pair_flags
 from tests.serving import serving
@@ -132,8 +133,30 @@ def test_a_signal_lets_a_stream_end_and_the_process_with_0(capfd):
         (("--max-model-len", "999"), "max_model_len is 999; it must lie in [2, 256]"),
         (("--method", "nothing"), "no method 'nothing'"),
         (("--drain-seconds", "-1"), "--drain-seconds is -1.0"),
+        (("--api-key", " ,"), "--api-key is ' ,' and holds no key"),
     ],
 )
 def test_wrong_options_are_one_sentence(flags, sentence, capsys):
     assert main(["serve", *pair_flags(), *flags]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_name_for_keys_without_one_opens_no_server(capsys, monkeypatch):
+    monkeypatch.setenv("SPECJAX_API_KEY", "")
+    assert main(["serve", *pair_flags()]) == 2
+    assert "SPECJAX_API_KEY is '' and holds no key" in capsys.readouterr().err
+
+
+def test_a_signal_while_the_weights_are_read_ends_the_process_with_0(monkeypatch):
+    """Before anything listens, where it would end with 143, or in a container not at all."""
+
+    def load(*_, **__):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(verb, "load_pair", load)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", *pair_flags()])
+    assert ended.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is before
