@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import httpx
@@ -274,16 +275,23 @@ DOCUMENTS = Path(__file__).parents[1] / "docs"
 DOCUMENT = (DOCUMENTS / "serving.md").read_text()
 
 
+def shown_by(command: str) -> str:
+    """What a line of a shell prints."""
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_documentations_examples(server, engine, client, capsys):
     (example,) = re.findall(r"```py\n(.*?)```", DOCUMENT, re.DOTALL)
     served = example.replace("http://127.0.0.1:8000", server.url).replace("bundled", "scripted")
     exec(compile(served, "serving.md", "exec"), {})
     assert capsys.readouterr().out == f"def f(x): {len(engine.replies[0])}\n"
-    commands = re.findall(r"curl .*?:8000(/\S+) .*?-d '(.*?)'", DOCUMENT, re.DOTALL)
-    assert len(commands) == 2
-    for path, body in commands:
-        response = client.post(path, content=body, headers=JSON)
-        assert response.status_code == 200
+    commands = re.findall(r"```sh\n(curl .*?)```", DOCUMENT, re.DOTALL)
+    whole, events = (shown_by(each.replace(":8000", f":{server.port}")) for each in commands)
+    assert json.loads(whole)["choices"][0]["text"] == "def f(x):"
+    assert events.endswith("data: [DONE]\n\n")
+    assert events.count("data: {") > 1
     (shown,) = re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)
     assert json.loads(shown)["error"] == error_of(client, 400, temperature=-1)
 
