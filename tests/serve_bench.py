@@ -9,10 +9,11 @@ CPU is printed. What is compared is measured in turns; figures are medians, and 
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -25,12 +26,15 @@ from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
 from specjax.draft import Drafter
+from specjax.engine import programs
+from specjax.engine.checks import check_request
+from specjax.engine.device import Device
 from specjax.measure import prompts
 from specjax.methods import registry
 from specjax.models.inflate import inflate
 from tests.serving import serving
 
-NEW = 128
+NEW, STEPS = 128, 50
 _EVENT = b"data: {"
 
 
@@ -177,7 +181,55 @@ def without_http(
                 found.append(speed / generated(pair, drafter, texts, 1, temperature))
         print(f"  T={temperature}: engine without HTTP against generate, ratio "
               f"{np.median(found):.3f}", flush=True)  # fmt: skip
+    looped, handed = np.median([of_a_step(device, texts[0]) for _ in range(2 * turns)], axis=0)
+    print(f"  ms of a step of one row: {1e3 * looped:.2f} within one loop, {1e3 * handed:.2f} as a "
+          "program handed over behind another", flush=True)  # fmt: skip
     engine.close()
+
+
+def of_a_step(device: Device, tokens: list[int]) -> tuple[float, float]:
+    """Seconds of a step of one row: in one program's loop, and in programs behind each other."""
+    rows, width = min(device.step_seconds)
+    request = specjax.Request(prompt=tokens, max_new_tokens=2**20, ignore_eos=True)
+
+    def begun() -> float:
+        device.begin(0, tokens[0])
+        for token in tokens[1:]:
+            device.extend(0, [token], min(device.chunk_seconds))
+        device.assign(0, request, check_request(request, device._config, 2**30))
+        device.wait()
+        return time.perf_counter()
+
+    loop = _loop_of(device, width)
+    control, wanted = device._control_of(((0, 0),)), device._wanted[False]
+    start = begun()
+    device._state = loop(device._models, device._state, control, wanted)
+    device.wait()
+    looped, start = time.perf_counter() - start, begun()
+    for _ in range(STEPS):
+        device.advance(range(rows), (), width, [False])
+    device.wait()
+    return looped / STEPS, (time.perf_counter() - start) / STEPS
+
+
+@functools.cache
+def _loop_of(device: Device, width: int) -> Callable[..., list[jax.Array]]:
+    """As many steps of a row as one program."""
+
+    def steps(
+        models: list[jax.Array], state: list[jax.Array], control: jax.Array, wanted: jax.Array
+    ) -> list[jax.Array]:
+        both = jax.tree.unflatten(device._models_tree, models)
+
+        def one(_: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
+            rows = jax.tree.unflatten(device._state_tree, leaves)
+            made, _ = programs.advance(*both, rows, device._setup, control, wanted, width=width)
+            return jax.tree.leaves(made)
+
+        return jax.lax.fori_loop(0, STEPS, one, state)
+
+    given = device._control_of(((0, 0),)), device._wanted[False]
+    return jax.jit(steps, donate_argnums=1).lower(device._models, device._state, *given).compile()
 
 
 def rows_of(
