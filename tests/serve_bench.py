@@ -194,8 +194,7 @@ def of_a_step(device: Device, tokens: list[int]) -> tuple[float, float]:
 
     def begun() -> float:
         device.begin(0, tokens[0])
-        for token in tokens[1:]:
-            device.extend(0, [token], min(device.chunk_seconds))
+        device.extend(0, tokens[1:], max(device.chunk_seconds))
         device.assign(0, request, check_request(request, device._config, 2**30))
         device.wait()
         return time.perf_counter()

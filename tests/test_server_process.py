@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from specjax.server import transport
 from specjax.server.options import ServerOptions
-from specjax.server.process import listen
+from specjax.server.process import listen, raise_file_limit
 from tests.scripted_engine import Letters, ScriptedEngine, serving, until
 
 LETTERS = (1, 2, 3)
@@ -171,8 +172,8 @@ def test_trailers_are_bounded(server, engine):
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: "], ids=["none", "some"])
-def test_a_head_that_does_not_come_ends_its_connection(server, engine, sent, monkeypatch):
-    monkeypatch.setattr(transport, "HEAD_SECONDS", 0.3)
+def test_headers_that_do_not_come_end_their_connection(server, engine, sent, monkeypatch):
+    monkeypatch.setattr(transport, "HEADER_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.settimeout(5)
         connection.sendall(sent)
@@ -337,3 +338,16 @@ def test_options_have_safe_defaults():
     options = ServerOptions(served_model_name="m")
     assert options.host == "127.0.0.1"
     assert options.max_body_bytes == 4 << 20
+
+
+@pytest.mark.parametrize("soft", [256, None])
+def test_a_server_may_hold_as_many_connections_as_the_system_lets_it(soft):
+    """The limit of open files is raised as far as it may be, and never lowered."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if soft is None else soft, hard))
+        raise_file_limit()
+        found, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert found == hard if soft is None else found >= min(hard, 1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))

@@ -249,7 +249,7 @@ def test_a_token_begins_where_those_before_it_end():
     tokens = [names[each] for each in ("a", "<0x0A>", "<0x0A>", "b", "<0xE4>", "a")]
     until, begins, shown = TextUntilStop(Detokenizer(texts("llama"), []), None), [], ""
     for token in tokens:
-        begins.append(until.before(token))
+        begins.append(until.offset_of(token))
         shown += until.add(token)[0]
     assert shown + until.flush()[0] == "a\n\nb\N{REPLACEMENT CHARACTER}a"
     assert begins == [0, 1, 2, 3, 4, 5]

@@ -30,7 +30,7 @@ from specjax.engine.request import (
     Statistics,
     Tokens,
 )
-from specjax.engine.scheduler import Admission, Chunk, ChunkCost, Row, Scheduler, Ticket
+from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
 from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.models.transformer import Model
@@ -128,7 +128,6 @@ class Engine:
         self._config, self._rows = config, rows
         self._make_device = partial(Device, target, drafter, setup, rows)
         self._device: Device | None = None
-        self._chunk_costs: dict[int, ChunkCost] = {}
         self._reuses = can_truncate(drafter)
         self._scheduler = Scheduler(
             rows,
@@ -189,9 +188,6 @@ class Engine:
             self.failure = f"the engine did not start: {type(error).__name__}: {error}"
             self._end_all("error")
             raise
-        self._chunk_costs = {
-            size: ChunkCost(*own) for size, own in self._device.chunk_seconds.items()
-        }
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self.ready = True
         self._thread.start()
@@ -365,7 +361,7 @@ class Engine:
             rows = sum(row.decodes for row in self._scheduler.rows)
             step = self._scheduler.size_of(max(rows, 1))
             seconds = self._device.step_seconds[step]
-            chunk = self._scheduler.chunk(self._chunk_costs, seconds)
+            chunk = self._scheduler.chunk(self._device.chunk_seconds, seconds)
         if chunk is None:
             return
         row, ticket = chunk.row, chunk.row.ticket

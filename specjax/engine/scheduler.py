@@ -31,9 +31,9 @@ class Row:
 
     `filled` of the prompt's tokens are read. `left` tokens may still be made, as far as is known,
     while `flying` steps are not read yet, each of which gives one at least. `epoch` counts its
-    tenants, so that what a step gave an earlier one is told apart. `looked` says that others were
-    asked for its prompt's beginning when its turn to be read came. A free row keeps its tokens for
-    requests that begin as they do.
+    tenants, so that what a step gave an earlier one is told apart. `prefix_checked`
+    says whether other rows were searched for its prompt's prefix when its turn to be read came. A
+    free row keeps its tokens for requests that begin as they do.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Row:
     flying: int = 0
     epoch: int = 0
     used: int = 0
-    looked: bool = False
+    prefix_checked: bool = False
 
     @property
     def reads(self) -> bool:
@@ -74,17 +74,6 @@ class Chunk(NamedTuple):
     row: Row
     tokens: list[int]
     size: int
-
-
-class ChunkCost(NamedTuple):
-    """Seconds that a chunk takes in a row that holds nothing, and what each token there adds."""
-
-    seconds: float
-    per_token: float = 0.0
-
-    def after(self, tokens: int) -> float:
-        """Seconds of a chunk in a row that holds so many tokens."""
-        return self.seconds + tokens * self.per_token
 
 
 class StepPlan(NamedTuple):
@@ -200,7 +189,7 @@ class Scheduler:
             row = source  # more of it would be of use to this request than to others
         if source is not None:
             self._touch(source)
-        row.ticket, row.filled, row.looked = ticket, common if source else 1, False
+        row.ticket, row.filled, row.prefix_checked = ticket, common if source else 1, False
         row.left, row.flying = ticket.request.max_new_tokens, 0
         row.tokens = prompt[: row.filled]
         self._touch(row)
@@ -214,9 +203,9 @@ class Scheduler:
         Several requests with one beginning that come at once read it once.
         """
         row = next(iter(self._reading), None)
-        if row is None or row.looked:
+        if row is None or row.prefix_checked:
             return None
-        row.looked = True
+        row.prefix_checked = True
         assert row.ticket is not None
         source, common = self._best_prefix(row.ticket.request)
         if source is None or source is row or common < row.filled + _LEAST_PREFIX:
@@ -224,22 +213,27 @@ class Scheduler:
         row.filled, row.tokens = common, list(row.ticket.request.prompt[:common])
         return Admission(row, source.number, common)
 
-    def chunk(self, costs: Mapping[int, ChunkCost], step_seconds: float) -> Chunk | None:
+    def chunk(self, costs: Mapping[int, tuple[float, float]], step_seconds: float) -> Chunk | None:
         """The next tokens of a prompt to be read.
 
         Of the sizes in `costs`, that with which the rest of the prompt is read soonest; while a row
         decodes, none that takes longer than `step_seconds`, unless it is the smallest.
+
+        Args:
+          costs: of chunks by their sizes, the seconds in an empty row, and those that each token
+            adds which the row holds.
+          step_seconds: how long a step takes.
         """
         if not self._reading:
             return None
         row = self._reading[0]
         assert row.ticket is not None
-        seconds = {size: costs[size].after(row.filled) for size in sorted(costs)}
+        seconds = {size: own + row.filled * more for size, (own, more) in costs.items()}
         if any(each.decodes for each in self.rows):
             least = min(seconds)
             seconds = {n: own for n, own in seconds.items() if own <= step_seconds or n == least}
         prompt = row.ticket.request.prompt
-        size = soonest(len(prompt) - row.filled, seconds)
+        size = fastest_chunk(len(prompt) - row.filled, seconds)
         return Chunk(row, list(prompt[row.filled : row.filled + size]), size)
 
     def read(self, chunk: Chunk) -> bool:
@@ -312,7 +306,7 @@ class Scheduler:
         row.used = self._tick
 
 
-def soonest(tokens: int, seconds: Mapping[int, float]) -> int:
+def fastest_chunk(tokens: int, seconds: Mapping[int, float]) -> int:
     """The size of the first of the chunks that read so many tokens in the least time.
 
     Chunks of a size are followed by smaller ones; the last may be larger than what is left.
@@ -321,17 +315,17 @@ def soonest(tokens: int, seconds: Mapping[int, float]) -> int:
       tokens: how many are left, at least one.
       seconds: how long a chunk takes, by its size.
     """
-    return _least(tokens, sorted(seconds.items()))[1]
+    return _fastest(tokens, sorted(seconds.items()))[1]
 
 
-def _least(tokens: int, sizes: Sequence[tuple[int, float]]) -> tuple[float, int]:
+def _fastest(tokens: int, sizes: Sequence[tuple[int, float]]) -> tuple[float, int]:
     """The seconds of the chunks that read so many tokens soonest, and the size of the first."""
     found = []
     for place, (size, seconds) in enumerate(sizes):
         chunks, left = divmod(tokens, size)
         found.append(((chunks + (left > 0)) * seconds, -size))
         if chunks and left and place:
-            found.append((chunks * seconds + _least(left, sizes[:place])[0], -size))
+            found.append((chunks * seconds + _fastest(left, sizes[:place])[0], -size))
     total, first = min(found)  # of equals the largest size
     return total, -first
 

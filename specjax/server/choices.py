@@ -59,7 +59,7 @@ class TextUntilStop:
                 text += self._search.add(unsettled)[0]
         return text, ended
 
-    def before(self, token: int) -> int:
+    def offset_of(self, token: int) -> int:
         """Characters of all tokens so far, given or held back, ahead of the next one."""
         return self._decoded + self._detokenizer.held_back(token)
 
@@ -119,7 +119,9 @@ class Choice:
         for place, token in enumerate(tokens.ids):
             self.completion_tokens += 1
             if self._wants_logprobs:
-                self._note(token, tokens.logprobs[place], self._echoed + self._text.before(token))
+                self._note(
+                    token, tokens.logprobs[place], self._echoed + self._text.offset_of(token)
+                )
             if tokens.finish_reason == "stop" and place + 1 == len(tokens.ids):
                 break  # an end token has no text
             text, ended = self._text.add(token)

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import os
-import resource
 import signal
 import socket
 import sys
@@ -61,7 +60,7 @@ def serve(app: FastAPI, listener: socket.socket) -> int:
     """
     service: Service = app.state.service
     log_to_stderr()
-    allow_connections()
+    raise_file_limit()
     host, port = listener.getsockname()[:2]
     address = f"[{host}]" if ":" in host else host
     _say(f"{service.options.served_model_name} at http://{address}:{port}")
@@ -71,11 +70,16 @@ def serve(app: FastAPI, listener: socket.socket) -> int:
     return _end(server, service.engine)
 
 
-def allow_connections() -> None:
-    """Raises the process's limit of open files, of which each connection is one, to what it may."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
+def raise_file_limit() -> None:
+    """Raises the limit of open files, of which each connection is one, as far as it may be."""
+    if sys.platform == "win32":  # which has no such limit
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _say(sentence: str) -> None:

@@ -1,13 +1,13 @@
-"""Connections: how large and how slow a request's head may be, and when a client is gone."""
+"""Connections: how large and how slow a request's headers may be, and when a client is gone."""
 
 import asyncio
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MAX_HEAD_BYTES = 64 << 10
+MAX_HEADER_BYTES = 64 << 10
 """Of a request line with its headers, and of the trailers of a body, as in h11."""
-HEAD_SECONDS = 30.0
+HEADER_SECONDS = 30.0
 """How long a client may take from its first byte, or from its connection, to the last header."""
 
 _TOO_LARGE = (
@@ -17,7 +17,7 @@ _TOO_LARGE = (
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which bounds neither the size of a request's head nor its time.
+    """uvicorn's protocol, which bounds neither the size of headers nor the time for them.
 
     A client that goes away is gone for every request of its connection: uvicorn tells only the last
     of several that were sent at once, while the first one runs.
@@ -25,18 +25,18 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._unread_bytes = self._header_bytes = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._unparsed_bytes = self._header_bytes = 0
         self._cycles: list[Any] = []
 
     def connection_made(self, transport: Any) -> None:
         """A client has come; its request must follow."""
         super().connection_made(transport)
-        self._await_head()
+        self._await_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has gone."""
-        self._head_done()
+        self._headers_done()
         for cycle in self._cycles:
             if not cycle.response_complete:
                 cycle.disconnected = True
@@ -45,50 +45,50 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a client."""
-        in_head = self._head_timer is not None
+        in_headers = self._header_timer is not None
         super().data_received(data)
-        if in_head and self._head_timer is not None:  # else a body may have been before it
-            self._unread_bytes += len(data)
-            if self._unread_bytes > MAX_HEAD_BYTES:
+        if in_headers and self._header_timer is not None:  # else a body may have been before it
+            self._unparsed_bytes += len(data)
+            if self._unparsed_bytes > MAX_HEADER_BYTES:
                 self._refuse()
 
     def on_message_begin(self) -> None:
         """A request begins."""
         super().on_message_begin()
         self._header_bytes = 0
-        if self._head_timer is None:
-            self._await_head()
+        if self._header_timer is None:
+            self._await_headers()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer of a body."""
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
-        if self._header_bytes > MAX_HEAD_BYTES:
+        if self._header_bytes > MAX_HEADER_BYTES:
             raise ValueError("the headers are too large")  # uvicorn answers 400
 
     def on_headers_complete(self) -> None:
-        """A request's head is there."""
-        self._head_done()
+        """A request's headers are there."""
+        self._headers_done()
         before = self.cycle
         super().on_headers_complete()
         if self.cycle is not before:
             self._cycles = [each for each in self._cycles if not each.response_complete]
             self._cycles.append(self.cycle)
 
-    def _await_head(self) -> None:
-        self._unread_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._too_slow)
+    def _await_headers(self) -> None:
+        self._unparsed_bytes = 0
+        self._header_timer = self.loop.call_later(HEADER_SECONDS, self._too_slow)
 
-    def _head_done(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
+    def _headers_done(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
     def _too_slow(self) -> None:
-        self._head_timer = None
+        self._header_timer = None
         self.transport.close()
 
     def _refuse(self) -> None:
-        self._head_done()
+        self._headers_done()
         self.transport.write(_TOO_LARGE)
         self.transport.close()
