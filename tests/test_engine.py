@@ -79,7 +79,7 @@ DRAFTERS = {
 def engine(target):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "CHUNKS", (16, 64))
-        with running(target, chain(target), rows=2) as found:
+        with running(target, chain(target), rows=4) as found:
             yield found
 
 
@@ -157,9 +157,8 @@ def test_a_prompt_of_several_choices_is_read_once(engine, target):
     assert after.prompt_tokens - before.prompt_tokens == 120
 
 
-def test_rows_that_fill_up_a_step_change_no_text(target, monkeypatch):
+def test_rows_that_fill_up_a_step_change_no_text(engine, target):
     """Three that decode beside one that reads, is free, has left or is what others copy from."""
-    monkeypatch.setattr(engines, "CHUNKS", (16,))
     drawn = np.random.default_rng(8)
     shared = drawn.integers(0, VOCABULARY, 40).tolist()
     requests = [random_request(drawn, VOCABULARY) for _ in range(24)]
@@ -181,8 +180,7 @@ def test_rows_that_fill_up_a_step_change_no_text(target, monkeypatch):
 
         return await asyncio.gather(*map(one, requests), *(left() for _ in range(6)))
 
-    with running(target, chain(target), rows=4) as engine:
-        assert asyncio.run(all_of_them())[: len(requests)] == expected
+    assert asyncio.run(all_of_them())[: len(requests)] == expected
 
 
 def test_a_prompts_log_probabilities_are_read_in_whole_chunks(engine, monkeypatch):
@@ -317,11 +315,11 @@ def test_a_full_queue_refuses_and_a_request_is_checked(engine, monkeypatch):
             with pytest.raises((ValueError, TypeError), match=sentence):
                 engine.submit(request)
         monkeypatch.setattr(engine._scheduler, "_max_requests", 0)
-        streams = engine.submit_all([ask(max_new_tokens=90, ignore_eos=True)] * 2)
+        streams = engine.submit_all([ask(max_new_tokens=90, ignore_eos=True)] * 4)
         with pytest.raises(QueueFullError):
             engine.submit(ask())
-        with pytest.raises(ValueError, match="3 requests come at once; 2 may run and 0 wait"):
-            engine.submit_all([ask()] * 3)
+        with pytest.raises(ValueError, match="5 requests come at once; 4 may run and 0 wait"):
+            engine.submit_all([ask()] * 5)
         with pytest.raises(ValueError, match="prompt is empty"):
             engine.submit_all([ask(), ask(prompt=[])])
         await asyncio.gather(*map(collected, streams))
