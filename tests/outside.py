@@ -156,11 +156,12 @@ def passes_only() -> Iterator[None]:
     def verify_tree(rule, state, tree, logits, window, *_):
         del rule, state
         along = jnp.arange(window, dtype=jnp.int32)[None]
-        return Accepted(
+        kept = Accepted(
             path=jnp.where(along < KEPT, along, 0),
             count=KEPT + held_back(logits),
             token=tree.tokens[:, 1],
         )
+        return kept, None
 
     def commit(state, new, draft, step):
         count = step.count + held_back(new[-1][0])

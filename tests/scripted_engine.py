@@ -166,6 +166,20 @@ class ScriptedEngine:
     def statistics(self) -> Statistics:
         return Statistics(100, 40, 50, 20, 40, 30, [18, 12])
 
+    def report(self) -> dict:
+        """That of an engine with one setting which has made no step."""
+        shares = {"deciding": 0.0, "probing": 0.0}
+        return {
+            "mode": "", "settings": [""], "now": time.time(), "steps": 0, "steps_by_setting": {},
+            "decision": None, "predicted": {}, "history": [], "shares": shares,
+        }  # fmt: skip
+
+    def fix(self, setting) -> None:
+        raise ValueError("this engine has a single setting; there is nothing to choose.")
+
+    def watched(self) -> list:
+        return []
+
     def stop_accepting(self) -> None:
         self._accepts = False
 

@@ -29,12 +29,15 @@ from specjax.draft import Drafter
 from specjax.engine import programs
 from specjax.engine.checks import check_request
 from specjax.engine.device import Device
+from specjax.goodput.policy import StepShape
 from specjax.measure import prompts
 from specjax.methods import registry
 from specjax.models.inflate import inflate
 from tests.serving import serving
 
 NEW, STEPS = 128, 50
+_DEPTH = 1 << 20
+"""Of a row's tree: any."""
 _EVENT = b"data: {"
 
 
@@ -167,7 +170,7 @@ def without_http(
         f"{size}: {1e3 * alone:.1f} + {1e6 * more:.1f}"
         for size, (alone, more) in device.chunk_seconds.items()
     ]
-    steps = [f"{n}: {1e3 * own:.1f}" for (n, _), own in device.step_seconds.items()]
+    steps = [f"{s.rows}: {1e3 * own.seconds:.1f}" for s, own in device.step_costs.items()]
     print(f"  ms of a chunk by its tokens, and of 1,000 tokens that the row holds: "
           f"{', '.join(chunks)}; of a step by its rows "
           f"{', '.join(steps)}", flush=True)  # fmt: skip
@@ -189,7 +192,7 @@ def without_http(
 
 def of_a_step(device: Device, tokens: list[int]) -> tuple[float, float]:
     """Seconds of a step of one row: in one program's loop, and in programs behind each other."""
-    rows, width = min(device.step_seconds)
+    shape = min(device.step_costs, key=lambda shape: shape.rows)
     request = specjax.Request(prompt=tokens, max_new_tokens=2**20, ignore_eos=True)
 
     def begun() -> float:
@@ -199,35 +202,41 @@ def of_a_step(device: Device, tokens: list[int]) -> tuple[float, float]:
         device.wait()
         return time.perf_counter()
 
-    loop = _loop_of(device, width)
-    control, wanted = device._control_of(((0, 0),)), device._wanted[False]
+    loop, given = _loop_of(device, shape), _given_of(device)
     start = begun()
-    device._state = loop(device._models, device._state, control, wanted)
+    device._state = loop(device._models, device._state, *given)
     device.wait()
     looped, start = time.perf_counter() - start, begun()
     for _ in range(STEPS):
-        device.advance(range(rows), (), width, [False])
+        device.advance(shape, [0], (), [_DEPTH], [False])
     device.wait()
     return looped / STEPS, (time.perf_counter() - start) / STEPS
 
 
+def _given_of(device: Device) -> tuple[jax.Array, ...]:
+    """A row, its depth, no log probabilities, chances as they are."""
+    return device._control_of(((0, 0, _DEPTH),)), device._wanted[False], device._calibration
+
+
 @functools.cache
-def _loop_of(device: Device, width: int) -> Callable[..., list[jax.Array]]:
+def _loop_of(device: Device, shape: StepShape) -> Callable[..., list[jax.Array]]:
     """As many steps of a row as one program."""
 
     def steps(
-        models: list[jax.Array], state: list[jax.Array], control: jax.Array, wanted: jax.Array
+        models: list[jax.Array], state: list[jax.Array], *given: jax.Array
     ) -> list[jax.Array]:
         both = jax.tree.unflatten(device._models_tree, models)
 
         def one(_: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
             rows = jax.tree.unflatten(device._state_tree, leaves)
-            made, _ = programs.advance(*both, rows, device._setup, control, wanted, width=width)
+            made, _ = programs.advance(
+                *both, rows, device._setup, *given, width=shape.width, setting=shape.setting
+            )
             return jax.tree.leaves(made)
 
         return jax.lax.fori_loop(0, STEPS, one, state)
 
-    given = device._control_of(((0, 0),)), device._wanted[False]
+    given = _given_of(device)
     return jax.jit(steps, donate_argnums=1).lower(device._models, device._state, *given).compile()
 
 

@@ -35,7 +35,7 @@ def test_the_scheduler_needs_no_jax():
 
 
 def test_requests_move_into_free_rows_in_order():
-    at = Scheduler(2, 8)
+    at = Scheduler(2)
     first, second, third = (ticket(number, 9) for number in range(3))
     for each in (first, second, third):
         at.submit(each)
@@ -49,7 +49,7 @@ def test_requests_move_into_free_rows_in_order():
 
 
 def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
-    at = Scheduler(1, 8, max_requests=2, max_tokens=100)
+    at = Scheduler(1, max_requests=2, max_tokens=100)
     at.submit(ticket(*text(70)))
     at.admit()
     at.submit(ticket(*text(60)))
@@ -58,14 +58,14 @@ def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
     at.submit(ticket(*text(40)))
     with pytest.raises(QueueFullError, match="2 requests wait; with 1 more they exceed the 2"):
         at.submit(ticket(1))
-    idle = Scheduler(2, 8, max_requests=1)
+    idle = Scheduler(2, max_requests=1)
     for _ in range(3):
         idle.submit(ticket(1))  # two rows are free
     with pytest.raises(QueueFullError):
         idle.submit(ticket(1))
     with pytest.raises(ValueError, match="4 requests come at once; 2 may run and 1 wait"):
         idle.submit(*(ticket(1) for _ in range(4)))
-    alone = Scheduler(1, 8, max_tokens=10)
+    alone = Scheduler(1, max_tokens=10)
     with pytest.raises(ValueError, match="12 tokens of prompts come at once; no more than 10"):
         alone.submit(ticket(*text(6)), ticket(*text(6)))
     assert not alone.waiting
@@ -74,7 +74,7 @@ def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
 
 
 def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
-    at = Scheduler(1, 8)
+    at = Scheduler(1)
     runs, waits = ticket(*text(40)), ticket(2)
     at.submit(runs)
     at.submit(waits)
@@ -90,7 +90,7 @@ def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
 
 
 def test_prompts_are_read_in_chunks_that_a_step_outweighs():
-    at = Scheduler(2, 8)
+    at = Scheduler(2)
     at.submit(ticket(5))
     at.admit()
     at.submit(ticket(*text(300)))
@@ -110,7 +110,7 @@ def test_prompts_are_read_in_chunks_that_a_step_outweighs():
 
 def test_what_a_row_holds_makes_its_chunks_smaller():
     costs = {8: (0.01, 1e-5), 16: (0.012, 2e-5)}
-    at = Scheduler(2, 8)
+    at = Scheduler(2)
     at.submit(ticket(5))
     at.admit()
     at.submit(ticket(*text(1000)))
@@ -135,32 +135,64 @@ def test_chunks_that_take_longer_than_smaller_ones_together_are_not_chosen():
     assert [fastest_chunk(tokens, {64: 0.03, 256: 0.2}) for tokens in (250, 256, 900)] == [64] * 3
 
 
-def test_a_step_has_the_rows_that_decode_and_columns_for_their_trees():
-    at = Scheduler(8, 6)
-    assert at.step() is None
+def test_a_step_has_the_rows_that_decode_and_those_that_hold_least():
+    at = Scheduler(8)
+    assert at.decoding == ()
     for number in range(3):
         at.submit(ticket(number))
         at.admit()
     at.submit(ticket(*text(20)))
     at.admit()
-    plan = at.step()
+    assert [row.number for row in at.decoding] == [0, 1, 2]
+    plan = at.step(4)
     assert [row.number for row in plan.rows] == [0, 1, 2]
-    assert (plan.filling, plan.width) == ((4,), 32)  # row 3 holds a token, row 4 none
-    assert at.sizes() == [(1, 8), (2, 16), (4, 32), (8, 32), (8, 48)]
-    with pytest.raises(ValueError, match="columns; a step has at most 32768"):
-        Scheduler(8, 5000).sizes()
-    whole = Scheduler(8, 6, subsets=False)
-    assert whole.sizes() == [(8, 8), (8, 16), (8, 32), (8, 48)]
+    assert plan.filling == (4,)  # row 3 holds a token, row 4 none
+    assert len(at.step(8).filling) == 5
+
+
+def test_a_request_that_may_not_join_waits_and_so_do_those_behind_it():
+    at = Scheduler(3)
+    for number in range(3):
+        at.submit(ticket(number, max_tpot_ms=1.0 if number == 1 else None))
+    assert at.admit(lambda _: True).row.ticket.request.prompt == [0]
+    assert at.admit(lambda request: request.max_tpot_ms is None) is None
+    assert len(at.waiting) == 2
+    assert at.admit(lambda request: True).row.ticket.request.prompt == [1]
+
+
+def test_the_draft_lacks_what_was_given_without_it():
+    """Of a row that takes over what another holds it reads the last token anew, for its logits."""
+    at = Scheduler(2)
+    at.submit(ticket(*text(40)))
+    row = at.admit().row
+    read_all(at)
+    assert (row.lag(1), row.drafted, row.current) == (40, 0, False)
+    row.current = True  # a step that runs the draft was handed over
+    assert row.lag(4) == 0
+    row.current, row.drafted = False, 40  # then one that does not
+    at.step(1)
+    at.step(1)
+    assert row.lag(4) == 8
+    at.landed(row, [1, 2])
+    at.landed(row, [3])
+    assert row.lag(4) == 3
+    at.submit(ticket(*text(30), 99))
+    other = at.admit()
+    assert (other.source, other.common, other.row.drafted) == (row.number, 30, 29)
+    row.current = True
+    at.free(other.row)
+    at.submit(ticket(*text(40), 1, 2, 3, 77))
+    assert at.admit().row.drafted == 42
 
 
 def test_a_row_takes_no_step_that_cannot_give_it_a_token():
     """For a row that may still get two, two steps fly; one more once they gave too few."""
-    at = Scheduler(2, 8)
+    at = Scheduler(2)
     at.submit(ticket(1, max_new_tokens=2))
     row = at.admit().row
     at.submit(ticket(2, max_new_tokens=9))
     at.admit()
-    assert [len(at.step().rows) for _ in range(3)] == [2, 2, 1]
+    assert [len(at.step(2).rows) for _ in range(3)] == [2, 2, 1]
     at.landed(row, [5])
     assert not row.decodes
     at.landed(row, [])
@@ -169,7 +201,7 @@ def test_a_row_takes_no_step_that_cannot_give_it_a_token():
 
 
 def test_prompts_that_come_at_once_are_read_once():
-    at = Scheduler(4, 8)
+    at = Scheduler(4)
     prompt = text(100)
     for _ in range(3):
         at.submit(ticket(*prompt))
@@ -193,7 +225,7 @@ def test_prompts_that_come_at_once_are_read_once():
 
 def test_what_another_may_need_is_not_written_over():
     """A row of which a little is copied stays while another is free, though that was used later."""
-    at = Scheduler(2, 8)
+    at = Scheduler(2)
     for prompt in (text(40), (999,)):
         at.submit(ticket(*prompt))
         row = at.admit().row
@@ -205,7 +237,7 @@ def test_what_another_may_need_is_not_written_over():
 
 
 def test_a_prompt_begins_with_the_longest_text_that_a_row_holds():
-    at = Scheduler(3, 8)
+    at = Scheduler(3)
     for first in (0, 500):
         at.submit(ticket(*text(40, first)))
         at.admit()
@@ -225,13 +257,13 @@ def test_a_prompt_begins_with_the_longest_text_that_a_row_holds():
 
 
 def test_a_prompt_whose_log_probabilities_are_asked_for_is_read_whole():
-    at = Scheduler(2, 8)
+    at = Scheduler(2)
     at.submit(ticket(*text(40)))
     at.admit()
     read_all(at)
     at.submit(ticket(*text(40), prompt_logprobs=0))
     assert at.admit()[1:] == (None, 1)
-    without = Scheduler(2, 8, reuses=False)
+    without = Scheduler(2, reuses=False)
     for _ in range(2):
         without.submit(ticket(*text(40)))
         assert without.admit().source is None
@@ -241,7 +273,7 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_is_read_whole():
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=60))
 def test_no_row_and_no_place_is_lost_whatever_happens(events):
     """Arrivals, chunks, ends and departures in any order; then everybody leaves."""
-    at, here = Scheduler(3, 4, max_requests=5), []
+    at, here = Scheduler(3, max_requests=5), []
     for kind, number in events:
         if kind == 0:
             try:
@@ -268,7 +300,7 @@ def test_no_row_and_no_place_is_lost_whatever_happens(events):
         assert at.withdraw(each)
     assert at.running == len(at.waiting) == 0
     assert at.chunk(COSTS, 1.0) is None
-    assert at.step() is None
+    assert at.decoding == ()
 
 
 def test_common_prefixes():

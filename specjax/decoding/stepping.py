@@ -19,6 +19,8 @@ from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.packing import Packing, packing_of
 from specjax.models.transformer import Model, forward, trunk, unembed
 from specjax.trees.accepted import Accepted
+from specjax.trees.budget import likeliest, log_acceptance
+from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TokenTree, shallower, tree_attention_mask
 from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import NodeProbs, match
@@ -152,16 +154,17 @@ def verify_tree(
     window: int,
     packing: Packing | None = None,
     naive: Bool[Array, " B"] | None = None,
-) -> Accepted:
+    with_probs: bool = False,
+) -> tuple[Accepted, Float[Array, "B W"] | None]:
     """What `rule` accepts of every row's tree, and the naive rule of those that are `naive`.
 
     On rows of temperature 0 all rules decide as the greedy one does, which needs no distribution;
     where there is no other row, none is made. `logits` are those of packed columns if `packing` is
-    given.
+    given. Beside it, `with_probs`, how likely the target found the tokens that this emits.
     """
     logits = penalize_tree(state, tree, logits, packing)
 
-    def by_rule(logits: Array) -> Accepted:
+    def by_rule(logits: Array) -> tuple[Accepted, Array | None]:
         if packing is None:
             p = of_row = process(logits, state.sampling)
         else:
@@ -177,17 +180,23 @@ def verify_tree(
             )
 
         accepted = decided(rule)
-        if naive is None or rule is NAIVE:
-            return accepted
-        other = lax.cond(naive.any(), lambda: decided(NAIVE), lambda: accepted)
-        return jax.vmap(lambda own, x, y: jax.tree.map(partial(jnp.where, own), x, y))(
-            naive, other, accepted
-        )
+        if not (naive is None or rule is NAIVE):
+            other = lax.cond(naive.any(), lambda: decided(NAIVE), lambda: accepted)
+            accepted = jax.vmap(lambda own, x, y: jax.tree.map(partial(jnp.where, own), x, y))(
+                naive, other, accepted
+            )
+        if not with_probs:
+            return accepted, None
+        at, tokens = accepted.path, emitted(tree, accepted)
+        if packing is None:
+            return accepted, jax.vmap(lambda p, at, tokens: p[at, tokens])(p, at, tokens)
+        return accepted, p[jnp.take_along_axis(packing.column, at, axis=1), tokens]
 
-    def by_choice(logits: Array) -> Accepted:
+    def by_choice(logits: Array) -> tuple[Accepted, Array | None]:
         choice = most_likely(logits)
         choice = choice if packing is None else choice[:, 0][packing.column]
-        return jax.vmap(lambda t, own: match(t, own, window))(tree, choice)
+        accepted = jax.vmap(lambda t, own: match(t, own, window))(tree, choice)
+        return accepted, jnp.ones(accepted.path.shape, logits.dtype) if with_probs else None
 
     return lax.cond(is_greedy(state.sampling).all(), by_choice, by_rule, logits)
 
@@ -201,15 +210,16 @@ def accept(
     target_top_k: int,
     packing: Packing | None = None,
     naive: Bool[Array, " B"] | None = None,
+    with_probs: bool = False,
 ) -> Step:
     """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
-    accepted = verify_tree(rule, state, tree, logits, window, packing, naive)
+    accepted, probs = verify_tree(rule, state, tree, logits, window, packing, naive, with_probs)
     tokens = emitted(tree, accepted)
     count, done = truncate(tokens, accepted.count, state)
     top_tokens = top_tokens_of(logits, target_top_k)
     if packing is not None:
         top_tokens = top_tokens[:, 0][packing.column]
-    return Step(tokens, count, done, tree, accepted, top_tokens)
+    return Step(tokens, count, done, tree, accepted, top_tokens, probs=probs)
 
 
 def logprobs_of(
@@ -298,13 +308,35 @@ class Served(NamedTuple):
 
     `width` is the static number of columns of the target's pass, over the nodes of rows that are
     not done (see `specjax.models.packing`); rows that are `naive` are decided by the naive rule;
-    `top` log probabilities a token are made where they are `wanted`.
+    `top` log probabilities a token are made where they are `wanted`. Trees are no deeper than
+    `depth`, which is known before they are drawn. Of chosen trees with more nodes than columns the
+    likeliest are scored, by `calibration`: the intercept and slope of their chances, of greedy rows
+    and of sampled ones (see `specjax.trees.budget`).
     """
 
     width: int
     naive: Bool[Array, " B"]
     wanted: Bool[Array, ""]
     top: int
+    depth: Int32[Array, " B"] | None = None
+    calibration: Float[Array, "2 2"] | None = None
+
+
+def within_budget(
+    drafter: Drafter, tree: TokenTree, state: DecodeState, served: Served
+) -> TokenTree:
+    """Trees without what their rows may not emit any more, and without what has no column."""
+    room = state.limits.max_new_tokens - state.made
+    if served.depth is not None:
+        room = jnp.minimum(room, served.depth + 1)
+    tree = shallower(tree, room)
+    if served.calibration is None or drafter.construction.children != TOP_K:
+        return tree
+    if tree.valid.size <= served.width:
+        return tree
+    own = served.calibration[jnp.where(is_greedy(state.sampling), 0, 1)]
+    exists = tree.valid & ~state.done[:, None]
+    return likeliest(tree, exists, log_acceptance(tree, own[:, 0], own[:, 1]), served.width)
 
 
 def step(
@@ -318,15 +350,16 @@ def step(
     with jax.named_scope("draft"):
         tree, draft = draft_tree(target, drafter, state)
     if served is not None:
-        tree = shallower(tree, state.limits.max_new_tokens - state.made)
+        tree = within_budget(drafter, tree, state, served)
         packing = packing_of(tree.valid & ~state.done[:, None], served.width)
         naive = served.naive
     with jax.named_scope("score"):
         logits, new = score_tree(target, tree, state, packing)
     with jax.named_scope("verify"):
         gave = accept(
-            rule, state, tree, logits, drafter.window, drafter.target_top_k, packing, naive
-        )
+            rule, state, tree, logits, drafter.window, drafter.target_top_k, packing, naive,
+            drafter.needs_probs,
+        )  # fmt: skip
         if served is not None:
             found = logprobs_of(logits, gave, served.wanted, served.top, packing)
             gave = replace(gave, logprobs=found)

@@ -171,13 +171,17 @@ class BestFirstDrafter(Drafter):
         top_tokens: Int32[Array, "B T k"],
     ) -> BestFirstState:
         """The draft's state after the prompts, and room for a tree."""
-        rows, budget, config = prompt.shape[0], self.growth.budget, self.model.config
-        held = prefill(self.model, prompt, length, slots)
+        begun = self.begun(prefill(self.model, prompt, length, slots))
+        second = () if self.second is None else self.second.init(prompt, length, slots, top_tokens)
+        return replace(begun, second=second)
+
+    def begun(self, held: ModelState) -> BestFirstState:
+        """The state of a draft that has read the text, with room for a tree; no second stage."""
+        rows, budget, config = held.logits.shape[0], self.growth.budget, self.model.config
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
         block = tuple((empty, empty) for _ in self.model.layers)
-        second = () if self.second is None else self.second.init(prompt, length, slots, top_tokens)
-        return BestFirstState(held, block, jnp.zeros((rows, budget), jnp.int32), second)
+        return BestFirstState(held, block, jnp.zeros((rows, budget), jnp.int32), ())
 
     def propose(
         self,

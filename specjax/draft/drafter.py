@@ -27,6 +27,7 @@ class Step:
     `count` can be below that of `accepted`, where a row ended inside the path; such a row, and one
     that ended before, is `done`. `top_tokens` are the target's likeliest tokens after each node, as
     many as the drafter asked for. `logprobs` are those of the tokens, where they were asked for.
+    `probs` are the tokens' probabilities as the target drew them, for drafters that need them.
     """
 
     tokens: Int32[Array, "B W"]
@@ -36,6 +37,7 @@ class Step:
     accepted: Accepted
     top_tokens: Int32[Array, "B N k"]
     logprobs: "TokenLogprobs | None" = None
+    probs: Float[Array, "B W"] | None = None
 
 
 @pytree
@@ -80,6 +82,21 @@ class Drafter(abc.ABC):
     def state_specs(self) -> Any:
         """How its state is spread over a mesh: rows first by default."""
         return P(DATA)
+
+    @property
+    def needs_probs(self) -> bool:
+        """Whether a step is to hold its tokens' probabilities."""
+        return False
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the settings that a step may be made with; most drafters have one."""
+        return ("",)
+
+    def of_setting(self, name: str) -> "Drafter":
+        """The drafter of a setting, over the same state."""
+        del name
+        return self
 
     @property
     @abc.abstractmethod

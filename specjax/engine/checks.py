@@ -1,5 +1,6 @@
 """What a request may ask, checked on the host, and what the rows' programs are handed for it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
     if request.seed is not None:
         _check_integer("seed", request.seed, -(2**63), 2**64 - 1)
     _check_integer("choice", request.choice, 0, 2**31 - 1)
+    _check_tpot(request.max_tpot_ms)
     penalties = any(found[name][0] for name in _NUMBERS[3:5]) or found[_NUMBERS[5]][0] != 1
     naive = request.seed is not None and request.temperature > 0  # at 0 all rules decide alike
     flags = naive, penalties or bool(request.logit_bias)
@@ -113,6 +115,15 @@ def _check_prompt(request: Request, config: ModelConfig, max_model_len: int) -> 
             f"the prompt has {len(prompt)} tokens and {request.max_new_tokens} are asked for; "
             f"together they exceed the context of {max_model_len}."
         )
+
+
+def _check_tpot(value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"max_tpot_ms is {value!r}; it must be a number.")
+    if not (value > 0 and math.isfinite(value)):
+        raise ValueError(f"max_tpot_ms is {value}; it must be above 0, and finite.")
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:

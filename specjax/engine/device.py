@@ -1,7 +1,9 @@
 """The rows' state on the device and the programs over it, behind plain values of the host."""
 
+import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +16,8 @@ from specjax.engine import checks, programs
 from specjax.engine.programs import Given, Parameters, Setup
 from specjax.engine.request import Logprob, Request
 from specjax.engine.state import EngineState
+from specjax.goodput.costs import Cost
+from specjax.goodput.policy import StepShape
 from specjax.models.transformer import Model
 
 _KEPT = 1024
@@ -22,18 +26,39 @@ _KEPT = 1024
 _MEASURED_TOKENS = 2048
 """Tokens that a row holds at most when it is measured how much they slow a chunk."""
 
+_COMPILED_AT_ONCE = 4
+"""Programs, at most: each takes some hundred megabytes while it is compiled."""
+
 _REPEATS, _MOST_REPEATS, _TIMED_SECONDS = 3, 20, 0.1
 """Runs of a program, so many and for so long, whose median is how long it takes."""
 
 
+class Node(NamedTuple):
+    """A node of a row's tree: its token, its parent's number (-1: none) and the drafter's
+    probability of it; and whether it was accepted.
+    """
+
+    token: int
+    parent: int
+    chance: float
+    accepted: bool
+
+
 class RowResult(NamedTuple):
-    """What a step gave a row."""
+    """What a step gave a row; its tree is that of the nodes that the target scored."""
 
     tokens: list[int]
     done: bool
     nodes: int
     accepted: int
     logprobs: list[Logprob]
+    tree: Callable[[], list[Node]]
+
+    def seen(self) -> list[tuple[float, bool]]:
+        """Of the nodes below accepted ones the drafter's probability, and whether they were."""
+        nodes = self.tree()
+        accepted = [node.accepted for node in nodes]
+        return [(n.chance, n.accepted) for n in nodes[1:] if accepted[n.parent]]
 
 
 class Pending(NamedTuple):
@@ -46,6 +71,50 @@ class Pending(NamedTuple):
     given: Given
     scored: tuple[bool, ...]
     places: tuple[int, ...]
+
+
+class _Call(NamedTuple):
+    """A program's function, a size of what it is given, that, and what is static of it."""
+
+    function: Callable[..., Any]
+    size: int
+    given: tuple[Any, ...]
+    static: dict[str, Any]
+
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What it is compiled for."""
+        return (self.function, self.size, *self.static.values())
+
+
+class Plan(NamedTuple):
+    """The programs that an engine needs.
+
+    Attributes:
+      steps: of which `advance` is made.
+      chunks: numbers of tokens that `extend` reads.
+      scored: tokens of a chunk that gives log probabilities.
+      catch_ups: rows, and tokens that the draft reads of each.
+      longest: tokens that a row may hold.
+      reuses: whether rows are copied.
+    """
+
+    steps: Sequence[StepShape]
+    chunks: Sequence[int]
+    scored: int
+    catch_ups: Sequence[tuple[int, int]]
+    longest: int
+    reuses: bool
+
+
+class Measured(NamedTuple):
+    """How long programs take: chunks by their size (in an empty row, and what each token in it
+    adds), steps, and how long the draft takes to read some tokens of a row.
+    """
+
+    chunk_seconds: dict[int, tuple[float, float]]
+    step_costs: dict[StepShape, Cost]
+    catch_up_seconds: dict[int, float]
 
 
 class Device:
@@ -72,51 +141,56 @@ class Device:
         begun_state = jax.jit(begun)(target, drafter)
         self._state, self._state_tree = jax.tree.flatten(begun_state)
         self._programs: dict[tuple[Any, ...], Any] = {}
-        self._control: dict[tuple[tuple[int, int], ...], jax.Array] = {}
+        self._control: dict[tuple[tuple[int, ...], ...], jax.Array] = {}
+        self.calibrate([[0.0, 1.0], [0.0, 1.0]])
         vocabulary = target.config.vocab_size
         self._no_bias = jnp.zeros(vocabulary, jnp.float32)
         self._no_prompt = jnp.zeros(vocabulary, bool)
         self._wanted = {flag: jax.device_put(np.bool_(flag)) for flag in (False, True)}
         self.chunk_seconds: dict[int, tuple[float, float]] = {}
-        self.step_seconds: dict[tuple[int, int], float] = {}
+        self.step_costs: dict[StepShape, Cost] = {}
+        self.catch_up_seconds: dict[int, float] = {}
 
-    def _run(self, function: Callable[..., Any], size: int, *given: Any, **static: Any) -> Any:
-        """Lets a program take over the state and gives what else there is; `size` is of `given`.
+    def _run(self, call: _Call) -> Any:
+        """Lets a program take over the state and gives what else there is.
 
         A program is compiled once, and no cache of jax can lose it.
         """
-        key = (function, size, *static.values())
-        if key not in self._programs:
-            self._programs[key] = self._compiled(function, given, static)
-        self._state, rest = self._programs[key](self._models, self._state, *given)
+        if call.program not in self._programs:
+            self._programs[call.program] = self._compiled(call)
+        self._state, rest = self._programs[call.program](self._models, self._state, *call.given)
         return rest
 
-    def _compiled(self, function: Callable[..., Any], given: Any, static: dict[str, Any]) -> Any:
+    def _compiled(self, call: _Call) -> Any:
         def flat(models: list[Any], state: list[Any], *given: Any) -> tuple[list[Any], Any]:
             both = jax.tree.unflatten(self._models_tree, models)
             rows = jax.tree.unflatten(self._state_tree, state)
-            made = function(*both, rows, self._setup, *given, **static)
+            made = call.function(*both, rows, self._setup, *given, **call.static)
             rows, rest = (made, None) if isinstance(made, EngineState) else made
             return jax.tree.leaves(rows), rest
 
-        return jax.jit(flat, donate_argnums=1).lower(self._models, self._state, *given).compile()
+        lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._state, *call.given)
+        return lowered.compile()
 
     def begin(self, row: int, token: int) -> None:
         """A row holds nothing but a token."""
-        self._run(programs.begin, 1, _put([row, token]))
+        self._run(_Call(programs.begin, 1, (_put([row, token]),), {}))
 
     def copy(self, source: int, row: int, length: int, last: int) -> None:
         """A row holds the first `length` tokens of another, the last of which is `last`."""
-        self._run(programs.copy, 1, _put([source, row, length, last]))
+        self._run(_Call(programs.copy, 1, (_put([source, row, length, last]),), {}))
 
     def extend(
         self, row: int, tokens: Sequence[int], size: int, scored: bool = False
     ) -> TokenLogprobs | None:
         """A row holds `tokens` too; with `scored`, their log probabilities for `scores`."""
+        return self._run(self._extend(row, tokens, size, scored))
+
+    def _extend(self, row: int, tokens: Sequence[int], size: int, scored: bool) -> _Call:
         padded = np.zeros(size, np.int32)
         padded[: len(tokens)] = tokens
-        at = _put([row, len(tokens)])
-        return self._run(programs.extend, size, at, _put(padded), scored=scored)
+        given = _put([row, len(tokens)]), _put(padded)
+        return _Call(programs.extend, size, given, {"scored": scored})
 
     def wait(self) -> None:
         """Waits until all that was handed over is done."""
@@ -124,30 +198,57 @@ class Device:
 
     def assign(self, row: int, request: Request, asked: Parameters) -> None:
         """A row decodes from here on as a request asks for."""
+        self._run(self._assign(row, request, asked))
+
+    def _assign(self, row: int, request: Request, asked: Parameters) -> _Call:
         bias, prompt = self._no_bias, self._no_prompt
         if asked.integers[3]:
             vocabulary = self._config.vocab_size
             bias = _put(checks.bias_of(request, vocabulary))
             prompt = _put(checks.tokens_of(request.prompt, vocabulary))
         given = _put(np.int32(row)), jax.device_put(asked), bias, prompt
-        self._run(programs.assign, 1, *given)
+        return _Call(programs.assign, 1, given, {})
 
     def advance(
-        self, rows: Sequence[int], filling: Sequence[int], width: int, scored: Sequence[bool]
+        self,
+        shape: StepShape,
+        rows: Sequence[int],
+        filling: Sequence[int],
+        depths: Sequence[int],
+        scored: Sequence[bool],
     ) -> Pending:
-        """A step of `rows`, of which some want log probabilities; those that fill it up end, if
-        they have not.
+        """A step of `rows`, with trees of a setting no deeper than `depths`.
+
+        Some of the rows want log probabilities (`scored`). Those that fill it up end, if they have
+        not.
         """
-        order = [*rows, *filling]
-        if len(order) == self._rows:  # a step of all rows takes none out of the state
-            order.sort()
-        ended = frozenset(filling)
-        control = self._control_of(tuple((row, int(row in ended)) for row in order))
-        wanted = self._wanted[any(scored)]
-        given = self._run(programs.advance, len(order), control, wanted, width=width)
+        control = [(row, 0, depth) for row, depth in zip(rows, depths, strict=True)]
+        control += [(row, 1, 0) for row in filling]
+        if len(control) == self._rows:  # a step of all rows takes none out of the state
+            control.sort()
+        order = [row for row, *_ in control]
+        given = self._run(self._advance(shape, tuple(control), any(scored)))
         return Pending(given, tuple(scored), tuple(map(order.index, rows)))
 
-    def _control_of(self, rows: tuple[tuple[int, int], ...]) -> jax.Array:
+    def _advance(
+        self, shape: StepShape, control: tuple[tuple[int, ...], ...], scored: bool
+    ) -> _Call:
+        given = self._control_of(control), self._wanted[scored], self._calibration
+        static = {"width": shape.width, "setting": shape.setting}
+        return _Call(programs.advance, shape.rows, given, static)
+
+    def calibrate(self, calibration: Sequence[Sequence[float]]) -> None:
+        """Takes other intercepts and slopes of the nodes' chances (see `Served`)."""
+        self._calibration = _put(np.asarray(calibration, np.float32))
+
+    def catch_up(self, rows: Sequence[int], size: int) -> jax.Array:
+        """The draft reads at most `size` tokens that it lacks of each of the rows.
+
+        Gives how likely they were to be accepted, which may still be being made.
+        """
+        return self._run(_catch_up(rows, size))
+
+    def _control_of(self, rows: tuple[tuple[int, ...], ...]) -> jax.Array:
         """Which rows a step runs and which of them end; kept, as they seldom change."""
         found = self._control.get(rows)
         if found is None:
@@ -158,11 +259,12 @@ class Device:
 
     def results(self, pending: Pending) -> list[RowResult]:
         """What a step gave each of its rows, in the order they were named; waits for it."""
-        packed = jax.device_get(pending.given.packed)
-        window = (packed.shape[1] - 4) // 2
+        given = pending.given
+        packed = jax.device_get(given.packed)
+        window = given.top.shape[1]
         top = tops = None
         if any(pending.scored):
-            top, tops = jax.device_get((pending.given.top, pending.given.top_tokens))
+            top, tops = jax.device_get((given.top, given.top_tokens))
         found = []
         for number, scored in zip(pending.places, pending.scored, strict=True):
             own = packed[number]
@@ -172,7 +274,8 @@ class Device:
             if scored and top is not None and tops is not None:
                 values = own[4 + window :].view(np.float32)[:count]
                 logprobs = _logprobs(values, top[number], tops[number])
-            found.append(RowResult(tokens, bool(done), nodes, accepted, logprobs))
+            tree = partial(_tree_of, own[4 + 2 * window :], window, accepted)
+            found.append(RowResult(tokens, bool(done), nodes, accepted, logprobs, tree))
         return found
 
     def scores(self, found: TokenLogprobs, count: int) -> list[Logprob]:
@@ -180,49 +283,101 @@ class Device:
         values, top, tops = jax.device_get((found.of_token, found.top, found.top_tokens))
         return _logprobs(values[0, :count], top[0], tops[0])
 
-    def compile(
-        self,
-        steps: Sequence[tuple[int, int]],
-        chunks: Sequence[int],
-        scored: int,
-        longest: int,
-        reuses: bool,
-    ) -> Iterator[str]:
-        """Compiles every program and measures those that are planned by; yields what comes next.
+    def compile(self, plan: Plan, known: Measured | None = None) -> Iterator[str]:
+        """Compiles every program, several at a time; yields what is done.
 
-        Args:
-          steps: rows and columns.
-          chunks: numbers of tokens.
-          scored: tokens of a chunk that gives log probabilities.
-          longest: tokens that a row may hold.
-          reuses: whether rows are copied.
+        Then it measures those that are planned by, unless how long they take is `known`.
         """
-        request = Request(prompt=[0])
-        asked = checks.check_request(request, self._config, 2**30)
-        yield "a row"
+        yield from self._compiled_at_once(self._calls(plan))
+        if known is None:
+            yield "measured"
+            self._measure(plan)
+        else:
+            self.chunk_seconds, self.step_costs, self.catch_up_seconds = known
         for row in range(self._rows):
             self.begin(row, 0)
-        if reuses:
-            yield "a copy"
-            self.copy(0, 0, 1, 0)
-        yield "parameters"
-        self.assign(0, request, asked)
+        self.wait()
+
+    @property
+    def measured(self) -> Measured:
+        """How long programs take."""
+        return Measured(self.chunk_seconds, self.step_costs, self.catch_up_seconds)
+
+    def _calls(self, plan: Plan) -> list[_Call]:
+        """A call of every program."""
+        request = Request(prompt=[0])
+        asked = checks.check_request(request, self._config, 2**30)
+        copies = [_Call(programs.copy, 1, (_put([0, 0, 1, 0]),), {})] if plan.reuses else []
+        return [
+            *(self._advance(s, ((0, 0, 0),) * s.rows, False) for s in plan.steps),
+            *(_catch_up(range(rows), size) for rows, size in plan.catch_ups),
+            *(self._extend(0, [0], size, False) for size in plan.chunks),
+            self._extend(0, [0], plan.scored, True),
+            *copies,
+            self._assign(0, request, asked),
+            _Call(programs.begin, 1, (_put([0, 0]),), {}),
+        ]
+
+    def _compiled_at_once(self, calls: Sequence[_Call]) -> Iterator[str]:
+        """Compiles programs on several cores; gives the names of those that are done."""
+        workers = max(1, min(_COMPILED_AT_ONCE, os.cpu_count() or 1))
+        with ThreadPoolExecutor(workers, "specjax-compile") as pool:
+            waiting = {pool.submit(self._compiled, call): call for call in calls}
+            for each in as_completed(waiting):
+                call = waiting[each]
+                self._programs[call.program] = each.result()
+                yield " ".join(
+                    [call.function.__name__, str(call.size), *map(str, call.static.values())]
+                )
+
+    def _measure(self, plan: Plan) -> None:
+        """How long chunks, steps and catching up take."""
         alone = {}
-        for size in chunks:
-            yield f"prompts by {size}"
+        for size in plan.chunks:
             self.begin(0, 0)
             alone[size] = self._timed(partial(self.extend, 0, [0], size))
-        self.chunk_seconds = self._with_growth(alone, min(longest, _MEASURED_TOKENS))
-        yield f"log probabilities of prompts by {scored}"
-        found = self.extend(0, [0], scored, scored=True)
-        assert found is not None
-        self.scores(found, 1)
-        for rows, width in steps:
-            yield f"{rows} rows, {width} columns"
-            self._begin_all(rows)
-            run = partial(self.advance, range(rows), (), width, [False] * rows)
-            self.step_seconds[rows, width] = self._timed(run, self._setup.slots // self._window)
-        self._begin_all(0)
+        self.chunk_seconds = self._with_growth(alone, min(plan.longest, _MEASURED_TOKENS))
+        empty = {shape: self._step_seconds(shape) for shape in plan.steps}
+        slopes = self._slopes(plan, empty) if plan.reuses else {}
+        self.step_costs = {
+            shape: Cost(seconds, slopes.get(shape.setting, 0.0)) for shape, seconds in empty.items()
+        }
+        for rows, size in plan.catch_ups:
+            if rows == 1:
+                self._begin_all(1)
+                self.catch_up_seconds[size] = self._timed(partial(self.catch_up, [0], size))
+
+    def _step_seconds(self, shape: StepShape) -> float:
+        """Of a step whose rows hold next to nothing."""
+        self._begin_all(shape.rows)
+        return self._timed(self._step_of(shape), self._setup.slots // self._window)
+
+    def _step_of(self, shape: StepShape) -> Callable[[], object]:
+        """A step with trees as deep as there are columns for."""
+        depth = shape.width // shape.rows - 1
+        rows = range(shape.rows)
+        return partial(self.advance, shape, rows, (), [depth] * shape.rows, [False] * shape.rows)
+
+    def _slopes(self, plan: Plan, empty: Mapping[StepShape, float]) -> dict[str, float]:
+        """Seconds that each token which rows hold adds to a step, by its setting."""
+        held = min(plan.longest, _MEASURED_TOKENS) // 2
+        size = max((size for size in plan.chunks if size < held), default=0)
+        if not size:
+            return {}
+        self.begin(0, 0)
+        for _ in range(held // size):
+            self.extend(0, [0] * size, size)
+        held = held // size * size
+        found = {}
+        for setting in dict.fromkeys(shape.setting for shape in plan.steps):
+            shape = max(each for each in plan.steps if each.setting == setting)
+            for row in reversed(range(shape.rows)):
+                self.copy(0, row, held, 0)
+            self._assign_all(shape.rows)
+            most = (self._setup.slots - held) // self._window
+            later = self._timed(self._step_of(shape), most)
+            found[setting] = max(later - empty[shape], 0.0) / (held * shape.rows)
+        return found
 
     def _with_growth(self, alone: dict[int, float], tokens: int) -> dict[int, tuple[float, float]]:
         """Seconds of chunks in an empty row, and what each of up to `tokens` in it adds."""
@@ -241,12 +396,16 @@ class Device:
 
     def _begin_all(self, live: int) -> None:
         """New texts in all rows, of which the first `live` decode, for as long as there is room."""
-        request = Request(prompt=[0], max_new_tokens=2**20, temperature=1.0, ignore_eos=True)
-        asked = checks.check_request(request, self._config, 2**30)
         for row in range(self._rows):
             self.begin(row, 0)
-            if row < live:
-                self.assign(row, request, asked)
+        self._assign_all(live)
+
+    def _assign_all(self, live: int) -> None:
+        """Lets the first rows decode, for as long as there is room."""
+        request = Request(prompt=[0], max_new_tokens=2**20, temperature=1.0, ignore_eos=True)
+        asked = checks.check_request(request, self._config, 2**30)
+        for row in range(live):
+            self.assign(row, request, asked)
         self.wait()
 
     def _timed(self, run: Callable[[], object], most: int = _MOST_REPEATS) -> float:
@@ -264,6 +423,23 @@ class Device:
             self.wait()
             found.append(time.perf_counter() - start)
         return float(np.median(found))
+
+
+def _catch_up(rows: Sequence[int], size: int) -> _Call:
+    return _Call(programs.catch_up, len(rows), (_put(list(rows)),), {"tokens": size})
+
+
+def _tree_of(packed: np.ndarray, window: int, accepted: int) -> list[Node]:
+    """The nodes of a row's tree, the root first, numbered anew."""
+    path = set(packed[: accepted + 1].tolist())
+    tokens, parents, chances = packed[window:].reshape(3, -1)
+    number, found = {0: 0}, [Node(int(tokens[0]), -1, 1.0, True)]
+    for node in np.flatnonzero(parents >= 0).tolist():
+        number[node] = len(found)
+        chance = float(chances[node : node + 1].view(np.float32)[0])
+        parent = number[int(parents[node])]
+        found.append(Node(int(tokens[node]), parent, chance, node in path))
+    return found
 
 
 def _put(values: object) -> jax.Array:

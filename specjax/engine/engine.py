@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -19,9 +19,11 @@ from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.decoding.request import check_drafter, check_memory, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
+from specjax.engine import measured
 from specjax.engine.checks import check_request, key_of, num_end_ids
-from specjax.engine.device import Device, Pending, RowResult
+from specjax.engine.device import Device, Pending, Plan, RowResult
 from specjax.engine.programs import Parameters, Setup
+from specjax.engine.report import report
 from specjax.engine.request import (
     MAX_LOGPROBS,
     EngineClosedError,
@@ -31,8 +33,12 @@ from specjax.engine.request import (
     Tokens,
 )
 from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
+from specjax.engine.speculation import Speculation
 from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
+from specjax.engine.watch import Watched
+from specjax.goodput.controller import Options
+from specjax.goodput.policy import Decision
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
@@ -57,10 +63,17 @@ class _Asked(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A step whose results are not read yet, and who was in its rows."""
+    """A step whose results are not read yet, what was decided for it, and who was in its rows.
+
+    `cached` are the tokens that they held; `alone` says whether the device did nothing else since
+    the step before, so that the time between both is this one's.
+    """
 
     pending: Pending
     tenants: tuple[tuple[Row, int], ...]
+    decision: Decision
+    cached: int
+    alone: bool
 
 
 class Engine:
@@ -71,7 +84,8 @@ class Engine:
 
     Args:
       target: the model whose distribution the texts follow.
-      drafter: what proposes trees; None is plain decoding.
+      drafter: what proposes trees; None is plain decoding. Of a `SwitchingDrafter` the setting of
+        each step is the one of the largest goodput (see `specjax.goodput`).
       rows: requests that run at a time.
       max_model_len: the most tokens of a prompt and its continuation together; by default the
         model's context.
@@ -79,6 +93,8 @@ class Engine:
         naive rule.
       max_waiting: requests that may wait for a row.
       max_waiting_tokens: tokens of their prompts.
+      columns: of a `SwitchingDrafter`'s steps, at most.
+      options: what the choice of its settings leaves out.
 
     Raises:
       ValueError: the drafter or the rule does not go with the target, or the mesh spreads rows.
@@ -94,6 +110,8 @@ class Engine:
         verify: str = AUTO,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
+        columns: int = 64,
+        options: Options = Options(),
     ) -> None:
         config = target.config
         drafter = PlainDrafter(config.vocab_size) if drafter is None else drafter
@@ -123,25 +141,25 @@ class Engine:
             check_memory(target, drafter, rule, rows, max(CHUNKS), slots)
         except ValueError as error:
             raise ValueError(f"{error} Use fewer rows or a smaller max_model_len.") from None
-        setup = Setup(rule, slots, num_end_ids(config), MAX_LOGPROBS, layout)
+        rules = {name: rule_of(verify, drafter.of_setting(name)) for name in drafter.settings}
+        setup = Setup(rules, slots, num_end_ids(config), MAX_LOGPROBS, layout)
         self.rule = rule
         self._config, self._rows = config, rows
         self._make_device = partial(Device, target, drafter, setup, rows)
+        self._costs_of = partial(measured.name_of, (target, drafter), slots=slots)
         self._device: Device | None = None
         self._reuses = can_truncate(drafter)
         self._scheduler = Scheduler(
-            rows,
-            drafter.num_slots,
-            subsets=reads_rows_in_place(),  # else fewer rows than all would be copied out
-            reuses=self._reuses,
-            max_requests=max_waiting,
-            max_tokens=max_waiting_tokens,
+            rows, reuses=self._reuses, max_requests=max_waiting, max_tokens=max_waiting_tokens
         )
-        self._steps = self._scheduler.sizes()
+        # Where rows are not read in place, fewer rows than all would be copied out.
+        subsets = reads_rows_in_place()
+        self.speculation = Speculation(drafter, rows, subsets, columns, options)
         self._window = drafter.window
         self._asked: dict[TokenStream, _Asked] = {}
         self._withdrawn: deque[Ticket] = deque()
         self._flight: _Flight | None = None
+        self._alone, self._last_landed, self._step_seconds = False, 0.0, 0.0
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -170,6 +188,26 @@ class Engine:
         with self._lock:
             return dataclasses.replace(self._totals, accepted_at=list(self._totals.accepted_at))
 
+    def report(self) -> dict[str, Any]:
+        """What the choice of settings believes and does (see `specjax.engine.report`)."""
+        with self._lock:
+            return report(self.speculation)
+
+    def fix(self, setting: str | None) -> None:
+        """Drafts with one setting from the next step on; None lets the engine choose again.
+
+        Raises:
+          ValueError: there is no such setting, or nothing to choose from.
+        """
+        with self._lock:
+            self.speculation.fix(setting)
+
+    def watched(self) -> list[Watched]:
+        """What may be shown of the requests that run."""
+        with self._lock:
+            running = [(row.number, row.ticket) for row in self._scheduler.rows if row.ticket]
+        return [ticket.stream.watched(number) for number, ticket in running]
+
     def start(self, progress: Progress | None = None) -> None:
         """Compiles every program, behind a progress bar on a terminal, and begins to serve.
 
@@ -195,9 +233,18 @@ class Engine:
 
     def _compiled(self, progress: Progress) -> Device:
         device = self._make_device()
-        task = progress.add_task("compile", total=len(self._steps) + len(CHUNKS) + 3 + self._reuses)
-        for what in device.compile(self._steps, CHUNKS, _SCORED, self.max_model_len, self._reuses):
+        own = self.speculation
+        plan = Plan(own.shapes, CHUNKS, _SCORED, own.catch_ups, self.max_model_len, self._reuses)
+        total = len(plan.steps) + len(CHUNKS) + len(plan.catch_ups) + 4 + self._reuses
+        task = progress.add_task("compile", total=total)
+        chooses, name = len(own.settings) > 1, self._costs_of(plan)
+        known = measured.recall(name, plan) if chooses else None
+        for what in device.compile(plan, known):
             progress.update(task, description=f"compile {what}", advance=1)
+        if chooses and known is None:
+            measured.remember(name, device.measured)
+        own.begin(device)
+        self._step_seconds = min(cost.seconds for cost in device.step_costs.values())
         return device
 
     def submit(self, request: Request) -> TokenStream:
@@ -314,8 +361,10 @@ class Engine:
             if self._stops:
                 return False
             while self._withdrawn:
-                self._scheduler.withdraw(self._withdrawn.popleft())
-            admitted = list(iter(self._scheduler.admit, None))
+                ticket = self._withdrawn.popleft()
+                self._scheduler.withdraw(ticket)
+                self.speculation.ended(ticket)
+            admitted = list(iter(partial(self._scheduler.admit, self._may_join), None))
         for each in admitted:
             self._admit(each)
         if self._flight is None:  # chunks alone: no more of them is handed over than one
@@ -331,6 +380,9 @@ class Engine:
         at = self._scheduler
         return bool(at.waiting or at.running or self._withdrawn or self._flight)
 
+    def _may_join(self, request: Request) -> bool:
+        return self.speculation.may_join(self._scheduler.rows, request)
+
     def _admit(self, admission: Admission) -> None:
         assert self._device is not None
         row, source, common = admission
@@ -339,6 +391,7 @@ class Engine:
         stream.admitted = time.monotonic()
         with self._lock:
             self._totals.prompt_tokens += len(row.ticket.request.prompt)
+        self._alone = False
         if source is None:
             self._device.begin(row.number, row.tokens[0])
         else:
@@ -358,12 +411,10 @@ class Engine:
         assert self._device is not None
         with self._lock:
             taken = self._scheduler.prefix()
-            rows = sum(row.decodes for row in self._scheduler.rows)
-            step = self._scheduler.size_of(max(rows, 1))
-            seconds = self._device.step_seconds[step]
-            chunk = self._scheduler.chunk(self._device.chunk_seconds, seconds)
+            chunk = self._scheduler.chunk(self._device.chunk_seconds, self._step_seconds)
         if chunk is None:
             return
+        self._alone = False
         row, ticket = chunk.row, chunk.row.ticket
         assert ticket is not None
         if taken is not None and taken.source is not None:
@@ -398,36 +449,70 @@ class Engine:
         if ticket.request.max_new_tokens == 0:
             self._end(row, asked.stream, Tokens((), finish_reason="length"))
             return
+        self._alone = False
         self._device.assign(row.number, ticket.request, asked.parameters)
 
     def _step(self) -> _Flight | None:
         assert self._device is not None
-        with self._lock:
-            plan = self._scheduler.step()
-        if plan is None:
+        rows, own = self._scheduler.decoding, self.speculation
+        if not rows:
             return None
-        tickets = [row.ticket for row in plan.rows]
-        scored = [own is not None and own.request.logprobs is not None for own in tickets]
-        numbers = [row.number for row in plan.rows]
-        pending = self._device.advance(numbers, plan.filling, plan.width, scored)
-        return _Flight(pending, tuple((row, row.epoch) for row in plan.rows))
+        with self._lock:
+            decision = own.decide(rows)
+        cached = sum(len(row.tokens) for row in rows)
+        read = own.prepare(self._device, decision, rows)
+        own.calibrate(self._device)
+        with self._lock:
+            plan = self._scheduler.step(decision.shape.rows)
+        scored = [
+            row.ticket is not None and row.ticket.request.logprobs is not None for row in rows
+        ]
+        numbers = [row.number for row in rows]
+        pending = self._device.advance(
+            decision.shape, numbers, plan.filling, decision.depths, scored
+        )
+        alone = self._alone and not read and self._flight is not None
+        self._alone = not own.probe(self._device, decision, rows)
+        tenants = tuple((row, row.epoch) for row in rows)
+        return _Flight(pending, tenants, decision, cached, alone)
 
     def _deliver(self, flight: _Flight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
         assert self._device is not None
         results = self._device.results(flight.pending)
-        given = []
+        now = time.perf_counter()
+        seconds = now - self._last_landed if flight.alone else None
+        self._last_landed = now
+        given, landed = [], []
         with self._lock:
             for (row, epoch), result in zip(flight.tenants, results, strict=True):
                 if row.epoch == epoch and row.ticket is not None:
+                    landed.append((row.ticket, result))
                     self._scheduler.landed(row, result.tokens)
                     if result.tokens and row.ticket.stream in self._asked:
-                        given.append(self._landed(row, row.ticket, result))
+                        setting = flight.decision.shape.setting
+                        given.append(self._landed(row, row.ticket, result, setting))
         give_all(given)
+        self._learn(flight, landed, seconds)
 
-    def _landed(self, row: Row, ticket: Ticket, result: RowResult) -> tuple[TokenStream, Tokens]:
+    def _learn(
+        self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], seconds: float | None
+    ) -> None:
+        if seconds is not None:
+            self._step_seconds = seconds
+        with self._lock:
+            self.speculation.landed(flight.decision, landed, seconds, flight.cached)
+            for ticket, result in landed:
+                if result.done:
+                    self.speculation.ended(ticket)
+
+    def _landed(
+        self, row: Row, ticket: Ticket, result: RowResult, setting: str
+    ) -> tuple[TokenStream, Tokens]:
         """Counts what a row got, and frees it if that was all."""
         stream, request = ticket.stream, ticket.request
+        stream.recent.note(result.tokens, result.accepted, setting, result.tree)
+        stream.first_landed = stream.first_landed or self._last_landed
         for each in (stream.statistics, self._totals):
             each.count_step(
                 len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
@@ -440,6 +525,7 @@ class Engine:
             asked = self._asked.pop(stream, None)
             ends = () if asked is None else asked.parameters.end_ids.tolist()
             reason = "stop" if result.tokens[-1] in ends else "length"
+            self._totals.count_target(stream.tpot_ms(self._last_landed), request.max_tpot_ms)
             self._scheduler.free(row)
         return stream, Tokens(tuple(result.tokens), logprobs, reason)
 

@@ -1,5 +1,6 @@
 """What each program of an engine does to the state of its rows. No policy here."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from specjax.decoding.stepping import (
     top_tokens_in,
 )
 from specjax.draft.drafter import Drafter, Step, TokenLogprobs
+from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.state import EngineState, copy_row, put, put_row, specs_of, take
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.parallel.mesh import Layout, everywhere, spread
@@ -35,11 +37,11 @@ _FRESH_SLOTS = 8
 class Setup(NamedTuple):
     """What is static in an engine's programs.
 
-    A row has `slots` cache slots and at most `end_ids` end tokens; `top` log probabilities are made
-    of a token where they are asked for.
+    `rules` decide the trees of each of the drafter's settings. A row has `slots` cache slots and at
+    most `end_ids` end tokens; `top` log probabilities are made of a token where they are asked for.
     """
 
-    rule: Rule
+    rules: Mapping[str, Rule]
     slots: int
     end_ids: int
     top: int
@@ -64,7 +66,9 @@ class Given(NamedTuple):
     """What a step gave, for the host.
 
     `packed` holds for each row the number of tokens, whether it is done, the nodes of its tree, the
-    nodes that were accepted, then the tokens and the bits of their log probabilities.
+    nodes that were accepted; then the tokens, the bits of their log probabilities and the path;
+    then of each node its token, its parent (-1: the root's, and those of no node) and the bits of
+    its chance.
     """
 
     packed: Int32[Array, "n c"]
@@ -178,32 +182,63 @@ def advance(
     drafter: Drafter,
     state: EngineState,
     setup: Setup,
-    control: Int32[Array, "n 2"],
+    control: Int32[Array, "n 3"],
     wanted: Bool[Array, ""],
+    calibration: Float[Array, "2 2"],
     *,
     width: int,
+    setting: str,
 ) -> tuple[EngineState, Given]:
     """A step of the rows `control[:, 0]`, of which those with a second number above 0 end first.
 
-    They come in order if they are all that there are. The target's pass has `width` columns; log
-    probabilities are made where they are `wanted`.
+    They come in order if they are all that there are; their trees are of a setting of the drafter,
+    and no deeper than the third number. The target's pass has `width` columns, for the likeliest
+    nodes by `calibration` (see `Served`); log probabilities are made where they are `wanted`.
     """
     specs = specs_of(target, drafter)
 
     def whole(
-        target: Model, drafter: Drafter, state: EngineState, control: Array, wanted: Array
+        target: Model, drafter: Drafter, state: EngineState, *given: Array
     ) -> tuple[EngineState, Given]:
+        control, wanted, calibration = given
         rows, ended = control[:, 0], control[:, 1] > 0
         every = not reads_rows_in_place() and rows.shape == state.naive.shape
         part = state if every else take(state, specs, rows)
         live = _without_ended(part, ended)
-        served = Served(width, live.naive, wanted, setup.top)
-        decode, gave = step(target, drafter, setup.rule, live.decode, served)
+        served = Served(width, live.naive, wanted, setup.top, control[:, 2], calibration)
+        own, rule = drafter.of_setting(setting), setup.rules[setting]
+        decode, gave = step(target, own, rule, live.decode, served)
         after = replace(part, decode=_as_asked(decode, part.decode))
         return (after if every else put(state, specs, rows, part, after)), _given(gave)
 
-    run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
-    return run(target, drafter, state, control, wanted)
+    run = _spread(setup, whole, target, drafter, state, more=3, gives=1)
+    return run(target, drafter, state, control, wanted, calibration)
+
+
+def catch_up(
+    target: Model,
+    drafter: SwitchingDrafter,
+    state: EngineState,
+    setup: Setup,
+    rows: Int32[Array, " n"],
+    *,
+    tokens: int,
+) -> tuple[EngineState, Float[Array, "n _"]]:
+    """The draft reads at most `tokens` tokens that it lacks of each row's text.
+
+    Also how likely it would have had them accepted (see `SwitchingDrafter.catch_up`).
+    """
+    specs = specs_of(target, drafter)
+
+    def whole(target: Model, drafter: Any, state: EngineState, rows: Array) -> Any:
+        del target
+        part = take(state, specs, rows)
+        draft, chance = drafter.catch_up(part.decode.draft, part.decode.sampling, tokens)
+        after = replace(part, decode=replace(part.decode, draft=draft))
+        return put(state, specs, rows, part, after), chance
+
+    run = _spread(setup, whole, target, drafter, state, more=1, gives=1)
+    return run(target, drafter, state, rows)
 
 
 def _without_ended(state: EngineState, ended: Bool[Array, " n"]) -> EngineState:
@@ -229,11 +264,19 @@ def _as_asked(decode: DecodeState, before: DecodeState) -> DecodeState:
 
 def _given(gave: Step) -> Given:
     assert gave.logprobs is not None
-    nodes = gave.tree.valid.sum(axis=1, dtype=jnp.int32) - 1
+    tree, path = gave.tree, gave.accepted.path
+    nodes = tree.valid.sum(axis=1, dtype=jnp.int32) - 1
     counts = gave.count, gave.done.astype(jnp.int32), nodes, gave.accepted.count - 1
-    bits = lax.bitcast_convert_type(gave.logprobs.of_token, jnp.int32)
-    packed = jnp.concatenate([jnp.stack(counts, axis=1), gave.tokens, bits], axis=1)
+    logprobs, chance = (_bits(x) for x in (gave.logprobs.of_token, tree.chance))
+    parents = jnp.where(tree.valid, tree.parents, NO_PARENT)
+    parts = gave.tokens, logprobs, path, tree.tokens, parents, chance
+    packed = jnp.concatenate([jnp.stack(counts, axis=1), *parts], axis=1)
     return Given(packed, gave.logprobs.top, gave.logprobs.top_tokens)
+
+
+def _bits(x: Float[Array, "*B"]) -> Int32[Array, "*B"]:
+    """The bits of numbers."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
 
 
 def _fresh(target: Model, drafter: Drafter, setup: Setup, tokens: Array) -> EngineState:

@@ -32,6 +32,8 @@ class Request:
       logprobs: for each token its log probability and those of so many likeliest tokens; None gives
         none.
       prompt_logprobs: the same for the prompt's tokens.
+      max_tpot_ms: milliseconds a token, from the first to the last, that it should take at most;
+        the engine honours it where it can.
     """
 
     prompt: Sequence[int]
@@ -50,6 +52,7 @@ class Request:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    max_tpot_ms: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,8 @@ class Tokens:
 class Statistics:
     """Counts of a request, or of all of an engine's.
 
-    `accepted_at[i]` counts the steps that accepted a drafted token at depth i + 1.
+    `accepted_at[i]` counts the steps that accepted a drafted token at depth i + 1; `tpot_targets`
+    the requests that ended and had asked for their tokens in time, `tpot_met` those that had them.
     """
 
     prompt_tokens: int = 0
@@ -94,6 +98,8 @@ class Statistics:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = dataclasses.field(default_factory=list)
+    tpot_targets: int = 0
+    tpot_met: int = 0
 
     def count_step(self, tokens: int, drafted: int, accepted: int) -> None:
         """Counts what a step of a row gave, drafted and accepted."""
@@ -103,6 +109,12 @@ class Statistics:
         self.accepted_tokens += accepted
         for depth in range(accepted):
             self.accepted_at[depth] += 1
+
+    def count_target(self, tpot_ms: float, most: float | None) -> None:
+        """Counts a request that ended, if it asked for so many milliseconds a token at most."""
+        if most is not None:
+            self.tpot_targets += 1
+            self.tpot_met += tpot_ms <= most
 
 
 class QueueFullError(RuntimeError):

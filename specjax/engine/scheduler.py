@@ -2,16 +2,10 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.engine.request import QueueFullError, Request
-
-WIDTHS = (
-    *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
-    *(6144, 8192, 12288, 16384, 24576, 32768),
-)
-"""Columns that a step's pass of the target may have."""
 
 _LEAST_PREFIX = 16
 """Tokens of a common prefix from which on it is copied."""
@@ -33,7 +27,8 @@ class Row:
     while `flying` steps are not read yet, each of which gives one at least. `epoch` counts its
     tenants, so that what a step gave an earlier one is told apart. `prefix_checked`
     says whether other rows were searched for its prompt's prefix when its turn to be read came. A
-    free row keeps its tokens for requests that begin as they do.
+    free row keeps its tokens for requests that begin as they do. `drafted` of its tokens the draft
+    has read for sure; all of them if it is `current`: the last step that was handed over ran it.
     """
 
     number: int
@@ -45,6 +40,12 @@ class Row:
     epoch: int = 0
     used: int = 0
     prefix_checked: bool = False
+    drafted: int = 0
+    current: bool = False
+
+    def lag(self, window: int) -> int:
+        """Tokens that the draft may not have read, where a step gives `window` at most."""
+        return 0 if self.current else len(self.tokens) + self.flying * window - self.drafted
 
     @property
     def reads(self) -> bool:
@@ -77,14 +78,13 @@ class Chunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """The rows of a step, then those that fill it up; and the columns of the target's pass.
+    """The rows of a step, then those that fill it up.
 
     What fills it up are those that hold least, as a pass reads what its rows hold.
     """
 
     rows: tuple[Row, ...]
     filling: tuple[int, ...]
-    width: int
 
 
 class Scheduler:
@@ -92,8 +92,6 @@ class Scheduler:
 
     Args:
       rows: how many there are.
-      nodes: of a row's tree, the root's included.
-      subsets: whether a step may run fewer rows than there are.
       reuses: whether a row may begin with what another holds.
       max_requests: that may wait.
       max_tokens: of prompts that may wait.
@@ -102,16 +100,14 @@ class Scheduler:
     def __init__(
         self,
         rows: int,
-        nodes: int,
         *,
-        subsets: bool = True,
         reuses: bool = True,
         max_requests: int = 1024,
         max_tokens: int = 1 << 20,
     ) -> None:
         self.rows = [Row(number) for number in range(rows)]
         self.waiting: deque[Ticket] = deque()
-        self._nodes, self._subsets, self._reuses = nodes, subsets, reuses
+        self._reuses = reuses
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._tick = 0
         self._reading: deque[Row] = deque()
@@ -176,10 +172,13 @@ class Scheduler:
             self._reading.remove(row)
         self._touch(row)
 
-    def admit(self) -> Admission | None:
-        """The next request with the row it gets; None if there is no row, or no request."""
+    def admit(self, may_join: Callable[[Request], bool] = lambda _: True) -> Admission | None:
+        """The next request with the row it gets; None if there is no row, or no request.
+
+        Or if it may not join those that run: then it waits, and those behind it do.
+        """
         free = [row for row in self.rows if row.ticket is None]
-        if not free or not self.waiting:
+        if not free or not self.waiting or not may_join(self.waiting[0].request):
             return None
         ticket = self.waiting.popleft()
         prompt = list(ticket.request.prompt)
@@ -191,6 +190,7 @@ class Scheduler:
             self._touch(source)
         row.ticket, row.filled, row.prefix_checked = ticket, common if source else 1, False
         row.left, row.flying = ticket.request.max_new_tokens, 0
+        row.current, row.drafted = False, _drafted_of(source, common)
         row.tokens = prompt[: row.filled]
         self._touch(row)
         if row.reads:
@@ -211,6 +211,7 @@ class Scheduler:
         if source is None or source is row or common < row.filled + _LEAST_PREFIX:
             return None
         row.filled, row.tokens = common, list(row.ticket.request.prompt[:common])
+        row.drafted = _drafted_of(source, common)
         return Admission(row, source.number, common)
 
     def chunk(self, costs: Mapping[int, tuple[float, float]], step_seconds: float) -> Chunk | None:
@@ -246,45 +247,26 @@ class Scheduler:
         self._reading.remove(row)
         return True
 
-    def step(self) -> StepPlan | None:
-        """The next step, if any row decodes; it is flying from here on."""
-        rows = tuple(row for row in self.rows if row.decodes)
-        if not rows:
-            return None
-        size, width = self.size_of(len(rows))
+    @property
+    def decoding(self) -> tuple[Row, ...]:
+        """The rows of the next step."""
+        return tuple(row for row in self.rows if row.decodes)
+
+    def step(self, size: int) -> StepPlan:
+        """The next step, in a program of `size` rows; it is flying from here on."""
+        rows = self.decoding
         others = sorted(
             (row for row in self.rows if not row.decodes), key=lambda row: len(row.tokens)
         )
         for row in rows:
             row.flying += 1
-        filling = tuple(row.number for row in others[: size - len(rows)])
-        return StepPlan(rows, filling, width)
+        return StepPlan(rows, tuple(row.number for row in others[: size - len(rows)]))
 
     def landed(self, row: Row, tokens: Sequence[int]) -> None:
         """Notes what a step gave a row."""
         row.flying -= 1
         row.left -= len(tokens)
         row.tokens += tokens
-
-    def size_of(self, rows: int) -> tuple[int, int]:
-        """The rows and the columns of a step in which so many rows decode.
-
-        Raises:
-          ValueError: a step cannot have so many columns.
-        """
-        every = len(self.rows)
-        size = min(1 << (rows - 1).bit_length(), every) if self._subsets else every
-        width = next((width for width in WIDTHS if width >= rows * self._nodes), None)
-        if width is None:
-            raise ValueError(
-                f"{rows} rows of trees of {self._nodes} nodes need {rows * self._nodes} columns; a "
-                f"step has at most {WIDTHS[-1]}. Use fewer rows or a smaller budget."
-            )
-        return size, width
-
-    def sizes(self) -> list[tuple[int, int]]:
-        """The rows and columns of every step there may be."""
-        return sorted({self.size_of(rows) for rows in range(1, len(self.rows) + 1)})
 
     def _best_prefix(self, request: Request) -> tuple[Row | None, int]:
         """The row with the longest beginning in common, and how long it is.
@@ -304,6 +286,13 @@ class Scheduler:
     def _touch(self, row: Row) -> None:
         self._tick += 1
         row.used = self._tick
+
+
+def _drafted_of(source: Row | None, common: int) -> int:
+    """Tokens that the draft has read of what a row takes over; it reads the last one anew."""
+    if source is None:
+        return 0
+    return min(len(source.tokens) if source.current else source.drafted, common - 1)
 
 
 def fastest_chunk(tokens: int, seconds: Mapping[int, float]) -> int:

@@ -1,10 +1,12 @@
 """What an engine gives a request, from its thread to an event loop."""
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Callable, Iterable
 
 from specjax.engine.request import Logprob, Request, Statistics, Tokens
+from specjax.engine.watch import Recent, Watched
 
 
 class TokenStream:
@@ -12,7 +14,7 @@ class TokenStream:
 
     The last one has a `finish_reason`. `prompt_logprobs`, where they were asked for, are there
     before the first; the first token of a prompt has None. `admitted` is when the request got a
-    row, by `time.monotonic()`; None before.
+    row, by `time.monotonic()`; None before. `recent` is what may be shown of it.
     """
 
     def __init__(
@@ -22,6 +24,9 @@ class TokenStream:
         self.statistics = Statistics(prompt_tokens=len(request.prompt))
         self.prompt_logprobs: list[Logprob | None] | None = None
         self.admitted: float | None = None
+        self.first_landed: float | None = None
+        self.recent = Recent()
+        self.id = f"req-{secrets.token_hex(6)}"
         self._loop, self._cancel = loop, cancel
         self._queue: asyncio.Queue[Tokens] = asyncio.Queue()
         self._ended = self._given = False
@@ -40,6 +45,20 @@ class TokenStream:
     def abort(self) -> None:
         """Ends the request with the reason "abort", if it has not ended; its row is free then."""
         self._cancel()
+
+    def tpot_ms(self, now: float) -> float:
+        """Milliseconds a token since the first."""
+        taken = now - (self.first_landed or now)
+        return 1000 * taken / max(self.statistics.generated_tokens - 1, 1)
+
+    def watched(self, row: int) -> Watched:
+        """What may be shown of it while it runs in a row."""
+        counts, asked = self.statistics, self.request
+        setting, tree = self.recent.tree
+        return Watched(
+            self.id, row, asked.prompt, asked.temperature, asked.max_tpot_ms, counts.steps,
+            counts.generated_tokens, counts.accepted_tokens, self.recent.tokens, setting, tree,
+        )  # fmt: skip
 
     def give(self, tokens: Tokens) -> None:
         """Hands tokens over, from any thread; what comes after a finish reason is dropped."""

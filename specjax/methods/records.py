@@ -138,7 +138,7 @@ def remember(name: str, run: Run) -> Path:
     if folder is None:
         raise OSError("there is no home folder; name one with SPECJAX_CACHE")
     folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / _LOCK):
+    with locked(folder / _LOCK):
         held = _read()
         runs = [*held.get(name, []), run]
         alike = [each for each in runs if each.temperature == run.temperature]
@@ -150,7 +150,7 @@ def remember(name: str, run: Run) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Holds a lock that one process has at a time, where the system has such locks."""
     try:
         import fcntl

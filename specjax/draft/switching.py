@@ -1,0 +1,335 @@
+"""Several settings of drafting over one state, of which every step of a server names one.
+
+Whatever a row was drafted by, it can be drafted by something else in the next step: all settings
+share the row's text and one draft's cache. Settings that do not run the draft let its cache fall
+behind; `catch_up` reads what it lacks, and says what the draft would have had accepted of it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from specjax.base.axes import Key
+from specjax.base.pytree import pytree, replace, static, unchecked
+from specjax.base.sampling import Sampling, is_greedy, most_likely, sampled_probs
+from specjax.draft.best_first import BestFirstDrafter, BestFirstState
+from specjax.draft.drafter import Drafter, Step
+from specjax.draft.plain import PlainDrafter
+from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
+from specjax.draft.static import ExpansionDrafter, ModelState
+from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.layers import write_window
+from specjax.models.transformer import Model, trunk, unembed
+from specjax.trees.construction import Construction
+from specjax.trees.tree import TokenTree
+
+UNKNOWN = -1.0
+"""In place of a probability: the token was not drawn from the target, or its draft is not known."""
+
+
+@pytree
+class SharedState:
+    """What all settings share of a row.
+
+    `text` holds its tokens, the root included, and `probs` how likely the target had found each
+    when it gave it (`UNKNOWN` for those of the prompt). `held` is the draft's state, of as many
+    tokens as its cache is long; the logits of a cache of no token are nothing.
+    """
+
+    text: Text
+    probs: Float[Array, "B S"]
+    held: ModelState | None
+
+
+class _Within(NamedTuple):
+    """The shared state, and that of a setting's own drafter within a step."""
+
+    shared: SharedState
+    own: Any
+
+
+@pytree
+class SharingDrafter(Drafter):
+    """One setting: a drafter whose state is made of the shared one for a step, and left in it."""
+
+    drafter: Drafter
+
+    @property
+    def needs_probs(self) -> bool:
+        """It keeps how likely the target found each token."""
+        return True
+
+    @property
+    def window(self) -> int:
+        """Depth of the trees plus 1."""
+        return self.drafter.window
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        return self.drafter.vocab_size
+
+    @property
+    def num_slots(self) -> int:
+        """Node slots, the root's included."""
+        return self.drafter.num_slots
+
+    @property
+    def construction(self) -> Construction:
+        """How its trees are made."""
+        return self.drafter.construction
+
+    def init(
+        self,
+        prompt: Int32[Array, "B T"],
+        length: Int32[Array, " B"],
+        slots: int,
+        top_tokens: Int32[Array, "B T k"],
+    ) -> SharedState:
+        """A setting has no state of its own.
+
+        Raises:
+          NotImplementedError: always; the `SwitchingDrafter` makes the state.
+        """
+        raise NotImplementedError
+
+    def propose(
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: SharedState,
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[TokenTree, _Within]:
+        """The drafter's trees."""
+        own = _own_state(self.drafter, state)
+        tree, own = self.drafter.propose(key, position, own, last, sampling)
+        return tree, _Within(state, own)
+
+    def commit(self, state: _Within, step: Step) -> SharedState:
+        """The text with the step's tokens, and the draft caught up if this setting runs it."""
+        own = self.drafter.commit(state.own, step)
+        return replace(
+            _longer(state.shared, step), held=_draft_of(self.drafter, own, state.shared.held)
+        )
+
+
+@pytree
+class SwitchingDrafter(Drafter):
+    """The settings by their names, over one state.
+
+    Each is a drafter of `model`, of the text, or of nothing: an `ExpansionDrafter` of one draft, a
+    `BestFirstDrafter` without a second stage, a `TextDrafter`, a `PlainDrafter`. Those that hold
+    the draft hold it without weights: `of_setting` gives it to them.
+    """
+
+    model: Model | None
+    drafters: tuple[Drafter, ...]
+    names: tuple[str, ...] = static()
+
+    @classmethod
+    def of(cls, drafters: dict[str, Drafter]) -> "SwitchingDrafter":
+        """The switch between drafters, by the names of their settings.
+
+        Raises:
+          ValueError: one of them is not of a kind that can share its state, or drafts with another
+            model than the others.
+        """
+        model = None
+        for name, drafter in drafters.items():
+            own = _model_of(drafter, name)
+            if own is not None and model is not None and not _same(own, model):
+                raise ValueError(f"the setting {name} drafts with another model than the others.")
+            model = model if own is None else own
+        bare = tuple(_with_model(drafter, None) for drafter in drafters.values())
+        return cls(model, bare, tuple(drafters))
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Their names."""
+        return self.names
+
+    def of_setting(self, name: str) -> Drafter:
+        """The drafter of a setting, on the shared state."""
+        drafter = self.drafters[self.names.index(name)]
+        return SharingDrafter(_with_model(drafter, self.model))
+
+    def runs_draft(self, name: str) -> bool:
+        """Whether a setting needs a draft that has read all of a row's text."""
+        return _runs_draft(self.drafters[self.names.index(name)])
+
+    @property
+    def window(self) -> int:
+        """The most tokens a step can commit."""
+        return max(drafter.window for drafter in self.drafters)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary."""
+        sizes = {d.vocab_size for d in map(self.of_setting, self.names)}
+        return max(sizes)
+
+    @property
+    def num_slots(self) -> int:
+        """Node slots of the largest tree."""
+        return max(drafter.num_slots for drafter in self.drafters)
+
+    @property
+    def construction(self) -> Construction:
+        """How the trees of the largest setting are made."""
+        return max(self.drafters, key=lambda each: each.num_slots).construction
+
+    def init(
+        self,
+        prompt: Int32[Array, "B T"],
+        length: Int32[Array, " B"],
+        slots: int,
+        top_tokens: Int32[Array, "B T k"],
+    ) -> SharedState:
+        """The prompts, of which the draft has read nothing."""
+        del top_tokens
+        rows = prompt.shape[0]
+        held = None
+        if self.model is not None:
+            dtype = cache_dtype(self.model.embedding.dtype)
+            cache = empty_cache(self.model.config, rows, slots, dtype, self.model.kv_heads)
+            held = ModelState(cache, jnp.zeros((rows, self.model.config.vocab_size)))
+        text = read(prompt, length, slots)
+        return SharedState(text, jnp.full(text.tokens.shape, UNKNOWN), held)
+
+    def propose(
+        self,
+        key: Key[Array, " B"],
+        position: Int32[Array, " B"],
+        state: SharedState,
+        last: Int32[Array, " B"],
+        sampling: Sampling,
+    ) -> tuple[TokenTree, _Within]:
+        """The trees of the first setting."""
+        return self.of_setting(self.names[0]).propose(key, position, state, last, sampling)
+
+    def commit(self, state: Any, step: Step) -> SharedState:
+        """As the first setting does."""
+        return self.of_setting(self.names[0]).commit(state, step)
+
+    def follow(self, state: SharedState, step: Step) -> SharedState:
+        """The text with tokens that came from elsewhere; the draft falls behind."""
+        return _longer(state, step)
+
+    def truncate(self, state: SharedState, length: Int32[Array, " B"]) -> SharedState:
+        """The state after fewer tokens; the draft reads the last of them anew, for its logits."""
+        held = state.held
+        if held is not None:
+            kept = jnp.minimum(held.cache.length, length - 1)
+            held = replace(held, cache=replace(held.cache, length=kept))
+        text = replace(state.text, length=length)
+        return replace(state, text=text, probs=jnp.full_like(state.probs, UNKNOWN), held=held)
+
+    def catch_up(
+        self, state: SharedState, sampling: Sampling, size: int
+    ) -> tuple[SharedState, Float[Array, "B _"]]:
+        """The draft after at most `size` more tokens of each row's text.
+
+        Also how likely each of these tokens was to be accepted had the draft drawn for its place:
+        the mean of min(1, q/p) over the target's own draws is the acceptance rate of the draft
+        (Leviathan et al., arXiv 2211.17192, theorem 3.5), and products of it along the text are
+        how often a chain survives. `UNKNOWN` where it cannot be said.
+        """
+        model, held = self.model, state.held
+        assert model is not None
+        assert held is not None
+        before, text = held.cache.length, state.text
+        at = before[:, None] + jnp.arange(size, dtype=jnp.int32)
+        count = jnp.clip(text.length - before, 0, size)
+        inside = jnp.minimum(at, text.tokens.shape[1] - 1)
+        tokens = jnp.take_along_axis(text.tokens, inside, axis=1)
+        tree_mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (*at.shape, size))
+        x, new = trunk(model, tokens, at, held.cache, tree_mask)
+        logits = unembed(model, x).T.reshape(*at.shape, -1)
+        after = jnp.concatenate([held.logits[:, None], logits], axis=1)
+        last = jnp.take_along_axis(after, count[:, None, None], axis=1)[:, 0]
+        p = jnp.take_along_axis(state.probs, inside, axis=1)
+        known = (p >= 0) & (at < text.length[:, None]) & (at > 0)
+        chance = jnp.where(known, _accepted(after[:, :-1], tokens, p, sampling), UNKNOWN)
+        return replace(state, held=ModelState(held.cache.keep(new, None, count), last)), chance
+
+
+def _accepted(
+    logits: Float[Array, "B T V"],
+    tokens: Int32[Array, "B T"],
+    p: Float[Array, "B T"],
+    sampling: Sampling,
+) -> Float[Array, "B T"]:
+    """min(1, q/p) of tokens; of greedy rows whether the draft has the same likeliest token."""
+    greedy = is_greedy(sampling)
+    q = sampled_probs(logits, sampling, greedy)
+    own = jnp.take_along_axis(q, tokens[:, :, None], axis=2)[..., 0]
+    same = (most_likely(logits) == tokens).astype(own.dtype)
+    return jnp.where(greedy[:, None], same, jnp.minimum(1.0, own / jnp.maximum(p, 1e-30)))
+
+
+def _longer(state: SharedState, step: Step) -> SharedState:
+    """The state with a step's tokens in its text."""
+    probs = jnp.full(step.tokens.shape, UNKNOWN) if step.probs is None else step.probs
+    written = write_window(state.probs, probs, state.text.length, axis=1)
+    return replace(state, text=append(state.text, step), probs=written)
+
+
+def _same(one: Model, other: Model) -> bool:
+    """Whether two models are of the same arrays."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
+    return one.config == other.config and all(a is b for a, b in pairs)
+
+
+def _runs_draft(drafter: Drafter) -> bool:
+    return isinstance(drafter, ExpansionDrafter | BestFirstDrafter)
+
+
+def _model_of(drafter: Drafter, name: str) -> Model | None:
+    """The model that a drafter drafts with."""
+    match drafter:
+        case ExpansionDrafter(groups=(model,), sizes=(1,)):
+            return model
+        case BestFirstDrafter(model=model, table=None, second=None):
+            return model
+        case TextDrafter() | PlainDrafter():
+            return None
+    raise ValueError(
+        f"the setting {name} is a {type(drafter).__name__} that cannot share its state with others."
+    )
+
+
+def _with_model(drafter: Drafter, model: Model | None) -> Drafter:
+    """The same drafter with other weights of its model, perhaps none; others as they are."""
+    match drafter:
+        case ExpansionDrafter():
+            return unchecked(ExpansionDrafter, **vars(drafter) | {"groups": (model,)})
+        case BestFirstDrafter():
+            return unchecked(BestFirstDrafter, **vars(drafter) | {"model": model})
+    return drafter
+
+
+def _own_state(drafter: Drafter, state: SharedState) -> Any:
+    """The state of a setting's drafter."""
+    match drafter:
+        case ExpansionDrafter():
+            return (state.held,)
+        case BestFirstDrafter():
+            assert state.held is not None
+            return drafter.begun(state.held)
+        case TextDrafter():
+            return state.text
+    return ()
+
+
+def _draft_of(drafter: Drafter, own: Any, before: ModelState | None) -> ModelState | None:
+    """The draft's state after a step; as it was if the setting does not run it."""
+    match drafter:
+        case ExpansionDrafter():
+            return own[0]
+        case BestFirstDrafter():
+            assert isinstance(own, BestFirstState)
+            return own.held
+    return before

@@ -1,0 +1,120 @@
+"""How long an engine's programs take, kept from one start to the next in the cache folder."""
+
+import contextlib
+import datetime
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from specjax.base.output import read_json, write_json
+from specjax.engine.device import Measured, Plan
+from specjax.goodput.costs import Cost
+from specjax.goodput.policy import StepShape
+from specjax.methods.records import cache_folder, locked
+from specjax.trees.widths import is_number
+
+_FILE, _LOCK = "step_costs.json", "step_costs.lock"
+_MOST = 32
+"""Engines whose costs are kept, those last measured."""
+
+
+def name_of(models: Any, plan: Plan, slots: int) -> str:
+    """The name under which the costs of an engine are kept.
+
+    That of the machine, of the models' shapes and of the programs: not of their weights.
+    """
+    shapes = [f"{leaf.shape}{leaf.dtype}" for leaf in jax.tree.leaves(models)]
+    parts = (
+        jax.devices()[0].device_kind, f"{os.cpu_count()} cores", f"jax {jax.__version__}",
+        *shapes, str(jax.tree.structure(models)), repr(plan), str(slots),
+    )  # fmt: skip
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
+
+
+def recall(name: str, plan: Plan) -> Measured | None:
+    """What was kept under a name, of the programs of a plan; if it is of every one.
+
+    A file that cannot be read counts as empty: it is only a cache.
+    """
+    folder = cache_folder()
+    found = None if folder is None else _measured(_read(folder).get(name))
+    if found is None:
+        return None
+    try:
+        return Measured(
+            {size: found.chunk_seconds[size] for size in plan.chunks},
+            {shape: found.step_costs[shape] for shape in plan.steps},
+            {size: found.catch_up_seconds[size] for rows, size in plan.catch_ups if rows == 1},
+        )
+    except KeyError:
+        return None
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    try:
+        held = read_json(folder / _FILE)
+    except (OSError, ValueError):
+        return {}
+    return held if isinstance(held, dict) else {}
+
+
+def _measured(values: Any) -> Measured | None:
+    """What was written of an engine; None if it is anything else."""
+    match values:
+        case {
+            "date": str(_),
+            "chunks": [*chunks],
+            "steps": [*steps],
+            "catch_ups": [*reads],
+            **others,
+        } if not others:
+            entries = (*chunks, *steps, *reads)
+            lengths = (3,) * len(chunks) + (5,) * len(steps) + (2,) * len(reads)
+            if not all(map(_is_entry, entries, lengths)):
+                return None
+            return Measured(
+                {int(size): (float(alone), float(more)) for size, alone, more in chunks},
+                {
+                    StepShape(str(name), int(rows), int(width)): Cost(float(own), float(more))
+                    for name, rows, width, own, more in steps
+                },
+                {int(size): float(seconds) for size, seconds in reads},
+            )
+    return None
+
+
+def _is_entry(entry: Any, length: int) -> bool:
+    """Whether this is a program's entry: numbers, of which seconds are not 0 and none is below."""
+    match entry:
+        case [int(_), seconds] | [int(_), seconds, _] | [str(_), int(_), int(_), seconds, _]:
+            numbers = entry[isinstance(entry[0], str) :]
+            known = len(entry) == length and all(map(is_number, numbers))
+            return known and min(numbers) >= 0 and seconds > 0
+    return False
+
+
+def remember(name: str, found: Measured) -> None:
+    """Keeps costs under a name, unless there is no folder to keep them in."""
+    folder = cache_folder()
+    if folder is None:
+        return
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / _LOCK):
+            held = _read(folder)
+            held.pop(name, None)
+            kept = [(key, own) for key, own in held.items() if _measured(own) is not None]
+            newest = dict(kept[1 - _MOST :])
+            write_json(folder / _FILE, newest | {name: _written(found)})
+
+
+def _written(found: Measured) -> dict[str, Any]:
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "chunks": [[size, *own] for size, own in found.chunk_seconds.items()],
+        "steps": [[*shape, *cost] for shape, cost in found.step_costs.items()],
+        "catch_ups": [[size, own] for size, own in found.catch_up_seconds.items()],
+    }

@@ -1,0 +1,298 @@
+"""What the engine's steps draft with: the policy asked, the draft caught up, the outcome noted."""
+
+import dataclasses
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.draft.drafter import Drafter
+from specjax.draft.switching import SwitchingDrafter
+from specjax.engine.device import Device, RowResult
+from specjax.engine.scheduler import Row
+from specjax.goodput.controller import Controller, Options
+from specjax.goodput.policy import (
+    Decision,
+    DraftSetting,
+    FixedPolicy,
+    Outcome,
+    Policy,
+    RowState,
+    StepShape,
+    step_rows,
+)
+from specjax.goodput.shapes import shapes_of
+from specjax.trees.construction import TOP_K
+
+_READ = (16, 64, 256)
+"""Tokens of a row's text that a program lets the draft read."""
+_READ_OF_ALL = 16
+"""The same of several rows at once."""
+_LOOKED = 8
+"""Steps between looks for a text that the draft could read while it is not used."""
+_SPAN_SECONDS, _SPANS = 0.5, 600
+"""Steps are summed up over such spans, of which so many are kept."""
+
+
+class _CaughtUp(NamedTuple):
+    """What the draft has read of requests' texts, and how likely it would have been accepted."""
+
+    requests: tuple[Hashable, ...]
+    chances: jax.Array
+
+
+@dataclasses.dataclass
+class Span:
+    """Some steps one after the other, most of them of one setting.
+
+    `predicted_tokens` and `predicted_seconds` are those that were expected of its steps,
+    `off_tokens` and `off_seconds` of steps that would have drafted nothing.
+    """
+
+    began: float
+    seconds: float = 0.0
+    steps: int = 0
+    rows: int = 0
+    width: int = 0
+    nodes: int = 0
+    tokens: int = 0
+    predicted_tokens: float = 0.0
+    predicted_seconds: float = 0.0
+    off_tokens: float = 0.0
+    off_seconds: float = 0.0
+    settings: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class Speculation:
+    """Between an engine's rows, its device and the policy.
+
+    Args:
+      drafter: what drafts; the policy chooses among the settings of a `SwitchingDrafter`.
+      rows: how many there are.
+      subsets: whether a step may run fewer rows than there are.
+      columns: the most of a step that the policy chooses.
+      options: what the policy leaves out.
+    """
+
+    def __init__(
+        self, drafter: Drafter, rows: int, subsets: bool, columns: int, options: Options = Options()
+    ) -> None:
+        self._switch = drafter if isinstance(drafter, SwitchingDrafter) else None
+        self._rows, self._subsets, self._columns = rows, subsets, columns
+        self._options = options
+        self.settings = {name: setting_of(drafter, name) for name in drafter.settings}
+        self._windows = {name: drafter.of_setting(name).window for name in drafter.settings}
+        self.policy: Policy | None = None
+        if self._switch is None:
+            (own,) = self.settings.values()
+            self.policy = FixedPolicy(own, rows, subsets=subsets)
+        self._pending: deque[_CaughtUp] = deque()
+        self._calibration = None
+        self.spans: deque[Span] = deque(maxlen=_SPANS)
+        self.deciding_seconds = self.seconds = 0.0
+        self.steps = 0
+        self.steps_by_setting: dict[str, int] = {}
+
+    @property
+    def shapes(self) -> Sequence[StepShape]:
+        """Every step's program."""
+        if self._switch is None:
+            assert self.policy is not None
+            return self.policy.shapes
+        settings = list(self.settings.values())
+        return shapes_of(settings, self._rows, self._subsets, self._columns)
+
+    @property
+    def catch_ups(self) -> list[tuple[int, int]]:
+        """Rows, and tokens that the draft reads of each, of every program for it."""
+        if not any(setting.runs_draft for setting in self.settings.values()):
+            return []
+        counts = range(1, self._rows + 1)
+        several = {step_rows(count, self._rows, self._subsets) for count in counts} - {1}
+        return [*((1, size) for size in _READ), *((rows, _READ_OF_ALL) for rows in sorted(several))]
+
+    @property
+    def controller(self) -> Controller | None:
+        """The policy, where it chooses."""
+        return self.policy if isinstance(self.policy, Controller) else None
+
+    def begin(self, device: Device) -> None:
+        """Lets the policy know what steps cost."""
+        if self.policy is None:
+            self.policy = Controller(
+                list(self.settings.values()), device.step_costs, device.catch_up_seconds,
+                self._rows, subsets=self._subsets, columns=self._columns, options=self._options,
+            )  # fmt: skip
+
+    def fix(self, setting: str | None) -> None:
+        """Uses one setting from now on; None lets the policy choose.
+
+        Raises:
+          ValueError: there is no such setting, or nothing to choose from.
+        """
+        if self.controller is None:
+            raise ValueError("this engine has a single setting; there is nothing to choose.")
+        self.controller.fix(setting)
+
+    def decide(self, rows: Sequence[Row]) -> Decision:
+        """What the next step of these rows is made with."""
+        assert self.policy is not None
+        start = time.perf_counter()
+        decision = self.policy.standing([row.ticket for row in rows])
+        if decision is None:
+            decision = self.policy.decide([self._state_of(row) for row in rows])
+        self.deciding_seconds += time.perf_counter() - start
+        return decision
+
+    def may_join(self, rows: Sequence[Row], request: Any) -> bool:
+        """Whether a request may run beside these rows' (see `Policy.may_admit`)."""
+        states = [self._state_of(row) for row in rows if row.ticket is not None]
+        new = RowState(
+            None, request.temperature, len(request.prompt), 0, request.max_new_tokens,
+            _seconds_of(request.max_tpot_ms),
+        )  # fmt: skip
+        if self.policy is None or not any(each.max_tpot is not None for each in (*states, new)):
+            return True
+        return self.policy.may_admit([*states, new])
+
+    def _state_of(self, row: Row) -> RowState:
+        assert row.ticket is not None
+        request = row.ticket.request
+        left = row.left - row.flying
+        return RowState(
+            row.ticket, request.temperature, len(row.tokens), self._lag_of(row), left,
+            _seconds_of(request.max_tpot_ms),
+        )  # fmt: skip
+
+    def _lag_of(self, row: Row) -> int:
+        return row.lag(max(self._windows.values())) if self._switch is not None else 0
+
+    def prepare(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
+        """Lets the draft catch up with the rows of a step that runs it; whether it had to."""
+        setting = self.settings[decision.shape.setting]
+        behind = [row for row in rows if self._switch is not None and self._lag_of(row)]
+        for row in rows:
+            if not setting.runs_draft and row.current:
+                row.current, row.drafted = False, len(row.tokens)
+        if not setting.runs_draft:
+            return False
+        self._catch_up(device, behind)
+        for row in rows:
+            row.current = True
+        return bool(behind)
+
+    def probe(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
+        """Lets the draft read a row's text though nothing is drafted, to see how it would fare."""
+        assert self.policy is not None
+        if self._switch is None or self.settings[decision.shape.setting].runs_draft:
+            return False
+        if self.steps % _LOOKED:
+            return False
+        place = self.policy.row_to_probe([self._state_of(row) for row in rows])
+        if place is None:
+            return False
+        self._catch_up(device, [rows[place]])
+        rows[place].drafted = len(rows[place].tokens)
+        return True
+
+    def _catch_up(self, device: Device, rows: Sequence[Row]) -> None:
+        """The draft reads what it lacks: little of several rows at once, else row by row."""
+        small = [row for row in rows if self._lag_of(row) <= _READ_OF_ALL]
+        if len(small) > 1:
+            size = step_rows(len(small), self._rows, self._subsets)
+            others = [n for n in range(self._rows) if n not in {row.number for row in small}]
+            numbers = [row.number for row in small] + others[: size - len(small)]
+            self._read(device, numbers, _READ_OF_ALL, small)
+            rows = [row for row in rows if row not in small]
+        for row in rows:
+            left = self._lag_of(row)
+            while left > 0:
+                size = next((size for size in _READ if size >= left), _READ[-1])
+                self._read(device, [row.number], size, [row])
+                left -= size
+
+    def _read(self, device: Device, numbers: Sequence[int], size: int, rows: Sequence[Row]) -> None:
+        chances = device.catch_up(numbers, size)
+        self._pending.append(_CaughtUp(tuple(row.ticket for row in rows), chances))
+
+    def calibrate(self, device: Device) -> None:
+        """Hands the calibration of chances on to the device if it is another."""
+        assert self.policy is not None
+        if self._switch is not None and self.policy.calibration != self._calibration:
+            self._calibration = self.policy.calibration
+            device.calibrate(self._calibration)
+
+    def landed(
+        self,
+        decision: Decision,
+        results: Sequence[tuple[Hashable, RowResult]],
+        seconds: float | None,
+        cached: int,
+    ) -> None:
+        """Notes what a step gave its rows, and how long it took where that is known."""
+        assert self.policy is not None
+        self._note_caught_up()
+        self.steps += 1
+        setting = self.settings[decision.shape.setting]
+        chosen = bool(setting.nodes) and not setting.drawn
+        outcomes = [
+            Outcome(
+                request, len(found.tokens), found.nodes, min(found.accepted, len(found.tokens)),
+                found.done, found.seen if chosen else None,
+            )
+            for request, found in results
+        ]  # fmt: skip
+        self.policy.landed(decision, outcomes, seconds, cached)
+        self._sum_up(decision, outcomes, seconds)
+
+    def _note_caught_up(self) -> None:
+        """Tells the policy what the draft has read; it is there before the step that came after."""
+        assert self.policy is not None
+        while self._pending:
+            requests, chances = self._pending.popleft()
+            for request, own in zip(requests, np.asarray(chances), strict=False):
+                if own.max() >= 0:
+                    self.policy.caught_up(request, own.tolist())
+
+    def ended(self, request: Hashable) -> None:
+        """Forgets a request."""
+        if self.policy is not None:
+            self.policy.ended(request)
+
+    def _sum_up(
+        self, decision: Decision, outcomes: Sequence[Outcome], seconds: float | None
+    ) -> None:
+        now = time.time()
+        if not self.spans or now - self.spans[-1].began > _SPAN_SECONDS:
+            self.spans.append(Span(now))
+        span, taken = self.spans[-1], 0.0 if seconds is None else seconds
+        self.seconds += taken
+        span.seconds += taken
+        span.steps += 1
+        span.rows, span.width = len(outcomes), decision.shape.width
+        span.nodes += sum(each.nodes for each in outcomes)
+        if seconds is not None:
+            span.tokens += sum(each.tokens for each in outcomes)
+        for name, forecast in (("predicted", decision.forecast), ("off", decision.off)):
+            if forecast is not None and seconds is not None:
+                for field in ("tokens", "seconds"):
+                    place = f"{name}_{field}"
+                    setattr(span, place, getattr(span, place) + getattr(forecast, field))
+        name = decision.shape.setting
+        for counts in (span.settings, self.steps_by_setting):
+            counts[name] = counts.get(name, 0) + 1
+
+
+def setting_of(drafter: Drafter, name: str = "") -> DraftSetting:
+    """What the policy must know of a drafter's setting."""
+    own = drafter.of_setting(name)
+    runs = isinstance(drafter, SwitchingDrafter) and drafter.runs_draft(name)
+    drawn = own.construction.children != TOP_K
+    return DraftSetting(name, own.num_slots - 1, own.window - 1, drawn, runs)
+
+
+def _seconds_of(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000

@@ -1,0 +1,1 @@
+"""How much to speculate: goodput from measured costs and observed acceptance, without jax."""

@@ -1,0 +1,318 @@
+"""The setting of each step: the one of the largest goodput (SmartSpec, arXiv 2406.14066).
+
+Goodput is the tokens that a step is expected to emit, over the seconds that it is expected to take.
+"""
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from specjax.goodput.acceptance import Acceptance, curve_of
+from specjax.goodput.costs import Cost, StepCosts
+from specjax.goodput.forecast import Candidate, Forecaster
+from specjax.goodput.guard import Guard
+from specjax.goodput.policy import (
+    OFF,
+    Decision,
+    DraftSetting,
+    Forecast,
+    Outcome,
+    Policy,
+    RowState,
+    StepShape,
+)
+from specjax.goodput.shapes import shapes_of
+
+_REUSED = 8
+"""Steps of the same rows for which a decision stands."""
+_BETTER = 1.03
+"""Times the goodput of the last setting that another must promise."""
+_PROBING = 0.02
+"""Share of time that may be spent on what is not believed to be best, to learn of it."""
+_FIRST_PROBES = 1.0
+"""Seconds of it that may be spent before there is any share."""
+_PROBE_STEPS = 4
+_HOPE = 0.85
+"""Share of the best goodput from which a setting of which little is known is worth a probe."""
+_FEW_TRIALS, _FEW_STEPS = 24, 3
+_STALE = 3000
+"""Steps after which a program that promises as much as the best is tried again, and off is."""
+_LEARNED = 4
+"""Rows of a step that are learned from, in turn: learning takes time as well."""
+_LEAST_TPOT = 1e-9
+"""Seconds a token that nobody can ask for less than."""
+_LEAST_LAG = 32
+"""Tokens that the draft lacks of a text from which on a probe is worth its program."""
+
+
+class Options(NamedTuple):
+    """What of the controller may be left out, for ablations.
+
+    Attributes:
+      packing: steps of fewer columns than all rows' whole trees.
+      survival: acceptance by depth; else it is a single rate, accepted over drafted.
+      censoring: full acceptance says nothing of what is deeper; else it counts as a rejection.
+      probing: what is not believed to be best is tried, and acceptance is measured while off.
+      hysteresis: another setting must promise more than the last one.
+    """
+
+    packing: bool = True
+    survival: bool = True
+    censoring: bool = True
+    probing: bool = True
+    hysteresis: bool = True
+
+
+class Controller(Policy):
+    """Chooses each step's setting, columns and budgets.
+
+    Args:
+      settings: those to choose from; `off` is one of them.
+      costs: of every program in `shapes_of(settings, rows, subsets, columns)`.
+      catch_up: seconds in which the draft reads some tokens of a row, by how many.
+      rows: how many rows there are.
+      subsets: whether a step may run fewer rows than there are.
+      columns: the most of a step.
+      options: what is left out of it.
+    """
+
+    def __init__(
+        self,
+        settings: Sequence[DraftSetting],
+        costs: Mapping[StepShape, Cost],
+        catch_up: Mapping[int, float],
+        rows: int,
+        *,
+        subsets: bool = True,
+        columns: int = 64,
+        options: Options = Options(),
+    ) -> None:
+        self.settings = {setting.name: setting for setting in settings}
+        self._shapes = shapes_of(settings, rows, subsets, columns)
+        if not options.packing:
+            widest = {(s.setting, s.rows): s for s in sorted(self._shapes)}
+            self._shapes = sorted(widest.values())
+        self.costs = StepCosts({shape: costs[shape] for shape in self._shapes})
+        self.acceptance = Acceptance(
+            [s for s in settings if s.nodes], options.survival, options.censoring
+        )
+        self._forecaster = Forecaster(
+            self.settings, self._shapes, self.costs, self.acceptance, catch_up, rows, subsets
+        )
+        self.guard, self._options = Guard(), options
+        self.fixed: str | None = None
+        self.last: Decision | None = None
+        self.forecasts: dict[str, Forecast] = {}
+        self._requests: tuple[Hashable, ...] = ()
+        self._probe: tuple[StepShape, int] | None = None
+        self._reused = self._steps = self._turn = 0
+        self._last_run: dict[StepShape, int] = {}
+        self.seconds = self.probing_seconds = 0.0
+
+    @property
+    def shapes(self) -> Sequence[StepShape]:
+        """Every program that may be asked for."""
+        return self._shapes
+
+    @property
+    def calibration(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Intercept and slope of the nodes' chances, of greedy rows and of sampled ones."""
+        greedy, sampled = (self.acceptance.calibrations[each] for each in (True, False))
+        return (greedy.intercept, greedy.slope), (sampled.intercept, sampled.slope)
+
+    def fix(self, setting: str | None) -> None:
+        """Uses a setting from now on; None lets the controller choose again.
+
+        Raises:
+          ValueError: there is no such setting.
+        """
+        if setting is not None and setting not in self.settings:
+            raise ValueError(f"no setting {setting!r}; there are auto, {', '.join(self.settings)}.")
+        self.fixed, self.last, self._probe = setting, None, None
+
+    def decide(self, rows: Sequence[RowState]) -> Decision:
+        """The setting of the largest goodput, unless the last is nearly as good or one is tried."""
+        requests = tuple([row.request for row in rows])
+        if (standing := self.standing(requests)) is not None:
+            return standing
+        found = self._forecaster.candidates(rows)
+        off = next(each for each in found if each.shape.setting == OFF)
+        chosen, reason = self._chosen(rows, found, off)
+        self.last = Decision(chosen.shape, chosen.depths, reason, chosen.forecast, off.forecast)
+        self.forecasts = _best_of_settings(found)
+        self._requests, self._reused = requests, 0
+        return self.last
+
+    def standing(self, requests: Sequence[Hashable]) -> Decision | None:
+        """The last decision, if it was for these rows, lately."""
+        if self.last is None or not self._stands(requests):
+            return None
+        self._reused += 1
+        return self.last
+
+    def _stands(self, requests: Sequence[Hashable]) -> bool:
+        """Whether the last decision may be used again."""
+        assert self.last is not None
+        if tuple(requests) != self._requests:
+            return False
+        if self._probe is not None:
+            return self._probe[1] > 0
+        return self._reused < _REUSED and self.guard.active == (self.last.reason == "guard")
+
+    def _chosen(
+        self, rows: Sequence[RowState], found: list[Candidate], off: Candidate
+    ) -> tuple[Candidate, str]:
+        self._probe = None
+        if self.fixed is not None:
+            return max(_of(found, self.fixed) or [off], key=_width), "fixed"
+        if self.guard.active:
+            return off, "guard"
+        best = max(found, key=_goodput)
+        targets = [at for at, row in enumerate(rows) if row.max_tpot is not None]
+        if targets:
+            kept = self._within_targets(rows, found, targets)
+            return (best, "best") if kept is best else (kept, "latency")
+        if self._options.probing and (tried := self._worth_a_probe(found, best)) is not None:
+            self._probe = tried.shape, _PROBE_STEPS
+            return tried, "probe"
+        if self._options.hysteresis and self.last is not None:
+            same = _of(found, self.last.shape.setting)
+            kept = max(same, key=_goodput, default=best)
+            if kept is not best and best.goodput < _BETTER * kept.goodput:
+                return kept, "hysteresis"
+        return best, "best"
+
+    def _worth_a_probe(self, found: list[Candidate], best: Candidate) -> Candidate | None:
+        """What may be better than it is believed to be, if there is time left to try it.
+
+        That of which least is known; off and what promises as much as the best also when they were
+        not run for long, as what is known of them may not hold any more.
+        """
+        if self.probing_seconds > _FIRST_PROBES + _PROBING * self.seconds:
+            return None
+        tried = [each for each in found if each is not best and self._is_open(each, best)]
+        return min(tried, key=lambda each: self.costs.steps(each.shape), default=None)
+
+    def _is_open(self, candidate: Candidate, best: Candidate) -> bool:
+        shape, hope = candidate.shape, candidate.goodput > _HOPE * best.goodput
+        steps = self.costs.steps(shape)
+        stale = self._steps - self._last_run.get(shape, 0) > _STALE
+        if shape.setting == OFF:
+            return steps < _FEW_STEPS or stale
+        few = steps < _FEW_STEPS or self._trials(shape.setting) < _FEW_TRIALS
+        return hope and (few or stale)
+
+    def _trials(self, name: str) -> float:
+        """How much is known of a setting's acceptance, where least is."""
+        return self.acceptance.trials(curve_of(self.settings[name]))
+
+    def _within_targets(
+        self, rows: Sequence[RowState], found: list[Candidate], targets: list[int]
+    ) -> Candidate:
+        """The best of those that give each row its tokens in time, or of those that miss least."""
+
+        def excess(candidate: Candidate) -> float:
+            """The most times as long a token as was asked for; 1 if all are in time."""
+            return max(1.0, max(self._tpot(candidate, rows, at) for at in targets))
+
+        return min(found, key=lambda each: (round(excess(each), 3), -each.goodput))
+
+    def _tpot(self, candidate: Candidate, rows: Sequence[RowState], place: int) -> float:
+        """Seconds a token that a row is expected to see, over those that it asks for at most."""
+        most = rows[place].max_tpot
+        assert most is not None
+        most = max(most, _LEAST_TPOT)
+        tokens = self._forecaster.tokens_of(candidate, rows, place)
+        return candidate.forecast.seconds / tokens / most
+
+    def may_admit(self, rows: Sequence[RowState]) -> bool:
+        """Whether all rows are expected to have their tokens in time with the last of them, too.
+
+        A row alone is always admitted.
+        """
+        targets = [at for at, row in enumerate(rows) if row.max_tpot is not None]
+        if len(rows) == 1 or not targets:
+            return True
+        best = self._within_targets(rows, self._forecaster.candidates(rows), targets)
+        return all(self._tpot(best, rows, at) <= 1 for at in targets)
+
+    def landed(
+        self, decision: Decision, outcomes: Sequence[Outcome], seconds: float | None, cached: int
+    ) -> None:
+        """Learns from a step."""
+        self._steps += 1
+        shape, setting = decision.shape, self.settings[decision.shape.setting]
+        self._last_run[shape] = self._steps
+        if self._probe is not None and self._probe[0] == shape:
+            self._probe = shape, self._probe[1] - 1
+        if setting.nodes:
+            self._learn(decision, setting, outcomes)
+        else:
+            self.guard.observe_off()
+        if seconds is None or not 0 < seconds < math.inf:
+            return
+        self.seconds += seconds
+        if decision.reason == "probe":
+            self.probing_seconds += seconds
+        self.costs.observe(shape, cached, seconds)
+        if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
+            tokens = float(sum(outcome.tokens for outcome in outcomes))
+            self.guard.observe(tokens, seconds, decision.off.goodput)
+
+    def _learn(
+        self, decision: Decision, setting: DraftSetting, outcomes: Sequence[Outcome]
+    ) -> None:
+        count, name = len(outcomes), curve_of(setting)
+        room = len(decision.depths) * (setting.nodes + 1)
+        whole = setting.drawn or decision.shape.width >= room
+        for number in range(min(_LEARNED, count)):
+            at = (self._turn + number) % count
+            self.acceptance.observe(name, outcomes[at], setting.depth, whole, setting.drawn)
+        self._turn += _LEARNED
+        left = count < len(decision.depths) or any(each.ended for each in outcomes)
+        if decision.forecast is not None and not left:
+            tokens = sum(outcome.tokens for outcome in outcomes)
+            self._forecaster.observe(decision.shape, decision.forecast, count, tokens)
+
+    def caught_up(self, request: Hashable, chances: Sequence[float]) -> None:
+        """Learns how likely tokens of a text would have been accepted."""
+        if any(setting.drawn and setting.nodes for setting in self.settings.values()):
+            self.acceptance.observe_text("chain", request, chances)
+
+    def row_to_probe(self, rows: Sequence[RowState]) -> int | None:
+        """The row whose text the draft lacks most of, if there is time to read it while off."""
+        if not self._options.probing or not rows:
+            return None
+        place = max(range(len(rows)), key=lambda at: rows[at].lag)
+        seconds = self._forecaster.catch_up_seconds(rows[place].lag)
+        if rows[place].lag < _LEAST_LAG:
+            return None
+        if self.probing_seconds + seconds > _PROBING * self.seconds:
+            return None
+        self.probing_seconds += seconds
+        return place
+
+    def ended(self, request: Hashable) -> None:
+        """Forgets a request."""
+        self.acceptance.forget(request)
+
+
+def _best_of_settings(found: list[Candidate]) -> dict[str, Forecast]:
+    best: dict[str, Candidate] = {}
+    for each in found:
+        other = best.get(each.shape.setting)
+        if other is None or each.goodput > other.goodput:
+            best[each.shape.setting] = each
+    return {name: each.forecast for name, each in best.items()}
+
+
+def _of(found: list[Candidate], setting: str) -> list[Candidate]:
+    return [each for each in found if each.shape.setting == setting]
+
+
+def _goodput(candidate: Candidate) -> float:
+    return candidate.goodput
+
+
+def _width(candidate: Candidate) -> int:
+    return candidate.shape.width

@@ -1,0 +1,61 @@
+"""Speculation is turned off where it gives less than off would, whatever is believed of it."""
+
+_STEPS = 48
+"""Steps over which what speculation gave is compared."""
+_LEAST = 0.97
+"""Share of off's predicted goodput below which it is turned off."""
+_SHORTEST, _LONGEST = 64, 4096
+"""Steps that it stays off, at first and at most."""
+_FORGIVEN = 8
+"""Comparisons passed one after the other, after which it would be off for the shortest time."""
+
+
+class Guard:
+    """Compares what speculation gave with what off was predicted to give.
+
+    Attributes:
+      steps_left: for how many steps it is off.
+      backoff_steps: for how many it would be off the next time; doubled each time.
+      times: how often it was turned off.
+    """
+
+    def __init__(self) -> None:
+        self.steps_left, self.backoff_steps, self.times = 0, _SHORTEST, 0
+        self._passed = 0
+        self._start()
+
+    def _start(self) -> None:
+        self._steps, self._tokens, self._seconds, self._off_tokens = 0, 0.0, 0.0, 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether speculation is off."""
+        return self.steps_left > 0
+
+    def observe_off(self) -> None:
+        """Notes a step that drafted nothing."""
+        self.steps_left = max(self.steps_left - 1, 0)
+
+    def observe(self, tokens: float, seconds: float, off_goodput: float) -> None:
+        """Notes a step that drafted.
+
+        Args:
+          tokens: it gave.
+          seconds: it took.
+          off_goodput: tokens a second that off was predicted to give.
+        """
+        self._steps += 1
+        self._tokens += tokens
+        self._seconds += seconds
+        self._off_tokens += off_goodput * seconds
+        if self._steps < _STEPS:
+            return
+        if self._tokens < _LEAST * self._off_tokens:
+            self.steps_left = self.backoff_steps
+            self.backoff_steps = min(2 * self.backoff_steps, _LONGEST)
+            self.times, self._passed = self.times + 1, 0
+        else:
+            self._passed += 1
+            if self._passed >= _FORGIVEN:
+                self.backoff_steps, self._passed = _SHORTEST, 0
+        self._start()

@@ -1,0 +1,299 @@
+"""Settings over one state: whichever a step takes, texts are distributed as the target's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.base.pytree import replace
+from specjax.base.sampling import Sampling, sampled_probs
+from specjax.draft import static
+from specjax.draft.drafter import Step
+from specjax.draft.plain import PlainDrafter
+from specjax.draft.switching import UNKNOWN, SwitchingDrafter
+from specjax.engine import engine as engines
+from specjax.engine.request import Request
+from specjax.goodput.controller import Controller
+from specjax.models.transformer import forward
+from specjax.trees.accepted import Accepted
+from specjax.trees.budget import likeliest, log_acceptance
+from specjax.trees.tree import NO_PARENT, chosen, root_only
+from tests.engines import alone as plain_texts
+from tests.engines import ids_of, random_request, running, served
+from tests.pairs import alone, broken, near, varied_model
+from tests.scripted_engine import until
+from tests.switched import TurnsPolicy, running_at_random, switching_of
+
+VOCABULARY = 64
+
+
+@pytest.fixture(scope="module")
+def target():
+    return varied_model()
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "CHUNKS", (16,))
+        with running_at_random(target, near(target, 1), 4) as found:
+            yield found
+
+
+def test_texts_are_those_of_plain_decoding_whatever_each_step_drafts_with(engine, target):
+    drawn = np.random.default_rng(1)
+    requests = [random_request(drawn, VOCABULARY, 40) for _ in range(48)]
+    texts = plain_texts(target, requests)
+    groups = [range(32), *([at] for at in range(32, 48))]  # many at once, then one by one
+    for group in groups:
+        found = served(engine, [requests[at] for at in group])
+        for at, events in zip(group, found, strict=True):
+            assert ids_of(events) == texts[at]
+    policy = engine.speculation.policy
+    assert set(policy.taken) == set(policy.shapes), "every program was run"
+    assert engine.statistics().accepted_tokens > 0
+    assert 0.3 < np.mean(policy.chances) < 1
+
+
+def test_a_draft_of_no_numbers_changes_no_text(target, monkeypatch):
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    drawn = np.random.default_rng(2)
+    requests = [random_request(drawn, VOCABULARY) for _ in range(12)]
+    with running_at_random(target, broken(target, np.nan), 2) as engine:
+        found = [ids_of(events) for events in served(engine, requests)]
+    assert found == plain_texts(target, requests)
+
+
+def agreement(draft, prompt, text):
+    """Of each token of a text whether it is the draft's likeliest one there."""
+    tokens = jnp.asarray([[*prompt, *text]], jnp.int32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    likely = forward(draft, tokens, positions, None, None)[0][0].argmax(axis=-1)
+    return np.asarray(likely[len(prompt) - 1 : -1]) == np.asarray(text)
+
+
+def test_a_chain_is_as_good_after_steps_that_left_the_draft_behind(engine, target):
+    """It accepts exactly as far as the draft agrees with the text, whatever the steps before."""
+    policy = TurnsPolicy(engine.speculation, 4, ["chain:3", "off", "off", "lookup:4", "chain:1"])
+    engine.speculation.policy = policy
+    prompts = np.random.default_rng(4).integers(0, VOCABULARY, (12, 9)).tolist()
+    requests = [Request(prompt=each, max_new_tokens=50, ignore_eos=True) for each in prompts]
+    texts = [ids_of(events) for events in served(engine, requests)]
+    checked = 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        agrees, at = agreement(near(target, 1), prompt, text), 0
+        for setting, tokens, accepted, ended in policy.steps[tuple(prompt)]:
+            if setting.startswith("chain") and not ended:
+                most = int(setting[-1])
+                run = next((n for n in range(most) if not agrees[at + n]), most)
+                assert accepted == run
+                checked += 1
+            at += tokens
+    assert checked > 80
+
+
+def texts_of(rows: int, length: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(5).integers(0, VOCABULARY, (rows, length)), jnp.int32)
+
+
+def given(tokens: jax.Array, count: jax.Array, probs: jax.Array | None) -> Step:
+    path = jnp.zeros(tokens.shape, jnp.int32)
+    accepted = Accepted(path, count, tokens[:, 0])
+    tree = root_only(tokens[:, 0], VOCABULARY)
+    top = jnp.zeros((tokens.shape[0], 1, 0), jnp.int32)
+    return Step(tokens, count, count > 99, tree, accepted, top, probs=probs)
+
+
+@pytest.fixture(scope="module")
+def caught_up(target):
+    """Rows of 5 and 9 tokens that the draft has read, of which 4 and 6 came from the target."""
+    draft = near(target, 1)
+    switch = switching_of(draft)
+    text, made = texts_of(2, 16), jnp.asarray([4, 6], jnp.int32)
+    start = jnp.asarray([1, 3], jnp.int32)
+    own = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (6,)))(text, start)
+    p = jnp.linspace(0.05, 0.9, 12).reshape(2, 6)
+    none = jnp.zeros((2, 16, 0), jnp.int32)
+    state = switch.init(jnp.where(jnp.arange(16) < start[:, None], text, 0), start, 32, none)
+    state = switch.of_setting("off").commit(
+        switch.of_setting("off").propose(
+            jax.random.split(jax.random.key(0), 2), start, state, text[:, 0], Sampling().rows(2)
+        )[1],
+        given(own, made, p),
+    )
+    sampling = Sampling(np.asarray([0.0, 0.9], np.float32)).rows(2)
+    chances = []
+    for _ in range(3):
+        state, own = switch.catch_up(state, sampling, 4)
+        chances.append(own)
+    return draft, text, start, made, p, sampling, state, jnp.concatenate(chances, axis=1)
+
+
+def test_a_draft_that_caught_up_is_one_that_read_the_text(caught_up):
+    draft, text, start, made, _, _, state, _ = caught_up
+    length = start + made
+    expected = static.prefill(draft, text, length, 32)
+    np.testing.assert_array_equal(state.held.cache.length, length)
+    np.testing.assert_allclose(state.held.logits, expected.logits, atol=1e-4)
+    for found, wanted in zip(state.held.cache.keys, expected.cache.keys, strict=True):
+        for row in range(2):
+            seen = slice(0, int(length[row]))
+            np.testing.assert_allclose(found[row, ..., seen], wanted[row, ..., seen], atol=1e-5)
+
+
+def test_how_likely_a_text_would_have_been_accepted_is_q_over_p(caught_up):
+    """Of greedy rows whether the draft's likeliest token is the text's; unknown for the prompt."""
+    draft, text, start, made, p, sampling, _, chances = caught_up
+    positions = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), (2, 16))
+    logits, _ = forward(draft, text, positions, None, None)
+    q = sampled_probs(logits, sampling, jnp.asarray([True, False]))
+    for row in range(2):
+        for at in range(12):
+            number = at - int(start[row])
+            if not 0 <= number < int(made[row]):
+                assert chances[row, at] == UNKNOWN
+                continue
+            token = int(text[row, at])
+            likely = float(q[row, at - 1, token] / p[row, number])
+            expected = float(logits[row, at - 1].argmax() == token) if row == 0 else min(1, likely)
+            np.testing.assert_allclose(chances[row, at], expected, rtol=1e-4)
+
+
+def test_the_mean_of_q_over_p_along_the_targets_text_is_the_rate_of_acceptance():
+    """Leviathan et al. (2211.17192), theorem 3.5, enumerated."""
+    drawn = np.random.default_rng(6)
+    p, q = drawn.dirichlet(np.ones(8)), drawn.dirichlet(np.ones(8))
+    assert np.sum(p * np.minimum(1, q / p)) == pytest.approx(np.minimum(p, q).sum())
+
+
+def test_verifying_only_the_drawn_nodes_that_the_draft_finds_likely_is_lossy():
+    """p = (.5, .5), q = (.9, .1), and only a draw of q >= .5 is verified: P(0) = .55.
+
+    That is why trees of drawn nodes are bounded by depth, before the draw, and `within_budget` cuts
+    chosen ones only.
+    """
+    p, q = np.array([0.5, 0.5]), np.array([0.9, 0.1])
+    accept = np.minimum(1, p / q)
+    residual = np.maximum(p - q, 0) / np.maximum(p - q, 0).sum()
+    emitted = np.zeros(2)
+    for token in range(2):
+        if q[token] >= 0.5:  # verified
+            emitted[token] += q[token] * accept[token]
+            emitted += q[token] * (1 - accept[token]) * residual
+        else:  # cut: the target's own token
+            emitted += q[token] * p
+    np.testing.assert_allclose(emitted, [0.55, 0.45])
+
+
+def trees(drawn, rows: int, slots: int):
+    """Trees of random shapes and chances, of which some slots are empty."""
+    parents = np.stack(
+        [[NO_PARENT, *(drawn.integers(0, node) for node in range(1, slots))] for _ in range(rows)]
+    )
+    valid = np.ones((rows, slots), bool)
+    for row in range(rows):
+        for node in range(1, slots):
+            valid[row, node] = valid[row, parents[row, node]] and drawn.random() < 0.85
+    depth = np.zeros((rows, slots), int)
+    for node in range(1, slots):
+        depth[:, node] = depth[np.arange(rows), parents[:, node]] + 1
+    numbers = [jnp.asarray(x, jnp.int32) for x in (drawn.integers(0, 9, (rows, slots)), parents,
+                                                   depth)]  # fmt: skip
+    chance = jnp.asarray(drawn.random((rows, slots)), jnp.float32)
+    return chosen(*numbers, jnp.asarray(valid), numbers[2] * 0, chance, 9)
+
+
+def test_the_likeliest_nodes_of_all_rows_are_kept_and_are_trees():
+    drawn = np.random.default_rng(7)
+    for _ in range(20):
+        rows, slots = int(drawn.integers(1, 5)), int(drawn.integers(2, 12))
+        tree = trees(drawn, rows, slots)
+        done = drawn.random(rows) < 0.2
+        exists = np.asarray(tree.valid) & ~done[:, None]
+        width = int(drawn.integers(max((~done).sum(), 1), rows * slots + 1))
+        score = log_acceptance(tree, jnp.full(rows, 0.3), jnp.full(rows, 0.8))
+        kept = np.asarray(likeliest(tree, jnp.asarray(exists), score, width).valid)
+        assert (kept & exists).sum() == min(width, exists.sum())
+        assert not (kept & ~np.asarray(tree.valid)).any()
+        for row, node in zip(*np.nonzero(kept & exists), strict=True):
+            assert node == 0 or kept[row, tree.parents[row, node]]
+        left = np.asarray(score)[exists & ~kept]
+        inner = kept & exists & (np.arange(slots) > 0)
+        if left.size and inner.any():
+            assert left.max() <= np.asarray(score)[inner].min()
+
+
+def test_a_nodes_score_is_the_product_of_calibrated_chances_along_its_path():
+    tree = trees(np.random.default_rng(8), 3, 8)
+    intercept, slope = np.array([0.0, 0.5, -1.0]), np.array([1.0, 0.7, 2.0])
+    score = log_acceptance(tree, jnp.asarray(intercept, jnp.float32),
+                           jnp.asarray(slope, jnp.float32))  # fmt: skip
+    for row in range(3):
+        for node in np.flatnonzero(tree.valid[row]):
+            total, at = 0.0, node
+            while at > 0:
+                chance = float(tree.chance[row, at])
+                logit = np.log(chance / (1 - chance))
+                total -= np.log1p(np.exp(-(intercept[row] + slope[row] * logit))) + 1e-3
+                at = int(tree.parents[row, at])
+            np.testing.assert_allclose(score[row, node], total, rtol=1e-4, atol=1e-4)
+
+
+def test_drafters_that_cannot_share_a_state_are_refused(target):
+    one, other = near(target, 1), near(target, 2)
+    plain = PlainDrafter(VOCABULARY)
+    with pytest.raises(ValueError, match="chain:1 drafts with another model"):
+        SwitchingDrafter.of({"off": plain, "chain:2": alone(one, (1, 1)), "chain:1": alone(other)})
+    with pytest.raises(ValueError, match="a SwitchingDrafter that cannot share its state"):
+        SwitchingDrafter.of({"off": plain, "both": switching_of(one)})
+
+
+def test_off_leaves_the_draft_where_it_is(target):
+    """A step that drafts nothing has no pass of the draft: its cache is given back as it was."""
+    switch = switching_of(near(target, 1))
+    state = switch.init(texts_of(2, 4), jnp.asarray([4, 4], jnp.int32), 32,
+                        jnp.zeros((2, 4, 0), jnp.int32))  # fmt: skip
+    off = switch.of_setting("off")
+    keys, at = jax.random.split(jax.random.key(0), 2), jnp.asarray([4, 4], jnp.int32)
+
+    def step(state):
+        _, within = off.propose(keys, at, state, texts_of(2, 1)[:, 0], Sampling().rows(2))
+        return off.commit(within, given(texts_of(2, 1), jnp.ones(2, jnp.int32), None))
+
+    after = step(state)
+    assert after.held.cache.keys[0] is state.held.cache.keys[0]
+    assert after.held.logits is state.held.logits
+    dots = [eqn for eqn in jax.make_jaxpr(step)(state).eqns if "dot" in eqn.primitive.name]
+    assert not dots
+
+
+def test_the_engine_chooses_among_the_settings(target, monkeypatch):
+    """And its texts are the target's, with a controller in charge and when a setting is fixed."""
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    drawn = np.random.default_rng(9)
+    requests = [random_request(drawn, VOCABULARY, 30) for _ in range(16)]
+    texts = plain_texts(target, requests)
+    with running(target, switching_of(near(target, 1)), rows=2, columns=16) as engine:
+        controller = engine.speculation.controller
+        assert isinstance(controller, Controller)
+        for fixed in (None, "chain:3", "off", None):
+            engine.fix(fixed)
+            assert [ids_of(events) for events in served(engine, requests)] == texts
+            report = engine.report()
+            assert report["mode"] == (fixed or "auto")
+            assert set(report["predicted"]) <= set(report["settings"])
+        with pytest.raises(ValueError, match="no setting 'chain:9'; there are auto, off"):
+            engine.fix("chain:9")
+        until(lambda: not controller.acceptance._requests)  # what has ended is forgotten
+
+
+def test_rows_are_replaced_in_a_state_that_settings_share(target):
+    state = switching_of(near(target, 1)).init(
+        texts_of(2, 4), jnp.asarray([4, 3], jnp.int32), 32, jnp.zeros((2, 4, 0), jnp.int32)
+    )
+    assert float(state.probs.max()) == UNKNOWN
+    known = replace(state, probs=state.probs + 2)
+    cut = switching_of(near(target, 1)).truncate(known, jnp.asarray([2, 3], jnp.int32))
+    assert float(cut.probs.max()) == UNKNOWN, "they were another request's"
+    np.testing.assert_array_equal(cut.text.length, [2, 3])
+    np.testing.assert_array_equal(cut.held.cache.length, [0, 0])
