@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from specjax.checkpoints.pair import load_pair
+from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.generate import say
 from specjax.cli.options import Serve
-from specjax.cli.values import at_least, dtype_of, widths_of
+from specjax.cli.values import at_least, dtype_of, items, widths_of
+from specjax.draft.drafter import Drafter
 from specjax.engine.engine import Engine
 from specjax.methods import registry
 from specjax.methods.choice import Asked, choose
 from specjax.methods.method import check_method
+from specjax.methods.switch import switching
 from specjax.parallel.processes import devices_for
 from specjax.verify.rules import AUTO, check_rule
 
@@ -50,14 +52,9 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
         mesh=devices_for(options.mesh), positions=options.positions,
     )  # fmt: skip
-    asked = Asked(
-        options.method, widths_of(options.tree), options.budget, options.config, options.verify
-    )
-    choice = choose(asked, pair, _TEMPERATURE, options.rows)
-    say(f"method {choice.setting.label}: {choice.reason}.")
     engine = Engine(
         pair.target,
-        registry.build(choice.setting, pair, verify=options.verify),
+        _drafter_of(options, pair),
         rows=options.rows,
         max_model_len=options.max_model_len,
         verify=options.verify,
@@ -70,8 +67,26 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         port=options.port,
         api_keys=keys,
         drain_seconds=options.drain_seconds,
+        debug=options.debug,
     )
     return run(engine, pair.tokenizer, server)
+
+
+def _drafter_of(options: Serve, pair: Pair) -> Drafter:
+    """What drafts: all settings that a step may choose from, or the one that was asked for."""
+    asked = Asked(
+        options.method, widths_of(options.tree), options.budget, options.config, options.verify
+    )
+    if asked[:4] == (AUTO, None, None, None):
+        names = items(options.settings, str, "--settings") if options.settings is not None else ()
+        drafter = switching(pair, names, options.verify)
+        say(f"every step drafts with one of {', '.join(drafter.settings)}.")
+        return drafter
+    if options.settings is not None:
+        raise ValueError("--settings is what auto chooses from; leave out method, tree and budget.")
+    choice = choose(asked, pair, _TEMPERATURE, options.rows)
+    say(f"method {choice.setting.label}: {choice.reason}.")
+    return registry.build(choice.setting, pair, verify=options.verify)
 
 
 @contextlib.contextmanager

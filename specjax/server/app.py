@@ -16,6 +16,7 @@ from specjax.server.body import BoundedRequest
 from specjax.server.chat import create_chat_completion
 from specjax.server.completions import create_completion
 from specjax.server.connection import CLIENT_CLOSED_REQUEST, ClientGoneError
+from specjax.server.debug import fix_speculation, show_requests, show_speculation
 from specjax.server.errors import (
     RETRY_SECONDS,
     respond_to_api_error,
@@ -26,6 +27,7 @@ from specjax.server.log import RequestLog
 from specjax.server.metrics import CONTENT_TYPE
 from specjax.server.openapi import Documented, answer, errors, streamed
 from specjax.server.options import ServerOptions
+from specjax.server.page import page_routes
 from specjax.server.process import listen, serve
 from specjax.server.responses import (
     ChatCompletionResponse,
@@ -106,6 +108,7 @@ def create_app(
     app.add_exception_handler(Exception, respond_to_failure)
     app.include_router(_guarded(bool(options.api_keys)))
     app.include_router(_open())
+    app.include_router(page_routes())
     return app
 
 
@@ -127,6 +130,14 @@ def _guarded(keys: bool) -> APIRouter:
         ("/detokenize", detokenize, answer(DetokenizeResponse), body),
     ):
         router.add_api_route(path, respond, methods=["POST"], responses=model | responses)
+    for path, watch in (
+        ("/debug/speculation", show_speculation),
+        ("/debug/requests", show_requests),
+    ):
+        router.add_api_route(path, watch, include_in_schema=False)
+    router.add_api_route(
+        "/debug/speculation", fix_speculation, methods=["POST"], include_in_schema=False
+    )
     router.add_api_route("/v1/models", list_models, responses=answer(ModelList) | errors(503))
     router.add_api_route(
         "/v1/models/{model:path}", show_model, responses=answer(ModelCard) | errors(404, 503)

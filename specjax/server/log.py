@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from specjax.server.generation import Generation
 
 LOGGER = logging.getLogger("specjax.server.requests")
-_QUIET = ("/health", "/ready", "/metrics")
+_QUIET = ("/health", "/ready", "/metrics", "/")
+_WATCHED = ("/debug/", "/page/")
+"""Routes that an open live page asks for again and again begin with one of these."""
 _KEY = "specjax.record"
 
 
@@ -94,7 +96,7 @@ class RequestLog:
             record.status = 500
             raise
         finally:
-            if record.route not in _QUIET:
+            if record.route not in _QUIET and not record.route.startswith(_WATCHED):
                 LOGGER.info("request", extra={"fields": record.line()})
 
 

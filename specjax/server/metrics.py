@@ -10,6 +10,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from specjax.engine.request import Statistics
+from specjax.server.speculation_metrics import families
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
@@ -145,6 +146,8 @@ _COUNTERS: Sequence[tuple[str, str, Callable[[Statistics], int]]] = (
     ("spec_decode_num_drafts", "Steps of rows.", lambda s: s.steps),
     ("spec_decode_num_draft_tokens", "Drafted tokens.", lambda s: s.draft_tokens),
     ("spec_decode_num_accepted_tokens", "Accepted ones.", lambda s: s.accepted_tokens),
+    ("requests_with_tpot_target", "Requests with max_tpot_ms.", lambda s: s.tpot_targets),
+    ("requests_within_tpot_target", "Those that had their tokens in time.", lambda s: s.tpot_met),
 )
 _BY_POSITION = ("spec_decode_num_accepted_tokens_per_pos", "Accepted ones by depth, from 0.")
 
@@ -173,6 +176,7 @@ class _EngineCollector(Collector):
                 counter.add_metric([self._model], count(statistics))
                 yield counter
             yield self._by_position(prefix, statistics.accepted_at)
+        yield from families(self._engine.report(), self._model)
 
     def _by_position(self, prefix: str, accepted_at: Sequence[int]) -> Metric:
         name, text = _BY_POSITION

@@ -13,6 +13,7 @@ class ServerOptions:
       port: its port; 0 takes a free one.
       api_keys: keys of which a request must bear one; none asks for none.
       drain_seconds: how long running requests may go on after SIGTERM.
+      debug: whether `POST /debug/speculation` may fix the setting.
       max_body_bytes: of a request's body.
       body_seconds: how long a client may take to send it.
       max_choices: the largest `n`.
@@ -26,6 +27,7 @@ class ServerOptions:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    debug: bool = False
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0
     max_choices: int = 16

@@ -19,6 +19,7 @@ _DIRECT = (
     "seed",
     "stop_token_ids",
     "ignore_eos",
+    "max_tpot_ms",
 )
 """Fields that mean the same to the engine; null is its default, but for the temperature."""
 
