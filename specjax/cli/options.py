@@ -376,7 +376,16 @@ class Serve(Context, Devices):
     rows: int = 8
     """Requests that run at a time."""
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts; auto takes what bench measured as fastest here."""
+    """What drafts; auto chooses for every step what gives most tokens a second, off included."""
+    settings: Annotated[
+        str | None,
+        _help(
+            "What auto chooses from, separated by commas: off, chain:K, tree:K, lookup:K and "
+            "ngram:K, of K nodes. By default all of a few sizes that the pair can."
+        ),
+    ] = None
+    debug: bool = False
+    """Let POST /debug/speculation fix the setting."""
     tree: Annotated[
         str | None,
         _help("Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0."),
@@ -408,11 +417,62 @@ class Serve(Context, Devices):
     """How long running requests may go on after SIGTERM."""
 
 
-Options: TypeAlias = Generate | Serve | Bench | Tune | Verify | Info | CheckPair | Shard | Roofline
+@dataclasses.dataclass(frozen=True)
+class BenchServe:
+    """Measure a server under load: settings at rates of requests, and its own choice of them."""
+
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    then: str | None = None
+    """A file of prompts that take over for the second half of every run."""
+    limit: int | None = None
+    """Take this many prompts only, of each file."""
+    rates: str = "0.25,0.5,0.75,0.9,1,1.2"
+    """Rates of requests, as shares of what the server completes with all rows and no drafting."""
+    settings: Annotated[
+        str,
+        _help(
+            "Settings to compare, separated by commas: off, chain:K, tree:K, lookup:K, ngram:K, "
+            "and auto, the server's own choice. It chooses from what a server has by default; "
+            "where a setting is named that is not among these, from those named."
+        ),
+    ] = "off,chain:1,chain:3,chain:7,tree:15,auto"
+    requests: int = 100
+    """Requests of a setting at a rate in a turn."""
+    turns: int = 3
+    """How often all is measured; the settings of a rate run one after the other in each turn."""
+    shape: str = "poisson"
+    """How the rate changes during a run: poisson (not at all), steps, ramp or bursts."""
+    temperature: str = "0"
+    """Of all requests; or mixed: 0 and 0.8, at random."""
+    rows: int = 8
+    """Requests that the server runs at a time."""
+    max_new_tokens: int = 128
+    """Mean tokens of a continuation; each has half to one and a half times as many."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    inflate: str | None = None
+    """Grow the model to this many parameters, such as 100M, without changing its function."""
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    draft: _Drafts = None
+    stage: _Stage = None
+    seed: int = 0
+    """Names the random numbers of arrivals, prompts and lengths; sampling is the server's own."""
+    json: str | None = None
+    """Write the measurements to this file, as they come."""
+    png: str | None = None
+    """Draw mean latency and goodput against the rate of requests to this file."""
+
+
+Options: TypeAlias = (
+    Generate | Serve | Bench | BenchServe | Tune | Verify | Info | CheckPair | Shard | Roofline
+)
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
+    | Annotated[BenchServe, tyro.conf.subcommand("bench-serve")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]

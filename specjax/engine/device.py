@@ -26,7 +26,7 @@ _KEPT = 1024
 _MEASURED_TOKENS = 2048
 """Tokens that a row holds at most when it is measured how much they slow a chunk."""
 
-_COMPILED_AT_ONCE = 4
+_COMPILED_AT_ONCE = 2
 """Programs, at most: each takes some hundred megabytes while it is compiled."""
 
 _REPEATS, _MOST_REPEATS, _TIMED_SECONDS = 3, 20, 0.1

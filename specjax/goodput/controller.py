@@ -4,6 +4,7 @@ Goodput is the tokens that a step is expected to emit, over the seconds that it 
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -107,6 +108,7 @@ class Controller(Policy):
         self._probe: tuple[StepShape, int] | None = None
         self._reused = self._steps = self._turn = 0
         self._last_run: dict[StepShape, int] = {}
+        self._runs: Counter[StepShape] = Counter()
         self.seconds = self.probing_seconds = 0.0
 
     @property
@@ -191,11 +193,11 @@ class Controller(Policy):
         if self.probing_seconds > _FIRST_PROBES + _PROBING * self.seconds:
             return None
         tried = [each for each in found if each is not best and self._is_open(each, best)]
-        return min(tried, key=lambda each: self.costs.steps(each.shape), default=None)
+        return min(tried, key=lambda each: self._runs[each.shape], default=None)
 
     def _is_open(self, candidate: Candidate, best: Candidate) -> bool:
         shape, hope = candidate.shape, candidate.goodput > _HOPE * best.goodput
-        steps = self.costs.steps(shape)
+        steps = self._runs[shape]  # a step between chunks of prompts is not timed
         stale = self._steps - self._last_run.get(shape, 0) > _STALE
         if shape.setting == OFF:
             return steps < _FEW_STEPS or stale
@@ -243,17 +245,20 @@ class Controller(Policy):
         self._steps += 1
         shape, setting = decision.shape, self.settings[decision.shape.setting]
         self._last_run[shape] = self._steps
+        self._runs[shape] += 1
         if self._probe is not None and self._probe[0] == shape:
             self._probe = shape, self._probe[1] - 1
         if setting.nodes:
             self._learn(decision, setting, outcomes)
         else:
             self.guard.observe_off()
-        if seconds is None or not 0 < seconds < math.inf:
-            return
-        self.seconds += seconds
+        timed = seconds is not None and 0 < seconds < math.inf
+        taken = seconds if timed else decision.forecast.seconds if decision.forecast else 0.0
+        self.seconds += taken
         if decision.reason == "probe":
-            self.probing_seconds += seconds
+            self.probing_seconds += taken
+        if not timed:
+            return
         self.costs.observe(shape, cached, seconds)
         if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
             tokens = float(sum(outcome.tokens for outcome in outcomes))

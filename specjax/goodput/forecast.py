@@ -9,8 +9,10 @@ from specjax.goodput.policy import DraftSetting, Forecast, RowState, StepShape, 
 
 _HORIZON = 32
 """Steps over which the seconds of catching up count."""
-_YIELD = 0.05
-"""Weight of a step in what a program gave over what was expected of it."""
+_YIELD = 0.01
+"""Weight of each row's step in what a program gave over what was expected of it. At 0.05 chance
+alone moves that by a tenth, and a program that had bad luck is not run again (12 % of goodput lost
+in a simulated row with α = 0.85, 2026-11-24)."""
 
 Node = tuple[float, int, int]
 """How often a row's chain survives to a depth; the row's place; the depth."""
@@ -98,9 +100,9 @@ class Forecaster:
         expected = forecast.tokens - count
         if expected <= 0.2 * count:
             return
-        was = self._yields.get(shape, 1.0)
+        was, weight = self._yields.get(shape, 1.0), min(_YIELD * count, 0.1)
         ratio = was * min(max((tokens - count) / expected, 0.0), 4.0)
-        self._yields[shape] = min(max(was + _YIELD * (ratio - was), 0.5), 1.5)
+        self._yields[shape] = min(max(was + weight * (ratio - was), 0.5), 1.5)
 
     def tokens_of(self, candidate: Candidate, rows: Sequence[RowState], place: int) -> float:
         """Tokens that a row is expected to be given."""

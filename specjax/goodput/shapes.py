@@ -13,9 +13,11 @@ def shapes_of(
 ) -> list[StepShape]:
     """Every program of a controller.
 
-    A setting has for each number of rows the width of all rows' whole trees, and from four rows on
-    half of it, over which the likeliest nodes are spread. No pass has more than `columns`, unless
-    its rows need more for a node each below their roots; a setting that would have less than half its nodes then is left out.
+    A setting has for each number of rows the width of all rows' whole trees, and in the largest
+    step, of four rows at least, also half of it, over which the likeliest nodes are spread: a
+    program takes seconds to compile. No pass has more than `columns`, unless
+    its rows need more for a node each below their roots; a setting that would have less than half
+    its nodes then is left out.
 
     Args:
       settings: what a step may draft with.
@@ -28,11 +30,11 @@ def shapes_of(
         StepShape(setting.name, size, width)
         for size in sizes
         for setting in settings
-        for width in _widths(setting, size, columns)
+        for width in _widths(setting, size, columns, size == sizes[-1])
     )
 
 
-def _widths(setting: DraftSetting, rows: int, columns: int) -> list[int]:
+def _widths(setting: DraftSetting, rows: int, columns: int, largest: bool) -> list[int]:
     each = setting.nodes + 1
     whole = columns_for(rows * each)
     if each == 1:
@@ -41,7 +43,7 @@ def _widths(setting: DraftSetting, rows: int, columns: int) -> list[int]:
     if 2 * (width // rows - 1) < setting.nodes:
         return []
     half = columns_for(width // 2)
-    narrower = rows >= _FEW and half >= _LEAST_NODES * rows and half < width
+    narrower = largest and rows >= _FEW and half >= _LEAST_NODES * rows and half < width
     return [width, half] if narrower else [width]
 
 

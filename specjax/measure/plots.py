@@ -1,4 +1,4 @@
-"""A bench report as curves: tokens per step and speed-up against the nodes of a tree."""
+"""Reports as curves: what trees give against their nodes, what a server gives against its load."""
 
 import importlib.util
 import io
@@ -8,6 +8,7 @@ from typing import Any
 from specjax.base.output import write_bytes
 
 _PANELS = {"tokens_per_step": "tokens per step", "speedup": "speed-up over plain decoding"}
+_LOAD_PANELS = {"mean_latency_s": "mean latency (s)", "goodput_tokens_per_s": "goodput (tokens/s)"}
 
 
 def check(file: str | None) -> None:
@@ -45,7 +46,35 @@ def draw(report: dict[str, Any], file: str | Path) -> None:
             axis.set_xlabel("nodes below the root")
         axes[0, column].set_title(f"temperature {temperature}, batch {batch}")
     axes[0, 0].legend(fontsize="small")
-    env = report["env"]
+    _write(figure, report["env"], file)
+
+
+def draw_load(report: dict[str, Any], file: str | Path) -> None:
+    """Draws a report of a server under load: latency and goodput, a curve a setting (SmartSpec's
+    figures, 2406.14066).
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(_LOAD_PANELS), 3.8), layout="constrained")
+    axes = figure.subplots(1, len(_LOAD_PANELS))
+    for axis, (field, title) in zip(axes, _LOAD_PANELS.items(), strict=True):
+        for setting in dict.fromkeys(row["setting"] for row in report["rows"]):
+            points = [(row["rate_requests_per_s"], row[field]) for row in report["rows"]
+                      if row["setting"] == setting]  # fmt: skip
+            style = {"lw": 2.5, "color": "black", "zorder": 3} if setting == "auto" else {}
+            axis.plot(*zip(*points, strict=True), "o-", ms=3, label=setting, **style)
+        axis.set_xlabel("requests per second")
+        axis.set_ylabel(title)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize="small")
+    _write(figure, report["env"], file)
+
+
+def _write(figure: Any, env: dict[str, Any], file: str | Path) -> None:
     figure.suptitle(
         f"{env['parameters'] / 1e6:.1f}M parameters, {env['device']}, {env['cpu_count']} cores, "
         f"{env['date'][:10]}",
