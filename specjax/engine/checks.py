@@ -1,6 +1,5 @@
 """What a request may ask, checked on the host, and what the rows' programs are handed for it."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from specjax.models.config import ModelConfig
 MAX_STOP_TOKEN_IDS = 16
 """End tokens that a request may name beside the model's own."""
 
+_LONGEST_TPOT = 10**9
 _NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -122,8 +122,10 @@ def _check_tpot(value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"max_tpot_ms is {value!r}; it must be a number.")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"max_tpot_ms is {value}; it must be above 0, and finite.")
+    if not 0 < value <= _LONGEST_TPOT:
+        raise ValueError(
+            f"max_tpot_ms is {value}; it must be above 0, and {_LONGEST_TPOT} at most."
+        )
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:

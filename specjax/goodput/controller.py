@@ -4,7 +4,6 @@ Goodput is the tokens that a step is expected to emit, over the seconds that it 
 """
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -108,7 +107,6 @@ class Controller(Policy):
         self._probe: tuple[StepShape, int] | None = None
         self._reused = self._steps = self._turn = 0
         self._last_run: dict[StepShape, int] = {}
-        self._runs: Counter[StepShape] = Counter()
         self.seconds = self.probing_seconds = 0.0
 
     @property
@@ -121,6 +119,11 @@ class Controller(Policy):
         """Intercept and slope of the nodes' chances, of greedy rows and of sampled ones."""
         greedy, sampled = (self.acceptance.calibrations[each] for each in (True, False))
         return (greedy.intercept, greedy.slope), (sampled.intercept, sampled.slope)
+
+    @property
+    def timing(self) -> bool:
+        """Whether a probe is under way, which shows how long its program takes."""
+        return self._probe is not None and self._probe[1] > 0
 
     def fix(self, setting: str | None) -> None:
         """Uses a setting from now on; None lets the controller choose again.
@@ -193,11 +196,11 @@ class Controller(Policy):
         if self.probing_seconds > _FIRST_PROBES + _PROBING * self.seconds:
             return None
         tried = [each for each in found if each is not best and self._is_open(each, best)]
-        return min(tried, key=lambda each: self._runs[each.shape], default=None)
+        return min(tried, key=lambda each: self.costs.steps(each.shape), default=None)
 
     def _is_open(self, candidate: Candidate, best: Candidate) -> bool:
         shape, hope = candidate.shape, candidate.goodput > _HOPE * best.goodput
-        steps = self._runs[shape]  # a step between chunks of prompts is not timed
+        steps = self.costs.steps(shape)
         stale = self._steps - self._last_run.get(shape, 0) > _STALE
         if shape.setting == OFF:
             return steps < _FEW_STEPS or stale
@@ -245,7 +248,6 @@ class Controller(Policy):
         self._steps += 1
         shape, setting = decision.shape, self.settings[decision.shape.setting]
         self._last_run[shape] = self._steps
-        self._runs[shape] += 1
         if self._probe is not None and self._probe[0] == shape:
             self._probe = shape, self._probe[1] - 1
         if setting.nodes:

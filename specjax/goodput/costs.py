@@ -18,6 +18,10 @@ _LEAST, _MOST = 0.25, 2.0
 what is shorter was done before anybody waited for it."""
 
 
+_PAUSED = 1.2
+"""Times as long as expected that a step counts as in how slow all steps are."""
+
+
 class Cost(NamedTuple):
     """Seconds of a step whose rows hold nothing, and seconds that each token they hold adds."""
 
@@ -72,6 +76,7 @@ class StepCosts:
         self._own = {shape: _Correction() for shape in self.measured}
         self._of_setting: dict[str, _Correction] = {}
         self._of_all = _Correction()
+        self._slower = _Correction()
 
     def seconds(self, shape: StepShape, cached: int) -> float:
         """How long a step takes whose rows hold `cached` tokens together, on average.
@@ -82,7 +87,7 @@ class StepCosts:
         return self.measured[shape].at(cached) * self._factor(shape)
 
     def _factor(self, shape: StepShape) -> float:
-        slower = self._of_all.average / self._of_all.factor
+        slower = self._slower.average
         own = self._own[shape]
         if own.steps >= _SURE:
             return own.factor * slower
@@ -92,6 +97,8 @@ class StepCosts:
     def observe(self, shape: StepShape, cached: int, seconds: float) -> None:
         """Notes how long a step took."""
         ratio = seconds / self.measured[shape].at(cached)
+        slower = self._slower.average
+        self._slower.observe(min(ratio / self._factor(shape), _PAUSED) * slower)
         alike = self._of_setting.setdefault(shape.setting, _Correction())
         for each in (self._own[shape], alike, self._of_all):
             each.observe(ratio)

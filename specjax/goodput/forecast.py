@@ -104,6 +104,17 @@ class Forecaster:
         ratio = was * min(max((tokens - count) / expected, 0.0), 4.0)
         self._yields[shape] = min(max(was + weight * (ratio - was), 0.5), 1.5)
 
+    def kept_of(self, shape: StepShape, count: int) -> DraftSetting | None:
+        """The setting whose whole trees `count` rows had in a step, by its columns.
+
+        That of the program itself, or of chosen trees the largest one that there was room for.
+        """
+        setting = self._settings[shape.setting]
+        if setting.drawn:
+            return setting
+        fitting = [s for s in self._smaller[setting.name] if count * (s.nodes + 1) <= shape.width]
+        return fitting[-1] if fitting else None
+
     def tokens_of(self, candidate: Candidate, rows: Sequence[RowState], place: int) -> float:
         """Tokens that a row is expected to be given."""
         setting, row = self._settings[candidate.shape.setting], rows[place]

@@ -138,6 +138,11 @@ class Policy(abc.ABC):
         """Intercept and slope of the nodes' chances, of greedy rows and of sampled ones."""
         return (0.0, 1.0), (0.0, 1.0)
 
+    @property
+    def timing(self) -> bool:
+        """Whether the next step should be timed, so that nothing else may run before it."""
+        return False
+
     def may_admit(self, rows: Sequence[RowState]) -> bool:
         """Whether the last of these rows may join the others."""
         del rows

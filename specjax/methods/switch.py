@@ -11,9 +11,7 @@ from specjax.methods.method import PLAIN, Setting
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.verify.rules import AUTO, RULES
 
-SETTINGS = (
-    *(OFF, "chain:1", "chain:3", "chain:7", "tree:7", "tree:15", "tree:31", "lookup:7"),
-)
+SETTINGS = (*(OFF, "chain:1", "chain:3", "chain:7", "tree:7", "tree:15", "tree:31", "lookup:7"),)
 """What is chosen from where nothing is named, as far as a pair has what it needs. An n-gram model
 is chosen from where it is named: each setting takes programs for every number of rows."""
 

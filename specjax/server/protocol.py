@@ -83,7 +83,7 @@ class GenerationRequest(Body):
     stop: NonEmpty | Annotated[list[NonEmpty], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: Flag | None = None
-    max_tpot_ms: Annotated[Number, Field(gt=0)] | None = None
+    max_tpot_ms: Annotated[Number, Field(gt=0, le=1e9)] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     user: Text | None = None

@@ -1,0 +1,627 @@
+"""The choice of each step's setting: what steps cost and give, and when speculation is off."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specjax.goodput.acceptance import Acceptance
+from specjax.goodput.controller import Controller, Options
+from specjax.goodput.costs import Cost, StepCosts
+from specjax.goodput.forecast import Forecaster
+from specjax.goodput.guard import Guard
+from specjax.goodput.policy import (
+    OFF,
+    Decision,
+    DraftSetting,
+    Outcome,
+    RowState,
+    StepShape,
+    step_rows,
+)
+from specjax.goodput.shapes import shapes_of
+
+PLAIN = DraftSetting(OFF, 0, 0, drawn=True)
+
+
+def chain(count: int) -> DraftSetting:
+    return DraftSetting(f"chain:{count}", count, count, drawn=True, runs_draft=True)
+
+
+def tree(nodes: int, depth: int) -> DraftSetting:
+    return DraftSetting(f"tree:{nodes}", nodes, depth, runs_draft=True)
+
+
+CHAINS = [PLAIN, chain(1), chain(3), chain(7)]
+EVERY = [*CHAINS, tree(7, 4), tree(15, 6), tree(31, 8), DraftSetting("lookup:7", 7, 5)]
+
+
+# What steps cost.
+
+
+OFF_4, CHAIN_8, CHAIN_16 = (
+    StepShape(OFF, 4, 4), StepShape("chain:3", 4, 8), StepShape("chain:3", 4, 16),
+)  # fmt: skip
+MEASURED = {OFF_4: Cost(0.01, 1e-6), CHAIN_8: Cost(0.02, 2e-6), CHAIN_16: Cost(0.05, 2e-6)}
+
+
+def test_a_step_costs_what_its_width_was_measured_at():
+    costs = StepCosts(MEASURED)
+    assert costs.seconds(CHAIN_8, 0) == pytest.approx(0.02)
+    assert costs.seconds(CHAIN_16, 0) == pytest.approx(0.05)
+    assert costs.seconds(CHAIN_16, 1000) == pytest.approx(0.052)
+
+
+@pytest.mark.parametrize("factor", [0.02, 0.3, 1.0, 3.0, 50.0])
+def test_costs_of_another_machine_are_corrected(factor):
+    """What steps take varies; the estimate is between the fastest and the mean."""
+    drawn, costs = random.Random(0), StepCosts(MEASURED)
+    for _ in range(150):
+        costs.observe(CHAIN_8, 500, 0.021 * factor * (1 + 0.2 * drawn.random()))
+    assert costs.steps(CHAIN_8) == 150
+    assert 1 < costs.seconds(CHAIN_8, 500) / (0.021 * factor) < 1.15
+    for shape in (CHAIN_16, OFF_4):  # not run: as its setting, or as all
+        assert 1 < costs.seconds(shape, 0) / (MEASURED[shape].seconds * factor) < 1.15
+
+
+def test_a_program_that_did_not_run_is_corrected_as_its_setting_is():
+    costs = StepCosts(MEASURED)
+    for _ in range(60):
+        costs.observe(OFF_4, 0, 0.01)
+        costs.observe(CHAIN_8, 0, 0.04)
+    ratio = costs.seconds(CHAIN_16, 0) / costs.seconds(OFF_4, 0)
+    assert ratio == pytest.approx(10, rel=0.02)
+    factors = {shape: factor for shape, _, factor, _ in costs.table()}
+    assert factors[CHAIN_16] / factors[OFF_4] == pytest.approx(2, rel=0.02)
+
+
+def test_costs_follow_a_machine_that_becomes_slower():
+    costs = StepCosts(MEASURED)
+    for seconds in [0.02] * 100 + [0.06] * 60:
+        costs.observe(CHAIN_8, 0, seconds)
+    assert costs.seconds(CHAIN_8, 0) == pytest.approx(0.06, rel=0.05)
+
+
+@pytest.mark.parametrize("odd", [[2.0], [1e-9], [2.0, 1e-9]])
+def test_a_pause_of_the_machine_moves_costs_by_a_few_percent(odd):
+    """A step a hundred times as long, and one behind it that was done already."""
+    costs = StepCosts(MEASURED)
+    for seconds in [0.02] * 40 + odd:
+        costs.observe(OFF_4, 0, 0.01)
+        costs.observe(CHAIN_8, 0, seconds)
+    assert costs.seconds(CHAIN_8, 0) == pytest.approx(0.02, rel=0.12)
+    ratio = costs.seconds(CHAIN_8, 0) / costs.seconds(OFF_4, 0)
+    assert ratio == pytest.approx(2, rel=0.06), "what settings compare by"
+
+
+# When speculation is off.
+
+
+def compared(guard: Guard, ratio: float, most: int = 200) -> bool:
+    """Whether the guard turns speculation off that gives so many times what off would."""
+    for _ in range(most):
+        guard.observe(ratio, 0.01, 100.0)
+        if guard.active:
+            return True
+    return False
+
+
+def test_speculation_is_turned_off_below_97_percent_of_off():
+    assert not compared(Guard(), 0.98)
+    assert compared(Guard(), 0.96, most=64)
+
+
+def wait(guard: Guard) -> int:
+    """For how many steps it stays off."""
+    return next(n for n in itertools.count() if not guard.active or guard.observe_off())
+
+
+def test_it_stays_off_twice_as_long_each_time_up_to_a_bound():
+    guard, waits = Guard(), []
+    for _ in range(10):
+        assert compared(guard, 0.5)
+        waits.append(wait(guard))
+    assert waits[:4] == [waits[0] * 2**n for n in range(4)]
+    assert waits[-1] == waits[-2] <= 5000
+    assert guard.times == 10
+
+
+def test_the_guard_forgives():
+    guard = Guard()
+    first = guard.backoff_steps
+    for _ in range(3):
+        assert compared(guard, 0.5)
+        wait(guard)
+    assert guard.backoff_steps == 8 * first
+    assert not compared(guard, 1.5, most=600)
+    assert guard.backoff_steps == first
+
+
+# Which programs there are.
+
+
+@pytest.mark.parametrize("subsets", [True, False])
+@pytest.mark.parametrize("columns", [16, 64, 256])
+def test_programs_are_few_and_fit_all_rows(columns, subsets):
+    for rows in range(1, 65):
+        shapes = shapes_of(EVERY, rows, subsets, columns)
+        assert len(set(shapes)) == len(shapes)
+        sizes = {step_rows(count, rows, subsets) for count in range(1, rows + 1)}
+        assert {shape.rows for shape in shapes if shape.setting == OFF} == sizes
+        for shape in shapes:
+            assert shape.width >= shape.rows * (1 if shape.setting == OFF else 2)
+            assert shape.width <= max(columns, 4 * shape.rows)
+        for (setting, _), own in itertools.groupby(shapes, key=lambda shape: shape[:2]):
+            assert len(list(own)) <= (1 if setting == OFF else 2)
+        if subsets and columns == 64:
+            assert len(shapes) <= 60
+
+
+def test_whole_trees_of_one_row_have_a_program():
+    shapes = shapes_of(EVERY, 8, subsets=True, columns=64)
+    for setting in EVERY:
+        assert any(
+            shape.width >= setting.nodes + 1
+            for shape in shapes
+            if shape.rows == 1 and shape.setting == setting.name
+        )
+
+
+# Whose nodes are drafted.
+
+
+def forecaster(acceptance: Acceptance, rows: int, widths: Sequence[int], own) -> Forecaster:
+    shapes = [StepShape(setting.name, rows, width) for setting in own for width in widths]
+    costs = StepCosts({shape: Cost(0.01) for shape in shapes})
+    by_name = {setting.name: setting for setting in own}
+    return Forecaster(by_name, shapes, costs, acceptance, {}, rows, subsets=False)
+
+
+def with_skills(accepted: Sequence[int]) -> Acceptance:
+    """Each request has accepted so many tokens of its steps of three."""
+    acceptance = Acceptance([chain(3), chain(7)])
+    for number, count in enumerate(accepted):
+        acceptance.expected("chain", number, 0.0)
+        for _ in range(5):
+            outcome = Outcome(number, count + 1, 3, count)
+            acceptance.observe("chain", outcome, 3, whole=True, drawn=True)
+    return acceptance
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=4),
+    room=st.integers(1, 9),
+)
+def test_the_likeliest_nodes_of_all_rows_are_drafted(rows, room):
+    acceptance, count = with_skills([accepted for accepted, _ in rows]), len(rows)
+    states = [RowState(number, 0.0, 9, 0, left) for number, (_, left) in enumerate(rows)]
+    survival = [acceptance.expected("chain", n, 0.0).survival for n in range(count)]
+
+    def tokens(depths: Sequence[int]) -> float:
+        return count + sum(sum(own[:depth]) for own, depth in zip(survival, depths, strict=True))
+
+    packed = forecaster(acceptance, count, [count + room], [chain(3), chain(7)])
+    for found in packed.candidates(states):
+        deepest = int(found.shape.setting[-1])
+        most = [min(deepest, row.left - 1) for row in states]
+        every = itertools.product(*(range(each + 1) for each in most))
+        best = max(tokens(each) for each in every if sum(each) <= room)
+        assert found.forecast.tokens == pytest.approx(best)
+        assert tokens(found.depths) == pytest.approx(best)
+        assert sum(found.depths) <= room
+        assert all(depth <= own for depth, own in zip(found.depths, most, strict=True))
+
+
+def test_a_tree_gives_more_with_more_nodes_and_no_more_than_is_left():
+    acceptance = Acceptance([tree(7, 4), tree(15, 6)])
+    own = forecaster(acceptance, 2, [4, 8, 16, 24, 32], [tree(7, 4), tree(15, 6)])
+    states = [RowState(number, 0.0) for number in range(2)]
+    found = {each.shape: each.forecast.tokens for each in own.candidates(states)}
+    by_width = [found[StepShape("tree:15", 2, width)] for width in (4, 8, 16, 24, 32)]
+    assert by_width == sorted(set(by_width))
+    assert found[StepShape("tree:7", 2, 16)] == pytest.approx(by_width[2])
+    short = [row._replace(left=2) for row in states]
+    assert max(each.forecast.tokens for each in own.candidates(short)) == pytest.approx(4)
+
+
+def test_a_tree_that_gives_less_than_its_nodes_say_is_expected_to():
+    acceptance = Acceptance([tree(7, 4)])
+    own, states = forecaster(acceptance, 2, [8], [tree(7, 4)]), [RowState(n, 0.0) for n in (0, 1)]
+    for _ in range(300):
+        (found,) = own.candidates(states)
+        own.observe(found.shape, found.forecast, 2, 5)
+    assert own.candidates(states)[0].forecast.tokens == pytest.approx(5, abs=0.1)
+
+
+def test_catching_up_is_charged_to_what_runs_the_draft():
+    acceptance, shapes = Acceptance([chain(3)]), [StepShape(OFF, 1, 1), StepShape("chain:3", 1, 4)]
+    costs = StepCosts({shape: Cost(0.01) for shape in shapes})
+    by_name = {OFF: PLAIN, "chain:3": chain(3)}
+    own = Forecaster(by_name, shapes, costs, acceptance, {16: 0.1, 64: 0.2}, 1, subsets=True)
+    assert [own.catch_up_seconds(each) for each in (0, 1, 17, 65)] == pytest.approx(
+        [0, 0.1, 0.2, 0.4]
+    )
+    off, late = own.candidates([RowState("a", 0.0, 300, 300)])
+    _, prompt = own.candidates([RowState("a", 0.0, 300, 0)])
+    assert off.goodput == pytest.approx(100)
+    assert late.goodput < 0.5 * prompt.goodput
+
+
+# The controller, in a world with costs and acceptance of its own.
+
+
+class World:
+    """Rows whose drafts survive by chances of their own, and steps that take given seconds."""
+
+    def __init__(
+        self,
+        costs: Callable[[StepShape], float],
+        hazards: Mapping[Hashable, float],
+        own: Sequence[DraftSetting] = CHAINS,
+        options: Options = Options(),
+        seed: int = 0,
+        noise: float = 0.0,
+    ) -> None:
+        count = len(hazards)
+        shapes = shapes_of(own, count, True, 64)
+        self.costs, self.hazards, self.drawn, self.noise = (
+            costs,
+            hazards,
+            random.Random(seed),
+            noise,
+        )
+        measured = {shape: Cost(costs(shape)) for shape in shapes}
+        self.controller = Controller(own, measured, {16: 0.01}, count, options=options)
+        self.rows = [RowState(request, 0.0) for request in hazards]
+        self.decisions: list[Decision] = []
+
+    def accepted(self, request: Hashable, depth: int) -> int:
+        chance = self.hazards[request]
+        return next((at for at in range(depth) if self.drawn.random() >= chance), depth)
+
+    def step(self) -> Decision:
+        decision = self.controller.decide(self.rows)
+        outcomes = []
+        for row, depth in zip(self.rows, decision.depths, strict=True):
+            accepted = self.accepted(row.request, depth)
+            outcomes.append(Outcome(row.request, accepted + 1, depth, accepted))
+        seconds = self.costs(decision.shape) * (1 + self.noise * self.drawn.random())
+        self.controller.landed(decision, outcomes, seconds, 0)
+        self.decisions.append(decision)
+        return decision
+
+    def run(self, steps: int) -> list[Decision]:
+        return [self.step() for _ in range(steps)]
+
+    def goodput(self, decision: Decision) -> float:
+        """What a decision truly gives, in tokens a second."""
+        rows = zip(self.rows, decision.depths, strict=True)
+        tokens = sum(
+            sum(self.hazards[row.request] ** level for level in range(depth + 1))
+            for row, depth in rows
+        )
+        return tokens / self.costs(decision.shape)
+
+
+def columns(each: float) -> Callable[[StepShape], float]:
+    """Seconds of a step, of which a column costs `each` of what the pass alone does."""
+    return lambda shape: 0.01 * (1 + each * shape.width + 0.1 * int(shape.setting[-1:] in "1357"))
+
+
+def alike(count: int, chance: float) -> dict[Hashable, float]:
+    return dict.fromkeys(range(count), chance)
+
+
+@pytest.mark.parametrize(
+    ("each", "chance", "count", "wanted"),
+    [
+        *((0.02, 0.9, 1, "chain:7"), (0.5, 0.3, 1, OFF), (0.2, 0.75, 1, "chain:3")),
+        *((0.01, 0.8, 4, "chain:7"), (0.3, 0.3, 8, OFF)),
+    ],
+)
+def test_the_setting_of_most_tokens_a_second_is_chosen(each, chance, count, wanted):
+    world = World(columns(each), alike(count, chance))
+    world.run(300)
+    by_setting = {}
+    for shape in world.controller.shapes:
+        if shape.rows == count:
+            depth, left = divmod(shape.width - count, count)
+            most = int(shape.setting.partition(":")[2] or 0)
+            depths = [min(depth + (at < left), most) for at in range(count)]
+            own = world.goodput(Decision(shape, tuple(depths)))
+            by_setting[shape.setting] = max(own, by_setting.get(shape.setting, 0.0))
+    best = max(by_setting.values())
+    assert by_setting[wanted] == pytest.approx(best), by_setting
+    found = [world.goodput(decision) for decision in world.run(300)]
+    assert sum(found) / len(found) > 0.97 * best
+
+
+def test_rows_whose_drafts_are_accepted_get_deeper_ones():
+    world = World(columns(0.05), dict(enumerate([0.97, 0.97, 0.1, 0.1])))
+    world.run(300)
+    last = world.step()
+    assert min(last.depths[:2]) > max(last.depths[2:])
+
+
+def test_a_decision_is_that_of_the_largest_goodput_or_says_why_not():
+    world = World(columns(0.12), alike(4, 0.7), noise=0.5)
+    reasons = set()
+    for _ in range(3000):
+        decision = world.step()
+        reasons.add(decision.reason)
+        best = max(each.goodput for each in world.controller.forecasts.values())
+        own = decision.forecast.goodput
+        if decision.reason == "best":
+            assert own == pytest.approx(best)
+        elif decision.reason == "hysteresis":
+            assert own < best < 1.031 * own
+    assert reasons >= {"best", "hysteresis", "probe"}
+
+
+def most_missed(hysteresis: bool) -> float:
+    """How many times as much off gives at most while a chain that becomes slower is still run."""
+    table, found = {OFF: 0.01, "chain:1": 0.017}, []
+    world = World(
+        lambda shape: table[shape.setting], alike(1, 1.0), [PLAIN, chain(1)],
+        Options(hysteresis=hysteresis, probing=False),
+    )  # fmt: skip
+    for setting in (OFF, None):  # off is measured, so that it is not taken for slower as well
+        world.controller.fix(setting)
+        world.run(80)
+    for _ in range(1500):
+        decision = world.step()
+        if decision.shape.setting == OFF:
+            return max(found)
+        table["chain:1"] *= 1.0002
+        found.append(decision.off.goodput / decision.forecast.goodput)
+    raise AssertionError("off was never chosen")
+
+
+def test_with_hysteresis_another_setting_must_give_more_by_some_percent():
+    assert 1.02 < most_missed(True) < 1.031
+    assert most_missed(False) < 1.001
+
+
+def test_probes_stay_within_their_share_of_time():
+    table = {OFF: 0.9, "chain:1": 2.0, "chain:3": 3.0, "chain:7": 4.2}
+    world = World(lambda shape: 0.1 * table[shape.setting], alike(1, 0.6))
+    longest = 4 * 0.42
+    for _ in range(4000):
+        world.step()
+        controller = world.controller
+        assert controller.probing_seconds <= 1.0 + 0.02 * controller.seconds + longest
+    assert sum(each.reason == "probe" for each in world.decisions) >= 4
+    assert controller.costs.steps(StepShape(OFF, 1, 1)) >= 3
+
+
+def test_off_is_measured_though_it_is_never_best():
+    world = World(columns(0.02), alike(1, 0.9))
+    world.run(400)
+    assert world.controller.costs.steps(StepShape(OFF, 1, 1)) >= 3
+    without = World(columns(0.02), alike(1, 0.9), options=Options(probing=False))
+    without.run(400)
+    assert without.controller.probing_seconds == pytest.approx(0)
+
+
+def test_a_text_is_read_while_off_within_the_same_share():
+    world = World(columns(0.5), alike(1, 0.1))
+    assert world.controller.row_to_probe([RowState(0, 0.0, 900, 800)]) is None
+    world.run(2000)
+    behind = [RowState(0, 0.0, 900, 5), RowState(1, 0.0, 900, 200)]
+    assert world.controller.row_to_probe([RowState(0, 0.0, 900, 5)]) is None
+    probes = 0
+    while world.controller.row_to_probe(behind) == 1:
+        probes += 1
+    assert probes > 0
+    assert world.controller.probing_seconds <= 0.02 * world.controller.seconds
+
+
+def test_a_fixed_setting_is_taken_whatever_it_gives():
+    world = World(columns(0.5), alike(2, 0.1))
+    world.controller.fix("chain:3")
+    for decision in world.run(100):
+        assert (decision.reason, decision.shape) == ("fixed", StepShape("chain:3", 2, 8))
+        assert decision.depths == (3, 3)
+    world.controller.fix(None)
+    world.run(100)
+    assert world.step().shape.setting == OFF
+    with pytest.raises(ValueError, match=r"^no setting 'chain:4'; there are auto, off, chain:1, "):
+        world.controller.fix("chain:4")
+
+
+def test_a_fixed_setting_without_a_program_for_so_many_rows_is_off():
+    world = World(columns(0.1), alike(8, 0.9), EVERY)
+    world.controller.fix("tree:31")
+    assert world.controller.decide(world.rows).shape == StepShape(OFF, 8, 8)
+    alone = world.controller.decide(world.rows[:1])
+    assert alone.shape == StepShape("tree:31", 1, 32)
+
+
+def test_where_less_is_given_than_is_believed_the_guard_turns_speculation_off():
+    """Rows are given one token, whatever is said to be accepted."""
+    world = World(columns(0.02), alike(1, 0.9))
+    controller, drafted = world.controller, 0
+    for _ in range(1500):
+        decision = controller.decide(world.rows)
+        depth = decision.depths[0]
+        drafted += decision.shape.setting != OFF
+        controller.landed(decision, [Outcome(0, 1, depth, depth)], world.costs(decision.shape), 0)
+        if controller.guard.active:
+            following = controller.decide(world.rows)
+            assert (following.reason, following.shape.setting) == ("guard", OFF)
+    assert controller.guard.times >= 3
+    assert drafted < 0.3 * 1500
+
+
+def test_a_decision_stands_for_some_steps_of_the_same_rows():
+    world = World(columns(0.05), alike(2, 0.8), options=Options(probing=False))
+    world.run(200)
+    controller, (one, two) = world.controller, world.rows
+    first = controller.decide([one])
+    same = list(itertools.takewhile(lambda each: each is first, (
+        controller.standing([0]) for _ in range(100)
+    )))  # fmt: skip
+    assert 1 < len(same) < 20
+    assert controller.standing([0]) is None
+    controller.decide([one])
+    assert controller.standing([1]) is None
+    assert len(controller.decide([one, two]).depths) == 2
+
+
+def unequal() -> World:
+    """Together chain:7 gives most, but the second row waits longer for its tokens than if off."""
+    table = {OFF: 0.01, "chain:1": 0.02, "chain:3": 0.025, "chain:7": 0.03}
+    world = World(lambda shape: table[shape.setting] * shape.rows**0.5, {0: 0.98, 1: 0.05})
+    world.run(400)
+    return world
+
+
+def test_a_target_of_seconds_a_token_is_honoured_where_that_is_possible():
+    world = unequal()
+    assert world.step().shape.setting == "chain:7"
+    good, bad = world.rows
+    for target, wanted in ((1.0, "chain:7"), (0.015, OFF), (1e-6, OFF), (5e-324, OFF)):
+        world.controller.fix(None)  # so that no decision stands
+        decision = world.controller.decide([good, bad._replace(max_tpot=target)])
+        assert decision.shape.setting == wanted
+        assert decision.reason == ("best" if wanted == "chain:7" else "latency")
+    world.controller.fix(None)
+    decision = world.controller.decide([good._replace(max_tpot=1e-6), bad])
+    assert decision.shape.setting == "chain:7", "the least miss of a row whose drafts are accepted"
+
+
+def test_a_request_joins_if_all_have_their_tokens_in_time():
+    world = unequal()
+    good, bad = world.rows
+    asks = bad._replace(max_tpot=0.012)
+    assert world.controller.may_admit([good, bad])
+    assert world.controller.may_admit([asks._replace(max_tpot=1e-6)]), "one alone always may"
+    assert not world.controller.may_admit([asks, good])
+    assert world.controller.may_admit([bad._replace(max_tpot=0.05), good])
+
+
+def test_a_request_that_ended_is_forgotten():
+    world = unequal()
+    acceptance = world.controller.acceptance
+    fresh = acceptance.expected("chain", None, 0.0).tokens[-1]
+    assert acceptance.expected("chain", 0, 0.0).tokens[-1] > fresh + 0.5
+    world.controller.ended(0)
+    world.controller.caught_up(0, [1.0] * 50)
+    assert acceptance.expected("chain", 0, 0.0).tokens[-1] == pytest.approx(fresh, abs=0.01)
+
+
+def test_the_same_steps_lead_to_the_same_decisions():
+    one, other = (World(columns(0.1), alike(4, 0.7), EVERY, noise=0.4, seed=3) for _ in range(2))
+    assert one.run(500) == other.run(500)
+
+
+def test_a_new_setting_is_chosen_soon_after_drafts_become_bad():
+    world = World(columns(0.1), alike(1, 0.9))
+    assert world.run(300)[-1].shape.setting == "chain:7"
+    world.hazards = alike(1, 0.02)
+    assert world.run(200)[-1].shape.setting == OFF
+
+
+def test_trees_need_no_chains():
+    world = World(columns(0.05), alike(2, 0.8), [PLAIN, tree(7, 4)])
+    world.run(20)
+    world.controller.caught_up(0, [0.5] * 40)
+    assert world.step().shape.setting in (OFF, "tree:7")
+
+
+def test_a_step_whose_first_row_has_left_teaches_of_the_other():
+    world = World(columns(0.05), alike(2, 0.8))
+    controller = world.controller
+    controller.decide(world.rows)
+    decision = Decision(StepShape("chain:3", 2, 8), (0, 2))
+    controller.landed(decision, [Outcome(1, 3, 2, 2)], 0.01, 0)
+    assert controller.acceptance.curve("chain", 0).steps == 1
+    assert controller.acceptance.trials("chain") == pytest.approx(1)
+
+
+# Whatever happens, decisions are legal.
+
+
+ODD = [math.nan, -1.0, 0.0, 1e-12, 0.5, 1.0]
+ROWS = st.lists(
+    st.builds(
+        RowState,
+        st.integers(0, 9),
+        st.sampled_from([0.0, 0.3, 0.8, 1.0, 2.0]),
+        st.integers(0, 5000),
+        st.integers(0, 5000),
+        st.integers(0, 9),
+        st.sampled_from([None, None, 5e-324, 0.01, 1e9]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+COUNT = st.integers(0, 40)
+CHANCES = st.lists(st.tuples(st.sampled_from(ODD), st.booleans()), max_size=50)
+OUTCOME = st.builds(
+    lambda tokens, nodes, accepted, ended, chances: Outcome(
+        -1, tokens, nodes, accepted, ended, lambda: chances
+    ),
+    *(COUNT, COUNT, COUNT, st.booleans(), CHANCES),
+)
+SECONDS = st.sampled_from([None, -1.0, 0.0, 1e-9, 0.01, 0.02, 1e9, math.inf, math.nan])
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), ROWS, st.lists(OUTCOME, min_size=6, max_size=6), SECONDS),
+        st.tuples(st.just("read"), st.integers(0, 9), st.lists(st.sampled_from(ODD), max_size=30)),
+        st.tuples(st.just("end"), st.integers(0, 9)),
+        st.tuples(st.just("fix"), st.sampled_from([None, *(setting.name for setting in EVERY)])),
+    ),
+    max_size=30,
+)
+MEASURED_OF_EVERY = {
+    shape: Cost(0.01 + 1e-4 * shape.width, 1e-7) for shape in shapes_of(EVERY, 6, True, 64)
+}
+
+
+def check_legal(controller: Controller, decision: Decision, rows: Sequence[RowState]) -> None:
+    shape, setting = decision.shape, controller.settings[decision.shape.setting]
+    assert shape in controller.shapes
+    assert shape.rows == step_rows(len(rows), 6, True)
+    assert len(decision.depths) == len(rows) <= shape.rows
+    assert all(0 <= depth <= setting.depth for depth in decision.depths)
+    assert shape.width >= shape.rows
+    if setting.drawn:
+        assert len(rows) + sum(decision.depths) <= shape.width
+    for forecast in (decision.forecast, decision.off):
+        assert forecast is not None
+        assert math.isfinite(forecast.goodput)
+        assert forecast.tokens > 0.999
+        assert forecast.seconds > 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(events=EVENTS, options=st.builds(Options, *[st.booleans()] * 5), data=st.data())
+def test_whatever_happens_decisions_are_legal(events, options, data):
+    controller = Controller(EVERY, MEASURED_OF_EVERY, {16: 0.01}, 6, options=options)
+    for event in events:
+        match event:
+            case "step", rows, outcomes, seconds:
+                decision = controller.decide(rows)
+                check_legal(controller, decision, rows)
+                own = [
+                    each._replace(request=row.request)
+                    for each, row in zip(outcomes, rows, strict=False)
+                ]
+                landed = own[data.draw(st.integers(0, 1)) :]
+                controller.landed(decision, landed, seconds, sum(row.held for row in rows))
+                controller.may_admit(rows)
+                controller.row_to_probe(rows)
+            case "read", request, chances:
+                controller.caught_up(request, chances)
+            case "end", request:
+                controller.ended(request)
+            case "fix", setting:
+                controller.fix(setting)
+    greedy, sampled = controller.calibration
+    assert all(map(math.isfinite, (*greedy, *sampled)))
