@@ -236,7 +236,7 @@ def _take_picture(path: Path, width: int, height: int) -> None:
         {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "temperature": 0.8 * (at % 2)}
         for at, prompt in enumerate(_PROMPTS)
     ]
-    flags = ("--model", "bundled", "--rows", "4", "--port", "0")
+    flags = ("--model", "bundled", "--rows", "4", "--settings", "all", "--port", "0")
     with serving(*flags) as (url, _), browsing() as browser:
         browser.resize(width, height)
         browser.prefer(reduced_motion="reduce")

@@ -12,6 +12,7 @@ PATTERNS = (
     r"test_bench::test_a_cache_that_refuses_is_a_line",
     r"test_bench::test_a_run_that_is_ended_leaves_its_rows",
     r"test_bench::test_candidates_that_no_process_can_hold_run_in_groups",
+    r"test_bench_serve::test_a_server_of_its_own_is_measured",
     r"test_best_first::test_the_tree_is_that_of_a_plain_search\[(one level|a chain)\]",
     r"test_best_first::test_tokens_are_those_of_plain_decoding.*",
     r"test_bench::test_phases_of_a_step_are_positive_and_leave_the_request_whole",
@@ -35,6 +36,7 @@ PATTERNS = (
     r"test_engine::test_rows_may_be_copied_out_.*",
     r"test_engine::test_a_drafter_that_gives_no_numbers_.*",
     r"test_fuzz::.*",
+    r"test_page::test_a_real_server_is_shown_as_it_works",
     r"test_generation::test_programs_are_as_many_as_buckets",
     r"test_generation::test_a_row_draws_alone_what_it_draws_beside_one_that_ended"
     r"\[(unsafe_rbg-.*|.*-(chain|plain))\]",

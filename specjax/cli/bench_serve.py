@@ -48,6 +48,7 @@ from specjax.measure.load_rows import AUTO, OFF, LoadRun
 from specjax.measure.served import Server, serving
 from specjax.measure.workload import MIXED
 from specjax.methods import switch
+from specjax.methods.registry import ALL
 from specjax.models.inflate import inflate
 
 _MIXED = (0.0, 0.8)
@@ -276,9 +277,8 @@ def _flags(measurement: Measurement, folder: Path) -> list[str]:
         if value is not None:
             flags += [f"--{name}", value]
     fixed = [name for name in measurement.settings if name != AUTO]
-    if not set(fixed) <= set(switch.SETTINGS):
-        flags += ["--settings", ",".join(fixed)]
-    return flags
+    known = set(fixed) <= set(switch.SETTINGS)
+    return [*flags, "--settings", ALL if known else ",".join(fixed)]
 
 
 def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str, Any]) -> LoadSheet:

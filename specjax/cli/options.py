@@ -376,12 +376,13 @@ class Serve(Context, Devices):
     rows: int = 8
     """Requests that run at a time."""
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts; auto chooses for every step what gives most tokens a second, off included."""
+    """What drafts; auto takes what bench measured as fastest here."""
     settings: Annotated[
         str | None,
         _help(
-            "What auto chooses from, separated by commas: off, chain:K, tree:K, lookup:K and "
-            "ngram:K, of K nodes. By default all of a few sizes that the pair can."
+            "Let each step draft with what gives most tokens a second, of these, separated by "
+            "commas: off, chain:K, tree:K, lookup:K and ngram:K, of K nodes; or all, for all of a "
+            "few sizes that the pair can."
         ),
     ] = None
     debug: bool = False

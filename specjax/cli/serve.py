@@ -73,17 +73,20 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
 
 
 def _drafter_of(options: Serve, pair: Pair) -> Drafter:
-    """What drafts: all settings that a step may choose from, or the one that was asked for."""
+    """What drafts: settings that each step chooses from, or one method."""
     asked = Asked(
         options.method, widths_of(options.tree), options.budget, options.config, options.verify
     )
-    if asked[:4] == (AUTO, None, None, None):
-        names = items(options.settings, str, "--settings") if options.settings is not None else ()
-        drafter = switching(pair, names, options.verify)
-        say(f"every step drafts with one of {', '.join(drafter.settings)}.")
-        return drafter
     if options.settings is not None:
-        raise ValueError("--settings is what auto chooses from; leave out method, tree and budget.")
+        if asked[:4] != (AUTO, None, None, None):
+            raise ValueError(
+                "--settings is what each step chooses from; leave out method, tree, budget and "
+                "config beside it."
+            )
+        names = () if options.settings == registry.ALL else items(options.settings, str, "settings")
+        drafter = switching(pair, names, options.verify)
+        say(f"each step drafts with one of {', '.join(drafter.settings)}.")
+        return drafter
     choice = choose(asked, pair, _TEMPERATURE, options.rows)
     say(f"method {choice.setting.label}: {choice.reason}.")
     return registry.build(choice.setting, pair, verify=options.verify)

@@ -65,8 +65,8 @@ class _Asked(NamedTuple):
 class _Flight(NamedTuple):
     """A step whose results are not read yet, what was decided for it, and who was in its rows.
 
-    `cached` are the tokens that they held; `alone` says whether the device did nothing else since
-    the step before, so that the time between both is this one's.
+    `cached` are the tokens that they held. `alone` says whether the device did nothing else since
+    the step before but chunks of prompts, which were to take `chunk_seconds`.
     """
 
     pending: Pending
@@ -74,6 +74,21 @@ class _Flight(NamedTuple):
     decision: Decision
     cached: int
     alone: bool
+    chunk_seconds: float
+
+    def seconds_of(self, taken: float) -> float | None:
+        """How long the step took, of the time since the one before; None if that cannot be said.
+
+        Chunks have the share of it that they were expected to have beside the step.
+        """
+        if not self.alone:
+            return None
+        if not self.chunk_seconds:
+            return taken
+        forecast = self.decision.forecast
+        if forecast is None:
+            return None
+        return taken * forecast.seconds / (forecast.seconds + self.chunk_seconds)
 
 
 class Engine:
@@ -160,6 +175,7 @@ class Engine:
         self._withdrawn: deque[Ticket] = deque()
         self._flight: _Flight | None = None
         self._alone, self._last_landed, self._step_seconds = False, 0.0, 0.0
+        self._chunk_seconds = 0.0
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -414,12 +430,14 @@ class Engine:
             chunk = self._scheduler.chunk(self._device.chunk_seconds, self._step_seconds)
         if chunk is None:
             return
-        self._alone = False
+        own, more = self._device.chunk_seconds[chunk.size]
+        self._chunk_seconds += own + more * chunk.row.filled
         row, ticket = chunk.row, chunk.row.ticket
         assert ticket is not None
         if taken is not None and taken.source is not None:
             self._copy(row, ticket.stream, taken.source, taken.common)
         if ticket.request.prompt_logprobs is not None:
+            self._alone = False
             tokens = ticket.request.prompt[row.filled : row.filled + _SCORED]
             chunk = chunk._replace(tokens=list(tokens), size=_SCORED)
         self._extend(chunk, ticket)
@@ -459,6 +477,8 @@ class Engine:
             return None
         with self._lock:
             decision = own.decide(rows)
+        if decision.forecast is not None:
+            self._step_seconds = decision.forecast.seconds
         cached = sum(len(row.tokens) for row in rows)
         read = own.prepare(self._device, decision, rows)
         own.calibrate(self._device)
@@ -473,15 +493,16 @@ class Engine:
         )
         alone = self._alone and not read and self._flight is not None
         self._alone = not own.probe(self._device, decision, rows)
+        chunks, self._chunk_seconds = self._chunk_seconds, 0.0
         tenants = tuple((row, row.epoch) for row in rows)
-        return _Flight(pending, tenants, decision, cached, alone)
+        return _Flight(pending, tenants, decision, cached, alone, chunks)
 
     def _deliver(self, flight: _Flight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
         assert self._device is not None
         results = self._device.results(flight.pending)
         now = time.perf_counter()
-        seconds = now - self._last_landed if flight.alone else None
+        seconds = flight.seconds_of(now - self._last_landed)
         self._last_landed = now
         given, landed = [], []
         with self._lock:
@@ -498,7 +519,7 @@ class Engine:
     def _learn(
         self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], seconds: float | None
     ) -> None:
-        if seconds is not None:
+        if seconds is not None and flight.decision.forecast is None:
             self._step_seconds = seconds
         with self._lock:
             self.speculation.landed(flight.decision, landed, seconds, flight.cached)

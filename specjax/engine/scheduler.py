@@ -10,6 +10,11 @@ from specjax.engine.request import QueueFullError, Request
 _LEAST_PREFIX = 16
 """Tokens of a common prefix from which on it is copied."""
 
+_CHUNK_TIMES = 1.5
+"""Times as long as the smallest chunk that one may take beside rows that decode, however short
+their steps: where most of a chunk's seconds are the weights' reading, the smallest gives little.
+"""
+
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
@@ -231,8 +236,8 @@ class Scheduler:
         assert row.ticket is not None
         seconds = {size: own + row.filled * more for size, (own, more) in costs.items()}
         if any(each.decodes for each in self.rows):
-            least = min(seconds)
-            seconds = {n: own for n, own in seconds.items() if own <= step_seconds or n == least}
+            most = max(step_seconds, _CHUNK_TIMES * min(seconds.values()))
+            seconds = {n: own for n, own in seconds.items() if own <= most}
         prompt = row.ticket.request.prompt
         size = fastest_chunk(len(prompt) - row.filled, seconds)
         return Chunk(row, list(prompt[row.filled : row.filled + size]), size)

@@ -121,8 +121,9 @@ class Acceptance:
         drafted = accepted if outcome.ended else depth
         if not self._censoring and accepted == depth:
             drafted = depth + 1
+        skill = known.skill.logits  # before this step
         known.skill.observe(curve.hazards(), accepted, drafted)
-        curve.observe(accepted, drafted)
+        curve.observe(accepted, drafted, skill)
 
     def observe_text(self, name: str, request: Hashable, chances: Sequence[float]) -> None:
         """Notes how likely tokens of a text would have been accepted (-1: unknown)."""

@@ -37,6 +37,8 @@ _HOPE = 0.85
 _FEW_TRIALS, _FEW_STEPS = 24, 3
 _STALE = 3000
 """Steps after which a program that promises as much as the best is tried again, and off is."""
+_PAUSE = 4.0
+"""Times as long as expected that a step counts as for the guard: what is longer was a pause."""
 _LEARNED = 4
 """Rows of a step that are learned from, in turn: learning takes time as well."""
 _LEAST_TPOT = 1e-9
@@ -254,30 +256,31 @@ class Controller(Policy):
             self._learn(decision, setting, outcomes)
         else:
             self.guard.observe_off()
-        timed = seconds is not None and 0 < seconds < math.inf
-        taken = seconds if timed else decision.forecast.seconds if decision.forecast else 0.0
-        self.seconds += taken
+        expected = decision.forecast.seconds if decision.forecast is not None else 0.0
+        timed = seconds if seconds is not None and 0 < seconds < math.inf else None
+        self.seconds += timed or expected
         if decision.reason == "probe":
-            self.probing_seconds += taken
-        if not timed:
+            self.probing_seconds += timed or expected
+        if timed is None:
             return
-        self.costs.observe(shape, cached, seconds)
+        self.costs.observe(shape, cached, timed)
         if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
             tokens = float(sum(outcome.tokens for outcome in outcomes))
-            self.guard.observe(tokens, seconds, decision.off.goodput)
+            self.guard.observe(tokens, min(timed, _PAUSE * expected), decision.off.goodput)
 
     def _learn(
         self, decision: Decision, setting: DraftSetting, outcomes: Sequence[Outcome]
     ) -> None:
-        count, name = len(outcomes), curve_of(setting)
-        room = len(decision.depths) * (setting.nodes + 1)
-        whole = setting.drawn or decision.shape.width >= room
+        count = len(outcomes)
+        kept = self._forecaster.kept_of(decision.shape, len(decision.depths))
         for number in range(min(_LEARNED, count)):
             at = (self._turn + number) % count
-            self.acceptance.observe(name, outcomes[at], setting.depth, whole, setting.drawn)
+            if kept is not None:
+                name, depth = curve_of(kept), kept.depth
+                self.acceptance.observe(name, outcomes[at], depth, True, setting.drawn)
         self._turn += _LEARNED
         left = count < len(decision.depths) or any(each.ended for each in outcomes)
-        if decision.forecast is not None and not left:
+        if decision.forecast is not None and not setting.drawn and not left:
             tokens = sum(outcome.tokens for outcome in outcomes)
             self._forecaster.observe(decision.shape, decision.forecast, count, tokens)
 

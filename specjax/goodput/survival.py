@@ -35,6 +35,11 @@ class Expected(NamedTuple):
     tokens: tuple[float, ...]
 
 
+def _gained(hazard: float, skill: float) -> float:
+    """How much more often a request of a skill is accepted than one of none."""
+    return logistic(logit(hazard) + skill) - hazard
+
+
 class Curve:
     """How likely a token at each depth is accepted if those before it were.
 
@@ -75,7 +80,7 @@ class Curve:
         found, shift = [], 0.0
         for before, hits, trials in zip(self._before, self._hits, self._trials, strict=True):
             start = logistic(logit(before) + shift)
-            chance = (hits + _PRIOR * start) / (trials + _PRIOR)
+            chance = min(max((hits + _PRIOR * start) / (trials + _PRIOR), _EDGE), 1 - _EDGE)
             shift = logit(chance) - logit(before)
             found.append(chance)
         self._chances = found
@@ -92,11 +97,16 @@ class Curve:
             self._made[rounded] = Expected(tuple(survival), tuple(_sums(survival)))
         return self._made[rounded]
 
-    def observe(self, accepted: int, drafted: int) -> None:
-        """Notes a step that accepted so many levels of the `drafted` that its tree had."""
+    def observe(self, accepted: int, drafted: int, skill: float = 0.0) -> None:
+        """Notes a step that accepted so many levels of the `drafted` that its tree had.
+
+        What a request of another skill gives is taken for what one of none would have: those that a
+        setting is chosen for are better, or worse, than others.
+        """
         self.steps += 1
+        hazards = self.hazards()
         for depth in range(min(accepted + 1, drafted, self.depth)):
-            self._add(depth, float(depth < accepted), 1.0)
+            self._add(depth, float(depth < accepted) - _gained(hazards[depth], skill), 1.0)
         self._noted()
 
     def observe_chances(self, chances: Sequence[float]) -> None:
@@ -144,8 +154,9 @@ class Rate:
         survival = [chance**depth for depth in range(1, self.depth + 1)]
         return Expected(tuple(survival), tuple(_sums(survival)))
 
-    def observe(self, accepted: int, drafted: int) -> None:
+    def observe(self, accepted: int, drafted: int, skill: float = 0.0) -> None:
         """Notes a step that accepted so many of `drafted`."""
+        del skill
         self.steps += 1
         if drafted:
             self.trials += 1

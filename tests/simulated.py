@@ -1,0 +1,314 @@
+"""What the controller would do, simulated: `python -m tests.simulated [PART ...]`.
+
+Parts: regret, ablations, h100, replicas, all of them by default; and checks, which the tests run.
+Minutes on one core. Every number is of a cost model and of synthetic acceptance (see
+`specjax.goodput.machines` and `specjax.engine.workload`).
+"""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from specjax.engine.simulator import (
+    SETTINGS,
+    Result,
+    World,
+    controller_of,
+    fixed,
+    simulate,
+    simulate_replicas,
+)
+from specjax.engine.workload import (
+    CODE,
+    PROSE,
+    Arrival,
+    Kinds,
+    Rate,
+    Truth,
+    arrivals,
+    at_once,
+    bursts,
+    constant,
+    ramp,
+    random_weights,
+    steps,
+    switching,
+    usual,
+)
+from specjax.goodput.controller import Options
+from specjax.goodput.machines import llama_8b_on_h100, llama_8b_on_v5e, processor
+from specjax.goodput.policy import OFF
+
+NAMES = tuple(setting.name for setting in SETTINGS)
+ABLATIONS = {
+    "no packing": Options(packing=False),
+    "geometric α": Options(survival=False),
+    "no censoring": Options(censoring=False),
+    "no probing": Options(probing=False),
+    "no hysteresis": Options(hysteresis=False),
+}
+
+
+class Case(NamedTuple):
+    """A load on a machine, of which the controller knows the costs nearly."""
+
+    name: str
+    load: list[Arrival]
+    world: World
+    rows: int
+    columns: int
+    seed: int
+
+    def auto(self, options: Options = Options()) -> Result:
+        """What the controller makes of it."""
+        machine = self.world.machine
+        policy = controller_of(machine, self.rows, columns=self.columns, options=options)
+        return simulate(policy, self.load, self.world, self.rows, seed=self.seed)
+
+    def fixed(self, name: str) -> Result:
+        """What one setting makes of it."""
+        return simulate(fixed(name, self.rows), self.load, self.world, self.rows, seed=self.seed)
+
+
+def capacity(world: World, rows: int, kinds: Kinds) -> float:
+    """Requests a second of a server that drafts nothing and never waits."""
+    result = simulate(fixed(OFF, rows), at_once(12 * rows, 0, kinds), world, rows)
+    return len(result.served) / result.seconds
+
+
+def random_case(seed: int, requests: int = 400) -> Case:
+    """A load shape, machine and acceptance drawn from many."""
+    rng = random.Random(seed)
+    make, rows, columns = rng.choice(
+        [(processor, 4, 64), (processor, 8, 64), (llama_8b_on_h100, 16, 512),
+         (llama_8b_on_h100, 48, 1536), (llama_8b_on_v5e, 16, 512)]
+    )  # fmt: skip
+    machine = make(SETTINGS)
+    truth = Truth(usual(rng.gauss(0.0, 0.5)), rng.uniform(0.3, 0.9), rng.uniform(0.2, 0.4))
+    factors = {name: rng.lognormvariate(0.0, 0.1) for name in NAMES}
+    world = World(machine, truth, factors)
+    kinds = Kinds(temperatures=rng.choice([(0.0,), (0.8,), (0.0, 0.8)]))
+    most = capacity(world, rows, kinds)
+    seconds = requests / (0.6 * most)
+    text, what = _text(rng, seconds)
+    shape, highest, how = _shape(rng, most, seconds)
+    load = arrivals(shape, highest, seconds, seed, kinds._replace(text=text))
+    name = f"{make.__name__} {rows} rows, T {kinds.temperatures}, {what}, {how}"
+    return Case(name, load, world, rows, columns, seed)
+
+
+def _text(rng: random.Random, seconds: float) -> tuple[Callable[[float], str], str]:
+    mixed = random.Random(rng.random())
+    return rng.choice(
+        [
+            (lambda now: CODE, "code"),
+            (lambda now: PROSE, "prose"),
+            (switching(CODE, PROSE, seconds / 2), "code, then prose"),
+            (lambda now: mixed.choice((CODE, PROSE)), "both"),
+        ]
+    )
+
+
+def _shape(rng: random.Random, most: float, seconds: float) -> tuple[Rate, float, str]:
+    low, high = rng.uniform(0.15, 0.6), rng.uniform(0.6, 1.3)
+    first, last = rng.sample((low, high), 2)
+    between = f"{low:.2f} to {high:.2f}"
+    rate, how = rng.choice(
+        [
+            (constant(low * most), f"constant {low:.2f}"),
+            (constant(high * most), f"constant {high:.2f}"),
+            (steps([low * most, high * most] * 2, seconds), f"steps {between}"),
+            (ramp(first * most, last * most, seconds), f"ramp {first:.2f} to {last:.2f}"),
+            (bursts(low * most, high * most, seconds / 10), f"bursts {between}"),
+        ]
+    )
+    return rate, high * most, how
+
+
+class Compared(NamedTuple):
+    """The controller against the best fixed setting in hindsight, of goodput and of latency.
+
+    Both are 0 where it is as good; negative where it is better.
+    """
+
+    goodput: float
+    latency: float
+    best: str
+    soonest: str
+
+
+def compare(case: Case, auto: Result, names: Sequence[str] = NAMES) -> Compared:
+    """What the controller loses in a case."""
+    found = {name: case.fixed(name) for name in names}
+    best = max(found, key=lambda name: found[name].goodput)
+    soonest = min(found, key=lambda name: found[name].mean_latency)
+    return Compared(
+        1 - auto.goodput / found[best].goodput,
+        auto.mean_latency / found[soonest].mean_latency - 1,
+        best, soonest,
+    )  # fmt: skip
+
+
+def regret(count: int = 50) -> None:
+    """Prints what the controller loses against the best fixed setting, over random load shapes."""
+    lost: list[Compared] = []
+    for seed in range(count):
+        case = random_case(seed)
+        auto = case.auto()
+        lost.append(found := compare(case, auto))
+        shares = ", ".join(f"{name} {share:.2f}" for name, share in list(auto.shares.items())[:3])
+        print(
+            f"{seed:3} {found.goodput:+7.1%} {found.latency:+7.1%}  best {found.best:8} "
+            f"{found.soonest:8} auto {shares}; {case.name}",
+            flush=True,
+        )
+    for name, own in (
+        ("goodput", [e.goodput for e in lost]),
+        ("latency", [e.latency for e in lost]),
+    ):
+        mean = sum(own) / len(own)
+        kept = sum(max(each, 0.0) for each in own) / len(own)
+        print(f"regret in {name}: mean {mean:+.1%} (gains as 0: {kept:.1%}), worst {max(own):.1%}")
+
+
+def ablations(count: int = 20) -> None:
+    """Prints the goodput without a part of the controller, relative to all of it."""
+    cases = [random_case(seed) for seed in range(count)]
+    whole = [case.auto() for case in cases]
+    for name, options in ABLATIONS.items():
+        found = [case.auto(options) for case in cases]
+        goodput = [own.goodput / all.goodput for own, all in zip(found, whole, strict=True)]
+        latency = [
+            own.mean_latency / all.mean_latency for own, all in zip(found, whole, strict=True)
+        ]
+        print(
+            f"{name:14} goodput {sum(goodput) / count:.3f} (least {min(goodput):.3f}), "
+            f"mean latency {sum(latency) / count:.3f} (most {max(latency):.3f})",
+            flush=True,
+        )
+
+
+def h100(rows: int = 64) -> None:
+    """Prints what is chosen for Llama-3.1-8B at rising load, on H100 and on v5e."""
+    for make, columns in ((llama_8b_on_h100, 512), (llama_8b_on_v5e, 512)):
+        machine = make(SETTINGS)
+        print(machine.name, f"{rows} rows")
+        world, kinds = World(machine), Kinds((128, 1024), (64, 512), (0.0, 0.8))
+        most = capacity(world, rows, kinds)
+        for share in (0.05, 0.25, 0.5, 0.75, 1.0, 1.2):
+            load = arrivals(constant(share * most), share * most, 600 / most, 1, kinds)
+            auto = Case("", load, world, rows, columns, 0).auto()
+            off = simulate(fixed(OFF, rows), load, world, rows)
+            shares = ", ".join(f"{n} {part:.2f}" for n, part in list(auto.shares.items())[:4])
+            print(
+                f"  {share:4.2f} of off's capacity ({share * most:.1f} requests/s): goodput "
+                f"{auto.goodput:.0f} (off {off.goodput:.0f}) tokens/s, mean latency "
+                f"{auto.mean_latency:.2f} (off {off.mean_latency:.2f}) s; {shares}",
+                flush=True,
+            )
+
+
+def replicas(count: int = 48, rate: float = 1000.0, requests: int = 100_000) -> None:
+    """Prints what a thousand requests a second over replicas of H100 would see."""
+    world, rows = World(llama_8b_on_h100(SETTINGS)), 64
+    kinds = Kinds((64, 256), (32, 192), (0.0, 0.8))
+    load = arrivals(constant(rate), rate, requests / rate, 1, kinds)
+    for name in (OFF, "chain:3", "auto"):
+        began = time.perf_counter()
+        made = [
+            controller_of(world.machine, rows, columns=512) if name == "auto" else fixed(name, rows)
+            for _ in range(count)
+        ]
+        found = simulate_replicas(made, load, world, rows)
+        taken = time.perf_counter() - began
+        shares = ", ".join(f"{n} {part:.2f}" for n, part in list(found.shares.items())[:4])
+        print(
+            f"{name}: {rate:.0f} requests/s over {count} replicas of H100: mean latency "
+            f"{found.mean_latency:.2f} s, p99 {found.quantile(0.99, lambda e: e.latency):.2f} s, "
+            f"TTFT p50 {found.quantile(0.5, lambda e: e.ttft):.3f} s; {shares} "
+            f"({len(load)} requests and {sum(found.steps.values())} steps in {taken:.0f} s)",
+            flush=True,
+        )
+
+
+ROWS = 4
+RATE = 1.7
+"""Requests a second that four rows of `processor` serve without drafts, nearly."""
+MACHINE = processor(SETTINGS)
+
+
+def shapes(seconds: float = 150.0) -> dict[str, list[Arrival]]:
+    """Loads of four rows, by their names."""
+    mixed = Kinds(temperatures=(0.0, 0.8))
+    turned = Kinds(text=switching(CODE, PROSE, seconds / 2))
+    made = {
+        "low": (constant(0.3 * RATE), Kinds()),
+        "middle": (constant(0.8 * RATE), Kinds()),
+        "low, sampled": (constant(0.3 * RATE), Kinds(temperatures=(0.8,))),
+        "middle, mixed": (constant(0.8 * RATE), mixed),
+        "code, then prose": (constant(0.7 * RATE), turned),
+        "steps": (steps((0.3 * RATE, 1.2 * RATE), seconds), mixed),
+        "ramp": (ramp(0.2 * RATE, 1.2 * RATE, seconds), mixed),
+        "bursts": (bursts(0.3 * RATE, 1.2 * RATE, 15.0), mixed),
+    }
+    load = {
+        name: arrivals(rate, 1.2 * RATE, seconds, place, kinds)
+        for place, (name, (rate, kinds)) in enumerate(made.items())
+    }
+    return load | {
+        "high": at_once(140, 1, Kinds()),
+        "high, sampled": at_once(140, 2, Kinds(temperatures=(0.8,))),
+    }
+
+
+def other_machine(seed: int) -> dict[str, float]:
+    """Each setting's seconds are off by another factor, up to three times."""
+    rng = random.Random(seed)
+    return {name: 3 ** rng.uniform(-1, 1) for name in NAMES}
+
+
+WRONG = {
+    "random weights": World(MACHINE, Truth(random_weights())),
+    "it becomes bad": World(MACHINE, Truth(changes=((10.0, -5.0),))),
+    **{f"another machine {n}": World(MACHINE, factors=other_machine(n)) for n in range(4)},
+}
+
+
+def checks() -> None:
+    """Prints as JSON what `tests/test_simulator.py` checks: without the types' run-time checks that
+    tests run under, it takes a tenth of the time.
+    """
+    world, found = World(MACHINE), {}
+    for name, load in shapes().items():
+        case = Case(name, load, world, ROWS, 64, 0)
+        found[name] = case.auto().goodput / max(case.fixed(each).goodput for each in NAMES)
+    for name, world in WRONG.items():
+        for temperature in (0.0, 0.8):
+            load = at_once(200, 5, Kinds(temperatures=(temperature,)))
+            case = Case(name, load, world, 8, 64, 0)
+            ratio = case.auto().goodput_after(200) / case.fixed(OFF).goodput_after(200)
+            found[f"{name}, T = {temperature}"] = ratio
+    found |= dict(zip(("targets met", "met without"), _targets(), strict=True))
+    print(json.dumps(found, indent=1))
+
+
+def _targets(most_ms: float = 2.8) -> tuple[float, float]:
+    """The share of requests that have a token in so many milliseconds, asked for and not."""
+    load = arrivals(constant(1.2 * RATE), 1.2 * RATE, 100.0, 4)
+    asked = [each._replace(max_tpot_ms=most_ms) for each in load]
+    results = [Case("", own, World(MACHINE), ROWS, 64, 0).auto() for own in (asked, load)]
+    shares = [sum(1000 * e.tpot <= most_ms for e in r.served) / len(load) for r in results]
+    return shares[0], shares[1]
+
+
+PARTS: dict[str, Callable[[], None]] = {
+    "regret": regret, "ablations": ablations, "h100": h100, "replicas": replicas,
+    "checks": checks,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for part in sys.argv[1:] or ("regret", "ablations", "h100", "replicas"):
+        PARTS[part]()

@@ -1,0 +1,151 @@
+"""The controller over simulated loads: what it must never lose, and what it must gain. No jax."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from specjax.engine.simulator import (
+    SETTINGS,
+    Result,
+    World,
+    controller_of,
+    fixed,
+    simulate,
+    simulate_replicas,
+)
+from specjax.engine.workload import (
+    Arrival,
+    Kinds,
+    Truth,
+    arrivals,
+    at_once,
+    constant,
+    usual,
+)
+from specjax.goodput.machines import (
+    llama_8b_on_h100,
+    llama_8b_on_v5e,
+    measured,
+)
+from specjax.goodput.policy import OFF, Policy, StepShape
+from tests.simulated import MACHINE, RATE, ROWS, WRONG, shapes
+
+
+def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
+    return simulate(controller_of(MACHINE, rows), load, world, rows, seed=seed)
+
+
+def of(name: str, load: Sequence[Arrival], world: World, rows: int = ROWS) -> Result:
+    return simulate(fixed(name, rows), load, world, rows)
+
+
+def test_the_simulator_needs_no_jax():
+    code = (
+        "import sys; sys.modules['jax'] = sys.modules['numpy'] = None;"
+        "import specjax.engine.simulator"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def policies() -> list[Policy]:
+    return [controller_of(MACHINE, ROWS), *(fixed(name, ROWS) for name in ("off", "tree:7"))]
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_every_request_is_given_its_tokens(place):
+    load = arrivals(constant(RATE), RATE, 40.0, 3, Kinds(temperatures=(0.0, 0.8)))
+    world = World(MACHINE, noise=0.0, pauses=0.0)
+    found = simulate(policies()[place], load, world, ROWS)
+    assert sorted(each.of for each in found.served) == sorted(load)
+    assert found.tokens == sum(each.tokens for each in load)
+    assert found.busy <= found.seconds + 1e-9
+    fastest = MACHINE.step(StepShape(OFF, 1, 1)).seconds
+    for each in found.served:
+        assert each.of.at < each.first <= each.end
+        assert each.latency >= fastest * math.ceil(each.of.tokens / 17)
+
+
+def test_a_seed_gives_the_same_result_again():
+    load = at_once(16, 1, Kinds(temperatures=(0.0, 0.8)))
+    one, same, other = (auto(load, World(MACHINE), seed=seed) for seed in (1, 1, 2))
+    assert one == same
+    assert one.marks != other.marks
+
+
+@pytest.mark.parametrize("name", ["off", "chain:3"])
+def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
+    setting = next(each for each in SETTINGS if each.name == name)
+    hazard = 0.8
+    ends = {key: (math.log(hazard / (1 - hazard)),) * 2 for key in usual()}
+    world = World(MACHINE, Truth(ends, skill=0.0), noise=0.0, pauses=0.0)
+    load = [Arrival(0.0, prompt=1, tokens=3000) for _ in range(ROWS)]
+    found = of(name, load, world)
+    tokens = ROWS * sum(hazard**depth for depth in range(setting.depth + 1))
+    shape = StepShape(name, ROWS, ROWS * (setting.nodes + 1))
+    seconds = MACHINE.step(shape).at(ROWS * 1500)
+    assert found.marks[-2].tokens / found.marks[-2].busy == pytest.approx(
+        tokens / seconds, rel=0.03
+    )
+
+
+@pytest.fixture(scope="module")
+def ratios() -> dict[str, float]:
+    """What `tests/simulated.py` found, in a process without run-time checks of types."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.simulated", "checks"], check=True, capture_output=True
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", list(shapes()))
+def test_the_controller_is_as_good_as_the_best_fixed_setting_in_hindsight(name, ratios):
+    assert ratios[name] >= 0.95  # the regret that is allowed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", list(WRONG))
+def test_what_is_believed_wrongly_costs_less_than_a_twentieth_of_off(name, temperature, ratios):
+    assert ratios[f"{name}, T = {temperature}"] >= 0.95
+
+
+def test_targets_of_latency_are_met_more_often_where_they_are_asked_for(ratios):
+    assert ratios["targets met"] > ratios["met without"] + 0.1
+
+
+def test_replicas_share_a_load():
+    load = at_once(120, 1)
+    world = World(MACHINE)
+    made = [fixed("chain:1", ROWS) for _ in range(3)]
+    found = simulate_replicas(made, load, world, ROWS)
+    assert sorted(each.of for each in found.served) == sorted(load)
+    alone = of("chain:1", load, world)
+    assert found.throughput == pytest.approx(3 * alone.throughput, rel=0.15)
+
+
+@pytest.mark.parametrize("make", [llama_8b_on_h100, llama_8b_on_v5e])
+def test_published_machines_draft_less_the_more_rows_decode(make):
+    machine = make(SETTINGS)
+    world = World(machine)
+    alone, many = (
+        simulate(controller_of(machine, rows, columns=512), at_once(3 * rows + 10, 1), world, rows)
+        for rows in (1, 32)
+    )
+    assert sum(share for name, share in alone.shares.items() if name.startswith("tree")) > 0.8
+    assert many.goodput > 3 * alone.goodput
+
+
+def test_a_servers_report_is_a_machine():
+    report = {
+        "costs": [
+            {"setting": s, "rows": 1, "width": w, "seconds": t, "seconds_per_cached_token": 1e-6}
+            for s, w, t in (("off", 1, 0.004), ("chain:1", 2, 0.005))
+        ]
+    }
+    machine = measured(report)
+    assert machine.step(StepShape("chain:1", 1, 2)).at(1000) == pytest.approx(0.006)
+    with pytest.raises(ValueError, match="has no program"):
+        machine.step(StepShape("chain:3", 1, 4))
