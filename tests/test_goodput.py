@@ -349,9 +349,9 @@ def test_rows_whose_drafts_are_accepted_get_deeper_ones():
 
 
 def test_a_decision_is_that_of_the_largest_goodput_or_says_why_not():
-    world = World(columns(0.12), alike(4, 0.7), noise=0.5)
+    world = World(columns(0.12), alike(4, 0.6), noise=0.3)
     reasons = set()
-    for _ in range(3000):
+    for _ in range(800):
         decision = world.step()
         reasons.add(decision.reason)
         best = max(each.goodput for each in world.controller.forecasts.values())
@@ -360,7 +360,7 @@ def test_a_decision_is_that_of_the_largest_goodput_or_says_why_not():
             assert own == pytest.approx(best)
         elif decision.reason == "hysteresis":
             assert own < best < 1.031 * own
-    assert reasons >= {"best", "probe"}
+    assert reasons >= {"best", "hysteresis", "probe"}
 
 
 def most_missed(hysteresis: bool) -> float:

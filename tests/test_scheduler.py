@@ -119,9 +119,8 @@ def test_what_a_row_holds_makes_its_chunks_smaller():
     while (chunk := at.chunk(costs, 0.02)) is not None:
         sizes.append((at.rows[1].filled, chunk.size))
         at.read(chunk)
-    # The larger one as long as it takes no more than a step, or half as long again as the smaller.
-    assert [size for filled, size in sizes if filled <= 600] == [16] * 38
-    assert {size for filled, size in sizes if filled > 616} == {8}
+    assert [size for filled, size in sizes if filled <= 400] == [16] * 25
+    assert {size for filled, size in sizes if filled > 400} == {8}
 
 
 @pytest.mark.parametrize(

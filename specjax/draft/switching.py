@@ -51,83 +51,19 @@ class _Within(NamedTuple):
 
 
 @pytree
-class SharingDrafter(Drafter):
-    """One setting: a drafter whose state is made of the shared one for a step, and left in it."""
-
-    drafter: Drafter
-
-    @property
-    def needs_probs(self) -> bool:
-        """It keeps how likely the target found each token."""
-        return True
-
-    @property
-    def window(self) -> int:
-        """Depth of the trees plus 1."""
-        return self.drafter.window
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
-        return self.drafter.vocab_size
-
-    @property
-    def num_slots(self) -> int:
-        """Node slots, the root's included."""
-        return self.drafter.num_slots
-
-    @property
-    def construction(self) -> Construction:
-        """How its trees are made."""
-        return self.drafter.construction
-
-    def init(
-        self,
-        prompt: Int32[Array, "B T"],
-        length: Int32[Array, " B"],
-        slots: int,
-        top_tokens: Int32[Array, "B T k"],
-    ) -> SharedState:
-        """A setting has no state of its own.
-
-        Raises:
-          NotImplementedError: always; the `SwitchingDrafter` makes the state.
-        """
-        raise NotImplementedError
-
-    def propose(
-        self,
-        key: Key[Array, " B"],
-        position: Int32[Array, " B"],
-        state: SharedState,
-        last: Int32[Array, " B"],
-        sampling: Sampling,
-    ) -> tuple[TokenTree, _Within]:
-        """The drafter's trees."""
-        own = _own_state(self.drafter, state)
-        tree, own = self.drafter.propose(key, position, own, last, sampling)
-        return tree, _Within(state, own)
-
-    def commit(self, state: _Within, step: Step) -> SharedState:
-        """The text with the step's tokens, and the draft caught up if this setting runs it."""
-        own = self.drafter.commit(state.own, step)
-        return replace(
-            _longer(state.shared, step), held=_draft_of(self.drafter, own, state.shared.held)
-        )
-
-
-@pytree
 class SwitchingDrafter(Drafter):
     """The settings by their names, over one state.
 
     Each is a drafter of `model`, of the text, or of nothing: an `ExpansionDrafter` of one draft, a
     `BestFirstDrafter` without a second stage, a `TextDrafter`, a `PlainDrafter`. Those that hold
-    the draft hold it without weights: `of_setting` gives it to them.
+    the draft hold it without weights, which they are given where they draft. `of_setting` is the
+    same with another one in `use`; its trees are that setting's.
     """
 
     model: Model | None
     drafters: tuple[Drafter, ...]
     names: tuple[str, ...] = static()
+    use: str | None = static(default=None)
 
     @classmethod
     def of(cls, drafters: dict[str, Drafter]) -> "SwitchingDrafter":
@@ -151,35 +87,46 @@ class SwitchingDrafter(Drafter):
         """Their names."""
         return self.names
 
-    def of_setting(self, name: str) -> Drafter:
-        """The drafter of a setting, on the shared state."""
-        drafter = self.drafters[self.names.index(name)]
-        return SharingDrafter(_with_model(drafter, self.model))
+    def of_setting(self, name: str) -> "SwitchingDrafter":
+        """The same with a setting in use."""
+        return replace(self, use=name)
 
-    def runs_draft(self, name: str) -> bool:
-        """Whether a setting needs a draft that has read all of a row's text."""
-        return _runs_draft(self.drafters[self.names.index(name)])
+    @property
+    def runs_draft(self) -> bool:
+        """Whether the setting in use needs a draft that has read all of a row's text."""
+        return isinstance(self._used[0], ExpansionDrafter | BestFirstDrafter)
+
+    @property
+    def needs_probs(self) -> bool:
+        """It keeps how likely the target found each token."""
+        return True
+
+    @property
+    def _used(self) -> tuple[Drafter, ...]:
+        """The drafter in use, without weights; all of them if none is."""
+        if self.use is None:
+            return self.drafters
+        return (self.drafters[self.names.index(self.use)],)
 
     @property
     def window(self) -> int:
         """The most tokens a step can commit."""
-        return max(drafter.window for drafter in self.drafters)
+        return max(drafter.window for drafter in self._used)
 
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
-        sizes = {d.vocab_size for d in map(self.of_setting, self.names)}
-        return max(sizes)
+        return max(_with_model(drafter, self.model).vocab_size for drafter in self._used)
 
     @property
     def num_slots(self) -> int:
         """Node slots of the largest tree."""
-        return max(drafter.num_slots for drafter in self.drafters)
+        return max(drafter.num_slots for drafter in self._used)
 
     @property
     def construction(self) -> Construction:
         """How the trees of the largest setting are made."""
-        return max(self.drafters, key=lambda each: each.num_slots).construction
+        return max(self._used, key=lambda each: each.num_slots).construction
 
     def init(
         self,
@@ -207,12 +154,16 @@ class SwitchingDrafter(Drafter):
         last: Int32[Array, " B"],
         sampling: Sampling,
     ) -> tuple[TokenTree, _Within]:
-        """The trees of the first setting."""
-        return self.of_setting(self.names[0]).propose(key, position, state, last, sampling)
+        """The trees of the setting in use."""
+        drafter = _with_model(self._used[0], self.model)
+        tree, own = drafter.propose(key, position, _own_state(drafter, state), last, sampling)
+        return tree, _Within(state, own)
 
-    def commit(self, state: Any, step: Step) -> SharedState:
-        """As the first setting does."""
-        return self.of_setting(self.names[0]).commit(state, step)
+    def commit(self, state: _Within, step: Step) -> SharedState:
+        """The text with the tokens of a step, and the draft caught up if this setting runs it."""
+        drafter, shared = _with_model(self._used[0], self.model), state.shared
+        held = _draft_of(drafter, drafter.commit(state.own, step), shared.held)
+        return replace(_longer(shared, step), held=held)
 
     def follow(self, state: SharedState, step: Step) -> SharedState:
         """The text with tokens that came from elsewhere; the draft falls behind."""
@@ -281,10 +232,6 @@ def _same(one: Model, other: Model) -> bool:
     """Whether two models are of the same arrays."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=False)
     return one.config == other.config and all(a is b for a, b in pairs)
-
-
-def _runs_draft(drafter: Drafter) -> bool:
-    return isinstance(drafter, ExpansionDrafter | BestFirstDrafter)
 
 
 def _model_of(drafter: Drafter, name: str) -> Model | None:

@@ -16,6 +16,7 @@ from specjax.engine import checks, programs
 from specjax.engine.programs import Given, Parameters, Setup
 from specjax.engine.request import Logprob, Request
 from specjax.engine.state import EngineState
+from specjax.engine.watch import WatchedNode
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
 from specjax.models.transformer import Model
@@ -33,17 +34,6 @@ _REPEATS, _MOST_REPEATS, _TIMED_SECONDS = 3, 20, 0.1
 """Runs of a program, so many and for so long, whose median is how long it takes."""
 
 
-class Node(NamedTuple):
-    """A node of a row's tree: its token, its parent's number (-1: none) and the drafter's
-    probability of it; and whether it was accepted.
-    """
-
-    token: int
-    parent: int
-    chance: float
-    accepted: bool
-
-
 class RowResult(NamedTuple):
     """What a step gave a row; its tree is that of the nodes that the target scored."""
 
@@ -52,7 +42,7 @@ class RowResult(NamedTuple):
     nodes: int
     accepted: int
     logprobs: list[Logprob]
-    tree: Callable[[], list[Node]]
+    tree: Callable[[], list[WatchedNode]]
 
     def seen(self) -> list[tuple[float, bool]]:
         """Of the nodes below accepted ones the drafter's probability, and whether they were."""
@@ -338,7 +328,8 @@ class Device:
             alone[size] = self._timed(partial(self.extend, 0, [0], size))
         self.chunk_seconds = self._with_growth(alone, min(plan.longest, _MEASURED_TOKENS))
         empty = {shape: self._step_seconds(shape) for shape in plan.steps}
-        slopes = self._slopes(plan, empty) if plan.reuses else {}
+        chooses = len({shape.setting for shape in plan.steps}) > 1
+        slopes = self._slopes(plan, empty) if chooses and plan.reuses else {}
         self.step_costs = {
             shape: Cost(seconds, slopes.get(shape.setting, 0.0)) for shape, seconds in empty.items()
         }
@@ -429,16 +420,16 @@ def _catch_up(rows: Sequence[int], size: int) -> _Call:
     return _Call(programs.catch_up, len(rows), (_put(list(rows)),), {"tokens": size})
 
 
-def _tree_of(packed: np.ndarray, window: int, accepted: int) -> list[Node]:
+def _tree_of(packed: np.ndarray, window: int, accepted: int) -> list[WatchedNode]:
     """The nodes of a row's tree, the root first, numbered anew."""
     path = set(packed[: accepted + 1].tolist())
     tokens, parents, chances = packed[window:].reshape(3, -1)
-    number, found = {0: 0}, [Node(int(tokens[0]), -1, 1.0, True)]
+    number, found = {0: 0}, [WatchedNode(int(tokens[0]), -1, 1.0, True)]
     for node in np.flatnonzero(parents >= 0).tolist():
         number[node] = len(found)
         chance = float(chances[node : node + 1].view(np.float32)[0])
         parent = number[int(parents[node])]
-        found.append(Node(int(tokens[node]), parent, chance, node in path))
+        found.append(WatchedNode(int(tokens[node]), parent, chance, node in path))
     return found
 
 

@@ -77,18 +77,8 @@ class _Flight(NamedTuple):
     chunk_seconds: float
 
     def seconds_of(self, taken: float) -> float | None:
-        """How long the step took, of the time since the one before; None if that cannot be said.
-
-        Chunks have the share of it that they were expected to have beside the step.
-        """
-        if not self.alone:
-            return None
-        if not self.chunk_seconds:
-            return taken
-        forecast = self.decision.forecast
-        if forecast is None:
-            return None
-        return taken * forecast.seconds / (forecast.seconds + self.chunk_seconds)
+        """How long the step took, of the time since the one before; None if that cannot be said."""
+        return self.decision.own_seconds(taken, self.chunk_seconds) if self.alone else None
 
 
 class Engine:
@@ -477,8 +467,7 @@ class Engine:
             return None
         with self._lock:
             decision = own.decide(rows)
-        if decision.forecast is not None:
-            self._step_seconds = decision.forecast.seconds
+        self._step_seconds = self._expected_seconds(decision)
         cached = sum(len(row.tokens) for row in rows)
         read = own.prepare(self._device, decision, rows)
         own.calibrate(self._device)
@@ -496,6 +485,13 @@ class Engine:
         chunks, self._chunk_seconds = self._chunk_seconds, 0.0
         tenants = tuple((row, row.epoch) for row in rows)
         return _Flight(pending, tenants, decision, cached, alone, chunks)
+
+    def _expected_seconds(self, decision: Decision) -> float:
+        """How long a step takes, as it is forecast or else was measured at the start."""
+        assert self._device is not None
+        if decision.forecast is not None:
+            return decision.forecast.seconds
+        return self._device.step_costs[decision.shape].seconds
 
     def _deliver(self, flight: _Flight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
@@ -519,8 +515,6 @@ class Engine:
     def _learn(
         self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], seconds: float | None
     ) -> None:
-        if seconds is not None and flight.decision.forecast is None:
-            self._step_seconds = seconds
         with self._lock:
             self.speculation.landed(flight.decision, landed, seconds, flight.cached)
             for ticket, result in landed:

@@ -205,7 +205,8 @@ def advance(
         every = not reads_rows_in_place() and rows.shape == state.naive.shape
         part = state if every else take(state, specs, rows)
         live = _without_ended(part, ended)
-        served = Served(width, live.naive, wanted, setup.top, control[:, 2], calibration)
+        cut = calibration if len(drafter.settings) > 1 else None  # else all nodes have columns
+        served = Served(width, live.naive, wanted, setup.top, control[:, 2], cut)
         own, rule = drafter.of_setting(setting), setup.rules[setting]
         decode, gave = step(target, own, rule, live.decode, served)
         after = replace(part, decode=_as_asked(decode, part.decode))

@@ -6,14 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from specjax.engine.request import QueueFullError, Request
+from specjax.goodput.policy import RowState
 
 _LEAST_PREFIX = 16
 """Tokens of a common prefix from which on it is copied."""
-
-_CHUNK_TIMES = 1.5
-"""Times as long as the smallest chunk that one may take beside rows that decode, however short
-their steps: where most of a chunk's seconds are the weights' reading, the smallest gives little.
-"""
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,6 +47,20 @@ class Row:
     def lag(self, window: int) -> int:
         """Tokens that the draft may not have read, where a step gives `window` at most."""
         return 0 if self.current else len(self.tokens) + self.flying * window - self.drafted
+
+    def leave_draft(self) -> None:
+        """Notes that the next step does not run the draft: what is in flight it may lack."""
+        if self.current:
+            self.current, self.drafted = False, len(self.tokens)
+
+    def state(self, window: int) -> RowState:
+        """What a policy knows of it, where a step gives `window` tokens at most."""
+        assert self.ticket is not None
+        request = self.ticket.request
+        return RowState(
+            self.ticket, request.temperature, len(self.tokens), self.lag(window),
+            self.left - self.flying, _seconds_of(request.max_tpot_ms),
+        )  # fmt: skip
 
     @property
     def reads(self) -> bool:
@@ -236,8 +246,8 @@ class Scheduler:
         assert row.ticket is not None
         seconds = {size: own + row.filled * more for size, (own, more) in costs.items()}
         if any(each.decodes for each in self.rows):
-            most = max(step_seconds, _CHUNK_TIMES * min(seconds.values()))
-            seconds = {n: own for n, own in seconds.items() if own <= most}
+            least = min(seconds)
+            seconds = {n: own for n, own in seconds.items() if own <= step_seconds or n == least}
         prompt = row.ticket.request.prompt
         size = fastest_chunk(len(prompt) - row.filled, seconds)
         return Chunk(row, list(prompt[row.filled : row.filled + size]), size)
@@ -291,6 +301,18 @@ class Scheduler:
     def _touch(self, row: Row) -> None:
         self._tick += 1
         row.used = self._tick
+
+
+def state_of(request: Request) -> RowState:
+    """What a policy knows of a request that has no row yet."""
+    return RowState(
+        None, request.temperature, len(request.prompt), 0, request.max_new_tokens,
+        _seconds_of(request.max_tpot_ms),
+    )  # fmt: skip
+
+
+def _seconds_of(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _drafted_of(source: Row | None, common: int) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from specjax.engine.request import Request
-from specjax.engine.scheduler import Row, Scheduler, Ticket
+from specjax.engine.scheduler import Row, Scheduler, Ticket, state_of
 from specjax.engine.workload import Arrival, Truth
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.machines import Machine
@@ -23,17 +23,12 @@ from specjax.goodput.policy import (
     FixedPolicy,
     Outcome,
     Policy,
-    RowState,
     StepShape,
 )
 from specjax.goodput.shapes import shapes_of
 
 _LOOKED = 8
 """Steps between looks for a text that the draft could read, as in the engine."""
-_UNTIMED = 32
-"""Steps one after the other that were not timed, as chunks of prompts were read between them,
-after which none is read until one is.
-"""
 _MARKED = 100
 """Steps between the marks of a result."""
 _PAUSE = 20.0
@@ -263,7 +258,7 @@ class _Server:
         self._now = self._step_seconds = 0.0
         self._alone, self._targets, self._count = False, False, 0
         self._result = Result()
-        self._untimed = 0
+        self._chunk_seconds = 0.0
 
     def serve(self, load: Sequence[Arrival]) -> Result:
         """What becomes of a load."""
@@ -315,38 +310,23 @@ class _Server:
     def _may_join(self, request: Request) -> bool:
         if not self._targets:
             return True
-        states = [self._state_of(row) for row in self._scheduler.rows if row.ticket is not None]
-        new = RowState(
-            None, request.temperature, len(request.prompt), 0, request.max_new_tokens,
-            _seconds_of(request.max_tpot_ms),
-        )  # fmt: skip
-        return self._policy.may_admit([*states, new])
-
-    def _state_of(self, row: Row) -> RowState:
-        assert row.ticket is not None
-        request = row.ticket.request
-        return RowState(
-            row.ticket, request.temperature, len(row.tokens), row.lag(self._window), row.left,
-            _seconds_of(request.max_tpot_ms),
-        )  # fmt: skip
+        states = [row.state(self._window) for row in self._scheduler.rows if row.ticket]
+        return self._policy.may_admit([*states, state_of(request)])
 
     def _read_chunk(self) -> None:
-        timing = self._policy.timing or self._untimed >= _UNTIMED
-        if timing and self._scheduler.decoding:
-            return
         chunk = self._scheduler.chunk(self._world.machine.chunks, self._step_seconds)
         if chunk is None:
             return
         own, more = self._world.machine.chunks[chunk.size]
+        self._chunk_seconds += own + more * chunk.row.filled
         self._now += own + more * chunk.row.filled
-        self._alone = False
         self._scheduler.read(chunk)
 
     def _step(self, rows: Sequence[Row]) -> None:
         policy, alone = self._policy, self._alone
         decision = policy.standing([row.ticket for row in rows])
         if decision is None:
-            decision = policy.decide([self._state_of(row) for row in rows])
+            decision = policy.decide([row.state(self._window) for row in rows])
         setting = self._settings[decision.shape.setting]
         alone = not self._prepare(setting, rows) and alone
         cached = sum([len(row.tokens) for row in rows])
@@ -354,7 +334,9 @@ class _Server:
         seconds = self._seconds(decision.shape, cached)
         self._now += seconds
         self._alone = not self._probe(setting, rows)
-        self._land(decision, setting, rows, seconds if alone else None, cached)
+        chunks, self._chunk_seconds = self._chunk_seconds, 0.0
+        known = decision.own_seconds(seconds + chunks, chunks) if alone else None
+        self._land(decision, setting, rows, known, cached)
 
     def _seconds(self, shape: StepShape, cached: int) -> float:
         """How long a step truly takes."""
@@ -366,8 +348,7 @@ class _Server:
         """Lets the draft read what it lacks before a step that runs it; whether it had to."""
         if not setting.runs_draft:
             for row in rows:
-                if row.current:
-                    row.current, row.drafted = False, len(row.tokens)
+                row.leave_draft()
             return False
         behind = [row for row in rows if not row.current and row.lag(self._window)]
         for row in behind:
@@ -405,7 +386,7 @@ class _Server:
         """Lets the draft read a row's text though nothing is drafted; whether it did."""
         if setting.runs_draft or self._count % _LOOKED:
             return False
-        place = self._policy.row_to_probe([self._state_of(row) for row in rows])
+        place = self._policy.row_to_probe([row.state(self._window) for row in rows])
         if place is None:
             return False
         self._read_text(rows[place])
@@ -423,8 +404,8 @@ class _Server:
         self._count += 1
         self._result.steps[setting.name] += 1
         own, more = self._costs[decision.shape]
-        self._step_seconds = own + more * cached
-        self._untimed = 0 if seconds is not None else self._untimed + 1
+        forecast = decision.forecast
+        self._step_seconds = own + more * cached if forecast is None else forecast.seconds
         change = self._world.truth.change(self._now) if setting.nodes else 0.0
         room = min(setting.nodes, decision.shape.width // len(rows) - 1)
         nodes = decision.depths if setting.drawn else (room,) * len(rows)
@@ -462,7 +443,3 @@ class _Server:
         self._result.served.append(Served(guest.of, guest.first, self._now))
         self._policy.ended(row.ticket)
         self._scheduler.free(row)
-
-
-def _seconds_of(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000

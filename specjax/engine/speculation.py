@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -12,7 +12,8 @@ import numpy as np
 from specjax.draft.drafter import Drafter
 from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.device import Device, RowResult
-from specjax.engine.scheduler import Row
+from specjax.engine.request import Request
+from specjax.engine.scheduler import Row, state_of
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.policy import (
     Decision,
@@ -20,7 +21,6 @@ from specjax.goodput.policy import (
     FixedPolicy,
     Outcome,
     Policy,
-    RowState,
     StepShape,
     step_rows,
 )
@@ -84,7 +84,7 @@ class Speculation:
         self._rows, self._subsets, self._columns = rows, subsets, columns
         self._options = options
         self.settings = {name: setting_of(drafter, name) for name in drafter.settings}
-        self._windows = {name: drafter.of_setting(name).window for name in drafter.settings}
+        self._window = drafter.window
         self.policy: Policy | None = None
         if self._switch is None:
             (own,) = self.settings.values()
@@ -143,42 +143,27 @@ class Speculation:
         start = time.perf_counter()
         decision = self.policy.standing([row.ticket for row in rows])
         if decision is None:
-            decision = self.policy.decide([self._state_of(row) for row in rows])
+            decision = self.policy.decide([row.state(self._window) for row in rows])
         self.deciding_seconds += time.perf_counter() - start
         return decision
 
-    def may_join(self, rows: Sequence[Row], request: Any) -> bool:
+    def may_join(self, rows: Sequence[Row], request: Request) -> bool:
         """Whether a request may run beside these rows' (see `Policy.may_admit`)."""
-        states = [self._state_of(row) for row in rows if row.ticket is not None]
-        new = RowState(
-            None, request.temperature, len(request.prompt), 0, request.max_new_tokens,
-            _seconds_of(request.max_tpot_ms),
-        )  # fmt: skip
-        if self.policy is None or not any(each.max_tpot is not None for each in (*states, new)):
+        assert self.policy is not None
+        running = [row.ticket.request for row in rows if row.ticket is not None]
+        if all(each.max_tpot_ms is None for each in (*running, request)):
             return True
-        return self.policy.may_admit([*states, new])
-
-    def _state_of(self, row: Row) -> RowState:
-        assert row.ticket is not None
-        request = row.ticket.request
-        left = row.left - row.flying
-        return RowState(
-            row.ticket, request.temperature, len(row.tokens), self._lag_of(row), left,
-            _seconds_of(request.max_tpot_ms),
-        )  # fmt: skip
-
-    def _lag_of(self, row: Row) -> int:
-        return row.lag(max(self._windows.values())) if self._switch is not None else 0
+        states = [row.state(self._window) for row in rows if row.ticket is not None]
+        return self.policy.may_admit([*states, state_of(request)])
 
     def prepare(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
         """Lets the draft catch up with the rows of a step that runs it; whether it had to."""
         setting = self.settings[decision.shape.setting]
-        behind = [row for row in rows if self._switch is not None and self._lag_of(row)]
-        for row in rows:
-            if not setting.runs_draft and row.current:
-                row.current, row.drafted = False, len(row.tokens)
         if not setting.runs_draft:
+            for row in rows:
+                row.leave_draft()
             return False
+        behind = [row for row in rows if row.lag(self._window)]
         self._catch_up(device, behind)
         for row in rows:
             row.current = True
@@ -191,7 +176,7 @@ class Speculation:
             return False
         if self.steps % _LOOKED:
             return False
-        place = self.policy.row_to_probe([self._state_of(row) for row in rows])
+        place = self.policy.row_to_probe([row.state(self._window) for row in rows])
         if place is None:
             return False
         self._catch_up(device, [rows[place]])
@@ -200,7 +185,7 @@ class Speculation:
 
     def _catch_up(self, device: Device, rows: Sequence[Row]) -> None:
         """The draft reads what it lacks: little of several rows at once, else row by row."""
-        small = [row for row in rows if self._lag_of(row) <= _READ_OF_ALL]
+        small = [row for row in rows if row.lag(self._window) <= _READ_OF_ALL]
         if len(small) > 1:
             size = step_rows(len(small), self._rows, self._subsets)
             others = [n for n in range(self._rows) if n not in {row.number for row in small}]
@@ -208,7 +193,7 @@ class Speculation:
             self._read(device, numbers, _READ_OF_ALL, small)
             rows = [row for row in rows if row not in small]
         for row in rows:
-            left = self._lag_of(row)
+            left = row.lag(self._window)
             while left > 0:
                 size = next((size for size in _READ if size >= left), _READ[-1])
                 self._read(device, [row.number], size, [row])
@@ -289,10 +274,6 @@ class Speculation:
 def setting_of(drafter: Drafter, name: str = "") -> DraftSetting:
     """What the policy must know of a drafter's setting."""
     own = drafter.of_setting(name)
-    runs = isinstance(drafter, SwitchingDrafter) and drafter.runs_draft(name)
+    runs = isinstance(own, SwitchingDrafter) and own.runs_draft
     drawn = own.construction.children != TOP_K
     return DraftSetting(name, own.num_slots - 1, own.window - 1, drawn, runs)
-
-
-def _seconds_of(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000

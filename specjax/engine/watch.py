@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _TOKENS = 400
 """Tokens of a request that are kept, the newest."""
@@ -44,14 +44,14 @@ class Recent:
 
     def __init__(self) -> None:
         self._tokens: deque[tuple[int, bool]] = deque(maxlen=_TOKENS)
-        self._tree: tuple[str, Callable[[], Sequence[Any]]] | None = None
+        self._tree: tuple[str, Callable[[], Sequence[WatchedNode]]] | None = None
 
     def note(
         self,
         tokens: Sequence[int],
         accepted: int,
         setting: str,
-        tree: Callable[[], Sequence[Any]],
+        tree: Callable[[], Sequence[WatchedNode]],
     ) -> None:
         """Notes a step: the first `accepted` of its tokens had been drafted."""
         self._tokens.extend((token, at < accepted) for at, token in enumerate(tokens))
@@ -68,4 +68,4 @@ class Recent:
         if self._tree is None:
             return "", []
         setting, tree = self._tree
-        return setting, [WatchedNode(*node) for node in tree()]
+        return setting, list(tree())

@@ -94,6 +94,18 @@ class Decision(NamedTuple):
     forecast: Forecast | None = None
     off: Forecast | None = None
 
+    def own_seconds(self, taken: float, chunks: float) -> float | None:
+        """How long the step took, of the seconds `taken` by it and by chunks of prompts before it.
+
+        They have the share of it that they were expected to have: `chunks` seconds, beside the
+        forecast's. None if nothing was forecast.
+        """
+        if not chunks:
+            return taken
+        if self.forecast is None:
+            return None
+        return taken * self.forecast.seconds / (self.forecast.seconds + chunks)
+
 
 class Outcome(NamedTuple):
     """What a step gave a row.
@@ -137,11 +149,6 @@ class Policy(abc.ABC):
     def calibration(self) -> tuple[tuple[float, float], tuple[float, float]]:
         """Intercept and slope of the nodes' chances, of greedy rows and of sampled ones."""
         return (0.0, 1.0), (0.0, 1.0)
-
-    @property
-    def timing(self) -> bool:
-        """Whether the next step should be timed, so that nothing else may run before it."""
-        return False
 
     def may_admit(self, rows: Sequence[RowState]) -> bool:
         """Whether the last of these rows may join the others."""

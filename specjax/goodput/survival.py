@@ -179,7 +179,7 @@ class Skill:
 
     def __init__(self) -> None:
         self.logits = 0.0
-        self._slope = self._information = 0.0
+        self._information = 0.0
 
     def observe(self, hazards: Sequence[float], accepted: int, drafted: int) -> None:
         """Notes a step against the curve that was expected of all requests."""
