@@ -104,7 +104,7 @@ def test_a_pause_of_the_machine_moves_costs_by_a_few_percent(odd):
 def compared(guard: Guard, ratio: float, most: int = 200) -> bool:
     """Whether the guard turns speculation off that gives so many times what off would."""
     for _ in range(most):
-        guard.observe(ratio, 0.01, 100.0)
+        guard.observe(4, ratio, 0.01, 100.0)
         if guard.active:
             return True
     return False

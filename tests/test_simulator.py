@@ -81,7 +81,7 @@ def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
     setting = next(each for each in SETTINGS if each.name == name)
     hazard = 0.8
     ends = {key: (math.log(hazard / (1 - hazard)),) * 2 for key in usual()}
-    world = World(MACHINE, Truth(ends, skill=0.0), noise=0.0, pauses=0.0)
+    world = World(MACHINE, Truth(ends, skill=0.0, ease=(0.0, 0.0)), noise=0.0, pauses=0.0)
     load = [Arrival(0.0, prompt=1, tokens=3000) for _ in range(ROWS)]
     found = of(name, load, world)
     tokens = ROWS * sum(hazard**depth for depth in range(setting.depth + 1))

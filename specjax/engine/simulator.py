@@ -230,6 +230,7 @@ class _Guest:
 
     of: Arrival
     skill: float
+    ease: float
     first: float | None = None
 
 
@@ -302,7 +303,8 @@ class _Server:
                 prompt=_TOKENS[: of.prompt], max_new_tokens=of.tokens, temperature=of.temperature,
                 max_tpot_ms=of.max_tpot_ms,
             )  # fmt: skip
-            guest = _Guest(of, self._world.truth.draw_skill(self._rng))
+            truth = self._world.truth
+            guest = _Guest(of, truth.draw_skill(self._rng), truth.draw_ease(self._rng, of))
             at.submit(Ticket(asked, guest))
         while at.waiting and at.admit(self._may_join) is not None:
             self._alone = False
@@ -377,7 +379,7 @@ class _Server:
         """How likely tokens of a text would have been accepted: it was or was not, if greedy."""
         truth = self._world.truth
         chance = truth.hazards(
-            deepest, deepest.nodes, guest.of, guest.skill, truth.change(self._now)
+            deepest, deepest.nodes, guest.of, guest.skill + guest.ease, truth.change(self._now)
         )[0]
         hits = [float(self._rng.random() < chance) for _ in range(count)]
         return hits if guest.of.temperature == 0 else [0.5 * (hit + chance) for hit in hits]
@@ -421,16 +423,17 @@ class _Server:
         """What a row is given of a tree of so many nodes."""
         assert row.ticket is not None
         guest: _Guest = row.ticket.stream
-        accepted = 0
+        truth, accepted = self._world.truth, 0
         if nodes > 0:
-            draw = self._rng.random
-            for chance in self._world.truth.hazards(setting, nodes, guest.of, guest.skill, change):
+            draw, skill = self._rng.random, guest.skill + guest.ease
+            for chance in truth.hazards(setting, nodes, guest.of, skill, change):
                 if draw() >= chance:
                     break
                 accepted += 1
         tokens = min(accepted + 1, row.left)
         self._scheduler.landed(row, _TOKENS[:tokens])
         self._result.tokens += tokens
+        guest.ease = truth.next_ease(self._rng, guest.of, guest.ease, tokens)
         if guest.first is None:
             guest.first = self._now
         ended = row.left == 0

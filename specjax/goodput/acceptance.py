@@ -33,7 +33,7 @@ class _Known:
 
     def __init__(self, temperature: float) -> None:
         self.band = band(temperature)
-        self.skill = Skill()
+        self.skill = Skill(self.band == 0)
 
 
 class Acceptance:

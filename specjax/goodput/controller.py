@@ -23,18 +23,18 @@ from specjax.goodput.policy import (
 )
 from specjax.goodput.shapes import shapes_of
 
-_REUSED = 8
+_REUSED = 4
 """Steps of the same rows for which a decision stands."""
 _BETTER = 1.03
 """Times the goodput of the last setting that another must promise."""
 _PROBING = 0.02
-"""Share of time that may be spent on what is not believed to be best, to learn of it."""
-_FIRST_PROBES = 1.0
-"""Seconds of it that may be spent before there is any share."""
+"""Share of time that may be lost to what is not believed to be best, to learn of it."""
+_FIRST_PROBES = 0.5
+"""Seconds of it that may be lost before there is any share."""
 _PROBE_STEPS = 4
 _HOPE = 0.85
 """Share of the best goodput from which a setting of which little is known is worth a probe."""
-_FEW_TRIALS, _FEW_STEPS = 24, 3
+_FEW_TRIALS, _FEW_STEPS = 100, 3
 _STALE = 3000
 """Steps after which a program that promises as much as the best is tried again, and off is."""
 _PAUSE = 4.0
@@ -111,6 +111,7 @@ class Controller(Policy):
         self.forecasts: dict[str, Forecast] = {}
         self._requests: tuple[Hashable, ...] = ()
         self._probe: tuple[StepShape, int] | None = None
+        self._best = math.inf  # of the last probe, tokens a second that it was to be better than
         self._reused = self._steps = self._turn = 0
         self._last_run: dict[StepShape, int] = {}
         self.seconds = self.probing_seconds = 0.0
@@ -180,6 +181,7 @@ class Controller(Policy):
             return (best, "best") if kept is best else (kept, "latency")
         if self._options.probing and (tried := self._worth_a_probe(found, best)) is not None:
             self._probe = tried.shape, _PROBE_STEPS
+            self._best = best.forecast.goodput
             return tried, "probe"
         if self._options.hysteresis and self.last is not None:
             same = _of(found, self.last.shape.setting)
@@ -258,14 +260,16 @@ class Controller(Policy):
         expected = decision.forecast.seconds if decision.forecast is not None else 0.0
         timed = seconds if seconds is not None and 0 < seconds < math.inf else None
         self.seconds += timed or expected
+        tokens = float(sum(outcome.tokens for outcome in outcomes))
         if decision.reason == "probe":
-            self.probing_seconds += timed or expected
+            taken = min(timed or expected, _PAUSE * expected)
+            self.probing_seconds += taken - tokens / self._best
         if timed is None:
             return
         self.costs.observe(shape, cached, timed)
         if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
-            tokens = float(sum(outcome.tokens for outcome in outcomes))
-            self.guard.observe(tokens, min(timed, _PAUSE * expected), decision.off.goodput)
+            taken, rows = min(timed, _PAUSE * expected), len(decision.depths)
+            self.guard.observe(rows, tokens, taken, decision.off.goodput)
 
     def _learn(
         self, decision: Decision, setting: DraftSetting, outcomes: Sequence[Outcome]

@@ -7,7 +7,7 @@ from specjax.goodput.acceptance import Acceptance, curve_of
 from specjax.goodput.costs import StepCosts
 from specjax.goodput.policy import DraftSetting, Forecast, RowState, StepShape, step_rows
 
-_HORIZON = 32
+_HORIZON = 8
 """Steps over which the seconds of catching up count."""
 _YIELD = 0.01
 """Weight of each row's step in what a program gave over what was expected of it. At 0.05 chance

@@ -1,7 +1,15 @@
 """Speculation is turned off where it gives less than off would, whatever is believed of it."""
 
-_STEPS = 48
-"""Steps over which what speculation gave is compared."""
+import math
+import statistics
+from collections.abc import Sequence
+
+_STEPS, _ROW_STEPS = 48, 128
+"""Steps over which what speculation gave is compared, and steps of a row, at least. What is plain
+after the first of these is not waited for longer."""
+_BATCH = 8
+"""Steps whose sum is one observation: those that follow each other are alike, as texts are easy or
+hard for a while."""
 _LEAST = 0.97
 """Share of off's predicted goodput below which it is turned off."""
 _SHORTEST, _LONGEST = 64, 4096
@@ -25,7 +33,8 @@ class Guard:
         self._start()
 
     def _start(self) -> None:
-        self._steps, self._tokens, self._seconds, self._off_tokens = 0, 0.0, 0.0, 0.0
+        self._steps = self._row_steps = 0
+        self._gains: list[float] = []
 
     @property
     def active(self) -> bool:
@@ -36,26 +45,36 @@ class Guard:
         """Notes a step that drafted nothing."""
         self.steps_left = max(self.steps_left - 1, 0)
 
-    def observe(self, tokens: float, seconds: float, off_goodput: float) -> None:
+    def observe(self, rows: int, tokens: float, seconds: float, off_goodput: float) -> None:
         """Notes a step that drafted.
 
         Args:
+          rows: it had.
           tokens: it gave.
           seconds: it took.
           off_goodput: tokens a second that off was predicted to give.
         """
+        if self._steps % _BATCH == 0:
+            self._gains.append(0.0)
         self._steps += 1
-        self._tokens += tokens
-        self._seconds += seconds
-        self._off_tokens += off_goodput * seconds
-        if self._steps < _STEPS:
+        self._row_steps += rows
+        self._gains[-1] += tokens - _LEAST * off_goodput * seconds
+        if self._steps < _STEPS or self._steps % _BATCH:
             return
-        if self._tokens < _LEAST * self._off_tokens:
+        whole = self._row_steps >= _ROW_STEPS
+        if sum(self._gains) + (1 if whole else 2) * _error(self._gains) < 0:
             self.steps_left = self.backoff_steps
             self.backoff_steps = min(2 * self.backoff_steps, _LONGEST)
             self.times, self._passed = self.times + 1, 0
+        elif not whole:
+            return
         else:
             self._passed += 1
             if self._passed >= _FORGIVEN:
                 self.backoff_steps, self._passed = _SHORTEST, 0
         self._start()
+
+
+def _error(values: Sequence[float]) -> float:
+    """The standard error of a sum."""
+    return statistics.stdev(values) * math.sqrt(len(values))
