@@ -115,6 +115,18 @@ def test_speculation_is_turned_off_below_97_percent_of_off():
     assert compared(Guard(), 0.96, most=64)
 
 
+def test_chance_does_not_turn_speculation_off():
+    """A row's text is easy and hard in turns of 24 steps; it gives a tenth more than off."""
+    drawn, guard = random.Random(0), Guard()
+    for number in range(6000):
+        mean = 2.0 if number // 24 % 2 else 0.2
+        guard.observe(1, mean + drawn.uniform(-0.2, 0.2), 0.01, 100.0)
+        if guard.active:
+            wait(guard)
+    assert guard.times <= 4  # 125 are compared
+    assert compared(Guard(), 0.5, most=48), "what is plain is not waited for longer"
+
+
 def wait(guard: Guard) -> int:
     """For how many steps it stays off."""
     return next(n for n in itertools.count() if not guard.active or guard.observe_off())

@@ -1,10 +1,13 @@
 """The controller over simulated loads: what it must never lose, and what it must gain. No jax."""
 
+import itertools
 import json
 import math
+import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from statistics import fmean
 
 import pytest
 
@@ -114,6 +117,27 @@ def test_what_is_believed_wrongly_costs_less_than_a_twentieth_of_off(name, tempe
 
 def test_targets_of_latency_are_met_more_often_where_they_are_asked_for(ratios):
     assert ratios["targets met"] > ratios["met without"] + 0.1
+
+
+@pytest.mark.parametrize(("temperature", "least", "most"), [(0.0, 0.35, 0.6), (0.8, 0.0, 0.15)])
+def test_texts_are_easy_or_hard_for_a_while_as_recorded_ones_are(temperature, least, most):
+    """Accepted tokens of a chain of 7, one step apart: they correlate by 0.49 and 0.06."""
+    truth, drawn, found = Truth(), random.Random(0), []
+    setting = next(each for each in SETTINGS if each.name == "chain:7")
+    for _ in range(400):
+        of = Arrival(0.0, temperature=temperature)
+        skill, ease, steps = truth.draw_skill(drawn), truth.draw_ease(drawn, of), []
+        for _ in range(30):
+            hazards = truth.hazards(setting, 7, of, skill + ease, 0.0)
+            accepted = next((n for n, each in enumerate(hazards) if drawn.random() >= each), 7)
+            ease = truth.next_ease(drawn, of, ease, accepted + 1)
+            steps.append(accepted)
+        found.append(steps)
+    mean = fmean(each for steps in found for each in steps)
+    of_steps = [[each - mean for each in steps] for steps in found]
+    variance = fmean(each**2 for steps in of_steps for each in steps)
+    apart = fmean(a * b for steps in of_steps for a, b in itertools.pairwise(steps))
+    assert least < apart / variance < most
 
 
 def test_replicas_share_a_load():

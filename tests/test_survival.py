@@ -131,6 +131,21 @@ def test_a_requests_skill_is_learned(planted):
     assert planted * fmean(found[10:30]) >= 0.2 * planted**2
 
 
+def test_the_skill_of_a_greedy_text_passes_sooner():
+    """After many easy steps and a few hard ones less is left of it than of a sampled one's."""
+    left = []
+    for greedy in (True, False):
+        skill = Skill(greedy)
+        for _ in range(300):
+            skill.observe(HAZARDS, 5, 5)
+        before = skill.logits
+        assert before > 1
+        for _ in range(4):
+            skill.observe(HAZARDS, 1, 5)
+        left.append(skill.logits / before)
+    assert left[0] < left[1] - 0.2
+
+
 def test_a_skill_is_bounded():
     for accepted, drafted in ((5, 5), (0, 5)):
         skill = Skill()
