@@ -88,7 +88,9 @@ def random_case(seed: int, requests: int = 400) -> Case:
          (llama_8b_on_h100, 48, 1536), (llama_8b_on_v5e, 16, 512)]
     )  # fmt: skip
     machine = make(SETTINGS)
-    truth = Truth(usual(rng.gauss(0.0, 0.5)), rng.uniform(0.3, 0.9), rng.uniform(0.2, 0.4))
+    truth = Truth(
+        usual(rng.gauss(0.0, 0.5)), skill=rng.uniform(0.1, 0.5), gain=rng.uniform(0.2, 0.4)
+    )
     factors = {name: rng.lognormvariate(0.0, 0.1) for name in NAMES}
     world = World(machine, truth, factors)
     kinds = Kinds(temperatures=rng.choice([(0.0,), (0.8,), (0.0, 0.8)]))

@@ -232,7 +232,7 @@ def test_tables_say_what_the_controller_believes(page):
     assert ["tree:15", "0", "7", "91 %", "50 %"] in lines
     assert ["0", "0.13", "0.75"] in lines
     assert ["guard", "on, for 12 steps"] in lines
-    assert ["time spent probing", "1.1 %"] in lines
+    assert ["time lost to probing", "1.1 %"] in lines
 
 
 @needs_browser

@@ -35,7 +35,7 @@ from specjax.goodput.machines import (
     measured,
 )
 from specjax.goodput.policy import OFF, Policy, StepShape
-from tests.simulated import MACHINE, RATE, ROWS, WRONG, shapes
+from tests.simulated import MACHINE, RATE, ROWS, WRONG, random_case, shapes
 
 
 def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
@@ -138,6 +138,11 @@ def test_texts_are_easy_or_hard_for_a_while_as_recorded_ones_are(temperature, le
     variance = fmean(each**2 for steps in of_steps for each in steps)
     apart = fmean(a * b for steps in of_steps for a, b in itertools.pairwise(steps))
     assert least < apart / variance < most
+
+
+def test_random_cases_are_served_whole():
+    case = random_case(0, requests=20)
+    assert sorted(each.of for each in case.auto().served) == sorted(case.load)
 
 
 def test_replicas_share_a_load():

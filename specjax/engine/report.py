@@ -44,7 +44,7 @@ def report(speculation: Speculation) -> dict[str, Any]:
 def _shares(speculation: Speculation) -> dict[str, float]:
     seconds = max(speculation.seconds, 1e-9)
     controller = speculation.controller
-    probing = 0.0 if controller is None else controller.probing_seconds
+    probing = 0.0 if controller is None else max(controller.probing_seconds, 0.0)
     return {"deciding": speculation.deciding_seconds / seconds, "probing": probing / seconds}
 
 

@@ -32,7 +32,7 @@ def families(report: Mapping[str, Any], model: str) -> Iterable[Metric]:
         ["kind"], (((name,), last.get(name)) for name in names),
     )  # fmt: skip
     yield gauge(
-        "share_of_time", "Share of the steps' time spent on deciding and on probing.",
+        "share_of_time", "Share of the steps' time spent on deciding and lost to probing.",
         ["part"], (((name,), value) for name, value in report["shares"].items()),
     )  # fmt: skip
     if "guard" in report:

@@ -82,7 +82,7 @@ function calibration({ calibration: found = [] }) {
 function others({ guard, shares, tpot_targets: targets }) {
   const rows = [
     ["time spent deciding", percent(shares?.deciding)],
-    ["time spent probing", percent(shares?.probing)],
+    ["time lost to probing", percent(shares?.probing)],
     ["latency targets met", targets?.requests ? `${targets.met} of ${targets.requests}` : "–"],
   ];
   if (guard) {
