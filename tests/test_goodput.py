@@ -406,7 +406,7 @@ def test_probes_stay_within_their_share_of_time():
     for _ in range(4000):
         world.step()
         controller = world.controller
-        assert controller.probing_seconds <= 1.0 + 0.02 * controller.seconds + longest
+        assert controller.probing_seconds <= 0.5 + 0.02 * controller.seconds + longest
     assert sum(each.reason == "probe" for each in world.decisions) >= 4
     assert controller.costs.steps(StepShape(OFF, 1, 1)) >= 3
 

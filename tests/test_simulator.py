@@ -106,7 +106,9 @@ def ratios() -> dict[str, float]:
 
 @pytest.mark.parametrize("name", list(shapes()))
 def test_the_controller_is_as_good_as_the_best_fixed_setting_in_hindsight(name, ratios):
+    """On average over runs: one depends on how easy its one or two hundred texts happen to be."""
     assert ratios[name] >= 0.95  # the regret that is allowed
+    assert ratios[f"{name}, least"] >= 0.9
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
