@@ -21,6 +21,7 @@ from specjax.goodput.policy import (
     Outcome,
     RowState,
     StepShape,
+    Timed,
     step_rows,
 )
 from specjax.goodput.shapes import shapes_of
@@ -66,6 +67,16 @@ def test_costs_of_another_machine_are_corrected(factor):
     assert 1 < costs.seconds(CHAIN_8, 500) / (0.021 * factor) < 1.15
     for shape in (CHAIN_16, OFF_4):  # not run: as its setting, or as all
         assert 1 < costs.seconds(shape, 0) / (MEASURED[shape].seconds * factor) < 1.15
+
+
+def test_a_step_counts_by_its_share_of_the_time_that_it_was_timed_in():
+    costs, most = StepCosts(MEASURED), MEASURED[CHAIN_8].seconds
+    for _ in range(4):
+        costs.observe(CHAIN_8, 0, 3 * most, share=0.2)
+    for _ in range(4):
+        costs.observe(CHAIN_8, 0, most)
+    assert costs.seconds(CHAIN_8, 0) < 1.4 * most
+    assert costs.steps(CHAIN_8) == 8
 
 
 def test_a_program_that_did_not_run_is_corrected_as_its_setting_is():
@@ -303,7 +314,7 @@ class World:
             accepted = self.accepted(row.request, depth)
             outcomes.append(Outcome(row.request, accepted + 1, depth, accepted))
         seconds = self.costs(decision.shape) * (1 + self.noise * self.drawn.random())
-        self.controller.landed(decision, outcomes, seconds, 0)
+        self.controller.landed(decision, outcomes, Timed(seconds), 0)
         self.decisions.append(decision)
         return decision
 
@@ -462,7 +473,8 @@ def test_where_less_is_given_than_is_believed_the_guard_turns_speculation_off():
         decision = controller.decide(world.rows)
         depth = decision.depths[0]
         drafted += decision.shape.setting != OFF
-        controller.landed(decision, [Outcome(0, 1, depth, depth)], world.costs(decision.shape), 0)
+        timed = Timed(world.costs(decision.shape))
+        controller.landed(decision, [Outcome(0, 1, depth, depth)], timed, 0)
         if controller.guard.active:
             following = controller.decide(world.rows)
             assert (following.reason, following.shape.setting) == ("guard", OFF)
@@ -551,7 +563,7 @@ def test_a_step_whose_first_row_has_left_teaches_of_the_other():
     controller = world.controller
     controller.decide(world.rows)
     decision = Decision(StepShape("chain:3", 2, 8), (0, 2))
-    controller.landed(decision, [Outcome(1, 3, 2, 2)], 0.01, 0)
+    controller.landed(decision, [Outcome(1, 3, 2, 2)], Timed(0.01), 0)
     assert controller.acceptance.curve("chain", 0).steps == 1
     assert controller.acceptance.trials("chain") == pytest.approx(1)
 
@@ -582,6 +594,7 @@ OUTCOME = st.builds(
     *(COUNT, COUNT, COUNT, st.booleans(), CHANCES),
 )
 SECONDS = st.sampled_from([None, -1.0, 0.0, 1e-9, 0.01, 0.02, 1e9, math.inf, math.nan])
+SHARES = st.sampled_from([1e-9, 0.3, 1.0])
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("step"), ROWS, st.lists(OUTCOME, min_size=6, max_size=6), SECONDS),
@@ -626,7 +639,8 @@ def test_whatever_happens_decisions_are_legal(events, options, data):
                     for each, row in zip(outcomes, rows, strict=False)
                 ]
                 landed = own[data.draw(st.integers(0, 1)) :]
-                controller.landed(decision, landed, seconds, sum(row.held for row in rows))
+                timed = None if seconds is None else Timed(seconds, data.draw(SHARES))
+                controller.landed(decision, landed, timed, sum(row.held for row in rows))
                 controller.may_admit(rows)
                 controller.row_to_probe(rows)
             case "read", request, chances:

@@ -38,15 +38,18 @@ from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.engine.watch import Watched
 from specjax.goodput.controller import Options
-from specjax.goodput.policy import Decision
+from specjax.goodput.policy import Decision, Timed
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
 
 _logger = logging.getLogger(__name__)
 
-CHUNKS = (8, 16, 64, 256)
+CHUNKS = (8, 32, 128)
 """Tokens of a prompt that a program reads at a time."""
+
+_LARGEST_CHUNK = 512
+"""On an accelerator also so many, which is where most of them compute at full rate."""
 
 _SCORED = 16
 """The same where log probabilities of the prompt are asked for."""
@@ -76,9 +79,10 @@ class _Flight(NamedTuple):
     alone: bool
     chunk_seconds: float
 
-    def seconds_of(self, taken: float) -> float | None:
+    def timed(self, taken: float) -> Timed | None:
         """How long the step took, of the time since the one before; None if that cannot be said."""
-        return self.decision.own_seconds(taken, self.chunk_seconds) if self.alone else None
+        share = self.decision.share(self.chunk_seconds) if self.alone else None
+        return None if share is None else Timed(taken * share, share)
 
 
 class Engine:
@@ -139,11 +143,13 @@ class Engine:
             )
         if layout is not None and layout.mesh.is_multi_process:
             raise ValueError("the mesh spans several processes; an engine runs in one of its own.")
-        room = self.max_model_len + max(*CHUNKS, drafter.window)
+        accelerator = jax.default_backend() != "cpu"
+        self._chunks = (*CHUNKS, _LARGEST_CHUNK) if accelerator else CHUNKS
+        room = self.max_model_len + max(*self._chunks, drafter.window)
         slots = -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
         rule = rule_of(verify, drafter)
         try:
-            check_memory(target, drafter, rule, rows, max(CHUNKS), slots)
+            check_memory(target, drafter, rule, rows, max(self._chunks), slots)
         except ValueError as error:
             raise ValueError(f"{error} Use fewer rows or a smaller max_model_len.") from None
         rules = {name: rule_of(verify, drafter.of_setting(name)) for name in drafter.settings}
@@ -240,8 +246,10 @@ class Engine:
     def _compiled(self, progress: Progress) -> Device:
         device = self._make_device()
         own = self.speculation
-        plan = Plan(own.shapes, CHUNKS, _SCORED, own.catch_ups, self.max_model_len, self._reuses)
-        total = len(plan.steps) + len(CHUNKS) + len(plan.catch_ups) + 4 + self._reuses
+        plan = Plan(
+            own.shapes, self._chunks, _SCORED, own.catch_ups, self.max_model_len, self._reuses
+        )
+        total = len(plan.steps) + len(plan.chunks) + len(plan.catch_ups) + 4 + self._reuses
         task = progress.add_task("compile", total=total)
         chooses, name = len(own.settings) > 1, self._costs_of(plan)
         known = measured.recall(name, plan) if chooses else None
@@ -498,7 +506,7 @@ class Engine:
         assert self._device is not None
         results = self._device.results(flight.pending)
         now = time.perf_counter()
-        seconds = flight.seconds_of(now - self._last_landed)
+        timed = flight.timed(now - self._last_landed)
         self._last_landed = now
         given, landed = [], []
         with self._lock:
@@ -510,13 +518,13 @@ class Engine:
                         setting = flight.decision.shape.setting
                         given.append(self._landed(row, row.ticket, result, setting))
         give_all(given)
-        self._learn(flight, landed, seconds)
+        self._learn(flight, landed, timed)
 
     def _learn(
-        self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], seconds: float | None
+        self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], timed: Timed | None
     ) -> None:
         with self._lock:
-            self.speculation.landed(flight.decision, landed, seconds, flight.cached)
+            self.speculation.landed(flight.decision, landed, timed, flight.cached)
             for ticket, result in landed:
                 if result.done:
                     self.speculation.ended(ticket)

@@ -11,6 +11,11 @@ from specjax.goodput.policy import RowState
 _LEAST_PREFIX = 16
 """Tokens of a common prefix from which on it is copied."""
 
+_CHUNK_STEPS = 1.5
+"""How many steps' time a chunk of a prompt may take while other rows decode, so that two tokens of
+them are no more than 2.5 steps apart. At 1, where a pass is bound by its weights, prompts would be
+read in the smallest chunks, as any larger one takes a little longer than a step."""
+
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
@@ -233,7 +238,7 @@ class Scheduler:
         """The next tokens of a prompt to be read.
 
         Of the sizes in `costs`, that with which the rest of the prompt is read soonest; while a row
-        decodes, none that takes longer than `step_seconds`, unless it is the smallest.
+        decodes, none that takes longer than a step and a half, unless it is the smallest.
 
         Args:
           costs: of chunks by their sizes, the seconds in an empty row, and those that each token
@@ -246,8 +251,8 @@ class Scheduler:
         assert row.ticket is not None
         seconds = {size: own + row.filled * more for size, (own, more) in costs.items()}
         if any(each.decodes for each in self.rows):
-            least = min(seconds)
-            seconds = {n: own for n, own in seconds.items() if own <= step_seconds or n == least}
+            least, most = min(seconds), _CHUNK_STEPS * step_seconds
+            seconds = {n: own for n, own in seconds.items() if own <= most or n == least}
         prompt = row.ticket.request.prompt
         size = fastest_chunk(len(prompt) - row.filled, seconds)
         return Chunk(row, list(prompt[row.filled : row.filled + size]), size)

@@ -24,6 +24,7 @@ from specjax.goodput.policy import (
     Outcome,
     Policy,
     StepShape,
+    Timed,
 )
 from specjax.goodput.shapes import shapes_of
 
@@ -337,7 +338,8 @@ class _Server:
         self._now += seconds
         self._alone = not self._probe(setting, rows)
         chunks, self._chunk_seconds = self._chunk_seconds, 0.0
-        known = decision.own_seconds(seconds + chunks, chunks) if alone else None
+        share = decision.share(chunks) if alone else None
+        known = None if share is None else Timed((seconds + chunks) * share, share)
         self._land(decision, setting, rows, known, cached)
 
     def _seconds(self, shape: StepShape, cached: int) -> float:
@@ -399,7 +401,7 @@ class _Server:
         decision: Decision,
         setting: DraftSetting,
         rows: Sequence[Row],
-        seconds: float | None,
+        timed: Timed | None,
         cached: int,
     ) -> None:
         """Gives the rows their tokens, and tells the policy."""
@@ -414,7 +416,7 @@ class _Server:
         outcomes = [
             self._outcome(row, setting, own, change) for row, own in zip(rows, nodes, strict=True)
         ]
-        self._policy.landed(decision, outcomes, seconds, cached)
+        self._policy.landed(decision, outcomes, timed, cached)
         for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.ended:
                 self._end(row)

@@ -22,6 +22,7 @@ from specjax.goodput.policy import (
     Outcome,
     Policy,
     StepShape,
+    Timed,
     step_rows,
 )
 from specjax.goodput.shapes import shapes_of
@@ -214,7 +215,7 @@ class Speculation:
         self,
         decision: Decision,
         results: Sequence[tuple[Hashable, RowResult]],
-        seconds: float | None,
+        timed: Timed | None,
         cached: int,
     ) -> None:
         """Notes what a step gave its rows, and how long it took where that is known."""
@@ -230,8 +231,8 @@ class Speculation:
             )
             for request, found in results
         ]  # fmt: skip
-        self.policy.landed(decision, outcomes, seconds, cached)
-        self._sum_up(decision, outcomes, seconds)
+        self.policy.landed(decision, outcomes, timed, cached)
+        self._sum_up(decision, outcomes, None if timed is None else timed.seconds)
 
     def _note_caught_up(self) -> None:
         """Tells the policy what the draft has read; it is there before the step that came after."""

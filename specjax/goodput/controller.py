@@ -20,6 +20,7 @@ from specjax.goodput.policy import (
     Policy,
     RowState,
     StepShape,
+    Timed,
 )
 from specjax.goodput.shapes import shapes_of
 
@@ -246,7 +247,7 @@ class Controller(Policy):
         return all(self._tpot(best, rows, at) <= 1 for at in targets)
 
     def landed(
-        self, decision: Decision, outcomes: Sequence[Outcome], seconds: float | None, cached: int
+        self, decision: Decision, outcomes: Sequence[Outcome], timed: Timed | None, cached: int
     ) -> None:
         """Learns from a step."""
         self._steps += 1
@@ -259,17 +260,19 @@ class Controller(Policy):
         else:
             self.guard.observe_off()
         expected = decision.forecast.seconds if decision.forecast is not None else 0.0
-        timed = seconds if seconds is not None and 0 < seconds < math.inf else None
-        self.seconds += timed or expected
+        if timed is not None and not 0 < timed.seconds < math.inf:
+            timed = None
+        seconds = expected if timed is None else timed.seconds
+        self.seconds += seconds
         tokens = float(sum(outcome.tokens for outcome in outcomes))
         if decision.reason == "probe":
-            taken = min(timed or expected, _PAUSE * expected)
+            taken = min(seconds, _PAUSE * expected)
             self.probing_seconds += taken - tokens / self._best
         if timed is None:
             return
-        self.costs.observe(shape, cached, timed)
+        self.costs.observe(shape, cached, seconds, timed.share)
         if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
-            taken, rows = min(timed, _PAUSE * expected), len(decision.depths)
+            taken, rows = min(seconds, _PAUSE * expected), len(decision.depths)
             self.guard.observe(rows, tokens, taken, decision.off.goodput)
 
     def _learn(

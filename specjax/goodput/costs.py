@@ -18,6 +18,8 @@ _LEAST, _MOST = 0.25, 2.0
 what is shorter was done before anybody waited for it."""
 
 
+_MOSTLY = 0.75
+"""Share of the time in which a step ran from which on it may be a program's fastest."""
 _PAUSED = 1.2
 """Times as long as expected that a step counts as in how slow all steps are."""
 
@@ -37,16 +39,19 @@ class _Correction:
     """How many times as long as measured at start a program takes."""
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps, self.weight = 0, 0.0
         self.average = 1.0
         self._last: deque[float] = deque(maxlen=_WINDOW)
 
-    def observe(self, ratio: float) -> None:
+    def observe(self, ratio: float, share: float = 1.0) -> None:
+        """Notes a step that counts as `share` of one."""
         self.steps += 1
+        self.weight += share
         ratio = max(ratio, _LEAST * self.average)
-        weight = max(_MOVING, 1 / self.steps)
+        weight = share * max(_MOVING, 1 / self.weight)
         self.average += weight * (min(ratio, _MOST * self.average) - self.average)
-        self._last.append(ratio)
+        if share >= _MOSTLY:
+            self._last.append(ratio)
 
     @property
     def factor(self) -> float:
@@ -89,19 +94,22 @@ class StepCosts:
     def _factor(self, shape: StepShape) -> float:
         slower = self._slower.average
         own = self._own[shape]
-        if own.steps >= _SURE:
+        if own.weight >= _SURE:
             return own.factor * slower
         alike = self._of_setting.get(shape.setting)
         return (self._of_all if alike is None else alike).factor * slower
 
-    def observe(self, shape: StepShape, cached: int, seconds: float) -> None:
-        """Notes how long a step took."""
+    def observe(self, shape: StepShape, cached: int, seconds: float, share: float = 1.0) -> None:
+        """Notes how long a step took, by its `share` of the time in which more than it ran.
+
+        It counts as so much of a step: the less of the time was its own, the less is known of it.
+        """
         ratio = seconds / self.measured[shape].at(cached)
         slower = self._slower.average
-        self._slower.observe(min(ratio / self._factor(shape), _PAUSED) * slower)
+        self._slower.observe(min(ratio / self._factor(shape), _PAUSED) * slower, share)
         alike = self._of_setting.setdefault(shape.setting, _Correction())
         for each in (self._own[shape], alike, self._of_all):
-            each.observe(ratio)
+            each.observe(ratio, share)
 
     def steps(self, shape: StepShape) -> int:
         """How many steps of a program were noted."""

@@ -7,7 +7,7 @@ from typing import Any
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import OFF, DraftSetting, StepShape
 
-_CHUNKS = (8, 16, 64, 256)
+_CHUNKS = (8, 32, 128, 512)
 """Tokens of a prompt that are read at a time."""
 _CATCH_UPS = (16, 64, 256)
 """Tokens of a row's text that the draft reads at a time."""

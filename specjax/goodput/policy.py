@@ -94,17 +94,23 @@ class Decision(NamedTuple):
     forecast: Forecast | None = None
     off: Forecast | None = None
 
-    def own_seconds(self, taken: float, chunks: float) -> float | None:
-        """How long the step took, of the seconds `taken` by it and by chunks of prompts before it.
+    def share(self, chunks: float) -> float | None:
+        """The step's expected share of the time that it and chunks of prompts before it take.
 
-        They have the share of it that they were expected to have: `chunks` seconds, beside the
-        forecast's. None if nothing was forecast.
+        `chunks` are the seconds that those were to take. None if nothing was forecast.
         """
         if not chunks:
-            return taken
+            return 1.0
         if self.forecast is None:
             return None
-        return taken * self.forecast.seconds / (self.forecast.seconds + chunks)
+        return self.forecast.seconds / (self.forecast.seconds + chunks)
+
+
+class Timed(NamedTuple):
+    """How long a step took, by its `share` of the time in which it and chunks of prompts ran."""
+
+    seconds: float
+    share: float = 1.0
 
 
 class Outcome(NamedTuple):
@@ -156,13 +162,13 @@ class Policy(abc.ABC):
         return True
 
     def landed(
-        self, decision: Decision, outcomes: Sequence[Outcome], seconds: float | None, cached: int
+        self, decision: Decision, outcomes: Sequence[Outcome], timed: Timed | None, cached: int
     ) -> None:
         """Notes what a step gave, and how long it took where that is known.
 
         `cached` are the tokens that its rows held together.
         """
-        del decision, outcomes, seconds, cached
+        del decision, outcomes, timed, cached
 
     def caught_up(self, request: Hashable, chances: Sequence[float]) -> None:
         """Notes how likely tokens of a request's text would have been accepted (-1: unknown)."""

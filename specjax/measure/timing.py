@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from specjax.base.machine import cpu_model
 from specjax.base.pytree import replace
 from specjax.decoding import stepping
 from specjax.decoding.generate import Generation, generate_jit, on_host
@@ -210,7 +211,7 @@ def environment() -> dict[str, Any]:
     """What a measurement depends on beside its configuration."""
     return {
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cpu_count": os.cpu_count(),
         "python": platform.python_version(),
         "jax": jax.__version__,
@@ -225,10 +226,3 @@ def _version() -> str:
         return importlib.metadata.version("specjax")
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
-
-
-def _cpu_model() -> str:
-    listing = Path("/proc/cpuinfo")
-    lines = listing.read_text("utf-8").splitlines() if listing.is_file() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

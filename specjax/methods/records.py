@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.base.machine import cpu_name
 from specjax.base.output import read_json, write_json
 from specjax.methods.method import Setting
 from specjax.methods.setting import from_json, to_json
@@ -74,13 +75,19 @@ def file() -> Path | None:
 def use_compilation_cache() -> None:
     """Keeps compiled programs in the cache folder, unless the user has named another place.
 
+    Each kind of processor has a folder of its own: jax would load what another compiled, which
+    lacks its instructions or has others (checked with jax 0.10.2).
+
     Without a folder that can be made, programs are kept for as long as the process runs.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         folder = cache_folder()
-        if folder is None or not _made(folder / "programs"):
+        if folder is None:
             return
-        jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
+        programs = folder / "programs" / cpu_name().rpartition(" ")[2]
+        if not _made(programs):
+            return
+        jax.config.update("jax_compilation_cache_dir", str(programs))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
@@ -105,6 +112,7 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
         models.update(np.asarray(model.embedding[:8], np.float32).tobytes())
     parts = (
         jax.devices()[0].device_kind,
+        cpu_name(),
         f"{os.cpu_count()} cores",
         f"jax {jax.__version__}",
         models.hexdigest()[:16],
