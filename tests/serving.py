@@ -26,6 +26,8 @@ def serving(
                     assert httpx.get(f"{url}/ready").status_code in (200, 503)
                 if "ready." in line:
                     break
+            else:
+                raise AssertionError(f"the server ended before it was ready: {' '.join(flags)}")
             reader = threading.Thread(target=process.stderr.read, daemon=True)
             reader.start()  # or its pipe fills up
             yield url, process

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import jax
 from rich.console import Console
 from rich.progress import Progress
 
