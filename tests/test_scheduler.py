@@ -116,7 +116,7 @@ def test_what_a_row_holds_makes_its_chunks_smaller():
     at.submit(ticket(*text(1000)))
     at.admit()
     sizes = []
-    while (chunk := at.chunk(costs, 0.0133)) is not None:
+    while (chunk := at.chunk(costs, 0.0142)) is not None:
         sizes.append((at.rows[1].filled, chunk.size))
         at.read(chunk)
     assert [size for filled, size in sizes if filled <= 400] == [16] * 25
