@@ -39,7 +39,7 @@ from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.engine.watch import Watched
 from specjax.goodput.controller import Options
-from specjax.goodput.policy import Decision, Timed
+from specjax.goodput.policy import Decision, StepShape, Timed
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
@@ -173,6 +173,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._alone, self._last_landed, self._step_seconds = False, 0.0, 0.0
         self._chunk_seconds = 0.0
+        self._taken: dict[StepShape, float] = {}
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -496,11 +497,17 @@ class Engine:
         return _Flight(pending, tenants, decision, cached, alone, chunks)
 
     def _expected_seconds(self, decision: Decision) -> float:
-        """How long a step takes, as it is forecast or else was measured at the start."""
+        """How long a step takes: as forecast, else as such steps took, else as at the start."""
         assert self._device is not None
         if decision.forecast is not None:
             return decision.forecast.seconds
-        return self._device.step_costs[decision.shape].seconds
+        shape = decision.shape
+        return self._taken.get(shape, self._device.step_costs[shape].seconds)
+
+    def _note_taken(self, shape: StepShape, seconds: float) -> None:
+        """Moves the average of what a program's steps take; a pause counts as twice as long."""
+        average = self._taken.get(shape, seconds)
+        self._taken[shape] = average + 0.1 * (min(seconds, 2 * average) - average)
 
     def _deliver(self, flight: _Flight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
@@ -508,6 +515,8 @@ class Engine:
         results = self._device.results(flight.pending)
         now = time.perf_counter()
         timed = flight.timed(now - self._last_landed)
+        if timed is not None and timed.share == 1:
+            self._note_taken(flight.decision.shape, timed.seconds)
         self._last_landed = now
         given, landed = [], []
         with self._lock:
