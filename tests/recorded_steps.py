@@ -11,13 +11,13 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import tyro
 
 import specjax
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.engine.device import RowResult
 from specjax.engine.speculation import setting_of
 from specjax.goodput.acceptance import Acceptance, curve_of
 from specjax.goodput.policy import Decision, DraftSetting, Outcome, Timed
@@ -63,27 +63,24 @@ def record(pair: Pair, recording: Recording) -> tuple[list[Step], DraftSetting]:
     steps: list[Step] = []
     texts: dict[Hashable, int] = {}
     left: dict[int, int] = defaultdict(lambda: recording.new)
-    learn = engine.speculation.landed
-
-    def landed(
-        decision: Decision,
-        results: Sequence[tuple[Hashable, RowResult]],
-        timed: Timed | None,
-        cached: int,
-    ) -> None:
-        for ticket, found in results:
-            text = texts.setdefault(ticket, len(texts))
-            accepted = min(found.accepted, len(found.tokens))
-            outcome = Outcome(text, len(found.tokens), found.nodes, accepted, found.done)
-            steps.append(Step(text, outcome, left[text]))
-            left[text] -= len(found.tokens)
-        learn(decision, results, timed, cached)
-
-    engine.speculation.landed = landed  # type: ignore[method-assign]
     engine.start()
     engine.fix(recording.setting)
+    policy = engine.speculation.policy
+    assert policy is not None
+    learn = policy.landed
+
+    def landed(
+        decision: Decision, outcomes: Sequence[Outcome], timed: Timed | None, cached: int
+    ) -> None:
+        for outcome in outcomes:
+            text = texts.setdefault(outcome.request, len(texts))
+            steps.append(Step(text, outcome._replace(request=text, chances=None), left[text]))
+            left[text] -= outcome.tokens
+        learn(decision, outcomes, timed, cached)
+
     listed = [pair.tokenizer(text).input_ids[:400] for _, text in prompts.read(recording.file)]
-    asyncio.run(_all(engine, listed[: recording.texts], recording))
+    with mock.patch.object(policy, "landed", landed):
+        asyncio.run(_all(engine, listed[: recording.texts], recording))
     engine.close()
     return steps, setting_of(drafter, recording.setting)
 

@@ -89,13 +89,13 @@ def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
     assert not at.withdraw(runs)
 
 
-def test_prompts_are_read_in_chunks_that_a_step_outweighs():
+def test_chunks_take_little_longer_than_a_step_while_a_row_decodes():
     at = Scheduler(2)
     at.submit(ticket(5))
     at.admit()
     at.submit(ticket(*text(300)))
     at.admit()
-    for seconds, size in ((1.0, 256), (0.03, 64), (0.001, 16)):
+    for seconds, size in ((1.0, 256), (0.03, 64), (0.0143, 64), (0.0142, 16), (0.001, 16)):
         chunk = at.chunk(COSTS, seconds)
         assert (chunk.size, len(chunk.tokens)) == (size, min(size, 299))
     at.free(at.rows[0])

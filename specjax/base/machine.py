@@ -15,8 +15,8 @@ def cpu_model() -> str:
 
 
 @functools.cache
-def cpu_name() -> str:
-    """The processor's name with a digest of its family, model and instruction sets.
+def cpu_digest() -> str:
+    """A digest of the processor's name, family, model and instruction sets.
 
     Machines of one cloud may share a name and a home folder, not the instructions.
     """
@@ -24,7 +24,7 @@ def cpu_name() -> str:
     features = next((listed[name] for name in _FEATURES if name in listed), "")
     more = [listed.get(name, "") for name in ("cpu family", "model", "CPU part")]
     parts = [platform.machine(), cpu_model(), *more, *sorted(features.split())]
-    return f"{cpu_model()} {hashlib.sha256(' '.join(parts).encode()).hexdigest()[:8]}"
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()[:8]
 
 
 def _listed() -> dict[str, str]:

@@ -39,7 +39,8 @@ from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.engine.watch import Watched
 from specjax.goodput.controller import Options
-from specjax.goodput.policy import Decision, StepShape, Timed
+from specjax.goodput.costs import StepCosts
+from specjax.goodput.policy import Decision, Timed
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
@@ -82,8 +83,7 @@ class _Flight(NamedTuple):
 
     def timed(self, taken: float) -> Timed | None:
         """How long the step took, of the time since the one before; None if that cannot be said."""
-        share = self.decision.share(self.chunk_seconds) if self.alone else None
-        return None if share is None else Timed(taken * share, share)
+        return self.decision.timed(taken, self.chunk_seconds) if self.alone else None
 
 
 class Engine:
@@ -173,7 +173,7 @@ class Engine:
         self._flight: _Flight | None = None
         self._alone, self._last_landed, self._step_seconds = False, 0.0, 0.0
         self._chunk_seconds = 0.0
-        self._taken: dict[StepShape, float] = {}
+        self._costs: StepCosts | None = None
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -260,6 +260,7 @@ class Engine:
         if chooses and known is None:
             measured.remember(name, device.measured)
         own.begin(device)
+        self._costs = StepCosts(device.step_costs)
         self._step_seconds = min(cost.seconds for cost in device.step_costs.values())
         return device
 
@@ -477,8 +478,8 @@ class Engine:
             return None
         with self._lock:
             decision = own.decide(rows)
-        self._step_seconds = self._expected_seconds(decision)
         cached = sum(len(row.tokens) for row in rows)
+        self._step_seconds = self._expected_seconds(decision, cached)
         read = own.prepare(self._device, decision, rows)
         own.calibrate(self._device)
         with self._lock:
@@ -496,18 +497,12 @@ class Engine:
         tenants = tuple((row, row.epoch) for row in rows)
         return _Flight(pending, tenants, decision, cached, alone, chunks)
 
-    def _expected_seconds(self, decision: Decision) -> float:
-        """How long a step takes: as forecast, else as such steps took, else as at the start."""
-        assert self._device is not None
+    def _expected_seconds(self, decision: Decision, cached: int) -> float:
+        """How long a step takes, as it is forecast or else as its program's steps took."""
+        assert self._costs is not None
         if decision.forecast is not None:
             return decision.forecast.seconds
-        shape = decision.shape
-        return self._taken.get(shape, self._device.step_costs[shape].seconds)
-
-    def _note_taken(self, shape: StepShape, seconds: float) -> None:
-        """Moves the average of what a program's steps take; a pause counts as twice as long."""
-        average = self._taken.get(shape, seconds)
-        self._taken[shape] = average + 0.1 * (min(seconds, 2 * average) - average)
+        return self._costs.seconds(decision.shape, cached)
 
     def _deliver(self, flight: _Flight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
@@ -515,8 +510,6 @@ class Engine:
         results = self._device.results(flight.pending)
         now = time.perf_counter()
         timed = flight.timed(now - self._last_landed)
-        if timed is not None and timed.share == 1:
-            self._note_taken(flight.decision.shape, timed.seconds)
         self._last_landed = now
         given, landed = [], []
         with self._lock:
@@ -533,6 +526,9 @@ class Engine:
     def _learn(
         self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], timed: Timed | None
     ) -> None:
+        if timed is not None and flight.decision.forecast is None:
+            assert self._costs is not None
+            self._costs.observe(flight.decision.shape, flight.cached, timed.seconds, timed.share)
         with self._lock:
             self.speculation.landed(flight.decision, landed, timed, flight.cached)
             for ticket, result in landed:

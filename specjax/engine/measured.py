@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from specjax.base.machine import cpu_name
+from specjax.base.machine import cpu_digest
 from specjax.base.output import read_json, write_json
 from specjax.engine.device import Measured, Plan
 from specjax.goodput.costs import Cost
@@ -29,7 +29,7 @@ def name_of(models: Any, plan: Plan, slots: int) -> str:
     """
     shapes = [f"{leaf.shape}{leaf.dtype}" for leaf in jax.tree.leaves(models)]
     parts = (
-        jax.devices()[0].device_kind, cpu_name(), f"{os.cpu_count()} cores",
+        jax.devices()[0].device_kind, cpu_digest(), f"{os.cpu_count()} cores",
         f"jax {jax.__version__}", *shapes, str(jax.tree.structure(models)), repr(plan), str(slots),
     )  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]

@@ -338,8 +338,7 @@ class _Server:
         self._now += seconds
         self._alone = not self._probe(setting, rows)
         chunks, self._chunk_seconds = self._chunk_seconds, 0.0
-        share = decision.share(chunks) if alone else None
-        known = None if share is None else Timed((seconds + chunks) * share, share)
+        known = decision.timed(seconds + chunks, chunks) if alone else None
         self._land(decision, setting, rows, known, cached)
 
     def _seconds(self, shape: StepShape, cached: int) -> float:

@@ -7,8 +7,10 @@ from typing import Any
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import OFF, DraftSetting, StepShape
 
-_CHUNKS = (8, 32, 128, 512)
+_CHUNKS = (8, 32, 128)
 """Tokens of a prompt that are read at a time."""
+_LARGEST_CHUNK = 512
+"""On an accelerator also so many."""
 _CATCH_UPS = (16, 64, 256)
 """Tokens of a row's text that the draft reads at a time."""
 
@@ -67,11 +69,14 @@ class Linear:
     read: float = 0.0
     shares_row: bool = False
 
-    def machine(self, name: str, settings: Sequence[DraftSetting]) -> Machine:
+    def machine(
+        self, name: str, settings: Sequence[DraftSetting], *, accelerator: bool = True
+    ) -> Machine:
         """The machine of these coefficients, for steps of these settings."""
+        sizes = (*_CHUNKS, _LARGEST_CHUNK) if accelerator else _CHUNKS
         by_name = {setting.name: setting for setting in settings}
         more = 1 + self.overhead
-        chunks = {n: (more * (self.fixed + n * self.column), more * self.cached) for n in _CHUNKS}
+        chunks = {n: (more * (self.fixed + n * self.column), more * self.cached) for n in sizes}
         first = self.draft_fixed + self.draft_pass
         catch_up = {n: more * (first + n * self.read) for n in _CATCH_UPS}
         return Machine(name, lambda shape: self.step(shape, by_name[shape.setting]), chunks,
@@ -136,7 +141,8 @@ def processor(settings: Sequence[DraftSetting]) -> Machine:
     """
     own = Linear(fixed=3.1e-3, column=3.2e-4, cached=6e-7, draft_fixed=1e-4, draft_pass=2.5e-4,
                  draft_row=6e-5, draft_cached=6e-7, lookup=0.02, read=3e-5)  # fmt: skip
-    return own.machine("100M on two cores of a processor, fitted to what was measured", settings)
+    return own.machine("100M on two cores of a processor, fitted to what was measured", settings,
+                       accelerator=False)  # fmt: skip
 
 
 def llama_8b_on_h100(settings: Sequence[DraftSetting]) -> Machine:

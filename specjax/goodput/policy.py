@@ -77,6 +77,13 @@ class Forecast(NamedTuple):
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
+class Timed(NamedTuple):
+    """How long a step took, by its `share` of the time in which it and chunks of prompts ran."""
+
+    seconds: float
+    share: float = 1.0
+
+
 class Decision(NamedTuple):
     """What a step is made with.
 
@@ -94,23 +101,18 @@ class Decision(NamedTuple):
     forecast: Forecast | None = None
     off: Forecast | None = None
 
-    def share(self, chunks: float) -> float | None:
-        """The step's expected share of the time that it and chunks of prompts before it take.
+    def timed(self, taken: float, chunks: float) -> Timed | None:
+        """How long the step took, of the seconds `taken` by it and by chunks of prompts before it.
 
-        `chunks` are the seconds that those were to take. None if nothing was forecast.
+        It has the share of them that it was expected to have, beside the `chunks` seconds that
+        those were to take. None if nothing was forecast.
         """
         if not chunks:
-            return 1.0
+            return Timed(taken)
         if self.forecast is None:
             return None
-        return self.forecast.seconds / (self.forecast.seconds + chunks)
-
-
-class Timed(NamedTuple):
-    """How long a step took, by its `share` of the time in which it and chunks of prompts ran."""
-
-    seconds: float
-    share: float = 1.0
+        share = self.forecast.seconds / (self.forecast.seconds + chunks)
+        return Timed(taken * share, share)
 
 
 class Outcome(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specjax.base.machine import cpu_name
+from specjax.base.machine import cpu_digest, cpu_model
 from specjax.base.output import read_json, write_json
 from specjax.methods.method import Setting
 from specjax.methods.setting import from_json, to_json
@@ -84,7 +84,7 @@ def use_compilation_cache() -> None:
         folder = cache_folder()
         if folder is None:
             return
-        programs = folder / "programs" / cpu_name().rpartition(" ")[2]
+        programs = folder / "programs" / cpu_digest()
         if not _made(programs):
             return
         jax.config.update("jax_compilation_cache_dir", str(programs))
@@ -112,7 +112,7 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
         models.update(np.asarray(model.embedding[:8], np.float32).tobytes())
     parts = (
         jax.devices()[0].device_kind,
-        cpu_name(),
+        f"{cpu_model()} {cpu_digest()}",
         f"{os.cpu_count()} cores",
         f"jax {jax.__version__}",
         models.hexdigest()[:16],
