@@ -101,7 +101,7 @@ def test_other_prompts_take_over_in_the_middle():
 
 
 def test_requests_are_sent_when_they_are_due_whatever_the_server_does(server):
-    server.first_s, server.gap_s = 0.3, 0.01
+    server.first_s, server.gap_s = 1.0, 0.01
     plan = load.at_rate(planned(12), 200.0)
     found = asyncio.run(load.open_loop(server.port, plan))
     assert [each.due_s for each in found] == [each.due_s for each in plan]
@@ -109,9 +109,10 @@ def test_requests_are_sent_when_they_are_due_whatever_the_server_does(server):
     for asked, each in zip(plan, found, strict=True):
         assert each.error is None
         assert each.tokens == asked.max_tokens
-        assert each.due_s <= each.sent_s < each.due_s + 0.2
-        assert 0.29 < each.first_s - each.sent_s < 0.6
-        assert each.last_s - each.first_s >= 0.009 * (asked.max_tokens // 4)
+        assert each.due_s <= each.sent_s < each.due_s + 0.9
+        # Both from when it was sent: a busy machine may read an event late, and the next on time.
+        assert each.first_s - each.sent_s > 0.99
+        assert each.last_s - each.sent_s > 0.99 + 0.009 * (asked.max_tokens // 4)
     body = next(body for body in server.bodies if body["prompt"] == list(plan[0].prompt))
     assert body | {"stream": True, "ignore_eos": True, "model": "bench"} == body
     assert {body["max_tokens"] for body in server.bodies} == {each.max_tokens for each in plan}
