@@ -174,9 +174,12 @@ def test_a_servers_report_is_a_machine():
         "costs": [
             {"setting": s, "rows": 1, "width": w, "seconds": t, "seconds_per_cached_token": 1e-6}
             for s, w, t in (("off", 1, 0.004), ("chain:1", 2, 0.005))
-        ]
+        ],
+        "chunks": [{"tokens": 8, "seconds": 0.006, "seconds_per_cached_token": 2e-6}],
+        "catch_ups": [{"tokens": 16, "seconds": 0.001}],
     }
     machine = measured(report)
+    assert (machine.chunks, machine.catch_up) == ({8: (0.006, 2e-6)}, {16: 0.001})
     assert machine.step(StepShape("chain:1", 1, 2)).at(1000) == pytest.approx(0.006)
     with pytest.raises(ValueError, match="has no program"):
         machine.step(StepShape("chain:3", 1, 4))

@@ -101,7 +101,7 @@ def bench_serve(options: BenchServe) -> int:
         prepared = _apart(options, Path(name) / _TARGET)
         mix = Mix(prepared.prompts, prepared.then, options.max_new_tokens, measurement.temperatures)
         start = time.perf_counter()
-        with serving(_flags(measurement, Path(name) / _TARGET), Path(name) / "log") as server:
+        with serving(flags_of(measurement, Path(name) / _TARGET), Path(name) / "log") as server:
             _say(f"the server is ready after {time.perf_counter() - start:.0f} s.")
             sheet = _measured(server, measurement, mix, prepared.env)
     return _leave(options, sheet)
@@ -263,7 +263,7 @@ def prepare(options: BenchServe, folder: Path) -> Prepared:
     return Prepared(first, then[0] if then else [], env)
 
 
-def _flags(measurement: Measurement, folder: Path) -> list[str]:
+def flags_of(measurement: Measurement, folder: Path) -> list[str]:
     """The server's flags; drafts are those that the model would have had as it is."""
     options = measurement.options
     flags = ["--debug", "--served-model-name", load.MODEL, "--rows", str(options.rows)]
@@ -284,8 +284,8 @@ def _flags(measurement: Measurement, folder: Path) -> list[str]:
 def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str, Any]) -> LoadSheet:
     """Every setting at every rate, in turns."""
     options = measurement.options
-    _warm_up(server, measurement, mix)
-    requests, tokens = _capacity(server, measurement, mix)
+    warm_up(server, measurement, mix)
+    requests, tokens = capacity_of(server, measurement, mix)
     _say(f"off completes {requests:.3g} requests/s, {tokens:.1f} tokens/s.")
     own = {"capacity_requests_per_s": requests, "capacity_tokens_per_s": tokens}
     runs = {rate: {name: [] for name in measurement.settings} for rate in measurement.rates}
@@ -294,11 +294,11 @@ def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str,
         cells = list(measurement.order())
         for turn, rate, setting in progress.track(cells, description="load"):
             plan = load.at_rate(measurement.plan(mix, turn), rate * requests)
-            sheet.add(rate, setting, _run(server, setting, plan))
+            sheet.add(rate, setting, run(server, setting, plan))
     return sheet
 
 
-def _warm_up(server: Server, measurement: Measurement, mix: Mix) -> None:
+def warm_up(server: Server, measurement: Measurement, mix: Mix) -> None:
     """Lets every setting run once, which also shows that the server has it."""
     rows = measurement.options.rows
     plan = measurement.plan(mix, measurement.options.turns)
@@ -308,7 +308,7 @@ def _warm_up(server: Server, measurement: Measurement, mix: Mix) -> None:
         server.wait_until_idle()
 
 
-def _capacity(server: Server, measurement: Measurement, mix: Mix) -> tuple[float, float]:
+def capacity_of(server: Server, measurement: Measurement, mix: Mix) -> tuple[float, float]:
     """Requests and tokens a second without drafting, with as many clients as there are rows."""
     options = measurement.options
     server.fix(OFF)
@@ -320,7 +320,7 @@ def _capacity(server: Server, measurement: Measurement, mix: Mix) -> tuple[float
     return load.completion_rate(ended, options.rows)
 
 
-def _run(server: Server, setting: str, plan: Sequence[Asked]) -> LoadRun:
+def run(server: Server, setting: str, plan: Sequence[Asked]) -> LoadRun:
     """A setting's requests once, and what the server counted meanwhile."""
     server.fix(setting)
     server.wait_until_idle()

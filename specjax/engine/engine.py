@@ -205,7 +205,8 @@ class Engine:
     def report(self) -> dict[str, Any]:
         """What the choice of settings believes and does (see `specjax.engine.report`)."""
         with self._lock:
-            return report(self.speculation)
+            measured = None if self._device is None else self._device.measured
+            return report(self.speculation, measured)
 
     def fix(self, setting: str | None) -> None:
         """Drafts with one setting from the next step on; None lets the engine choose again.

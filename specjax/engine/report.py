@@ -3,13 +3,19 @@
 import time
 from typing import Any
 
+from specjax.engine.device import Measured
 from specjax.engine.speculation import Span, Speculation
 from specjax.goodput.controller import Controller
 from specjax.goodput.policy import Decision, Forecast
 
 
-def report(speculation: Speculation) -> dict[str, Any]:
-    """All of it; of an engine with a single setting only what happens."""
+def report(speculation: Speculation, measured: Measured | None = None) -> dict[str, Any]:
+    """All of it; of an engine with a single setting only what happens.
+
+    Args:
+      speculation: of the engine.
+      measured: how long its programs took when it started, if it has.
+    """
     controller, policy = speculation.controller, speculation.policy
     found: dict[str, Any] = {
         "mode": "auto",
@@ -36,6 +42,8 @@ def report(speculation: Speculation) -> dict[str, Any]:
             "times": controller.guard.times,
         },
         "costs": _costs(controller),
+        "chunks": [] if measured is None else _chunks(measured),
+        "catch_ups": [] if measured is None else _catch_ups(measured),
         "acceptance": _acceptance(controller),
         "calibration": _calibration(controller),
     }
@@ -100,6 +108,19 @@ def _costs(controller: Controller) -> list[dict[str, Any]]:
             "steps": steps,
         }
         for shape, cost, factor, steps in controller.costs.table()
+    ]
+
+
+def _chunks(measured: Measured) -> list[dict[str, Any]]:
+    return [
+        {"tokens": size, "seconds": seconds, "seconds_per_cached_token": more}
+        for size, (seconds, more) in measured.chunk_seconds.items()
+    ]
+
+
+def _catch_ups(measured: Measured) -> list[dict[str, Any]]:
+    return [
+        {"tokens": size, "seconds": seconds} for size, seconds in measured.catch_up_seconds.items()
     ]
 
 

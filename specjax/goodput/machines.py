@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.goodput.costs import Cost
-from specjax.goodput.policy import OFF, DraftSetting, StepShape
+from specjax.goodput.policy import DraftSetting, StepShape
 
 _CHUNKS = (8, 32, 128)
 """Tokens of a prompt that are read at a time."""
@@ -107,23 +107,16 @@ def passes_of(setting: DraftSetting) -> int:
 def measured(report: Mapping[str, Any], name: str = "a server's report") -> Machine:
     """The machine on which a server runs, by what `GET /debug/speculation` gives.
 
-    Seconds of chunks and of catching up are not in it: a chunk is taken to last as long as a step
-    that drafts nothing and has as many columns, and the draft to read a token in a tenth of that.
-
     Raises:
       ValueError: of a step, if the server has no such program.
     """
+    more = "seconds_per_cached_token"
     rows = {
-        StepShape(each["setting"], each["rows"], each["width"]): Cost(
-            each["seconds"], each["seconds_per_cached_token"]
-        )
+        StepShape(each["setting"], each["rows"], each["width"]): Cost(each["seconds"], each[more])
         for each in report["costs"]
     }
-    offs = sorted((s.width, cost) for s, cost in rows.items() if s.setting == OFF)
-    (least, first), (most, last) = offs[0], offs[-1]
-    column = max(last.seconds - first.seconds, 0.0) / max(most - least, 1)
-    chunks = {n: (first.seconds + n * column, first.per_token) for n in _CHUNKS}
-    catch_up = {n: 0.1 * own for n, (own, _) in chunks.items() if n in _CATCH_UPS}
+    chunks = {each["tokens"]: (each["seconds"], each[more]) for each in report["chunks"]}
+    catch_up = {each["tokens"]: each["seconds"] for each in report["catch_ups"]}
 
     def step(shape: StepShape) -> Cost:
         if shape not in rows:

@@ -68,11 +68,14 @@ class Server:
         metrics = self._metrics()
         return {name: metrics[metric] for name, metric in _COUNTERS.items()}
 
+    def report(self) -> dict[str, Any]:
+        """What its choice of settings believes and does."""
+        return json.loads(self._ask("GET", "/debug/speculation")[1])
+
     def chosen(self, since: float) -> dict[str, int]:
         """Steps by setting since a time (`time.time`), as far back as the server remembers."""
-        history = json.loads(self._ask("GET", "/debug/speculation")[1])["history"]
         found: dict[str, int] = {}
-        for span in history:
+        for span in self.report()["history"]:
             if span["time"] >= since:
                 found[span["setting"]] = found.get(span["setting"], 0) + span.get("steps", 1)
         return found
