@@ -2,8 +2,8 @@
 
     python -m tests.predicted humaneval.jsonl --rates 0.4,0.8,1.2
 
-A server measures its programs and runs each setting once; with what it then believes (its report)
-as costs and as acceptance, the simulator serves the requests that the server is sent next.
+A server runs each setting at each rate once; with what it then believes (its report) as costs and
+as acceptance, the simulator serves the requests that the server is sent next.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ import tyro
 
 from specjax.cli import bench_serve
 from specjax.cli.options import BenchServe
-from specjax.engine.simulator import Result, World, controller_of, fixed, simulate
+from specjax.engine.simulator import Result, World, controller_of, simulate
 from specjax.engine.workload import CODE, Arrival, Ends, Truth, usual
 from specjax.goodput.acceptance import band
 from specjax.goodput.machines import measured
@@ -95,9 +95,8 @@ def foretell(
     world = World(machine, truth_of(report))
     found = []
     for seed in range(seeds):
-        policy = (
-            controller_of(machine, rows, settings) if name == AUTO else fixed(name, rows, settings)
-        )
+        policy = controller_of(machine, rows, settings)
+        policy.fix(None if name == AUTO else name)
         found.append(simulate(policy, arrivals, world, rows, settings, seed))
     return found
 
@@ -106,11 +105,13 @@ def _compare(server: Server, measurement: bench_serve.Measurement, mix: Mix) -> 
     options = measurement.options
     bench_serve.warm_up(server, measurement, mix)
     capacity, tokens = bench_serve.capacity_of(server, measurement, mix)
+    for _, rate, name in measurement.order():
+        bench_serve.run(server, name, load.at_rate(measurement.plan(mix, 0), rate * capacity))
     report = server.report()
     print(f"off completes {capacity:.3g} requests/s, {tokens:.1f} tokens/s.", flush=True)
     print("rate setting   tokens/s: foretold, measured, ratio   mean latency, s: the same")
     for rate in measurement.rates:
-        requests = load.at_rate(measurement.plan(mix, 0), rate * capacity)
+        requests = load.at_rate(measurement.plan(mix, 1), rate * capacity)
         for name in measurement.settings:
             foretold = foretell(report, requests, name, options.rows)
             run = bench_serve.run(server, name, requests)

@@ -234,7 +234,7 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
          "layer_types names 1 layers; there are 2"),
         ({"hidden_act": "tanh"}, "hidden_act is 'tanh'.*silu"),
         ({"sliding_window": 128}, "sliding_window is 128"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: it has no .quant_method."),
         ({"vocab_size": "absent"}, "no 'vocab_size'"),
         ({"num_key_value_heads": 3}, r"num_heads \(4\)"),
         ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0; it must be"),

@@ -32,6 +32,7 @@ _DTYPES = {
     "U16": np.uint16,
     "U8": np.uint8,
     "BOOL": np.bool_,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 
 _SHOWN = 300

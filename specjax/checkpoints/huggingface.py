@@ -15,7 +15,7 @@ from safetensors.numpy import save
 from tokenizers import Tokenizer
 
 from specjax.base.deprecated import keywords_after
-from specjax.checkpoints import orbax
+from specjax.checkpoints import orbax, quantized
 from specjax.checkpoints.files import (
     BUNDLED,
     CONFIG,
@@ -33,7 +33,9 @@ from specjax.checkpoints.tokenizers import save_tokenizer, tokenizer_of
 from specjax.models import families, memory
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Stored
+from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
+from specjax.models.quantized import PackedWeight, quantized_as
 from specjax.models.transformer import Model, assemble
 
 if TYPE_CHECKING:
@@ -165,7 +167,7 @@ def load_model(
     try:
         placement = placement_of(config, mesh, split)
         memory.check(
-            memory.Load(placement, kind).weights,
+            memory.Load(placement, kind, held=held_bytes(files, kind)).weights,
             memory.available(placement.mesh),
             f"its weights in {kind}",
         )
@@ -187,10 +189,46 @@ def load_model(
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     for stored, tensor in _checked(files, whole, family):
         into = outer if stored.layer is None else layers[stored.layer]
+        if isinstance(tensor, PackedWeight):
+            for leaf, part in zip(stored.leaves, _split(stored, tensor), strict=True):
+                into[leaf] = _put_packed(placement, leaf, part, kind, files.folder)
+            continue
         for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
             rows = config.outer_shapes[leaf][0] if stored.layer is None else len(part)
             into[leaf] = placement.put(leaf, part[:rows], kind)
     return assemble(placement.config, outer, layers, placement.axis, placement.repeats)
+
+
+def held_bytes(files: Files, dtype: Any) -> int | None:
+    """Bytes that quantized weights take in memory; None where none is quantized.
+
+    Raises:
+      CheckpointError: a file is missing or damaged.
+    """
+    if not quantized.layouts_of(config_of(files.folder), files.folder):
+        return None
+    size = jnp.dtype(dtype).itemsize
+    every = [tensor for _, _, tensor in tensors(files)]
+    codes = [each.nbytes for each in every if each.dtype.kind in "iu" or each.itemsize == 1]
+    numbers = [each.size * size for each in every if each.dtype.kind in "fV" and each.itemsize > 1]
+    return sum(codes) + sum(numbers)
+
+
+def _split(stored: Stored, packed: PackedWeight) -> list[PackedWeight]:
+    """The leaves of a tensor that is quantized."""
+    return [
+        packed.of_rows(lambda rows, at=at: stored.split(rows)[at])
+        for at in range(len(stored.leaves))
+    ]
+
+
+def _put_packed(
+    placement: Placement, leaf: str, part: PackedWeight, dtype: Any, folder: Path
+) -> PackedWeight:
+    try:
+        return placement.put_packed(leaf, part, dtype)
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 @keywords_after(2)
@@ -213,7 +251,8 @@ def save_model(
       **extras: further keys of `config.json`.
 
     Raises:
-      ValueError: the family's `config.json` has no keys for what the model is.
+      ValueError: the family's `config.json` has no keys for what the model is, or its weights are
+        quantized.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -269,13 +308,28 @@ def check_free(folder: Path) -> None:
       ValueError: Orbax is not installed.
     """
     orbax.orbax()
+    check_is_free(folder)
+
+
+def check_is_free(folder: Path) -> None:
+    """Checks that a folder holds no model.
+
+    Raises:
+      CheckpointError: it does.
+    """
     there = [*folder.glob(CONFIG), *folder.glob(orbax.FOLDER), *folder.glob("*.safetensors")]
     if there:
         raise CheckpointError(f"{there[0]} exists already; name another folder.")
 
 
 def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
-    """The weights as Hugging Face's files name and pack them; the arrays themselves where whole."""
+    """The weights as Hugging Face's files name and pack them; the arrays themselves where whole.
+
+    Raises:
+      ValueError: they are quantized.
+    """
+    if (name := quantized_as(model)) is not None:
+        raise ValueError(f"the model's weights are quantized ({name}) and cannot be written again.")
     for stored in families.stored(families.FAMILIES[model.config.family], model.config):
         holder = model if stored.layer is None else model.layers[stored.layer]
         leaves = [getattr(holder, leaf) for leaf in stored.leaves]
@@ -311,6 +365,7 @@ def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig
       CheckpointError: it is missing, damaged or not supported.
     """
     found = described(folder)
+    quantized.layouts_of(found, folder)
     try:
         return families.read_config(found, positions), families.family_of(found)
     except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
@@ -319,7 +374,7 @@ def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig
 
 def _checked(
     files: Files, config: ModelConfig, family: Family
-) -> Iterator[tuple[Stored, np.ndarray]]:
+) -> Iterator[tuple[Stored, np.ndarray | PackedWeight]]:
     """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
 
     An unembedding that a tied model's file repeats must equal its embedding.
@@ -327,11 +382,14 @@ def _checked(
     expected = {stored.name: stored for stored in families.stored(family, config)}
     missing, tied = dict(expected), {}
     repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
-    for found, file, tensor in tensors(files):
+    layouts = quantized.layouts_of(config_of(files.folder), files.folder)
+    for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
             continue
         name = family.name_of(found, expected)
-        if repeated and name in repeated:
+        if isinstance(tensor, PackedWeight):
+            tensor = _quantized(name, file, tensor, expected.get(name))
+        elif repeated and name in repeated:
             tied[name] = tensor
         stored = missing.pop(name, None)
         shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
@@ -354,11 +412,25 @@ def _checked(
         _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
 
 
-def _check_numbers(name: str, file: Path, tensor: np.ndarray) -> None:
+def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | None) -> Any:
+    """A packed matrix, where one may be packed.
+
+    Raises:
+      CheckpointError: it may not.
+    """
+    if stored is not None and (stored.layer is None or stored.turned):
+        what = "outside the layers" if stored.layer is None else "of this family"
+        raise CheckpointError(f"{name} in {file} is quantized; a matrix {what} cannot be.")
+    return packed
+
+
+def _check_numbers(name: str, file: Path, tensor: np.ndarray | PackedWeight) -> None:
+    if isinstance(tensor, PackedWeight):
+        return  # its scales were looked at
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
         raise CheckpointError(
-            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers "
-            "(quantized ones are not supported)."
+            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers, or "
+            "quantized as quantization_config says."
         )
     if not is_finite(tensor):
         raise CheckpointError(f"{name} in {file} holds NaN or infinity.")

@@ -24,6 +24,7 @@ from specjax.methods.choice import Asked, Choice, choose
 from specjax.methods.method import check_method
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import read
+from specjax.models.quantized import quantized_as
 from specjax.parallel.processes import devices_for
 from specjax.trees.tree import draw_tree, take_row
 from specjax.verify.rules import AUTO, check_rule
@@ -141,6 +142,7 @@ def _answer(pair: Pair, choice: Choice, ids: list[int], request: Request) -> dic
         "setting": to_json(choice.setting),
         "verify": request.rule.name,
         "dtype": str(pair.target.embedding.dtype),
+        "quantization": quantized_as(pair.target),
     }
 
 

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.pair import Pair, load_pair, named
+from specjax.checkpoints.pair import Named, Pair, load_pair, named
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, dtype_of
@@ -23,7 +23,8 @@ from specjax.methods.choice import Asked, choose
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.memory import Load, Plan, readable
-from specjax.models.placement import placement
+from specjax.models.placement import Placement, placement
+from specjax.models.quantized import quantized_as
 from specjax.parallel.processes import devices_for
 
 _NEW = 128
@@ -47,7 +48,7 @@ def info(options: Info) -> int:
     found = named(options.model, options.draft)
     target = huggingface.read_config(found.target.folder, options.positions)[0]
     drafts = [huggingface.read_config(each.folder)[0] for each in found.drafts]
-    loads = _loads(target, drafts, options.dtype, mesh)
+    loads = _loads(found, target, drafts, options.dtype, mesh)
     plan_for = partial(_plan, loads, options.batch, options.nodes)
     most = _most(target)
     length = min(options.length or most, most)
@@ -66,12 +67,21 @@ def info(options: Info) -> int:
 
 
 def _loads(
-    target: ModelConfig, drafts: Sequence[ModelConfig], dtype: str | None, mesh: Mesh | None
+    found: Named,
+    target: ModelConfig,
+    drafts: Sequence[ModelConfig],
+    dtype: str | None,
+    mesh: Mesh | None,
 ) -> tuple[Load, list[Load]]:
     """How a target and its drafts are held, these in the default dtype whatever the target's."""
     small = huggingface.default_dtype()
-    held = Load(placement(target, mesh), jnp.dtype(dtype_of(dtype) or small))
-    return held, [Load(placement(each, mesh, split=False), jnp.dtype(small)) for each in drafts]
+    held = _load(found.target, placement(target, mesh), dtype_of(dtype) or small)
+    pairs = zip(found.drafts, drafts, strict=True)
+    return held, [_load(files, placement(own, mesh, split=False), small) for files, own in pairs]
+
+
+def _load(files: Files, placed: Placement, dtype: str) -> Load:
+    return Load(placed, jnp.dtype(dtype), held=huggingface.held_bytes(files, dtype))
 
 
 def _most(target: ModelConfig) -> int:
@@ -124,6 +134,7 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
 
     return {
         "dtype": str(pair.target.embedding.dtype),
+        "quantization": quantized_as(pair.target) or "none",
         "method_greedy": chosen(0.0),
         "method_sampled": chosen(0.8),
         **_measurements(pair, options.batch),
@@ -191,6 +202,7 @@ def check_pair(options: CheckPair) -> int:
     vocabulary = vocabulary_of(found.target, target)
     report = {"target": _described(found.target, target, kind), "drafts": []}
     for files in found.drafts:
+        own = found._replace(drafts=(files,))
         draft = huggingface.read_config(files.folder)[0]
         verdict = compared(vocabulary, vocabulary_of(files, draft))
         findings = [
@@ -198,7 +210,7 @@ def check_pair(options: CheckPair) -> int:
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
-            _on_memory(_loads(target, [draft], kind, mesh), _most(target)),
+            _on_memory(_loads(own, target, [draft], kind, mesh), _most(target)),
         ]
         works = not any(finding.obstacle for finding in findings)
         one = {"draft": _described(files, draft, None), "works": works}
@@ -210,7 +222,7 @@ def check_pair(options: CheckPair) -> int:
 
 def _described(files: Files, config: ModelConfig, dtype: str | None) -> str:
     kind = dtype or huggingface.default_dtype()
-    size = memory.Load(placement(config, None), jnp.dtype(kind)).weights
+    size = _load(files, placement(config, None), kind).weights
     return (
         f"{files.folder}: {config.family}, {config.num_parameters:,} parameters "
         f"({readable(size)} in {kind}), {config.vocab_size:,} rows of vocabulary, "

@@ -17,6 +17,7 @@ from specjax.cli.options import (
     Generate,
     Info,
     Options,
+    Quantize,
     Roofline,
     Serve,
     Shard,
@@ -35,6 +36,7 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     Info: ("info", "info"),
     CheckPair: ("info", "check_pair"),
     Shard: ("shard", "shard"),
+    Quantize: ("quantize", "quantize"),
     Roofline: ("roofline", "roofline"),
 }
 """The module of a verb's options, and the function in it that runs them."""

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -31,6 +30,7 @@ from specjax.methods.method import PLAIN
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import Entry, Unfinished
 from specjax.models.inflate import inflate
+from specjax.models.quantized import in_dtype
 from specjax.models.transformer import Model
 
 
@@ -49,7 +49,7 @@ def tune(options: Tune) -> int:
     chosen, _ = prompts.fitting(
         listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
     )
-    as_it_runs = jax.tree.map(lambda leaf: leaf.astype(dtype), grown)
+    as_it_runs = in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
     estimates: list[Sequence[Estimate]] = []
     checked: list[tuple[Entry, list[BenchRow]]] = []

@@ -17,6 +17,7 @@ from specjax.measure.certificate import (
 from specjax.methods import registry
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import read
+from specjax.models.quantized import quantized_as
 from specjax.parallel.processes import devices_for
 from specjax.trees.widths import widest
 from specjax.verify.rules import AUTO, RULES
@@ -52,7 +53,11 @@ def verify(options: Verify) -> int:
         options.max_new_tokens,
     )
     found = certificate(pair, settings, chosen, checks)
-    print(json.dumps(found.report()) if options.json else summary(found))
+    name = quantized_as(pair.target)
+    report = found.report() | {"quantization": name}
+    print(json.dumps(report) if options.json else summary(found))
+    if name is not None and not options.json:
+        print(f"with respect to the model as it is, in {name}")
     return 0 if found.passed else 1
 
 

@@ -25,6 +25,7 @@ from specjax.measure.timing import Phases
 from specjax.measure.workload import MIXED, PLAIN_DTYPES, Candidate, Temperature, Workload
 from specjax.methods import records, registry
 from specjax.methods.method import PLAIN, Setting
+from specjax.models.quantized import in_dtype, quantized_as
 from specjax.verify.rules import AUTO
 
 _PHASE_REQUESTS = 8
@@ -100,10 +101,7 @@ class Bencher:
         self.phases, self.traced = phases, traced
         self.bandwidth = read_bandwidth() / 1e9  # before memory is needed for more targets
         dtypes = {*PLAIN_DTYPES, *workload.dtypes}
-        self.targets = {
-            dtype: jax.tree.map(lambda leaf, dtype=dtype: leaf.astype(dtype), pair.target)
-            for dtype in sorted(dtypes)
-        }
+        self.targets = {dtype: in_dtype(pair.target, dtype) for dtype in sorted(dtypes)}
         self._drafters: dict[Setting, Drafter] = {}
 
     def drafter(self, candidate: Candidate) -> Drafter:
@@ -234,6 +232,7 @@ class Bencher:
             temperature=temperature,
             batch=batch,
             dtype=candidate.dtype,
+            quantization=quantized_as(self.pair.target),
             prompts=len(tally.outputs),
             new_tokens=tally.new_tokens,
             target_steps=tally.steps,

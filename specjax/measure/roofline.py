@@ -26,6 +26,7 @@ from specjax.methods import registry
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.memory import load_of
+from specjax.models.quantized import in_dtype
 from specjax.models.transformer import Model, forward
 
 SHAPES = {
@@ -126,10 +127,7 @@ def _peers(pair: Pair, work: Generations, dtype: str) -> Iterator[RooflineRow]:
     if not transformers_baseline.available():
         yield FailedRow("transformers", "PyTorch is not installed")
         return
-    target, draft = (
-        jax.tree.map(lambda leaf: leaf.astype(dtype), model)
-        for model in (pair.target, pair.drafts[0])
-    )
+    target, draft = (in_dtype(model, dtype) for model in (pair.target, pair.drafts[0]))
     generated = transformers_baseline.Peer(target, draft)
     texts = [prompt.tokens for prompt in work.prompts]
     for temperature in work.temperatures:
@@ -155,7 +153,7 @@ def of_pair(
 ) -> Iterator[RooflineRow]:
     """The costs of a pair's target, then its generations."""
     longest = pair.target.config.max_positions
-    model = jax.tree.map(lambda leaf: leaf.astype(dtype), pair.target)
+    model = in_dtype(pair.target, dtype)
     yield from costs(model, nodes, min(slots, longest - _STEPS - 1 - max(nodes)), bandwidth)
     del model
     yield from generations(pair, work, dtype)

@@ -55,6 +55,7 @@ class BenchRow:
       repeated_8grams: share of 8-grams that an output had before.
       profile: seconds of a traced step by part, if one was traced.
       phases: how the seconds were spent, if that was measured.
+      quantization: how the target's matrices are quantized, if they are.
     """
 
     setting: Setting
@@ -77,6 +78,7 @@ class BenchRow:
     repeated_8grams: float
     profile: Mapping[str, float] | None = None
     phases: PhaseSeconds | None = None
+    quantization: str | None = None
 
     def report(self) -> dict[str, Any]:
         """The row as plain values, without what was not measured."""

@@ -18,6 +18,7 @@ from specjax.base.machine import cpu_digest, cpu_model
 from specjax.base.output import read_json, write_json
 from specjax.methods.method import Setting
 from specjax.methods.setting import from_json, to_json
+from specjax.models.quantized import quantized_as
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import is_number
@@ -120,6 +121,8 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
         f"batch {batch}",
         "sampled" if sampled else "greedy",
     )
+    if (name := quantized_as(target)) is not None:
+        parts += (name,)
     if (mesh := mesh_of(target)) is not None:
         parts += tuple(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)
     return ", ".join(parts)

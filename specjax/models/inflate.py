@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import PackedWeight, quantized_as
 from specjax.models.transformer import LayerWeights, Model
 
 _FORM = ("biases", "head_norms", "windows", "norm", "norms", "activation", "gated", "parallel",
@@ -22,8 +23,10 @@ def inflate(model: Model, parameters: int) -> Model:
     until it is as close as it gets. No rounding of weights is involved, in any dtype.
 
     Raises:
-      ValueError: `model` has more weights than `parameters`, or is not of LLaMA's form.
+      ValueError: `model` has more weights than `parameters`, is not of LLaMA's form, or quantized.
     """
+    if (name := quantized_as(model)) is not None:
+        raise ValueError(f"the model's weights are quantized ({name}); it cannot be inflated.")
     before = model.config.num_parameters
     if parameters < before:
         raise ValueError(f"the model has {before} weights; it cannot be inflated to {parameters}.")
@@ -92,10 +95,12 @@ def _wider(config: ModelConfig, factor: int) -> ModelConfig:
 
 
 def _wider_layer(weights: LayerWeights, factor: int) -> LayerWeights:
-    def reads(matrix: Array) -> Array:
+    def reads(matrix: Array | PackedWeight) -> Array:
+        assert not isinstance(matrix, PackedWeight)
         return jnp.tile(matrix, (factor, factor))
 
-    def writes(matrix: Array) -> Array:
+    def writes(matrix: Array | PackedWeight) -> Array:
+        assert not isinstance(matrix, PackedWeight)
         return jnp.tile(_first_of(matrix, factor), (factor, 1))
 
     assert weights.attention_norm is not None

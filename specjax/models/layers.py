@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import precision_of
+from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
@@ -88,13 +89,20 @@ def _on_cpu() -> bool:
 
 
 def linear(
-    weight: Float[Array, "O I"], x: Float[Array, "I C"], dtype: jnp.dtype | None = None
+    weight: Float[Array, "O I"] | PackedWeight,
+    x: Float[Array, "I C"],
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "O C"]:
     """`weight @ x` with float32 accumulation and a float32 result.
 
-    Operands are rounded to `dtype`, by default the weight's own. Differentiable in reverse mode.
+    Operands are rounded to `dtype`, by default the weight's own; a packed weight is unpacked to
+    float32 first. Differentiable in reverse mode, of a packed weight in `x` alone.
     """
-    return _linear(weight, x, jnp.dtype(dtype or weight.dtype))
+    kind = jnp.dtype(dtype or weight.dtype)
+    if isinstance(weight, PackedWeight):
+        x = x if weight.order is None else x[weight.order]
+        weight = weight.unpacked()
+    return _linear(weight, x, kind)
 
 
 def fast_columns(columns: int, dtype: jnp.dtype) -> int:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
+from specjax.models.quantized import quantized_as
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
 
@@ -29,11 +30,15 @@ _GROUPS_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_b
 
 
 class Load(NamedTuple):
-    """A model and how it is held: in `dtype`, `copies` of it, placed somehow."""
+    """A model and how it is held: in `dtype`, `copies` of it, placed somehow.
+
+    `held` are the bytes of weights that are quantized, of all devices that share a layer.
+    """
 
     placed: Placement
     dtype: jnp.dtype
     copies: int = 1
+    held: int | None = None
 
     @property
     def parts(self) -> int:
@@ -43,6 +48,8 @@ class Load(NamedTuple):
     @property
     def weights(self) -> int:
         """Bytes of weights on a device."""
+        if self.held is not None:
+            return self.copies * self.held // self.parts
         config, mesh = self.placed.config, self.placed.mesh
 
         def own(name: str, shape: tuple[int, ...]) -> int:
@@ -99,7 +106,10 @@ def load_of(model: Model) -> Load:
     stack = model.embedding.shape[0] if model.embedding.ndim == 3 else 1
     mesh = mesh_of(model)
     placed = Placement(model.config, mesh, model.axis)
-    return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)))
+    held = None
+    if quantized_as(model) is not None:
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) // stack
+    return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held)
 
 
 def loads_in(tree: Any) -> list[Load]:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from specjax.models.config import ModelConfig
-from specjax.parallel.mesh import MODEL, size_of, with_all_axes
+from specjax.models.quantized import PackedWeight
+from specjax.parallel.mesh import MODEL, put, size_of, with_all_axes
 
 MESH_AXES: Mapping[str, str] = {
     "heads": MODEL,
@@ -78,6 +79,39 @@ class Placement:
                 value.shape, placed, lambda index: np.array(value[index], dtype)
             )
         return made.block_until_ready()
+
+    def put_packed(self, leaf: str, weight: PackedWeight, dtype: Any) -> PackedWeight:
+        """A packed matrix on its devices; products with it are computed in `dtype`.
+
+        Raises:
+          ValueError: its groups cannot be spread over the devices.
+        """
+        if self.is_repeated(leaf):
+            weight = weight.of_rows(self._repeated)
+        rows, inputs = (*self.spec(leaf), None, None)[:2]
+        devices = 1 if inputs is None else size_of(self.mesh, inputs)
+        groups = weight.scale.shape[1]
+        if devices > 1 and (weight.order is not None or (groups > 1 and groups % devices)):
+            kind = "out of order" if weight.order is not None else f"of {weight.group} inputs"
+            raise ValueError(
+                f"{groups} groups {kind} of a matrix of {weight.shape[1]} inputs cannot be spread "
+                f"over {devices} devices."
+            )
+        of_groups = P(rows, inputs if groups > 1 else None)
+        specs = {"values": P(rows, inputs), "scale": of_groups, "zero": of_groups}
+        fields = {name: getattr(weight, name) for name in weight.__dataclass_fields__}
+        made: dict[str, Any] = {
+            name: self._put_as_is(fields[name], specs.get(name, P()))
+            for name in ("values", "scale", "zero", "order", "table")
+            if fields[name] is not None
+        }
+        whole: dict[str, Any] = fields | made | {"dtype": np.dtype(dtype)}
+        return PackedWeight(**whole)
+
+    def _put_as_is(self, value: np.ndarray, spec: P) -> Array:
+        if self.mesh is None:
+            return jax.device_put(np.array(value)).block_until_ready()
+        return put(value, self.mesh, spec).block_until_ready()
 
     def is_repeated(self, leaf: str) -> bool:
         """Whether a leaf has key/value heads, each of which is held several times."""

@@ -15,6 +15,7 @@ from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
 from specjax.models.kv_cache import KVCache, NewKV
 from specjax.models.packing import Packing
+from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
 
@@ -23,17 +24,17 @@ Angles = tuple[Array, Array]
 
 @pytree
 class LayerWeights:
-    """One decoder layer; matrices are `[out, in]`. What a family has not is None."""
+    """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None."""
 
     attention_norm: Float[Array, " E"] | None
-    query: Float[Array, "HD E"]
-    key: Float[Array, "KD E"]
-    value: Float[Array, "KD E"]
-    output: Float[Array, "E HD"]
+    query: Float[Array, "HD E"] | PackedWeight
+    key: Float[Array, "KD E"] | PackedWeight
+    value: Float[Array, "KD E"] | PackedWeight
+    output: Float[Array, "E HD"] | PackedWeight
     mlp_norm: Float[Array, " E"] | None
-    gate: Float[Array, "F E"] | None
-    up: Float[Array, "F E"]
-    down: Float[Array, "E F"]
+    gate: Float[Array, "F E"] | PackedWeight | None
+    up: Float[Array, "F E"] | PackedWeight
+    down: Float[Array, "E F"] | PackedWeight
     query_bias: Float[Array, " HD"] | None = None
     key_bias: Float[Array, " KD"] | None = None
     value_bias: Float[Array, " KD"] | None = None

@@ -39,7 +39,6 @@ GPT2 = Family(
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "add_cross_attention": (False,),
-        "quantization_config": (None,),
     },
     outer={
         "embedding": "transformer.wte.weight",
@@ -103,7 +102,6 @@ OPT = Family(
         "do_layer_norm_before": (True,),
         "_remove_final_layer_norm": (False,),
         "layer_norm_elementwise_affine": (True,),
-        "quantization_config": (None,),
     },
     outer={
         "embedding": "model.decoder.embed_tokens.weight",
@@ -170,7 +168,7 @@ NEOX = dataclasses.replace(
         "max_position_embeddings": lambda config: 2048,
         "hidden_act": lambda config: "gelu",
     },
-    fixed={"quantization_config": (None,)},
+    fixed={},
     outer={
         "embedding": "gpt_neox.embed_in.weight",
         "final_norm": "gpt_neox.final_layer_norm.weight",

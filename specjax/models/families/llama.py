@@ -59,7 +59,6 @@ LLAMA = Family(
     fixed={
         "sliding_window": (None,),
         "use_sliding_window": (False,),
-        "quantization_config": (None,),
     },
     outer={
         "embedding": "model.embed_tokens.weight",

@@ -1,0 +1,161 @@
+"""Weights in 8 and 4 bits: a packed matrix, and the numbers that it stands for."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt8
+
+from specjax.base.pytree import pytree, replace, static, unchecked
+
+INTEGER, FLOAT8, TABLE = "int", "float8_e4m3fn", "table"
+"""What a code is: an integer, an 8-bit float, or a place in a table of numbers."""
+
+
+@pytree
+class PackedWeight:
+    """A matrix `[O, I]` of codes of 8 or 4 bits, each group of a row's inputs with a scale.
+
+    It stands for `scale · (code - zero)`, of floats and of tables for `scale · number(code)`. Of
+    two codes in a byte the input that comes first has the lower bits, as in files of
+    compressed-tensors.
+
+    Attributes:
+      values: the codes, unsigned.
+      scale: of each of the `G` groups, which are equally long.
+      zero: the code of 0 of each group; None for the middle one, 8 or 128.
+      order: which input stands at each place, where groups are not of neighbours.
+      table: the numbers that codes stand for, where they are none themselves.
+      bits: of a code, 8 or 4.
+      form: what a code is: one of `INTEGER`, `FLOAT8`, `TABLE`.
+      dtype: what products with it are computed in.
+    """
+
+    values: UInt8[Array, "O B"]
+    scale: Float[Array, "O G"]
+    zero: UInt8[Array, "O G"] | None = None
+    order: Int32[Array, " I"] | None = None
+    table: Float[Array, " N"] | None = None
+    bits: int = static(default=8)
+    form: str = static(default=INTEGER)
+    dtype: np.dtype = static(default=np.dtype("float32"))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1] * 8 // self.bits
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.shape[1] // self.scale.shape[1]
+
+    @property
+    def name(self) -> str:
+        """Its bits and groups, as people name them."""
+        kind = {INTEGER: f"int{self.bits}", FLOAT8: "fp8", TABLE: f"nf{self.bits}"}[self.form]
+        whole = self.group == self.shape[1]
+        return f"{kind}, a scale for each {'row' if whole else f'{self.group} inputs'}"
+
+    def of_rows(self, change: Any) -> "PackedWeight":
+        """With what `change` makes of the parts that have a row for each output."""
+        parts = {name: getattr(self, name) for name in ("values", "scale", "zero")}
+        made = {name: change(part) for name, part in parts.items() if part is not None}
+        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return unchecked(PackedWeight, **(fields | made))
+
+    def unpacked(self) -> Float[Array, "O I"]:
+        """The matrix that it stands for, in float32, its inputs in the order of `order`."""
+        codes = self.values
+        if self.bits == 4:
+            codes = jnp.stack([codes & 15, codes >> 4], axis=-1)
+        codes = codes.reshape(*self.scale.shape, -1)
+        return (self._numbers(codes) * _wide(self.scale)).reshape(self.shape)
+
+    def _numbers(self, codes: UInt8[Array, "O G J"]) -> Float[Array, "O G J"]:
+        if self.form == FLOAT8:
+            return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(jnp.float32)
+        if self.table is not None:
+            return self.table.astype(jnp.float32)[codes]
+        middle = float(1 << (self.bits - 1))
+        zero = middle if self.zero is None else _wide(self.zero)
+        return codes.astype(jnp.float32) - zero
+
+
+def _wide(of_groups: Array) -> Float[Array, "O G 1"]:
+    return of_groups.astype(jnp.float32)[:, :, None]
+
+
+def dequantized(weight: PackedWeight) -> Float[Array, "O I"]:
+    """The matrix that a packed one stands for, in float32, inputs as they come."""
+    whole = weight.unpacked()
+    if weight.order is None:
+        return whole
+    return jnp.zeros_like(whole).at[:, weight.order].set(whole)
+
+
+def quantized_as(model: Any) -> str | None:
+    """How the matrices of a model are quantized; None if none is."""
+    leaves = jax.tree.leaves(model, is_leaf=_is_packed)
+    names = dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, PackedWeight))
+    return " and ".join(names) or None
+
+
+def in_dtype(model: Any, dtype: Any) -> Any:
+    """A model whose floating-point weights are in `dtype`, and whose packed ones compute in it."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, PackedWeight):
+            return replace(leaf, dtype=np.dtype(dtype))
+        return leaf.astype(dtype)
+
+    return jax.tree.map(cast, model, is_leaf=_is_packed)
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, PackedWeight)
+
+
+_SHRUNK = tuple(1 - 0.025 * n for n in range(13))
+"""Scales that are tried, as shares of the one that no weight exceeds."""
+
+
+def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWeight:
+    """A matrix in symmetric integers of 8 or 4 bits.
+
+    Of 13 scales each group has the one of the least squared error: large weights may be cut. Scales
+    are bfloat16 numbers, as in files.
+
+    Args:
+      matrix: `[O, I]`, floating-point numbers.
+      bits: of a weight.
+      group: inputs that share a scale; None for a scale for each row.
+
+    Raises:
+      ValueError: groups do not divide the inputs, or two codes do not fill a byte.
+    """
+    outputs, inputs = matrix.shape
+    each = inputs if group is None else group
+    if inputs % each or inputs * bits % 8:
+        raise ValueError(f"groups of {each} inputs in {bits} bits do not divide {inputs} inputs.")
+    numbers = np.asarray(matrix, np.float32).reshape(outputs, -1, each)
+    most = 1 << (bits - 1)
+    whole = np.maximum(np.abs(numbers).max(axis=2, keepdims=True) / (most - 1), 1e-30)
+    best = np.full(whole.shape, np.inf, np.float32)
+    codes, scale = np.zeros(numbers.shape, np.uint8), np.ones(whole.shape, jnp.bfloat16)
+    for share in _SHRUNK if bits == 4 else _SHRUNK[:1]:
+        tried = (share * whole).astype(jnp.bfloat16)
+        wide = tried.astype(np.float32)
+        made = np.clip(np.rint(numbers / wide), -most, most - 1)
+        error = np.square(made * wide - numbers).sum(axis=2, keepdims=True)
+        better = error < best
+        best, scale = np.where(better, error, best), np.where(better, tried, scale)
+        codes = np.where(better, (made + most).astype(np.uint8), codes)
+    flat = codes.reshape(outputs, inputs)
+    values = flat if bits == 8 else flat[:, 0::2] | flat[:, 1::2] << 4
+    return unchecked(
+        PackedWeight, values=values, scale=scale[:, :, 0], zero=None, order=None, table=None,
+        bits=bits, form=INTEGER, dtype=np.dtype("float32"),
+    )  # fmt: skip

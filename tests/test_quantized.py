@@ -1,0 +1,269 @@
+"""Weights in 8 and 4 bits: what they stand for, files of every layout, models that hold them."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from specjax.__main__ import main
+from specjax.base.pytree import replace
+from specjax.checkpoints import huggingface
+from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.huggingface import load_drafts, load_model, save_model
+from specjax.checkpoints.quantizing import quantize_folder
+from specjax.draft import ExpansionDrafter
+from specjax.models import families, layers, memory
+from specjax.models.inflate import inflate
+from specjax.models.quantized import PackedWeight, dequantized, in_dtype, packed, quantized_as
+from specjax.models.transformer import forward
+from tests.conftest import tiny_model
+from tests.pairs import generate, varied_model
+from tests.quantized_files import LAYOUTS, rewrite
+from tests.test_parity import GOLDEN
+
+GROUPED = {"bits": 4, "group": 16}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a tiny model."""
+    save_model(tiny_model(tie_embeddings=False), tmp_path / "model", dtype="float32")
+    return tmp_path / "model"
+
+
+def logits(model):
+    tokens = jnp.arange(3, 17).reshape(2, 7)
+    return forward(model, tokens, jnp.broadcast_to(jnp.arange(7), (2, 7)), None, None)[0]
+
+
+def unpacked(model):
+    """The model with the matrices that its packed ones stand for."""
+    return jax.tree.map(
+        lambda leaf: dequantized(leaf) if isinstance(leaf, PackedWeight) else leaf,
+        model,
+        is_leaf=lambda leaf: isinstance(leaf, PackedWeight),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_is_read_as_what_it_stands_for(layout, folder):
+    expected = rewrite(folder, layout)
+    model = load_model(folder)
+    names = dict(zip(("query", "key", "value", "output", "gate", "up", "down"),
+                     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+                      "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
+                     strict=True))  # fmt: skip
+    for number, layer in enumerate(model.layers):
+        for leaf, name in names.items():
+            found = getattr(layer, leaf)
+            assert isinstance(found, PackedWeight)
+            wanted = expected[f"model.layers.{number}.{name}.weight"]
+            np.testing.assert_array_equal(dequantized(found), wanted)
+    np.testing.assert_allclose(logits(model), logits(unpacked(model)), rtol=2e-4, atol=2e-4)
+    assert quantized_as(model).split(",")[0] in ("int4", "int8", "fp8", "nf4")
+    held = huggingface.held_bytes(find(folder), "float32")
+    # Tables and names weigh as much as such tiny matrices.
+    assert held == pytest.approx(memory.load_of(model).weights, rel=0.5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group", [8, 24, None])
+def test_packed_weights_are_as_near_as_their_steps(bits, group):
+    matrix = np.random.default_rng(bits).standard_normal((16, 48)).astype(np.float32)
+    matrix[3] = 0
+    matrix[5, 7] = 40.0
+    weight = packed(matrix, bits, group)
+    assert weight.shape == matrix.shape
+    assert weight.group == (group or 48)
+    assert weight.values.nbytes == matrix.size * bits // 8
+    found = np.asarray(dequantized(jax.tree.map(jnp.asarray, weight)))
+    most = np.abs(matrix).reshape(16, -1, group or 48).max(axis=2)
+    step = np.repeat(most / ((1 << (bits - 1)) - 1), group or 48, axis=1)
+    error = np.abs(found - matrix)
+    assert (error <= 2.8 * step + 1e-6).all()  # of four bits large weights may be cut
+    usual = np.arange(16) != 5
+    assert np.sqrt((error[usual] ** 2).mean()) < (0.13 if bits == 4 else 0.011)
+
+
+def test_a_large_weight_may_be_cut_where_the_others_gain():
+    matrix = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    most = np.abs(matrix).max(axis=1, keepdims=True)
+    plain = np.clip(np.rint(matrix / (most / 7)), -8, 7) * (most / 7)
+    found = np.asarray(dequantized(jax.tree.map(jnp.asarray, packed(matrix, 4))))
+    assert ((found - matrix) ** 2).mean() < 0.95 * ((plain - matrix) ** 2).mean()
+
+
+def test_groups_must_divide_the_inputs():
+    with pytest.raises(ValueError, match="groups of 32 inputs in 4 bits do not divide 48 inputs"):
+        packed(np.ones((4, 48), np.float32), 4, 32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_product_is_that_of_the_matrix_in_its_dtype(dtype):
+    drawn = np.random.default_rng(1)
+    weight = jax.tree.map(jnp.asarray, packed(drawn.standard_normal((24, 32)), 4, 16))
+    x = jnp.asarray(drawn.standard_normal((32, 5)), jnp.float32)
+    found = layers.linear(in_dtype(weight, dtype), x)
+    wanted = layers.linear(dequantized(weight).astype(dtype), x)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, wanted)
+    order = jnp.asarray(drawn.permutation(32), jnp.int32)
+    found = layers.linear(replace(in_dtype(weight, dtype), order=order), x[jnp.argsort(order)])
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("method", ["none", "chain"])
+def test_a_quantized_target_and_draft_give_the_targets_own_text(method, tmp_path):
+    save_model(varied_model(), tmp_path / "target", dtype="float32")
+    quantize_folder(find(tmp_path / "target"), tmp_path / "small", 8)
+    quantize_folder(find(tmp_path / "target"), tmp_path / "smaller", **GROUPED)
+    target = load_model(tmp_path / "small")
+    drafts = load_drafts(tmp_path / "smaller")
+    drafter = None if method == "none" else ExpansionDrafter.of(drafts, (1, 1, 1))
+    found = generate(target, drafter)
+    plain = generate(unpacked(target), None)
+    np.testing.assert_array_equal(found.tokens, plain.tokens)
+    assert drafter is None or np.mean(found.tokens_per_step) > 1
+
+
+@pytest.mark.parametrize("family", ["neox", "phi3_short", "qwen3"])
+def test_matrices_of_every_packing_are_quantized_and_read(family, tmp_path):
+    done = quantize_folder(find(GOLDEN / family), tmp_path / "made", 8)
+    assert done.matrices > 0
+    assert done.size < done.before
+    before, after = load_model(GOLDEN / family), load_model(tmp_path / "made")
+    for old, new in zip(before.layers, after.layers, strict=True):
+        for name in ("query", "key", "value", "output", "up", "down"):
+            matrix = np.asarray(getattr(old, name))
+            wanted = dequantized(jax.tree.map(jnp.asarray, packed(matrix, 8)))
+            np.testing.assert_array_equal(dequantized(getattr(new, name)), wanted)
+
+
+def test_what_is_written_names_itself_and_takes_the_tokenizer_along(tmp_path, capsys):
+    save_model(tiny_model(), tmp_path / "model", dtype="bfloat16")
+    (tmp_path / "model" / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model" / "notes.bin").write_text("left")
+    assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/made", "--group", "16"]) == 0
+    assert "14 matrices in int4, a scale for each 16 inputs" in capsys.readouterr().out
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    about = config["quantization_config"]
+    assert about["config_groups"]["group_0"]["weights"] == {
+        "num_bits": 4, "type": "int", "symmetric": True, "group_size": 16, "strategy": "group",
+    }  # fmt: skip
+    assert {each.name for each in (tmp_path / "made").iterdir()} == {
+        "config.json", "tokenizer_config.json", "model-00001.safetensors",
+        "model.safetensors.index.json",
+    }  # fmt: skip
+    names = load_file(tmp_path / "made" / "model-00001.safetensors")
+    assert names["model.layers.0.mlp.up_proj.weight_packed"].dtype == np.int32
+    with pytest.raises(CheckpointError, match="is quantized already"):
+        quantize_folder(find(tmp_path / "made"), tmp_path / "again")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--bits", "3"], "--bits is 3; it must be 8 or 4"),
+        (["--group", "0"], "--group is 0; it must be at least 1"),
+        (["--group", "9"], "groups of 9 inputs in 4 bits do not divide"),
+    ],
+)
+def test_what_cannot_be_quantized_is_said_and_leaves_nothing(flags, said, folder, capsys):
+    assert main(["quantize", str(folder), f"{folder}-made", *flags]) == 2
+    assert said in capsys.readouterr().err
+    assert [each.name for each in folder.parent.iterdir()] == ["model"]
+
+
+def test_a_folder_with_a_model_is_not_written_to(folder, capsys):
+    assert main(["quantize", str(folder), str(folder), "--group", "16"]) == 2
+    assert "config.json exists already; name another folder" in capsys.readouterr().err
+    assert main(["quantize", str(GOLDEN / "gpt2"), f"{folder}-made"]) == 2
+    assert "matrices of gpt2 models are stored [in, out]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"quant_method": "exl2"}, "quantization 'exl2' is not supported; compressed-tensors,"),
+        ({"bits": 4}, "it has no 'quant_method'"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits are not supported; 4 and 8 are"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is not"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' are not"),
+        ({"quant_method": "compressed-tensors", "format": "marlin-24", "config_groups": {}},
+         "format 'marlin-24' is not supported"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {},
+          "sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask' is not"),
+    ],
+)  # fmt: skip
+def test_kinds_that_are_not_supported_are_refused_by_name(about, said, folder):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": about}))
+    with pytest.raises(CheckpointError, match=said):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "part", "value", "said"),
+    [
+        ("awq", "scales", None, "lacks .*scales"),
+        ("gptq 4 bits", "scales", np.full((2, 32), np.nan, np.float16), "a scale is NaN"),
+        ("gptq_v2 4 bits shuffled", "g_idx", np.zeros(32, np.int32), "groups of 0 to 32 inputs"),
+        ("words of 4 bits", "weight_shape", np.asarray([32, 99]), "bits are not supported|do not"),
+        ("words of 4 bits", "weight_scale", np.ones((32, 5), np.float16), r"scales \(32, 5\) do"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_by_name(layout, part, value, said, folder):
+    rewrite(folder, layout)
+    file, name = folder / "model.safetensors", f"model.layers.0.self_attn.q_proj.{part}"
+    held = load_file(file)
+    del held[name]
+    save_file(held if value is None else held | {name: value}, file)
+    with pytest.raises(CheckpointError, match=said):
+        load_model(folder)
+
+
+def test_blocks_must_be_those_of_the_configuration(folder):
+    rewrite(folder, "blocks of fp8")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["weight_block_size"] = [8, 16]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"blocks of \[8, 16\] do not divide"):
+        load_model(folder)
+
+
+def test_a_quantized_embedding_is_refused(folder):
+    file = folder / "model.safetensors"
+    rewrite(folder, "int8")
+    held = load_file(file)
+    held["lm_head.weight"] = np.ones(held["lm_head.weight"].shape, np.int8)
+    held["lm_head.weight_scale"] = np.ones((len(held["lm_head.weight"]), 1), np.float32)
+    save_file(held, file)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight .* outside the layers cannot be"):
+        load_model(folder)
+
+
+def test_a_quantized_model_is_neither_written_nor_grown(folder, tmp_path):
+    rewrite(folder, "awq")
+    model = load_model(folder)
+    for change in (lambda: save_model(model, tmp_path / "made"), lambda: inflate(model, 10**6)):
+        with pytest.raises(ValueError, match=r"weights are quantized .int4, a scale for each 16"):
+            change()
+
+
+def test_every_family_says_whether_its_matrices_can_be(tmp_path):
+    for case in sorted(each.name for each in GOLDEN.iterdir() if (each / "config.json").is_file()):
+        config, family = huggingface.read_config(GOLDEN / case)
+        turned = any(each.turned for each in families.stored(family, config))
+        out = tmp_path / case
+        if turned:
+            with pytest.raises(CheckpointError, match="stored"):
+                quantize_folder(find(GOLDEN / case), out, 8)
+        else:
+            quantize_folder(find(GOLDEN / case), out, 8)
+            assert quantized_as(load_model(out)) == "int8, a scale for each row"
+            shutil.rmtree(out)
