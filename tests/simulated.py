@@ -1,6 +1,7 @@
 """What the controller would do, simulated: `python -m tests.simulated [PART ...]`.
 
-Parts: regret, ablations, h100, replicas, all of them by default; and checks, which the tests run.
+Parts: regret, ablations, reconvergence, h100, replicas, all of them by default; and checks, which
+the tests run.
 Minutes on one core. Every number is of a cost model and of synthetic acceptance (see
 `specjax.goodput.machines` and `specjax.engine.workload`).
 """
@@ -194,6 +195,48 @@ def ablations(count: int = 20) -> None:
         )
 
 
+def reconvergence(seeds: int = 16, at: float = 10.0, most: int = 600) -> None:
+    """Prints how many steps after drafts become worse or better the controller is as good as the
+    best fixed setting is from then on, within a twentieth, on the average of some runs.
+    """
+    for name, before, after in (
+        ("worse by 1 logit (code, then prose)", 0.0, -1.0),
+        ("worse by 2.5", 0.0, -2.5),
+        ("useless", 0.0, -8.0),
+        ("better by 1", -1.0, 0.0),
+        ("better by 2.5", -2.5, 0.0),
+        ("good, from useless", -8.0, 0.0),
+    ):
+        world = World(MACHINE, Truth(changes=((0.0, before), (at, after))))
+        case = Case(name, at_once(700, 3), world, 8, 64, 0)
+        found = {each: _goodput_from(case.fixed(each), at) for each in NAMES}
+        best = max(found, key=lambda each: found[each])
+        runs = [case._replace(seed=seed).auto() for seed in range(seeds)]
+        curves = [_windows(run, at, most) for run in runs]
+        mean = {steps: fmean([own[steps] for own in curves]) / found[best] for steps in curves[0]}
+        back = next((steps for steps, share in mean.items() if share >= 0.95), None)
+        shown = ", ".join(f"{steps} {mean[steps]:.2f}" for steps in (0, 50, 100, 200, 400))
+        print(
+            f"{name}: within 5 % of {best} after {back} steps; share by steps: {shown}", flush=True
+        )
+
+
+def _goodput_from(run: Result, at: float) -> float:
+    first = next(mark for mark in run.marks if mark.busy >= at)
+    last = run.marks[-1]
+    return (last.tokens - first.tokens) / (last.busy - first.busy)
+
+
+def _windows(run: Result, at: float, most: int, steps: int = 50) -> dict[int, float]:
+    """Tokens a second of fifty steps, by how many steps after a time they begin."""
+    first = next(place for place, mark in enumerate(run.marks) if mark.busy >= at)
+    found = {}
+    for number in range(most // steps):
+        one, other = run.marks[first + number : first + number + 2]
+        found[number * steps] = (other.tokens - one.tokens) / (other.busy - one.busy)
+    return found
+
+
 def h100(rows: int = 64) -> None:
     """Prints what is chosen for Llama-3.1-8B at rising load, on H100 and on v5e."""
     for make, columns in ((llama_8b_on_h100, 512), (llama_8b_on_v5e, 512)):
@@ -313,10 +356,10 @@ def _targets(most_ms: float = 2.8) -> tuple[float, float]:
 
 
 PARTS: dict[str, Callable[[], None]] = {
-    "regret": regret, "ablations": ablations, "h100": h100, "replicas": replicas,
-    "checks": checks,
+    "regret": regret, "ablations": ablations, "reconvergence": reconvergence, "h100": h100,
+    "replicas": replicas, "checks": checks,
 }  # fmt: skip
 
 if __name__ == "__main__":
-    for part in sys.argv[1:] or ("regret", "ablations", "h100", "replicas"):
+    for part in sys.argv[1:] or ("regret", "ablations", "reconvergence", "h100", "replicas"):
         PARTS[part]()

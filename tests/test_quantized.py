@@ -13,7 +13,7 @@ from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import load_drafts, load_model, save_model
+from specjax.checkpoints.huggingface import load_drafts, load_model, save_model, save_sharded
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.draft import ExpansionDrafter
 from specjax.models import families, layers, memory
@@ -250,9 +250,15 @@ def test_a_quantized_embedding_is_refused(folder):
 def test_a_quantized_model_is_neither_written_nor_grown(folder, tmp_path):
     rewrite(folder, "awq")
     model = load_model(folder)
-    for change in (lambda: save_model(model, tmp_path / "made"), lambda: inflate(model, 10**6)):
+    changes = (
+        lambda: save_model(model, tmp_path / "made"),
+        lambda: save_sharded(model, tmp_path / "made"),
+        lambda: inflate(model, 10**6),
+    )
+    for change in changes:
         with pytest.raises(ValueError, match=r"weights are quantized .int4, a scale for each 16"):
             change()
+    assert not (tmp_path / "made").exists()
 
 
 def test_every_family_says_whether_its_matrices_can_be(tmp_path):

@@ -184,7 +184,42 @@ def tensors(files: Files) -> Iterator[tuple[str, Path, np.ndarray]]:
         yield from _mapped(file) if file.suffix == ".safetensors" else _pickled(file)
 
 
+class Extent(NamedTuple):
+    """Where a safetensors file holds a tensor: its first byte, and how many there are."""
+
+    name: str
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def extents(files: Files) -> Iterator[Extent]:
+    """Where every tensor is.
+
+    Raises:
+      CheckpointError: a file is missing, damaged or of PyTorch's own format.
+    """
+    for file in files.weights or _weight_files(files.folder):
+        if file.suffix != ".safetensors":
+            raise CheckpointError(
+                f"{file} is of PyTorch's own format, which cannot be streamed; save it as "
+                "safetensors (transformers' save_pretrained does)."
+            )
+        yield from _extents_in(file)
+
+
 def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
+    data: np.ndarray | None = None
+    for each in _extents_in(file):
+        if data is None:
+            data = np.asarray(np.memmap(file, np.uint8, "r"))
+        own = data[each.start : each.start + each.size]
+        yield each.name, file, own.view(each.dtype).reshape(each.shape)
+
+
+def _extents_in(file: Path) -> Iterator[Extent]:
     try:
         with safe_open(file, framework="np"):  # checks the header against the file's size
             pass
@@ -195,9 +230,6 @@ def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(size))
-    data = np.zeros(0, np.uint8)
-    if file.stat().st_size > 8 + size:
-        data = np.asarray(np.memmap(file, np.uint8, "r", offset=8 + size))
     for name, about in header.items():
         if name == "__metadata__":
             continue
@@ -205,7 +237,8 @@ def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
         if kind is None:
             raise CheckpointError(f"{name} in {file} is {about['dtype']}, which is not supported.")
         start, stop = about["data_offsets"]
-        yield name, file, data[start:stop].view(kind).reshape(about["shape"])
+        at = 8 + size + start
+        yield Extent(name, file, np.dtype(kind), tuple(about["shape"]), at, stop - start)
 
 
 def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:

@@ -1,7 +1,7 @@
 """Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +52,8 @@ def load(
     dtype: str | None = None,
     mesh: Mesh | None = None,
     positions: int | None = None,
+    offload: str | None = None,
+    memory: int | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
     """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
@@ -63,14 +65,23 @@ def load(
       positions: how many of the model's are used, by default all; of a LongRoPE model those of its
         short factors, more take the long ones. Where a file stretches a context that it names, all
         of that may be used.
+      offload: "disk" keeps only the first layers in memory, as many as fit; the others are read in
+        every pass (see `specjax.models.streamed`).
+      memory: bytes for the weights of an offloaded model; None is half of what there is.
 
     Returns:
       The model, and the tokenizer of its folder.
 
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
+      ValueError: a model cannot be offloaded so.
     """
     found = find(name)
+    if offload is not None or memory is not None:
+        from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
+
+        made = load_offloaded(found, offload, memory, dtype=dtype, mesh=mesh, positions=positions)
+        return made, tokenizer_of(found.folder)
     return load_model(found, dtype=dtype, mesh=mesh, positions=positions), tokenizer_of(
         found.folder
     )
@@ -187,16 +198,33 @@ def load_model(
             ) from error
     outer: dict[str, Any] = {}
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
-    for stored, tensor in _checked(files, whole, family):
+    for stored, tensor in checked(files, whole, family):
         into = outer if stored.layer is None else layers[stored.layer]
-        if isinstance(tensor, PackedWeight):
-            for leaf, part in zip(stored.leaves, _split(stored, tensor), strict=True):
-                into[leaf] = _put_packed(placement, leaf, part, kind, files.folder)
-            continue
-        for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
-            rows = config.outer_shapes[leaf][0] if stored.layer is None else len(part)
-            into[leaf] = placement.put(leaf, part[:rows], kind)
+        into |= leaves_of(stored, tensor, placement, kind, files.folder)
     return assemble(placement.config, outer, layers, placement.axis, placement.repeats)
+
+
+def leaves_of(
+    stored: Stored,
+    tensor: np.ndarray | PackedWeight,
+    placement: Placement,
+    dtype: Any,
+    folder: Path,
+) -> dict[str, Any]:
+    """The leaves that a tensor of a file holds, on their devices.
+
+    Raises:
+      CheckpointError: its groups cannot be spread over them.
+    """
+    if isinstance(tensor, PackedWeight):
+        pairs = zip(stored.leaves, _split(stored, tensor), strict=True)
+        return {leaf: _put_packed(placement, leaf, part, dtype, folder) for leaf, part in pairs}
+    made = {}
+    for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
+        shapes = placement.config.outer_shapes
+        rows = shapes[leaf][0] if stored.layer is None else len(part)
+        made[leaf] = placement.put(leaf, part[:rows], dtype)
+    return made
 
 
 def held_bytes(files: Files, dtype: Any) -> int | None:
@@ -254,6 +282,7 @@ def save_model(
       ValueError: the family's `config.json` has no keys for what the model is, or its weights are
         quantized.
     """
+    _check_written(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = orbax.once(model)
@@ -285,8 +314,9 @@ def save_sharded(
 
     Raises:
       CheckpointError: the folder has a model already.
-      ValueError: the family cannot say what the model is.
+      ValueError: the family cannot say what the model is, or its weights are quantized.
     """
+    _check_written(model)
     folder, model = Path(folder), orbax.once(model)
     check_free(folder)
     written = families.write_config(model.config) if config is None else config
@@ -322,14 +352,18 @@ def check_is_free(folder: Path) -> None:
         raise CheckpointError(f"{there[0]} exists already; name another folder.")
 
 
+def _check_written(model: Model) -> None:
+    if (name := quantized_as(model)) is not None:
+        raise ValueError(f"the model's weights are quantized ({name}) and cannot be written again.")
+
+
 def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
     """The weights as Hugging Face's files name and pack them; the arrays themselves where whole.
 
     Raises:
       ValueError: they are quantized.
     """
-    if (name := quantized_as(model)) is not None:
-        raise ValueError(f"the model's weights are quantized ({name}) and cannot be written again.")
+    _check_written(model)
     for stored in families.stored(families.FAMILIES[model.config.family], model.config):
         holder = model if stored.layer is None else model.layers[stored.layer]
         leaves = [getattr(holder, leaf) for leaf in stored.leaves]
@@ -372,12 +406,19 @@ def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
 
 
-def _checked(
-    files: Files, config: ModelConfig, family: Family
+def checked(
+    files: Files,
+    config: ModelConfig,
+    family: Family,
+    looks: Callable[[Stored], bool] = lambda stored: True,
 ) -> Iterator[tuple[Stored, np.ndarray | PackedWeight]]:
     """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
 
-    An unembedding that a tied model's file repeats must equal its embedding.
+    An unembedding that a tied model's file repeats must equal its embedding. `looks` says which
+    tensors are read to see that they are finite.
+
+    Raises:
+      CheckpointError: something is missing, of another shape, or no number.
     """
     expected = {stored.name: stored for stored in families.stored(family, config)}
     missing, tied = dict(expected), {}
@@ -404,7 +445,7 @@ def _checked(
                 f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
             )
         if stored is not None:
-            _check_numbers(found, file, tensor)
+            check_numbers(found, file, tensor, looks(stored))
             yield stored, tensor
     if missing:
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
@@ -424,7 +465,14 @@ def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | Non
     return packed
 
 
-def _check_numbers(name: str, file: Path, tensor: np.ndarray | PackedWeight) -> None:
+def check_numbers(
+    name: str, file: Path, tensor: np.ndarray | PackedWeight, looks: bool = True
+) -> None:
+    """Checks that a tensor holds numbers, and if it is looked at that they are finite.
+
+    Raises:
+      CheckpointError: it does not.
+    """
     if isinstance(tensor, PackedWeight):
         return  # its scales were looked at
     if not jnp.issubdtype(tensor.dtype, jnp.floating):
@@ -432,7 +480,7 @@ def _check_numbers(name: str, file: Path, tensor: np.ndarray | PackedWeight) -> 
             f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers, or "
             "quantized as quantization_config says."
         )
-    if not is_finite(tensor):
+    if looks and not is_finite(tensor):
         raise CheckpointError(f"{name} in {file} holds NaN or infinity.")
 
 

@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import huggingface, ngram_files
 from specjax.checkpoints.files import BUNDLED, Files, config_of, find
+from specjax.checkpoints.streaming import load_offloaded
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
 from specjax.draft.ngram import NGram
 from specjax.models.transformer import Model
@@ -39,6 +40,8 @@ def load_pair(
     stage: str | None = None,
     mesh: Mesh | None = None,
     positions: int | None = None,
+    offload: str | None = None,
+    memory: int | None = None,
 ) -> Pair:
     """A target and what drafts for it.
 
@@ -52,16 +55,23 @@ def load_pair(
         "bundled/stage2" are the bundled ones, and the default for the bundled target.
       mesh: the devices to lie on.
       positions: see `load`.
+      offload: of the target, see `load`; drafts are always in memory.
+      memory: bytes for an offloaded target's weights.
 
     Returns:
       The pair.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
-      ValueError: a draft has another vocabulary than the target.
+      ValueError: a draft has another vocabulary than the target, or this cannot be offloaded so.
     """
     found = named(model, draft, stage)
-    target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
+    if offload is None and memory is None:
+        target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
+    else:
+        target = load_offloaded(
+            found.target, offload, memory, dtype=dtype, mesh=mesh, positions=positions
+        )
     tokenizer = tokenizer_of(found.target.folder)
     pair = Pair(target, tokenizer, [])
     return _with_drafts(pair, found, mesh) if found.drafts or found.stages else pair

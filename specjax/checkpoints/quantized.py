@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax.base.pytree import unchecked
 from specjax.checkpoints.files import CONFIG, CheckpointError
-from specjax.models.quantized import FLOAT8, INTEGER, TABLE, PackedWeight
+from specjax.models.quantized import FLOAT8, INTEGER, PackedWeight
 
 Parts = Mapping[str, np.ndarray]
 Found = tuple[str, Path, "np.ndarray | PackedWeight"]
@@ -77,7 +77,7 @@ def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -
         return
     held = {name: (file, tensor) for name, file, tensor in found}
     taken: set[str] = set()
-    made: dict[str, Found] = {}
+    packed: dict[str, tuple[str, Layout, Parts]] = {}
     for layout in layouts:
         for name, (file, tensor) in held.items():
             base = name.removesuffix("." + layout.main)
@@ -89,15 +89,16 @@ def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -
                     parts[part] = held[whole][1]
                 elif part in layout.needed:
                     raise CheckpointError(f"{name} in {file} lacks {whole}.")
-            try:
-                packed = layout.read(parts)
-            except (ValueError, IndexError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{name} in {file}: {error}") from error
-            made[name] = f"{base}.weight", file, packed
+            packed[name] = base, layout, parts
             taken |= {f"{base}.{part}" for part in parts}
     for name, (file, tensor) in held.items():
-        if name in made:
-            yield made[name]
+        if name in packed:
+            base, layout, parts = packed[name]
+            try:
+                made = layout.read(parts)
+            except (ValueError, IndexError, KeyError, TypeError) as error:
+                raise CheckpointError(f"{name} in {file}: {error}") from error
+            yield f"{base}.weight", file, made
         elif name not in taken:
             yield name, file, tensor
 
@@ -288,17 +289,16 @@ def _blocks(about: Mapping[str, Any]) -> list[Layout]:
 
 def _bitsandbytes(about: Mapping[str, Any]) -> list[Layout]:
     """bitsandbytes: 4 bits in a table of numbers, or int8 with the largest value of each row."""
-    kinds = (np.dtype(np.uint8),)
-    nested = ("weight.nested_absmax", "weight.nested_quant_map")
-    states = [
-        Layout("weight", ("weight.absmax", "weight.quant_map", f"weight.quant_state.{name}"),
-               nested, _table_of(f"weight.quant_state.{name}"), kinds)
-        for name in (f"bitsandbytes__{about.get('bnb_4bit_quant_type', 'nf4')}",)
-    ]  # fmt: skip
     if about.get("load_in_8bit"):
-        may = ("weight_format",)
-        return [Layout("weight", ("SCB",), may, _rows_of_int8, (np.dtype(np.int8),))]
-    return states
+        kinds = (np.dtype(np.int8),)
+        return [Layout("weight", ("SCB",), ("weight_format",), _rows_of_int8, kinds)]
+    kind = about.get("bnb_4bit_quant_type", "nf4")
+    if kind not in ("nf4", "fp4"):
+        raise ValueError(f"bnb_4bit_quant_type {kind!r} is not supported; nf4 and fp4 are.")
+    state = f"weight.quant_state.bitsandbytes__{kind}"
+    nested = ("weight.nested_absmax", "weight.nested_quant_map")
+    needed, kinds = ("weight.absmax", "weight.quant_map", state), (np.dtype(np.uint8),)
+    return [Layout("weight", needed, nested, _table_of(kind, state), kinds)]
 
 
 def _rows_of_int8(parts: Parts) -> PackedWeight:
@@ -306,9 +306,9 @@ def _rows_of_int8(parts: Parts) -> PackedWeight:
     return _packed(parts["weight"].view(np.uint8) ^ 128, scale, 8)
 
 
-def _table_of(name: str) -> Callable[[Parts], PackedWeight]:
+def _table_of(kind: str, about: str) -> Callable[[Parts], PackedWeight]:
     def matrix(parts: Parts) -> PackedWeight:
-        state = json.loads(parts[name].tobytes())
+        state = json.loads(parts[about].tobytes())
         (outputs, inputs), block = state["shape"], state["blocksize"]
         if inputs % block or inputs % 2:
             raise ValueError(f"blocks of {block} do not divide {inputs} inputs.")
@@ -321,7 +321,7 @@ def _table_of(name: str) -> Callable[[Parts], PackedWeight]:
         values = found >> 4 | found << 4  # its first input has the upper bits
         scale = scale.astype(np.float32).reshape(outputs, inputs // block)
         table = parts["weight.quant_map"].astype(np.float32)
-        return _packed(values, scale, 4, table=table, form=TABLE)
+        return _packed(values, scale, 4, table=table, form=kind)
 
     return matrix
 

@@ -14,7 +14,7 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Generate
-from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
+from specjax.cli.values import at_least, bytes_of, check_seed, dtype_of, widths_of
 from specjax.decoding.generate import steps_on_host
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Step
@@ -46,7 +46,8 @@ def generate(options: Generate) -> int:
     mesh = devices_for(options.mesh, options.distributed)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage, mesh=mesh,
-        positions=options.positions,
+        positions=options.positions, offload=options.offload,
+        memory=bytes_of("--memory", options.memory),
     )  # fmt: skip
     asked = Asked(
         options.method, widths_of(options.tree), options.budget, options.config, options.verify

@@ -120,6 +120,10 @@ class Generate(Context, Hosts):
     """The verification rule; auto takes the one that accepts most of what is lossless."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    offload: str | None = None
+    """disk keeps the first layers of the model in memory, and reads the others in every pass."""
+    memory: str | None = None
+    """Of an offloaded model's weights, such as 2GiB; by default half of what there is."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = 0

@@ -1,6 +1,7 @@
 """What the values of options mean, and the sentences for those that mean nothing."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -91,6 +92,26 @@ def count_of(text: str) -> int:
             "at most."
         )
     return round(count)
+
+
+_UNITS = {"B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+          "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}  # fmt: skip
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def bytes_of(flag: str, text: str | None) -> int | None:
+    """The bytes that a text such as 2GiB names; None for None.
+
+    Raises:
+      ValueError: it names none.
+    """
+    if text is None:
+        return None
+    found = _SIZE.fullmatch(text)
+    unit = _UNITS.get(found[2].upper() or "B") if found else None
+    if found is None or unit is None or not (size := round(float(found[1]) * unit)):
+        raise ValueError(f"{flag} is {text!r}; it must be a size such as 2GiB or 500MB.")
+    return size
 
 
 def check_seed(seed: int) -> None:

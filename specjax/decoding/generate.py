@@ -13,11 +13,13 @@ from jaxtyping import Array, Float, Int32
 
 from specjax.base.pytree import pytree, unchecked
 from specjax.base.sampling import Sampling
+from specjax.decoding import streamed
 from specjax.decoding.request import Prompts, Request, Rows, prepare
 from specjax.decoding.stepping import DecodeState, prefill, step
 from specjax.draft.drafter import Drafter, Step
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import ROWS, Layout, everywhere, spread
 from specjax.verify.rules import AUTO, Rule
@@ -150,7 +152,30 @@ def generate(
         key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
         verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return on_host(generate_jit(**request._asdict()), max_new_tokens)
+    return completed(request, max_new_tokens)
+
+
+def completed(request: Request, columns: int) -> Generation:
+    """A request's generation on the host, of so many columns of tokens."""
+    if isinstance(request.target, StreamedModel):
+        return _collected(request, columns)
+    return on_host(generate_jit(**request._asdict()), columns)
+
+
+def _collected(request: Request, columns: int) -> Generation:
+    """What `generate_jit` would give, a step at a time."""
+    count = request.rows.length.shape[0]
+    tokens = np.zeros((count, columns), np.int32)
+    lengths, taken, nodes = (np.zeros(count, np.int32) for _ in range(3))
+    ended = np.zeros(count, bool)
+    for gave in steps_on_host(request):
+        taken += ~ended
+        nodes += np.where(ended, 0, gave.tree.valid.sum(axis=1) - 1).astype(np.int32)
+        for row, own in enumerate(gave.count.tolist()):
+            tokens[row, lengths[row] : lengths[row] + own] = gave.tokens[row, :own]
+        lengths += gave.count
+        ended = np.asarray(gave.done)
+    return Generation(tokens, lengths, taken, nodes)
 
 
 @partial(jax.jit, static_argnames=("slots", "layout"))
@@ -190,6 +215,8 @@ def state_specs(target: Model, drafter: Drafter) -> DecodeState:
 
 def begin(request: Request) -> DecodeState:
     """The state after a request's prompts."""
+    if isinstance(request.target, StreamedModel):
+        return streamed.begin(request)
     return prefill_jit(request.target, request.drafter, request.rows, request.slots, request.layout)
 
 
@@ -200,7 +227,10 @@ def steps(request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, S
     """
     ended = False
     while not ended:
-        state, gave = step_jit(request.target, request.drafter, request.rule, state, request.layout)
+        if isinstance(request.target, StreamedModel):
+            state, gave = streamed.step(request, state)
+        else:
+            state, gave = step_jit(*request[:2], request.rule, state, request.layout)
         yield state, gave
         ended = bool(np.asarray(gave.done).all())
 

@@ -62,9 +62,20 @@ def read(
     target: Model, rows: Rows, slots: int, target_top_k: int
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
     """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
-    count, tokens = rows.prompt.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (count, tokens))
-    x, new = trunk(target, rows.prompt, positions, None, None)
+    x, new = trunk(target, rows.prompt, positions_of(rows), None, None)
+    return after_prompts(target, rows, slots, target_top_k, x, new)
+
+
+def positions_of(rows: Rows) -> Int32[Array, "B T"]:
+    """Those of the tokens of prompts."""
+    return jnp.broadcast_to(jnp.arange(rows.prompt.shape[1], dtype=jnp.int32), rows.prompt.shape)
+
+
+def after_prompts(
+    target: Model, rows: Rows, slots: int, target_top_k: int, x: Float[Array, "E C"], new: NewKV
+) -> tuple[DecodeState, Int32[Array, "B T k"]]:
+    """What `read` gives, of a pass over the prompts."""
+    count = rows.prompt.shape[0]
     dtype = cache_dtype(target.embedding.dtype)
     cache = empty_cache(target.config, count, slots, dtype, target.kv_heads)
     made = jnp.zeros(count, jnp.int32)
@@ -108,18 +119,31 @@ def score_tree(
 
     Empty slots are added where the platform's products run faster with more columns.
     """
-    rows, slots = tree.tokens.shape
     if packing is not None:
         tree_mask, positions = tree_attention_mask(tree), state.cache.length[:, None] + tree.depth
         x, new = trunk(target, tree.tokens, positions, state.cache, tree_mask, packing=packing)
         return unembed(target, x).T[:, None], new
+    at = columns_of(target, tree, state)
+    logits, new = forward(target, at.tokens, at.positions, state.cache, at.tree_mask)
+    return logits[:, : tree.tokens.shape[1]], new
+
+
+class Columns(NamedTuple):
+    """What a pass over trees is made of: the nodes of rows, and empty slots behind them."""
+
+    tokens: Int32[Array, "B T"]
+    positions: Int32[Array, "B T"]
+    tree_mask: Bool[Array, "B T T"]
+
+
+def columns_of(target: Model, tree: TokenTree, state: DecodeState) -> Columns:
+    """The columns of a pass over trees, as many as are fastest."""
+    rows, slots = tree.tokens.shape
     spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
     tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
     tree_mask = jnp.pad(tree_attention_mask(tree), ((0, 0), (0, spare), (0, spare)))
     tree_mask |= jnp.eye(slots + spare, dtype=bool)
-    positions = state.cache.length[:, None] + depth
-    logits, new = forward(target, tokens, positions, state.cache, tree_mask)
-    return logits[:, :slots], new
+    return Columns(tokens, state.cache.length[:, None] + depth, tree_mask)
 
 
 def rows_of(packing: Packing, tree: Any) -> Any:

@@ -30,7 +30,7 @@ from specjax.goodput.shapes import shapes_of
 
 _LOOKED = 8
 """Steps between looks for a text that the draft could read, as in the engine."""
-_MARKED = 100
+_MARKED = 50
 """Steps between the marks of a result."""
 _PAUSE = 20.0
 """Times as long as usual that a step takes in which the machine pauses."""
@@ -105,7 +105,7 @@ class Result:
       busy: of them, those in which a request ran; of all replicas together.
       steps: by their settings.
       tokens: that were made.
-      marks: every hundred steps, of the first replica.
+      marks: every fifty steps, of the first replica.
       probing: seconds of steps and readings that the policy made to learn.
     """
 

@@ -8,7 +8,7 @@ _PRIOR = 12.0
 """Trials that a curve's beginning counts as."""
 _KEPT = 400.0
 """Trials at depth 1 from which on earlier ones count half."""
-_SKILL = {True: ((1.5, 0.6), (6.0, 0.97)), False: ((4.0, 0.87), (10.0, 0.98))}
+_SKILL = {True: ((1.5, 0.6), (6.0, 0.97)), False: ((8.0, 0.87), (20.0, 0.98))}
 """Of greedy requests and of others: for the passing and for the lasting part of a skill, the
 information that it is pulled to 0 with, and what earlier steps count, a step later. A greedy text
 is easy or hard for some steps: accepted tokens of the bundled pair's chains correlate by 0.49 one

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from specjax.base.pytree import pytree, replace, static, unchecked
 
-INTEGER, FLOAT8, TABLE = "int", "float8_e4m3fn", "table"
-"""What a code is: an integer, an 8-bit float, or a place in a table of numbers."""
+INTEGER, FLOAT8 = "int", "fp8"
+"""What a code is: an integer, or an 8-bit float (e4m3fn). Others are places in a table."""
 
 
 @pytree
@@ -29,7 +29,7 @@ class PackedWeight:
       order: which input stands at each place, where groups are not of neighbours.
       table: the numbers that codes stand for, where they are none themselves.
       bits: of a code, 8 or 4.
-      form: what a code is: one of `INTEGER`, `FLOAT8`, `TABLE`.
+      form: what a code is: `INTEGER`, `FLOAT8`, or a table's name, such as `nf4`.
       dtype: what products with it are computed in.
     """
 
@@ -55,7 +55,7 @@ class PackedWeight:
     @property
     def name(self) -> str:
         """Its bits and groups, as people name them."""
-        kind = {INTEGER: f"int{self.bits}", FLOAT8: "fp8", TABLE: f"nf{self.bits}"}[self.form]
+        kind = f"int{self.bits}" if self.form == INTEGER else self.form
         whole = self.group == self.shape[1]
         return f"{kind}, a scale for each {'row' if whole else f'{self.group} inputs'}"
 

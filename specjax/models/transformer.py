@@ -80,6 +80,8 @@ class Model:
     @property
     def kv_heads(self) -> int:
         """How many key/value heads are here."""
+        if not self.layers:
+            return self.config.num_kv_heads
         return self.layers[0].key.shape[0] // self.config.head_dim
 
 
@@ -91,10 +93,15 @@ def assemble(
     repeats: int = 1,
 ) -> Model:
     """A model of named leaves: those outside its layers, and those of each layer."""
-    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
-    made = tuple(LayerWeights(**{**absent, **layer}) for layer in layers)
+    made = tuple(map(layer_of, layers))
     whole = {"unembedding": None, **outer}
     return Model(**whole, layers=made, config=config, axis=axis, repeats=repeats)
+
+
+def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
+    """A layer of named leaves."""
+    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
+    return LayerWeights(**{**absent, **leaves})
 
 
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
@@ -138,7 +145,7 @@ class AttentionMask(NamedTuple):
 def attention_mask_of(
     window: int | None,
     positions: Int32[Array, "B T"],
-    cache: KVCache | None,
+    cache: KVCache | Prefix | None,
     tree_mask: Bool[Array, "B T M"] | None,
 ) -> AttentionMask:
     """What is seen through a window: a token's own position and the `window - 1` before it.
@@ -304,7 +311,28 @@ def trunk(
         mask, angles = views[windows[index]]
         x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
         made.append(new)
-    return _norm(config, model, "final_norm", x), tuple(made)
+    return final_norm(model, x), tuple(made)
+
+
+def layer_of_pass(
+    outer: Model,
+    weights: LayerWeights,
+    window: int | None,
+    x: Float[Array, "E C"],
+    positions: Int32[Array, "B T"],
+    tree_mask: Bool[Array, "B T M"] | None,
+    prefix: Prefix | None,
+) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
+    """One layer of `trunk` by itself, of a model whose layers are elsewhere."""
+    config = outer.config
+    mask = attention_mask_of(window, positions, prefix, tree_mask)
+    angles = layers.rotary_angles(positions, config.rotated, *rotary_of(config, window))
+    return apply_layer(outer, weights, x, angles, mask, prefix)
+
+
+def final_norm(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
+    """What leaves the last layer, normed."""
+    return _norm(model.config, model, "final_norm", x)
 
 
 def embed(

@@ -1,0 +1,166 @@
+"""Steps of a target whose layers come from elsewhere: a program for each layer, not for the step.
+
+Drafting, each layer, and what follows the last one (logits, verification, commit) are programs of
+their own; the host hands them over in order. A pass costs the reading of all layers once, whatever
+the number of nodes (SpecExec, arXiv 2406.02532, section 4).
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array
+
+from pallas_kernels.tree_attention import Prefix
+from specjax.base.pytree import replace
+from specjax.decoding.request import Request, Rows
+from specjax.decoding.stepping import (
+    Columns,
+    DecodeState,
+    accept,
+    after_prompts,
+    columns_of,
+    commit,
+    draft_tree,
+    positions_of,
+)
+from specjax.draft.drafter import Drafter, Step
+from specjax.models.kv_cache import KVCache, NewKV
+from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import (
+    LayerWeights,
+    Model,
+    embed,
+    final_norm,
+    layer_of_pass,
+    unembed,
+)
+from specjax.trees.tree import TokenTree
+from specjax.verify.rules import Rule
+
+_IN_FLIGHT = 1
+"""Layers that are computed while the next one is handed over; their weights stay until then."""
+
+
+def begin(request: Request) -> DecodeState:
+    """The state after a request's prompts, for which every layer is read once.
+
+    Raises:
+      OSError: a layer could not be read.
+    """
+    target, rows = _target_of(request), request.rows
+    outer = target.outer
+    x, positions = _enter(outer, rows)
+    x, new = _layers(target, outer, x, positions, None, None)
+    state, top_tokens = _after_prompts(outer, request.drafter, rows, request.slots, x, new)
+    draft = _init_draft(request.drafter, rows, request.slots, top_tokens)
+    return replace(state, draft=draft)
+
+
+def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
+    """One speculative step; the buffers of `state` are given away.
+
+    Raises:
+      OSError: a layer could not be read.
+    """
+    target, drafter = _target_of(request), request.drafter
+    outer, rest = target.outer, replace(state, draft=())
+    tree, draft, x, at = _draft(outer, drafter, rest, state.draft)
+    x, new = _layers(target, outer, x, at.positions, at.tree_mask, state.cache)
+    return _finish(outer, drafter, request.rule, rest, draft, tree, x, new)
+
+
+def _target_of(request: Request) -> StreamedModel:
+    assert isinstance(request.target, StreamedModel)
+    return request.target
+
+
+def _layers(
+    target: StreamedModel,
+    outer: Model,
+    x: Array,
+    positions: Array,
+    tree_mask: Array | None,
+    cache: KVCache | None,
+) -> tuple[Array, NewKV]:
+    """All layers of a pass, each handed over when the one before the last is done."""
+    config = target.config
+    windows = config.windows or (None,) * config.num_layers
+    made: list[tuple[Array, Array]] = []
+    running: list[Array] = []
+    with target.in_pass():
+        for index in range(config.num_layers):
+            held = None
+            if cache is not None:
+                held = cache.keys[index], cache.values[index], cache.length
+            weights = target.layer(index)
+            x, new = _layer(outer, weights, x, positions, tree_mask, held, window=windows[index])
+            made.append(new)
+            running.append(new[0])
+            if len(running) > _IN_FLIGHT:  # else weights pile up faster than they are used
+                running.pop(0).block_until_ready()
+        jax.block_until_ready(x)
+    return x, tuple(made)
+
+
+@jax.jit
+def _enter(outer: Model, rows: Rows) -> tuple[Array, Array]:
+    positions = positions_of(rows)
+    return embed(outer, rows.prompt, positions), positions
+
+
+@partial(jax.jit, static_argnames="window", donate_argnames="x")
+def _layer(
+    outer: Model,
+    weights: LayerWeights,
+    x: Array,
+    positions: Array,
+    tree_mask: Array | None,
+    held: tuple[Array, Array, Array] | None,
+    *,
+    window: int | None,
+) -> tuple[Array, tuple[Array, Array]]:
+    prefix = None if held is None else Prefix(*held)
+    return layer_of_pass(outer, weights, window, x, positions, tree_mask, prefix)
+
+
+@partial(jax.jit, static_argnames="slots")
+def _after_prompts(
+    outer: Model, drafter: Drafter, rows: Rows, slots: int, x: Array, new: NewKV
+) -> tuple[DecodeState, Array]:
+    return after_prompts(outer, rows, slots, drafter.target_top_k, final_norm(outer, x), new)
+
+
+@partial(jax.jit, static_argnames="slots")
+def _init_draft(drafter: Drafter, rows: Rows, slots: int, top_tokens: Array) -> Any:
+    return drafter.init(rows.prompt, rows.length, slots, top_tokens)
+
+
+@partial(jax.jit, donate_argnames="draft")
+def _draft(
+    outer: Model, drafter: Drafter, rest: DecodeState, draft: Any
+) -> tuple[TokenTree, Any, Array, Columns]:
+    state = replace(rest, draft=draft)
+    tree, draft = draft_tree(outer, drafter, state)
+    at = columns_of(outer, tree, state)
+    return tree, draft, embed(outer, at.tokens, at.positions), at
+
+
+@partial(jax.jit, static_argnames="rule", donate_argnames=("rest", "draft"))
+def _finish(
+    outer: Model,
+    drafter: Drafter,
+    rule: Rule,
+    rest: DecodeState,
+    draft: Any,
+    tree: TokenTree,
+    x: Array,
+    new: NewKV,
+) -> tuple[DecodeState, Step]:
+    rows, slots = tree.tokens.shape
+    logits = unembed(outer, final_norm(outer, x)).T.reshape(rows, -1, outer.config.vocab_size)
+    gave = accept(
+        rule, rest, tree, logits[:, :slots], drafter.window, drafter.target_top_k,
+        with_probs=drafter.needs_probs,
+    )  # fmt: skip
+    return commit(rest, new, drafter.commit(draft, gave), gave), gave

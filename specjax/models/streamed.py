@@ -1,0 +1,61 @@
+"""A model most of whose layers are not in memory: they come one after the other, in every pass."""
+
+import contextlib
+import dataclasses
+from typing import Protocol, runtime_checkable
+
+from specjax.models.transformer import LayerWeights, Model
+
+
+@runtime_checkable
+class LayerSource(Protocol):
+    """Gives the layers that are not in memory, again and again in order."""
+
+    def in_pass(self) -> "contextlib.AbstractContextManager[None]":
+        """Keeps other threads from taking layers meanwhile."""
+        ...
+
+    def take(self, layer: int) -> LayerWeights:
+        """A layer's weights, the next one that it has read.
+
+        Raises:
+          OSError: it could not be read.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops to read."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StreamedModel(Model):
+    """A `Model` whose `layers` are the first ones alone; `source` gives the others in each pass.
+
+    It is no pytree: no program may take it whole (see `specjax.decoding.streamed`).
+    """
+
+    source: LayerSource | None = None
+
+    @property
+    def outer(self) -> Model:
+        """What lies outside its layers."""
+        return Model(
+            self.embedding, (), self.final_norm, self.unembedding, self.config,
+            self.final_norm_bias, self.position_embedding,
+        )  # fmt: skip
+
+    def layer(self, index: int) -> LayerWeights:
+        """A layer, of those in memory or from the source.
+
+        Raises:
+          OSError: it could not be read.
+        """
+        if index < len(self.layers):
+            return self.layers[index]
+        assert self.source is not None
+        return self.source.take(index)
+
+    def in_pass(self) -> "contextlib.AbstractContextManager[None]":
+        """Holds the source for a pass over all layers."""
+        return contextlib.nullcontext() if self.source is None else self.source.in_pass()

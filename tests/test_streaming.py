@@ -1,0 +1,284 @@
+"""Models whose layers are read in every pass: the same texts, in their memory, or a sentence."""
+
+import gc
+import json
+import os
+import shutil
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.__main__ import main
+from specjax.base.sampling import Sampling
+from specjax.checkpoints import streaming
+from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.quantizing import quantize_folder
+from specjax.checkpoints.streaming import LayerReader, load_streamed, resident_layers
+from specjax.draft import ExpansionDrafter
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.growth import Growth
+from specjax.models.memory import Load
+from specjax.models.placement import placement
+from specjax.models.streamed import StreamedModel
+from tests.folders import pair_folder
+from tests.pairs import NEW, PROMPTS, generate, near, varied_model
+from tests.quantized_files import rewrite
+from tests.test_parity import GOLDEN
+
+LAYERS = 4
+EVERYTHING = 10**9
+
+
+@pytest.fixture(scope="module")
+def target():
+    return varied_model(num_layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    made = tmp_path_factory.mktemp("streamed") / "target"
+    save_model(target, made, dtype="float32")
+    return made
+
+
+def streamed(folder, resident, **options):
+    """The model with so many of its layers in memory, by the bytes that this takes."""
+    files = find(folder)
+    config, _ = streaming.read_config(files.folder)
+    kind = np.dtype(options.get("dtype", "float32"))
+    whole = Load(placement(config, None), kind).weights
+    layer = streaming._layer_bytes(files, config, kind)
+    outer = whole - config.num_layers * streaming._unpacked_bytes(config, kind)
+    room = outer + (streaming._IN_MEMORY + resident) * layer
+    return load_streamed(files, memory_bytes=room, **options)
+
+
+@pytest.fixture(autouse=True)
+def few_layers(monkeypatch):
+    """As if streaming took a layer: the models here have few."""
+    monkeypatch.setattr(streaming, "_IN_MEMORY", 1)
+
+
+def drafter_of(target, method):
+    draft = near(target, 0)
+    if method == "chain":
+        return ExpansionDrafter.of([draft], (1, 1, 1))
+    if method == "pool":
+        return ExpansionDrafter.of([draft, near(target, 1)], (2, 1))
+    if method == "specexec":
+        return BestFirstDrafter(draft, jnp.ones(2), Growth(budget=11, beams=2, width=2))
+    return None
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("method", ["none", "chain", "pool", "specexec"])
+def test_texts_are_those_of_the_model_in_memory(method, resident, target, folder):
+    model = streamed(folder, resident)
+    assert isinstance(model, StreamedModel)
+    assert len(model.layers) == resident
+    drafter = drafter_of(target, method)
+    whole = load_model(folder)
+    hot = Sampling(temperature=np.asarray([0.0, 0.7, 1.0, 1.3], np.float32))
+    for sampling in (Sampling(), hot):
+        found = generate(model, drafter, sampling=sampling)
+        expected = generate(whole, drafter, sampling=sampling)
+        for name in ("tokens", "lengths", "steps", "nodes"):
+            np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize("case", ["gemma3", "phi3_short", "neox", "gpt2", "qwen2_windows", "opt"])
+def test_families_stream(case):
+    whole = load_model(GOLDEN / case)
+    prompts = [[5, 9, 2, 11], list(range(3, 12))]
+    models = streamed(GOLDEN / case, 0), whole
+    found, expected = (generate(each, None, prompts, max_new_tokens=9) for each in models)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("layout", ["words of 4 bits", "gptq 4 bits", "blocks of fp8", "nf4"])
+def test_quantized_layers_stream(layout, folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    rewrite(copy, layout)
+    found = generate(streamed(copy, 1), None)
+    np.testing.assert_array_equal(found.tokens, generate(load_model(copy), None).tokens)
+
+
+def test_a_sharded_bfloat16_folder_streams_in_its_own_dtype(target, tmp_path, monkeypatch):
+    save_model(target, tmp_path / "model", dtype="bfloat16")
+    monkeypatch.setattr("specjax.checkpoints.quantizing._SHARD", 20_000)
+    quantize_folder(find(tmp_path / "model"), tmp_path / "made", 8)
+    assert len(list((tmp_path / "made").glob("*.safetensors"))) > 2
+    for name in ("model", "made"):
+        model = streamed(tmp_path / name, 0, dtype="bfloat16")
+        assert load_streamed(find(tmp_path / name)).embedding.dtype == "bfloat16"
+        expected = generate(load_model(tmp_path / name, dtype="bfloat16"), None)
+        np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
+
+
+def test_a_pass_that_was_left_harms_no_other(folder):
+    model = streamed(folder, 0)
+    expected = generate(load_model(folder), None)
+    for _ in range(2):
+        steps = specjax.stream(jax.random.key(0), model, None, PROMPTS, max_new_tokens=NEW)
+        next(steps)
+        next(steps)
+        steps.close()
+        with model.in_pass():
+            model.layer(0)
+            model.layer(1)  # as if an error came in the middle
+        np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
+
+
+def test_two_threads_may_generate_at_once(folder):
+    model, found = streamed(folder, 0), {}
+    expected = generate(load_model(folder), None)
+
+    def run(number):
+        found[number] = generate(model, None).tokens
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    for number in range(3):
+        np.testing.assert_array_equal(found[number], expected.tokens)
+
+
+def test_what_is_read_are_the_layers_out_of_memory(folder):
+    model = streamed(folder, 1)
+    assert isinstance(model.source, LayerReader)
+    whole = load_model(folder).layers
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole[1:]))
+    assert size <= model.source.bytes_a_pass <= size + 3 * 2 * streaming.PAGE
+    for number in (1, 2, 3, 1):
+        jax.tree.map(np.testing.assert_array_equal, model.layer(number), whole[number])
+
+
+def test_a_model_that_is_let_go_reads_no_more(folder):
+    def reading():
+        return [each for each in threading.enumerate() if each.name == "specjax-layers"]
+
+    before = len(reading())
+    model = streamed(folder, 0)
+    generate(model, None)
+    assert len(reading()) == before + 1
+    del model
+    gc.collect()
+    end = time.monotonic() + 10
+    while len(reading()) > before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(reading()) <= before
+
+
+def test_a_closed_model_says_so(folder):
+    model = streamed(folder, 0)
+    generate(model, None)
+    model.source.close()
+    with pytest.raises(CheckpointError, match="is not read any more"):
+        generate(model, None)
+
+
+def test_a_file_cut_short_meanwhile_is_said_and_ends_nothing(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    model = streamed(copy, 0)
+    expected = generate(model, None)
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    os.truncate(weights, len(whole) // 2)
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes; its weights go on to byte \d+"):
+        generate(model, None)  # a layer or two may have been read ahead
+    weights.write_bytes(whole)
+    np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
+
+
+def test_a_disk_that_fails_is_said(folder, monkeypatch):
+    model = streamed(folder, 0)
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(CheckpointError, match="cannot be read: Input/output error"):
+        generate(model, None)
+
+
+def test_numbers_that_are_none_are_found_in_the_first_pass(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    weights = copy / "model.safetensors"
+    found = streaming.extents(find(copy))
+    place = next(each.start for each in found if each.name == "model.layers.2.mlp.up_proj.weight")
+    with weights.open("r+b") as opened:
+        opened.seek(place)
+        opened.write(np.full(4, np.nan, np.float32).tobytes())
+    model = streamed(copy, 0)
+    with pytest.raises(CheckpointError, match=r"layers.2.mlp.up_proj.weight .* NaN or infinity"):
+        generate(model, None)
+
+
+def test_where_direct_reads_are_refused_others_do(folder, monkeypatch):
+    real, flags = os.open, []
+
+    def without(file, flag, *more):
+        flags.append(flag)
+        if flag & streaming._DIRECT:
+            raise OSError(22, "Invalid argument")
+        return real(file, flag, *more)
+
+    monkeypatch.setattr(os, "open", without)
+    expected = generate(load_model(folder), None)
+    np.testing.assert_array_equal(generate(streamed(folder, 0), None).tokens, expected.tokens)
+    assert os.O_RDONLY in flags
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4])
+def test_as_many_layers_stay_as_fit(count, folder):
+    files = find(folder)
+    config, _ = streaming.read_config(folder)
+    kind = np.dtype("float32")
+    layer, whole = streaming._unpacked_bytes(config, kind), Load(placement(config, None), kind)
+    outer = whole.weights - LAYERS * layer
+    room = outer + (count + (count < LAYERS)) * layer
+    assert resident_layers(files, config, kind, room) == count
+    if count < LAYERS:
+        assert resident_layers(files, config, kind, room + layer - 1) == min(
+            count, LAYERS if count == LAYERS - 1 else count
+        )
+
+
+def test_too_little_memory_is_said_with_both_numbers(folder):
+    with pytest.raises(CheckpointError, match=r"take \d+\.\d MiB; there are 0\.0 MiB for it"):
+        load_streamed(find(folder), memory_bytes=1000)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"offload": "tape"}, "offload is 'tape'; it must be 'disk'"),
+        ({"memory": 100}, "offload is None; it must be 'disk', which memory goes with"),
+        ({"offload": "disk", "positions": 9}, "on one device, with all its positions"),
+        ({"offload": "disk", "memory": 0}, "memory is 0; it must be at least 1 byte"),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        specjax.load(pair_folder() / "target", **options)
+
+
+def test_the_command_line_streams(capsys):
+    folder = pair_folder()
+    flags = ["--model", f"{folder}/target", "--draft", f"{folder}/one", "--method", "chain"]
+    texts = []
+    asked = ["generate", "def add(a", "--json", "--max-new-tokens", "8", *flags]
+    for more in ([], ["--offload", "disk", "--memory", "1GiB", "--dtype", "float32"]):
+        assert main([*asked, *more]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert texts[0] == texts[1]
+    assert main(["generate", "x", *flags, "--offload", "disk", "--memory", "few"]) == 2
+    assert "--memory is 'few'; it must be a size such as 2GiB" in capsys.readouterr().err
