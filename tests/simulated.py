@@ -312,6 +312,17 @@ def shapes(seconds: float = 150.0) -> dict[str, list[Arrival]]:
     }
 
 
+EIGHT = {"eight rows, high": (0.0,), "eight rows, high, sampled": (0.8,)}
+"""Loads of eight rows, and their temperatures."""
+
+
+def eight_rows() -> dict[str, list[Arrival]]:
+    """Loads of eight rows: prompts and steps share the time, and long steps let prompts be read in
+    large chunks.
+    """
+    return {name: at_once(200, 3, Kinds(temperatures=own)) for name, own in EIGHT.items()}
+
+
 def other_machine(seed: int) -> dict[str, float]:
     """Each setting's seconds are off by another factor, up to three times."""
     rng = random.Random(seed)
@@ -330,8 +341,8 @@ def checks() -> None:
     tests run under, it takes a tenth of the time.
     """
     world, found = World(MACHINE), {}
-    for name, load in shapes().items():
-        case = Case(name, load, world, ROWS, 64, 0)
+    for name, load in (shapes() | eight_rows()).items():
+        case = Case(name, load, world, 8 if name in EIGHT else ROWS, 64, 0)
         best = max(case.fixed(each).goodput for each in NAMES)
         ratios = [case._replace(seed=seed).auto().goodput / best for seed in range(SEEDS)]
         found[name], found[f"{name}, least"] = fmean(ratios), min(ratios)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.goodput.acceptance import Acceptance
+from specjax.goodput.chunks import PromptLoad, allowed
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.forecast import Forecaster
@@ -201,7 +202,8 @@ def forecaster(acceptance: Acceptance, rows: int, widths: Sequence[int], own) ->
     shapes = [StepShape(setting.name, rows, width) for setting in own for width in widths]
     costs = StepCosts({shape: Cost(0.01) for shape in shapes})
     by_name = {setting.name: setting for setting in own}
-    return Forecaster(by_name, shapes, costs, acceptance, {}, rows, subsets=False)
+    prompts = PromptLoad({})
+    return Forecaster(by_name, shapes, costs, acceptance, {}, prompts, rows, subsets=False)
 
 
 def with_skills(accepted: Sequence[int]) -> Acceptance:
@@ -261,11 +263,76 @@ def test_a_tree_that_gives_less_than_its_nodes_say_is_expected_to():
     assert own.candidates(states)[0].forecast.tokens == pytest.approx(5, abs=0.1)
 
 
+CHUNKS = {8: (0.006, 1e-6), 32: (0.013, 1e-6), 128: (0.044, 1e-6)}
+
+
+@pytest.mark.parametrize(
+    ("step", "sizes"), [(0.001, [8]), (0.006, [8]), (0.0094, [8, 32]), (0.04, [8, 32, 128])]
+)
+def test_chunks_take_at_most_some_of_a_step(step, sizes):
+    assert sorted(allowed(CHUNKS, 0, step)) == sizes
+    assert sorted(allowed(CHUNKS, 0, math.inf)) == [8, 32, 128]
+
+
+def test_prompts_are_held_against_what_steps_give():
+    prompts = PromptLoad(CHUNKS)
+    assert prompts.seconds_a_token(0.01) == 0
+    for _ in range(2000):  # two tokens of prompts for each one that is given
+        prompts.observe_prompt(8, 96)
+        prompts.observe_step(4.0)
+    assert prompts.share == pytest.approx(2, rel=0.01)
+    # Of 96 tokens in chunks of 8: twelve of 6 ms; of 32: three of 13 ms; of 128: one of 44 ms.
+    for step, seconds in ((0.006, 12 * 0.006), (0.01, 3 * 0.013), (0.04, 3 * 0.013)):
+        assert prompts.seconds_a_token(step) == pytest.approx(prompts.share * seconds / 96)
+    assert PromptLoad({}).seconds_a_token(0.01) == 0
+
+
+def test_long_steps_are_worth_more_where_prompts_wait():
+    """Steps of off allow chunks of 8 tokens only, those of a chain larger ones."""
+    shapes = shapes_of([PLAIN, chain(1)], 1, False, 64)
+    costs = {shapes[0]: Cost(0.01), shapes[1]: Cost(0.0058)}
+    assert [shape.setting for shape in shapes] == ["chain:1", OFF]
+    settings = {}
+    for share in (0, 3):
+        own = Controller([PLAIN, chain(1)], costs, {}, 1, chunks=CHUNKS, subsets=False,
+                         options=Options(probing=False, hysteresis=False))  # fmt: skip
+        for _ in range(300):
+            if share:
+                own.prompt_read(share, 96)
+            decision = own.decide([RowState("a", 0.8)])
+            accepted = int(decision.shape.setting != OFF)
+            seconds = costs[decision.shape].seconds
+            tokens = 1 + accepted if own._steps % 3 else 1
+            outcome = Outcome("a", tokens, accepted, tokens - 1)
+            own.landed(decision, [outcome], Timed(seconds), 0)
+        settings[share] = decision.shape.setting
+        assert decision.forecast is not None
+        assert (decision.forecast.reading > 0) == (share > 0)
+    assert settings == {0: OFF, 3: "chain:1"}
+
+
+def test_a_program_that_ran_often_is_not_probed_for_its_curve():
+    """Trees that are cut are no trials of a curve."""
+    lookup = DraftSetting("lookup:7", 7, 7)
+    shapes = shapes_of([PLAIN, lookup], 8, False, 64)
+    costs = {shape: Cost(0.01 if shape.setting == OFF else 0.0105) for shape in shapes}
+    own = Controller([PLAIN, lookup], costs, {}, 8, subsets=False)
+    rows, probes = [RowState(n, 0.0) for n in range(8)], 0
+    for _ in range(4000):
+        decision = own.decide(rows)
+        probes += decision.reason == "probe" and decision.shape.setting == "lookup:7"
+        cut = decision.shape.width < 64
+        outcomes = [Outcome(n, 1, 3 if cut else 7, 0) for n in range(8)]
+        own.landed(decision, outcomes, Timed(costs[decision.shape].seconds), 0)
+    assert probes < 400
+
+
 def test_catching_up_is_charged_to_what_runs_the_draft():
     acceptance, shapes = Acceptance([chain(3)]), [StepShape(OFF, 1, 1), StepShape("chain:3", 1, 4)]
     costs = StepCosts({shape: Cost(0.01) for shape in shapes})
     by_name = {OFF: PLAIN, "chain:3": chain(3)}
-    own = Forecaster(by_name, shapes, costs, acceptance, {16: 0.1, 64: 0.2}, 1, subsets=True)
+    reads, prompts = {16: 0.1, 64: 0.2}, PromptLoad({})
+    own = Forecaster(by_name, shapes, costs, acceptance, reads, prompts, 1, subsets=True)
     assert [own.catch_up_seconds(each) for each in (0, 1, 17, 65)] == pytest.approx(
         [0, 0.1, 0.2, 0.4]
     )

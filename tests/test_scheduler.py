@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.engine.request import QueueFullError, Request
-from specjax.engine.scheduler import Scheduler, Ticket, common_prefix, fastest_chunk
+from specjax.engine.scheduler import Scheduler, Ticket, common_prefix
+from specjax.goodput.chunks import fastest
 
 COSTS = {16: (0.01, 1e-5), 64: (0.02, 0.0), 256: (0.06, 0.0)}
 
@@ -128,11 +129,11 @@ def test_what_a_row_holds_makes_its_chunks_smaller():
     [(1, 8), (8, 8), (9, 64), (64, 64), (65, 64), (120, 64), (200, 64), (250, 256), (900, 256)],
 )
 def test_a_prompt_is_read_in_the_chunks_that_take_least(tokens, size):
-    assert fastest_chunk(tokens, {8: 0.02, 64: 0.03, 256: 0.115}) == size
+    assert fastest(tokens, {8: 0.02, 64: 0.03, 256: 0.115})[1] == size
 
 
 def test_chunks_that_take_longer_than_smaller_ones_together_are_not_chosen():
-    assert [fastest_chunk(tokens, {64: 0.03, 256: 0.2}) for tokens in (250, 256, 900)] == [64] * 3
+    assert [fastest(tokens, {64: 0.03, 256: 0.2})[1] for tokens in (250, 256, 900)] == [64] * 3
 
 
 def test_a_step_has_the_rows_that_decode_and_those_that_hold_least():

@@ -35,7 +35,7 @@ from specjax.goodput.machines import (
     measured,
 )
 from specjax.goodput.policy import OFF, Policy, StepShape
-from tests.simulated import MACHINE, RATE, ROWS, WRONG, random_case, shapes
+from tests.simulated import EIGHT, MACHINE, RATE, ROWS, WRONG, random_case, shapes
 
 
 def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
@@ -104,7 +104,7 @@ def ratios() -> dict[str, float]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", list(shapes()))
+@pytest.mark.parametrize("name", [*shapes(), *EIGHT])
 def test_the_controller_is_as_good_as_the_best_fixed_setting_in_hindsight(name, ratios):
     """On average over runs: one depends on how easy its one or two hundred texts happen to be."""
     assert ratios[name] >= 0.95  # the regret that is allowed

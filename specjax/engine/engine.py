@@ -443,6 +443,8 @@ class Engine:
             tokens = ticket.request.prompt[row.filled : row.filled + _SCORED]
             chunk = chunk._replace(tokens=list(tokens), size=_SCORED)
         self._extend(chunk, ticket)
+        if self._scheduler.decoding:
+            self.speculation.prompt_read(chunk)
         if self._scheduler.read(chunk):
             self._begin_decoding(row)
 

@@ -1,22 +1,17 @@
 """Which request runs in which row, and what a step is made of. No jax, no clock, no threads."""
 
 import dataclasses
+import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from specjax.engine.request import QueueFullError, Request
+from specjax.goodput.chunks import ChunkCosts, allowed, fastest
 from specjax.goodput.policy import RowState
 
 _LEAST_PREFIX = 16
 """Tokens of a common prefix from which on it is copied."""
-
-_CHUNK_STEPS = 1.4
-"""How many steps' time a chunk of a prompt may take while other rows decode, so that two tokens of
-them are no more than 2.4 steps apart. At 1, where a pass is bound by its weights, prompts would be
-read in the smallest chunks, as any larger one takes a little longer than a step. Much above it,
-settings of long steps read prompts faster, which the choice between settings does not know of:
-simulated at a high load, it gave 0.98 of the best fixed setting with 1.4 and 0.93 with 1.5."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -236,11 +231,11 @@ class Scheduler:
         row.drafted = _drafted_of(source, common)
         return Admission(row, source.number, common)
 
-    def chunk(self, costs: Mapping[int, tuple[float, float]], step_seconds: float) -> Chunk | None:
+    def chunk(self, costs: ChunkCosts, step_seconds: float) -> Chunk | None:
         """The next tokens of a prompt to be read.
 
         Of the sizes in `costs`, that with which the rest of the prompt is read soonest; while a row
-        decodes, none that takes longer than 1.4 steps, unless it is the smallest.
+        decodes, of those that are allowed beside a step (see `specjax.goodput.chunks`).
 
         Args:
           costs: of chunks by their sizes, the seconds in an empty row, and those that each token
@@ -251,12 +246,10 @@ class Scheduler:
             return None
         row = self._reading[0]
         assert row.ticket is not None
-        seconds = {size: own + row.filled * more for size, (own, more) in costs.items()}
-        if any(each.decodes for each in self.rows):
-            least, most = min(seconds), _CHUNK_STEPS * step_seconds
-            seconds = {n: own for n, own in seconds.items() if own <= most or n == least}
+        beside = step_seconds if any(each.decodes for each in self.rows) else math.inf
+        seconds = allowed(costs, row.filled, beside)
         prompt = row.ticket.request.prompt
-        size = fastest_chunk(len(prompt) - row.filled, seconds)
+        size = fastest(len(prompt) - row.filled, seconds)[1]
         return Chunk(row, list(prompt[row.filled : row.filled + size]), size)
 
     def read(self, chunk: Chunk) -> bool:
@@ -327,30 +320,6 @@ def _drafted_of(source: Row | None, common: int) -> int:
     if source is None:
         return 0
     return min(len(source.tokens) if source.current else source.drafted, common - 1)
-
-
-def fastest_chunk(tokens: int, seconds: Mapping[int, float]) -> int:
-    """The size of the first of the chunks that read so many tokens in the least time.
-
-    Chunks of a size are followed by smaller ones; the last may be larger than what is left.
-
-    Args:
-      tokens: how many are left, at least one.
-      seconds: how long a chunk takes, by its size.
-    """
-    return _fastest(tokens, sorted(seconds.items()))[1]
-
-
-def _fastest(tokens: int, sizes: Sequence[tuple[int, float]]) -> tuple[float, int]:
-    """The seconds of the chunks that read so many tokens soonest, and the size of the first."""
-    found = []
-    for place, (size, seconds) in enumerate(sizes):
-        chunks, left = divmod(tokens, size)
-        found.append(((chunks + (left > 0)) * seconds, -size))
-        if chunks and left and place:
-            found.append((chunks * seconds + _fastest(left, sizes[:place])[0], -size))
-    total, first = min(found)  # of equals the largest size
-    return total, -first
 
 
 def common_prefix(one: list[int], other: list[int]) -> int:

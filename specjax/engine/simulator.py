@@ -170,8 +170,9 @@ def controller_of(
     """A controller that was given a machine's costs."""
     shapes = shapes_of(settings, rows, True, columns)
     return Controller(
-        settings, machine.costs(shapes), machine.catch_up, rows, columns=columns, options=options
-    )
+        settings, machine.costs(shapes), machine.catch_up, rows, chunks=machine.chunks,
+        columns=columns, options=options,
+    )  # fmt: skip
 
 
 def fixed(name: str, rows: int, settings: Sequence[DraftSetting] = SETTINGS) -> FixedPolicy:
@@ -323,6 +324,10 @@ class _Server:
         own, more = self._world.machine.chunks[chunk.size]
         self._chunk_seconds += own + more * chunk.row.filled
         self._now += own + more * chunk.row.filled
+        if self._scheduler.decoding:
+            assert chunk.row.ticket is not None
+            left = len(chunk.row.ticket.request.prompt) - chunk.row.filled
+            self._policy.prompt_read(len(chunk.tokens), left)
         self._scheduler.read(chunk)
 
     def _step(self, rows: Sequence[Row]) -> None:

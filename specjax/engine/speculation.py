@@ -13,7 +13,7 @@ from specjax.draft.drafter import Drafter
 from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.device import Device, RowResult
 from specjax.engine.request import Request
-from specjax.engine.scheduler import Row, state_of
+from specjax.engine.scheduler import Chunk, Row, state_of
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.policy import (
     Decision,
@@ -125,7 +125,8 @@ class Speculation:
         if self.policy is None:
             self.policy = Controller(
                 list(self.settings.values()), device.step_costs, device.catch_up_seconds,
-                self._rows, subsets=self._subsets, columns=self._columns, options=self._options,
+                self._rows, chunks=device.chunk_seconds, subsets=self._subsets,
+                columns=self._columns, options=self._options,
             )  # fmt: skip
 
     def fix(self, setting: str | None) -> None:
@@ -242,6 +243,13 @@ class Speculation:
             for request, own in zip(requests, np.asarray(chances), strict=False):
                 if own.max() >= 0:
                     self.policy.caught_up(request, own.tolist())
+
+    def prompt_read(self, chunk: Chunk) -> None:
+        """Notes a chunk that is read between steps."""
+        assert self.policy is not None
+        assert chunk.row.ticket is not None
+        left = len(chunk.row.ticket.request.prompt) - chunk.row.filled
+        self.policy.prompt_read(len(chunk.tokens), left)
 
     def ended(self, request: Hashable) -> None:
         """Forgets a request."""

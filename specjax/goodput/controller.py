@@ -5,9 +5,11 @@ Goodput is the tokens that a step is expected to emit, over the seconds that it 
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from specjax.goodput.acceptance import Acceptance, curve_of
+from specjax.goodput.chunks import ChunkCosts, PromptLoad
 from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.forecast import Candidate, Forecaster
 from specjax.goodput.guard import Guard
@@ -79,6 +81,7 @@ class Controller(Policy):
       costs: of every program in `shapes_of(settings, rows, subsets, columns)`.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
       rows: how many rows there are.
+      chunks: of prompts, their costs.
       subsets: whether a step may run fewer rows than there are.
       columns: the most of a step.
       options: what is left out of it.
@@ -91,6 +94,7 @@ class Controller(Policy):
         catch_up: Mapping[int, float],
         rows: int,
         *,
+        chunks: ChunkCosts = MappingProxyType({}),
         subsets: bool = True,
         columns: int = 64,
         options: Options = Options(),
@@ -105,8 +109,9 @@ class Controller(Policy):
             [s for s in settings if s.nodes], options.survival, options.censoring
         )
         self._forecaster = Forecaster(
-            self.settings, self._shapes, self.costs, self.acceptance, catch_up, rows, subsets
-        )
+            self.settings, self._shapes, self.costs, self.acceptance, catch_up,
+            PromptLoad(chunks), rows, subsets,
+        )  # fmt: skip
         self.guard, self._options = Guard(), options
         self.fixed: str | None = None
         self.last: Decision | None = None
@@ -209,7 +214,9 @@ class Controller(Policy):
         stale = self._steps - self._last_run.get(shape, 0) > _STALE
         if shape.setting == OFF:
             return steps < _FEW_STEPS or stale
-        few = steps < _FEW_STEPS or self._trials(shape.setting) < _FEW_TRIALS
+        # Trees that are cut are no trials of a curve, but their steps tell as much of themselves.
+        known = max(self._trials(shape.setting), steps)
+        few = steps < _FEW_STEPS or known < _FEW_TRIALS
         return hope and (few or stale)
 
     def _trials(self, name: str) -> float:
@@ -265,15 +272,17 @@ class Controller(Policy):
         seconds = expected if timed is None else timed.seconds
         self.seconds += seconds
         tokens = float(sum(outcome.tokens for outcome in outcomes))
+        self._forecaster.prompts.observe_step(tokens)
+        reading = 0.0 if decision.forecast is None else decision.forecast.reading * tokens
         if decision.reason == "probe":
             taken = min(seconds, _PAUSE * expected)
-            self.probing_seconds += taken - tokens / self._best
+            self.probing_seconds += taken + reading - tokens / self._best
         if timed is None:
             return
         self.costs.observe(shape, cached, seconds, timed.share)
         if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
             taken, rows = min(seconds, _PAUSE * expected), len(decision.depths)
-            self.guard.observe(rows, tokens, taken, decision.off.goodput)
+            self.guard.observe(rows, tokens, taken + reading, decision.off.goodput)
 
     def _learn(
         self, decision: Decision, setting: DraftSetting, outcomes: Sequence[Outcome]
@@ -290,6 +299,10 @@ class Controller(Policy):
         if decision.forecast is not None and not setting.drawn and not left:
             tokens = sum(outcome.tokens for outcome in outcomes)
             self._forecaster.observe(decision.shape, decision.forecast, count, tokens)
+
+    def prompt_read(self, tokens: int, left: int) -> None:
+        """Learns how much of prompts is read beside the steps."""
+        self._forecaster.prompts.observe_prompt(tokens, left)
 
     def caught_up(self, request: Hashable, chances: Sequence[float]) -> None:
         """Learns how likely tokens of a text would have been accepted."""

@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from specjax.goodput.acceptance import Acceptance, curve_of
+from specjax.goodput.chunks import PromptLoad
 from specjax.goodput.costs import StepCosts
 from specjax.goodput.policy import DraftSetting, Forecast, RowState, StepShape, step_rows
 
-_HORIZON = 8
+_HORIZON = 16
 """Steps over which the seconds of catching up count."""
 _YIELD = 0.01
 """Weight of each row's step in what a program gave over what was expected of it. At 0.05 chance
@@ -25,7 +26,8 @@ class Candidate(NamedTuple):
       shape: its program.
       forecast: what it gives.
       depths: how deep each row's tree may be.
-      goodput: tokens a second, with its share of the seconds in which the draft catches up.
+      goodput: tokens a second, with its share of the seconds in which the draft catches up and
+        prompts are read.
     """
 
     shape: StepShape
@@ -43,6 +45,7 @@ class Forecaster:
       costs: of them.
       acceptance: of drafts.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
+      prompts: what of them is read between steps.
       rows: how many there are.
       subsets: whether a step may run fewer rows than there are.
     """
@@ -54,9 +57,11 @@ class Forecaster:
         costs: StepCosts,
         acceptance: Acceptance,
         catch_up: Mapping[int, float],
+        prompts: PromptLoad,
         rows: int,
         subsets: bool,
     ) -> None:
+        self.prompts = prompts
         self._settings, self._costs, self._acceptance = settings, costs, acceptance
         self._catch_up, self._rows, self._subsets = sorted(catch_up.items()), rows, subsets
         self._by_rows: dict[int, list[StepShape]] = {}
@@ -82,8 +87,10 @@ class Forecaster:
             tokens, depths = self._yield_of(setting, shape.width - count, rows, chains)
             tokens = count + (tokens - count) * self._yields.get(shape, 1.0)
             seconds = self._costs.seconds(shape, cached)
-            goodput = tokens / (seconds + (switch if setting.runs_draft else 0.0))
-            found.append(Candidate(shape, Forecast(tokens, seconds), depths, goodput))
+            reading = self.prompts.seconds_a_token(seconds)
+            whole = seconds + reading * tokens + (switch if setting.runs_draft else 0.0)
+            forecast = Forecast(tokens, seconds, reading)
+            found.append(Candidate(shape, forecast, depths, tokens / whole))
         return found
 
     def catch_up_seconds(self, tokens: int) -> float:

@@ -66,15 +66,20 @@ class RowState(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What a step is expected to give all its rows, and how long it takes."""
+    """What a step is expected to give all its rows, and how long it takes.
+
+    Beside it, `reading` are seconds that prompts take for each token (see `chunks.PromptLoad`).
+    """
 
     tokens: float
     seconds: float
+    reading: float = 0.0
 
     @property
     def goodput(self) -> float:
-        """Tokens a second."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        """Tokens a second, of steps and the prompts between them."""
+        seconds = self.seconds + self.reading * self.tokens
+        return self.tokens / seconds if seconds > 0 else 0.0
 
 
 class Timed(NamedTuple):
@@ -171,6 +176,10 @@ class Policy(abc.ABC):
         `cached` are the tokens that its rows held together.
         """
         del decision, outcomes, timed, cached
+
+    def prompt_read(self, tokens: int, left: int) -> None:
+        """Notes that so many tokens of a prompt were read between steps, of those left of it."""
+        del tokens, left
 
     def caught_up(self, request: Hashable, chances: Sequence[float]) -> None:
         """Notes how likely tokens of a request's text would have been accepted (-1: unknown)."""
