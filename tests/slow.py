@@ -91,6 +91,7 @@ PATTERNS = (
     r"test_staged::test_a_second_stage_reads_what_the_draft_reads",
     r"test_streaming::test_texts_are_those_of_the_model_in_memory\[(pool|none)-.*",
     r"test_streaming::test_families_stream\[(?!(gemma3|neox)\]).*",
+    r"test_switching::test_chunks_are_measured_at_every_start_.*",
     r"test_switching::test_a_draft_of_no_numbers_changes_no_text",
     r"test_static::test_a_node_may_have_children_of_its_own_number\[.*",
     r"test_static::test_distinct_children_are_drawn_without_replacement.*",

@@ -1,5 +1,7 @@
 """Settings over one state: whichever a step takes, texts are distributed as the target's."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from specjax.draft.drafter import Step
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.switching import UNKNOWN, SwitchingDrafter
 from specjax.engine import engine as engines
+from specjax.engine.engine import Engine
 from specjax.engine.request import Request
 from specjax.goodput.controller import Controller
 from specjax.models.transformer import forward
@@ -297,3 +300,36 @@ def test_rows_are_replaced_in_a_state_that_settings_share(target):
     assert float(cut.probs.max()) == UNKNOWN, "they were another request's"
     np.testing.assert_array_equal(cut.text.length, [2, 3])
     np.testing.assert_array_equal(cut.held.cache.length, [0, 0])
+
+
+def test_chunks_are_measured_at_every_start_and_the_least_time_counts(
+    target, tmp_path, monkeypatch
+):
+    """No steps correct them; a start beside other work would make them slow for ever."""
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(engines, "CHUNKS", (8, 16))
+    chain = alone(target, (1,))
+    drafter = SwitchingDrafter.of({"off": PlainDrafter(VOCABULARY), "chain:1": chain})
+
+    def started():
+        engine = Engine(target, drafter, rows=1)
+        engine.start()
+        report = engine.report()
+        engine.close()
+        return report
+
+    first = started()
+    file = tmp_path / "step_costs.json"
+    held = json.loads(file.read_text())
+    (entry,) = held.values()
+    steps = entry["steps"]
+    assert [each[0] for each in entry["chunks"]] == [8, 16]
+    entry["chunks"] = [[8, 1e-9, 0.0], [16, 50.0, 0.0]]
+    file.write_text(json.dumps(held))
+    again = {each["tokens"]: each["seconds"] for each in started()["chunks"]}
+    assert again[8] == 1e-9
+    assert 0 < again[16] < 5.0
+    (entry,) = json.loads(file.read_text()).values()
+    assert entry["steps"] == steps  # those are corrected as they run
+    assert entry["chunks"][1][1] == again[16]
+    assert {each["tokens"] for each in first["chunks"]} == {8, 16}

@@ -132,7 +132,7 @@ class LayerReader:
                 if self._stop.is_set():  # by another thread
                     return self.take(layer)
                 continue
-            if isinstance(found, BaseException):
+            if isinstance(found, Exception):
                 self._thread = None  # the next pass begins anew
                 raise found
             if number == layer:
@@ -244,7 +244,7 @@ def _read_on(reader: Any, ready: "_Ready", stop: threading.Event) -> None:
                 place, (layer, pieces) = place + 1, following
     except ReferenceError:  # nobody has the reader any more
         return
-    except BaseException as error:
+    except Exception as error:
         _put(ready, stop, (-1, error))
 
 
@@ -258,7 +258,7 @@ def _put(ready: "_Ready", stop: threading.Event, found: "_Found") -> None:
         return
 
 
-_Found: TypeAlias = tuple[int, LayerWeights | BaseException]
+_Found: TypeAlias = tuple[int, LayerWeights | Exception]
 _Ready: TypeAlias = "queue.Queue[_Found]"
 
 

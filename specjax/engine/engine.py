@@ -258,7 +258,7 @@ class Engine:
         known = measured.recall(name, plan) if chooses else None
         for what in device.compile(plan, known):
             progress.update(task, description=f"compile {what}", advance=1)
-        if chooses and known is None:
+        if chooses and device.measured != known:
             measured.remember(name, device.measured)
         own.begin(device)
         self._costs = StepCosts(device.step_costs)
