@@ -18,7 +18,7 @@ from specjax.checkpoints.quantizing import quantize_folder
 from specjax.draft import ExpansionDrafter
 from specjax.models import families, layers, memory
 from specjax.models.inflate import inflate
-from specjax.models.quantized import PackedWeight, dequantized, in_dtype, packed, quantized_as
+from specjax.models.quantized import PackedWeight, in_dtype, packed, quantized_as
 from specjax.models.transformer import forward
 from tests.conftest import tiny_model
 from tests.pairs import generate, varied_model
@@ -33,6 +33,14 @@ def folder(tmp_path):
     """A folder with a tiny model."""
     save_model(tiny_model(tie_embeddings=False), tmp_path / "model", dtype="float32")
     return tmp_path / "model"
+
+
+def dequantized(weight):
+    """The matrix that a packed one stands for, inputs as they come."""
+    whole = weight.unpacked()
+    if weight.order is None:
+        return whole
+    return jnp.zeros_like(whole).at[:, weight.order].set(whole)
 
 
 def logits(model):
@@ -178,6 +186,16 @@ def test_what_cannot_be_quantized_is_said_and_leaves_nothing(flags, said, folder
     assert [each.name for each in folder.parent.iterdir()] == ["model"]
 
 
+def test_weights_that_are_no_numbers_are_not_quantized(folder, tmp_path):
+    file = folder / "model.safetensors"
+    held = load_file(file)
+    held["model.layers.1.mlp.up_proj.weight"][3, 5] = np.nan
+    save_file(held, file)
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.up_proj.weight .* NaN or infinity"):
+        quantize_folder(find(folder), tmp_path / "made", bits=8)
+    assert not (tmp_path / "made").exists()
+
+
 def test_a_folder_with_a_model_is_not_written_to(folder, capsys):
     assert main(["quantize", str(folder), str(folder), "--group", "16"]) == 2
     assert "config.json exists already; name another folder" in capsys.readouterr().err
@@ -214,6 +232,10 @@ def test_kinds_that_are_not_supported_are_refused_by_name(about, said, folder):
         ("gptq_v2 4 bits shuffled", "g_idx", np.zeros(32, np.int32), "groups of 0 to 32 inputs"),
         ("words of 4 bits", "weight_shape", np.asarray([32, 99]), "bits are not supported|do not"),
         ("words of 4 bits", "weight_scale", np.ones((32, 5), np.float16), r"scales \(32, 5\) do"),
+        ("words of 4 bits", "weight_scale", np.ones((32, 0), np.float16), r"scales \(32, 0\) do"),
+        ("words of 4 bits", "weight_shape", np.asarray([32, 0]), "by zero"),
+        ("int8", "weight_scale", np.ones((0, 2), np.float32), "zero"),
+        ("nf4", "weight.absmax", np.ones((), np.float32), "reshape"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_by_name(layout, part, value, said, folder):

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -162,19 +161,16 @@ def test_what_is_read_are_the_layers_out_of_memory(folder):
 
 
 def test_a_model_that_is_let_go_reads_no_more(folder):
-    def reading():
-        return [each for each in threading.enumerate() if each.name == "specjax-layers"]
-
-    before = len(reading())
     model = streamed(folder, 0)
     generate(model, None)
-    assert len(reading()) == before + 1
+    assert isinstance(model.source, LayerReader)
+    thread = model.source._thread
+    assert thread is not None
+    assert thread.is_alive()
     del model
     gc.collect()
-    end = time.monotonic() + 10
-    while len(reading()) > before and time.monotonic() < end:
-        time.sleep(0.05)
-    assert len(reading()) <= before
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def test_a_closed_model_says_so(folder):

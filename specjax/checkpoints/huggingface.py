@@ -233,7 +233,7 @@ def held_bytes(files: Files, dtype: Any) -> int | None:
     Raises:
       CheckpointError: a file is missing or damaged.
     """
-    if not quantized.layouts_of(config_of(files.folder), files.folder):
+    if not quantized.layouts_in(files.folder):
         return None
     size = jnp.dtype(dtype).itemsize
     every = [tensor for _, _, tensor in tensors(files)]
@@ -338,10 +338,10 @@ def check_free(folder: Path) -> None:
       ValueError: Orbax is not installed.
     """
     orbax.orbax()
-    check_is_free(folder)
+    check_holds_no_model(folder)
 
 
-def check_is_free(folder: Path) -> None:
+def check_holds_no_model(folder: Path) -> None:
     """Checks that a folder holds no model.
 
     Raises:
@@ -423,7 +423,7 @@ def checked(
     expected = {stored.name: stored for stored in families.stored(family, config)}
     missing, tied = dict(expected), {}
     repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
-    layouts = quantized.layouts_of(config_of(files.folder), files.folder)
+    layouts = quantized.layouts_in(files.folder)
     for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
             continue

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from specjax.base.pytree import unchecked
-from specjax.checkpoints.files import CONFIG, CheckpointError
-from specjax.models.quantized import FLOAT8, INTEGER, PackedWeight
+from specjax.checkpoints.files import CONFIG, CheckpointError, config_of
+from specjax.models.quantized import FLOAT8, INTEGER, PackedWeight, bytes_of, packed_weight
 
 Parts = Mapping[str, np.ndarray]
 Found = tuple[str, Path, "np.ndarray | PackedWeight"]
@@ -66,6 +65,15 @@ def layouts_of(config: Mapping[str, Any], folder: Path) -> list[Layout]:
         raise CheckpointError(f"{folder / CONFIG}: quantization_config: {said}") from error
 
 
+def layouts_in(folder: Path) -> list[Layout]:
+    """The same of a folder's configuration.
+
+    Raises:
+      CheckpointError: see `layouts_of`, or there is none.
+    """
+    return layouts_of(config_of(folder), folder)
+
+
 def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -> Iterator[Found]:
     """The tensors of files, those of each quantized matrix as one, called `….weight`.
 
@@ -96,7 +104,7 @@ def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -
             base, layout, parts = packed[name]
             try:
                 made = layout.read(parts)
-            except (ValueError, IndexError, KeyError, TypeError) as error:
+            except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
                 raise CheckpointError(f"{name} in {file}: {error}") from error
             yield f"{base}.weight", file, made
         elif name not in taken:
@@ -113,16 +121,13 @@ def _packed(
       ValueError: they do not, or a scale is no number.
     """
     outputs, inputs = values.shape[0], values.shape[1] * 8 // bits
-    if scale.ndim != 2 or scale.shape[0] != outputs or inputs % max(scale.shape[1], 1):
+    if scale.ndim != 2 or not scale.size or len(scale) != outputs or inputs % scale.shape[1]:
         raise ValueError(f"scales {scale.shape} do not divide a matrix of {outputs} × {inputs}.")
     if zero is not None and zero.shape != scale.shape:
         raise ValueError(f"there are zeros {zero.shape} for scales {scale.shape}.")
     if not np.isfinite(scale.astype(np.float32)).all():
         raise ValueError("a scale is NaN or infinite.")
-    return unchecked(
-        PackedWeight, values=values, scale=scale, zero=zero, order=order, table=table, bits=bits,
-        form=form, dtype=np.dtype("float32"),
-    )  # fmt: skip
+    return packed_weight(values, scale, bits, zero=zero, order=order, table=table, form=form)
 
 
 def _nibbles(words: np.ndarray, bits: int) -> np.ndarray:
@@ -131,11 +136,6 @@ def _nibbles(words: np.ndarray, bits: int) -> np.ndarray:
     if bits == 8:
         return found
     return np.stack([found & 15, found >> 4], axis=-1).reshape(*found.shape[:-1], -1)
-
-
-def _bytes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes along the last axis as `PackedWeight` has them."""
-    return codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def _sorted(groups: np.ndarray | None, codes: np.ndarray, count: int) -> Any:
@@ -193,7 +193,7 @@ def _compressed_words(parts: Parts) -> PackedWeight:
     codes, order = np.ascontiguousarray(words).view(np.uint8), None
     if "weight_g_idx" in parts:
         codes, order = _sorted(parts["weight_g_idx"], _nibbles(words, bits), scale.shape[1])
-        codes = _bytes(codes, bits)
+        codes = bytes_of(codes, bits)
     return _packed(codes, scale, bits, zero, order)
 
 
@@ -243,7 +243,7 @@ def _gptq(about: Mapping[str, Any]) -> list[Layout]:
         if version == "gptq":
             zero = zero + np.uint8(1) & np.uint8((1 << bits) - 1)
         codes, order = _sorted(parts.get("g_idx"), codes, scale.shape[1])
-        return _packed(_bytes(codes, bits), scale, bits, np.ascontiguousarray(zero), order)
+        return _packed(bytes_of(codes, bits), scale, bits, np.ascontiguousarray(zero), order)
 
     words = (np.dtype(np.int32), np.dtype(np.uint32))
     return [Layout("qweight", ("qzeros", "scales"), ("g_idx",), matrix, words)]
@@ -262,7 +262,7 @@ def _awq(about: Mapping[str, Any]) -> list[Layout]:
     def matrix(parts: Parts) -> PackedWeight:
         scale = np.ascontiguousarray(parts["scales"].T)
         zero = np.ascontiguousarray(codes(parts["qzeros"]))
-        return _packed(_bytes(codes(parts["qweight"]), 4), scale, 4, zero)
+        return _packed(bytes_of(codes(parts["qweight"]), 4), scale, 4, zero)
 
     return [Layout("qweight", ("qzeros", "scales"), (), matrix, (np.dtype(np.int32),))]
 

@@ -12,10 +12,10 @@ from safetensors.numpy import save_file
 
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import CONFIG, INDEX, CheckpointError, Files, config_of, tensors
-from specjax.checkpoints.huggingface import check_is_free, read_config
+from specjax.checkpoints.huggingface import check_holds_no_model, check_numbers, read_config
 from specjax.models import families
-from specjax.models.config import MATRICES
-from specjax.models.families import Stored
+from specjax.models.config import MATRICES, ModelConfig
+from specjax.models.families import Family, Stored
 from specjax.models.quantized import packed
 
 _GROUP = 64
@@ -55,8 +55,8 @@ def quantize_folder(
       told: is told how many tensors of how many are done.
 
     Raises:
-      CheckpointError: the model is missing, damaged, quantized already or of a family whose
-        matrices cannot be, or `out` holds one.
+      CheckpointError: the model is missing, damaged, not finite, quantized already or of a family
+        whose matrices cannot be, or `out` holds one.
       ValueError: there are no such bits, or groups do not divide a matrix.
     """
     if bits not in (8, 4):
@@ -67,15 +67,15 @@ def quantize_folder(
     described = config_of(files.folder)
     if quantized.layouts_of(described, files.folder):
         raise CheckpointError(f"{files.folder} is quantized already.")
-    check_is_free(out)
-    matrices = _matrices_of(files)
+    check_holds_no_model(out)
+    config, family = read_config(files.folder)
+    matrices = _matrices_of(files, config, family)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f"{out.name}.", dir=out.parent))
     try:
-        done = _write(files, made, matrices, bits, group, told)
-        about = _described(bits, group)
-        config = json.dumps(described | {"quantization_config": about}, indent=2)
-        (made / CONFIG).write_text(config + "\n", encoding="utf-8")
+        done = _write(files, made, family, matrices, bits, group, told)
+        whole = described | {"quantization_config": _described(bits, group)}
+        (made / CONFIG).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
         _copy_others(files.folder, made)
         out.mkdir(exist_ok=True)
         for file in made.iterdir():
@@ -85,13 +85,12 @@ def quantize_folder(
     return done
 
 
-def _matrices_of(files: Files) -> dict[str, Stored]:
+def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str, Stored]:
     """The tensors that hold matrices of layers, by their names.
 
     Raises:
       CheckpointError: they are of a kind that readers of packed ones do not know.
     """
-    config, family = read_config(files.folder)
     found = {
         stored.name: stored
         for stored in families.stored(family, config)
@@ -108,19 +107,20 @@ def _matrices_of(files: Files) -> dict[str, Stored]:
 def _write(
     files: Files,
     folder: Path,
+    family: Family,
     matrices: dict[str, Stored],
     bits: int,
     group: int | None,
     told: Callable[[int, int], object],
 ) -> Quantized:
     """Writes all tensors into files, and their index."""
-    _, family = read_config(files.folder)
     every = list(tensors(files))
     shard: dict[str, np.ndarray] = {}
     where: dict[str, str] = {}
     size = count = 0
     names: set[str] = set()
     for number, (found, file, tensor) in enumerate(every):
+        check_numbers(found, file, tensor)
         stored = matrices.get(family.name_of(found, matrices))
         if stored is None:
             parts = {found: tensor}
@@ -131,11 +131,10 @@ def _write(
                 )
             try:
                 weight = packed(tensor, bits, group)
-                own = dict(_parts(found.removesuffix("weight"), weight))
+                parts = dict(_parts(found.removesuffix("weight"), weight))
             except ValueError as error:
                 raise ValueError(f"{found}: {error}") from error
             names.add(weight.name)
-            parts = own
             count += 1
         new = sum(part.nbytes for part in parts.values())
         if shard and sum(part.nbytes for part in shard.values()) + new > _SHARD:

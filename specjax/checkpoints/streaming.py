@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.checkpoints import quantized
-from specjax.checkpoints.files import CheckpointError, Extent, Files, config_of, extents
+from specjax.checkpoints.files import CheckpointError, Extent, Files, extents
 from specjax.checkpoints.huggingface import (
     check_numbers,
     checked,
@@ -86,7 +86,7 @@ class LayerReader:
         self._files, self._config, self._placed, self._dtype = files, config, placed, dtype
         self._family = family
         self._expected = {stored.name: stored for stored in families.stored(family, config)}
-        self._layouts = quantized.layouts_of(config_of(files.folder), files.folder)
+        self._layouts = quantized.layouts_in(files.folder)
         self._order = range(first, config.num_layers)
         self._spans = _spans_of(files, family, self._expected, self._order)
         size = max(_size_of(spans) for spans in self._spans.values())
@@ -394,7 +394,7 @@ def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
 
 def _layer_bytes(files: Files, config: ModelConfig, dtype: jnp.dtype) -> int:
     """Bytes of a layer in memory: as wide as it is computed, or packed."""
-    if not quantized.layouts_of(config_of(files.folder), files.folder):
+    if not quantized.layouts_in(files.folder):
         return _unpacked_bytes(config, dtype)
     _, family = read_config(files.folder)
     expected = {stored.name: stored for stored in families.stored(family, config)}

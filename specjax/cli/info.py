@@ -5,7 +5,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.pair import Named, Pair, load_pair, named
+from specjax.checkpoints.pair import Pair, load_pair, named
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, dtype_of
@@ -48,7 +48,8 @@ def info(options: Info) -> int:
     found = named(options.model, options.draft)
     target = huggingface.read_config(found.target.folder, options.positions)[0]
     drafts = [huggingface.read_config(each.folder)[0] for each in found.drafts]
-    loads = _loads(found, target, drafts, options.dtype, mesh)
+    pairs = list(zip(found.drafts, drafts, strict=True))
+    loads = _loads((found.target, target), pairs, options.dtype, mesh)
     plan_for = partial(_plan, loads, options.batch, options.nodes)
     most = _most(target)
     length = min(options.length or most, most)
@@ -66,18 +67,17 @@ def info(options: Info) -> int:
     return 0
 
 
+_Described: TypeAlias = tuple[Files, ModelConfig]
+"""A model's files, and what its configuration says."""
+
+
 def _loads(
-    found: Named,
-    target: ModelConfig,
-    drafts: Sequence[ModelConfig],
-    dtype: str | None,
-    mesh: Mesh | None,
+    target: _Described, drafts: Sequence[_Described], dtype: str | None, mesh: Mesh | None
 ) -> tuple[Load, list[Load]]:
     """How a target and its drafts are held, these in the default dtype whatever the target's."""
-    small = huggingface.default_dtype()
-    held = _load(found.target, placement(target, mesh), dtype_of(dtype) or small)
-    pairs = zip(found.drafts, drafts, strict=True)
-    return held, [_load(files, placement(own, mesh, split=False), small) for files, own in pairs]
+    (files, config), small = target, huggingface.default_dtype()
+    held = _load(files, placement(config, mesh), dtype_of(dtype) or small)
+    return held, [_load(own, placement(each, mesh, split=False), small) for own, each in drafts]
 
 
 def _load(files: Files, placed: Placement, dtype: str) -> Load:
@@ -202,7 +202,6 @@ def check_pair(options: CheckPair) -> int:
     vocabulary = vocabulary_of(found.target, target)
     report = {"target": _described(found.target, target, kind), "drafts": []}
     for files in found.drafts:
-        own = found._replace(drafts=(files,))
         draft = huggingface.read_config(files.folder)[0]
         verdict = compared(vocabulary, vocabulary_of(files, draft))
         findings = [
@@ -210,7 +209,7 @@ def check_pair(options: CheckPair) -> int:
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
-            _on_memory(_loads(own, target, [draft], kind, mesh), _most(target)),
+            _on_memory(_loads((found.target, target), [(files, draft)], kind, mesh), _most(target)),
         ]
         works = not any(finding.obstacle for finding in findings)
         one = {"draft": _described(files, draft, None), "works": works}

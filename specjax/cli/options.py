@@ -332,7 +332,7 @@ class Shard(Hosts):
 
 @dataclasses.dataclass(frozen=True)
 class Quantize:
-    """Write a model with its layers' matrices in 8 or 4 bits, for specjax and transformers."""
+    """Write a model with its layers' matrices in 8 or 4 bits, as compressed-tensors has them."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""

@@ -230,7 +230,8 @@ def steps(request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, S
         if isinstance(request.target, StreamedModel):
             state, gave = streamed.step(request, state)
         else:
-            state, gave = step_jit(*request[:2], request.rule, state, request.layout)
+            models = request.target, request.drafter
+            state, gave = step_jit(*models, request.rule, state, request.layout)
         yield state, gave
         ended = bool(np.asarray(gave.done).all())
 

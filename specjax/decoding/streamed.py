@@ -46,7 +46,7 @@ def begin(request: Request) -> DecodeState:
     """The state after a request's prompts, for which every layer is read once.
 
     Raises:
-      OSError: a layer could not be read.
+      ValueError: a layer could not be read.
     """
     target, rows = _target_of(request), request.rows
     outer = target.outer
@@ -61,7 +61,7 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     """One speculative step; the buffers of `state` are given away.
 
     Raises:
-      OSError: a layer could not be read.
+      ValueError: a layer could not be read.
     """
     target, drafter = _target_of(request), request.drafter
     outer, rest = target.outer, replace(state, draft=())

@@ -93,6 +93,12 @@ class Chunk(NamedTuple):
     tokens: list[int]
     size: int
 
+    @property
+    def left(self) -> int:
+        """Tokens of the prompt that are not read yet, these included."""
+        assert self.row.ticket is not None
+        return len(self.row.ticket.request.prompt) - self.row.filled
+
 
 class StepPlan(NamedTuple):
     """The rows of a step, then those that fill it up.

@@ -325,9 +325,7 @@ class _Server:
         self._chunk_seconds += own + more * chunk.row.filled
         self._now += own + more * chunk.row.filled
         if self._scheduler.decoding:
-            assert chunk.row.ticket is not None
-            left = len(chunk.row.ticket.request.prompt) - chunk.row.filled
-            self._policy.prompt_read(len(chunk.tokens), left)
+            self._policy.prompt_read(len(chunk.tokens), chunk.left)
         self._scheduler.read(chunk)
 
     def _step(self, rows: Sequence[Row]) -> None:

@@ -247,9 +247,7 @@ class Speculation:
     def prompt_read(self, chunk: Chunk) -> None:
         """Notes a chunk that is read between steps."""
         assert self.policy is not None
-        assert chunk.row.ticket is not None
-        left = len(chunk.row.ticket.request.prompt) - chunk.row.filled
-        self.policy.prompt_read(len(chunk.tokens), left)
+        self.policy.prompt_read(len(chunk.tokens), chunk.left)
 
     def ended(self, request: Hashable) -> None:
         """Forgets a request."""

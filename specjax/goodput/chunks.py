@@ -1,5 +1,6 @@
 """Chunks of prompts beside steps: which sizes are allowed, and what they take of a token's time."""
 
+import bisect
 from collections.abc import Mapping
 
 ChunkCosts = Mapping[int, tuple[float, float]]
@@ -70,8 +71,9 @@ class PromptLoad:
 
     def __init__(self, costs: ChunkCosts) -> None:
         self._costs = costs
+        self._limits = sorted(own / _STEPS for own, _ in costs.values())  # steps that allow a size
         self._read, self._given, self._left = 0.0, _BEFORE, 0.0
-        self._known: dict[tuple[int, ...], float] = {}
+        self._known: dict[int, float] = {}
 
     def observe_prompt(self, tokens: int, left: int) -> None:
         """Notes that so many tokens of a prompt were read between steps, of those that were left of
@@ -95,9 +97,8 @@ class PromptLoad:
         """Seconds of reading prompts for each token, beside steps that take so long."""
         if not self._costs or not self._read:
             return 0.0
-        sizes = allowed(self._costs, 0, step_seconds)
-        key = tuple(sizes)
-        if key not in self._known:
+        count = bisect.bisect_right(self._limits, step_seconds)
+        if count not in self._known:
             left = max(round(self._left), 1)
-            self._known[key] = fastest(left, sizes)[0] / left
-        return self.share * self._known[key]
+            self._known[count] = fastest(left, allowed(self._costs, 0, step_seconds))[0] / left
+        return self.share * self._known[count]

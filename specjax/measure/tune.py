@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.generate import Generation, generate_jit, on_host
+from specjax.decoding.generate import Generation, completed
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.measure import timing
@@ -174,7 +174,7 @@ class Tuner:
         """The rows as one batch, the model as it is."""
         drafter = registry.build(setting, self.native)
         request = self._request(self.native, drafter, rows, temperature)
-        return on_host(generate_jit(**request._asdict()), self.choices.max_new_tokens)
+        return completed(request, self.choices.max_new_tokens)
 
     def tokens_per_step(self, setting: Setting, temperature: float) -> float:
         """Emitted tokens over target passes on all prompts."""

@@ -99,14 +99,12 @@ class Placement:
             )
         of_groups = P(rows, inputs if groups > 1 else None)
         specs = {"values": P(rows, inputs), "scale": of_groups, "zero": of_groups}
-        fields = {name: getattr(weight, name) for name in weight.__dataclass_fields__}
         made: dict[str, Any] = {
-            name: self._put_as_is(fields[name], specs.get(name, P()))
+            name: self._put_as_is(part, specs.get(name, P()))
             for name in ("values", "scale", "zero", "order", "table")
-            if fields[name] is not None
+            if (part := getattr(weight, name)) is not None
         }
-        whole: dict[str, Any] = fields | made | {"dtype": np.dtype(dtype)}
-        return PackedWeight(**whole)
+        return weight.changed(dtype=np.dtype(dtype), **made)
 
     def _put_as_is(self, value: np.ndarray, spec: P) -> Array:
         if self.mesh is None:

@@ -1,5 +1,7 @@
 """Weights in 8 and 4 bits: a packed matrix, and the numbers that it stands for."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,12 +61,15 @@ class PackedWeight:
         whole = self.group == self.shape[1]
         return f"{kind}, a scale for each {'row' if whole else f'{self.group} inputs'}"
 
-    def of_rows(self, change: Any) -> "PackedWeight":
+    def changed(self, **parts: Any) -> "PackedWeight":
+        """The same with other parts, which numpy may hold: their types are not checked."""
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return unchecked(PackedWeight, **(own | parts))
+
+    def of_rows(self, change: Callable[[Any], Any]) -> "PackedWeight":
         """With what `change` makes of the parts that have a row for each output."""
         parts = {name: getattr(self, name) for name in ("values", "scale", "zero")}
-        made = {name: change(part) for name, part in parts.items() if part is not None}
-        fields = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return unchecked(PackedWeight, **(fields | made))
+        return self.changed(**{n: change(part) for n, part in parts.items() if part is not None})
 
     def unpacked(self) -> Float[Array, "O I"]:
         """The matrix that it stands for, in float32, its inputs in the order of `order`."""
@@ -88,12 +93,16 @@ def _wide(of_groups: Array) -> Float[Array, "O G 1"]:
     return of_groups.astype(jnp.float32)[:, :, None]
 
 
-def dequantized(weight: PackedWeight) -> Float[Array, "O I"]:
-    """The matrix that a packed one stands for, in float32, inputs as they come."""
-    whole = weight.unpacked()
-    if weight.order is None:
-        return whole
-    return jnp.zeros_like(whole).at[:, weight.order].set(whole)
+def packed_weight(values: np.ndarray, scale: np.ndarray, bits: int, **parts: Any) -> PackedWeight:
+    """A packed matrix that numpy holds; what is not given is as in `PackedWeight`."""
+    absent = {"zero": None, "order": None, "table": None, "form": INTEGER}
+    absent["dtype"] = np.dtype("float32")
+    return unchecked(PackedWeight, values=values, scale=scale, bits=bits, **(absent | parts))
+
+
+def bytes_of(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes along the last axis as a `PackedWeight` holds them: of 4 bits two in a byte."""
+    return codes if bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4
 
 
 def quantized_as(model: Any) -> str | None:
@@ -153,9 +162,4 @@ def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWei
         better = error < best
         best, scale = np.where(better, error, best), np.where(better, tried, scale)
         codes = np.where(better, (made + most).astype(np.uint8), codes)
-    flat = codes.reshape(outputs, inputs)
-    values = flat if bits == 8 else flat[:, 0::2] | flat[:, 1::2] << 4
-    return unchecked(
-        PackedWeight, values=values, scale=scale[:, :, 0], zero=None, order=None, table=None,
-        bits=bits, form=INTEGER, dtype=np.dtype("float32"),
-    )  # fmt: skip
+    return packed_weight(bytes_of(codes.reshape(outputs, inputs), bits), scale[:, :, 0], bits)

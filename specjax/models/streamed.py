@@ -19,7 +19,7 @@ class LayerSource(Protocol):
         """A layer's weights, the next one that it has read.
 
         Raises:
-          OSError: it could not be read.
+          ValueError: it could not be read.
         """
         ...
 
@@ -49,7 +49,7 @@ class StreamedModel(Model):
         """A layer, of those in memory or from the source.
 
         Raises:
-          OSError: it could not be read.
+          ValueError: it could not be read.
         """
         if index < len(self.layers):
             return self.layers[index]
