@@ -4,6 +4,8 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 
 import jax
@@ -17,14 +19,22 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints import streaming
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.streaming import LayerReader, load_streamed, resident_layers
+from specjax.decoding import link
+from specjax.decoding.link import Link, link_of
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
+from specjax.measure.distribution_tests import logits_within
+from specjax.methods.choice import Asked, choose
+from specjax.methods.registry import build
 from specjax.models.memory import Load
 from specjax.models.placement import placement
+from specjax.models.quantized import quantized_as
 from specjax.models.streamed import StreamedModel
+from tests.conftest import QUICKLY
 from tests.folders import pair_folder
 from tests.pairs import NEW, PROMPTS, generate, near, varied_model
 from tests.quantized_files import rewrite
@@ -110,7 +120,7 @@ def test_quantized_layers_stream(layout, folder, tmp_path):
 
 def test_a_sharded_bfloat16_folder_streams_in_its_own_dtype(target, tmp_path, monkeypatch):
     save_model(target, tmp_path / "model", dtype="bfloat16")
-    monkeypatch.setattr("specjax.checkpoints.quantizing._SHARD", 20_000)
+    monkeypatch.setattr("specjax.checkpoints.writing._SHARD", 20_000)
     quantize_folder(find(tmp_path / "model"), tmp_path / "made", 8)
     assert len(list((tmp_path / "made").glob("*.safetensors"))) > 2
     for name in ("model", "made"):
@@ -278,3 +288,105 @@ def test_the_command_line_streams(capsys):
     assert texts[0] == texts[1]
     assert main(["generate", "x", *flags, "--offload", "disk", "--memory", "few"]) == 2
     assert "--memory is 'few'; it must be a size such as 2GiB" in capsys.readouterr().err
+
+
+def test_a_process_ends_while_layers_are_read(folder):
+    """A thread that is within XLA as the interpreter ends would take the process down."""
+    program = f"""
+import jax, specjax
+from specjax.checkpoints import streaming
+streaming._IN_MEMORY = 1
+model = streaming.load_streamed(streaming.Files(streaming.Path({str(folder)!r})), memory_bytes={{}})
+specjax.generate(jax.random.key(0), model, None, [[1, 2, 3]], max_new_tokens=2)
+print("done")
+"""
+    files = find(folder)
+    config, _ = streaming.read_config(folder)
+    kind = np.dtype("float32")
+    layer = streaming._unpacked_bytes(config, kind)
+    outer = Load(placement(config, None), kind).weights - LAYERS * layer
+    ran = subprocess.run(
+        [sys.executable, "-c", program.format(outer + layer)],
+        capture_output=True, text=True, check=False, env=os.environ | QUICKLY,
+    )  # fmt: skip
+    assert resident_layers(files, config, kind, outer + layer) == 0
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "done\n", "")
+
+
+def test_quantization_of_layers_elsewhere_is_named(folder, tmp_path):
+    quantize_folder(find(folder), tmp_path / "packed", 8)
+    name = quantized_as(load_model(tmp_path / "packed"))
+    assert name is not None
+    assert quantized_as(streamed(tmp_path / "packed", 0)) == name
+    assert quantized_as(streamed(folder, 0)) is None
+
+
+def test_logits_of_whole_texts_are_those_in_memory(target, folder):
+    texts, columns = [[1, 2, 3, 4], [5, 6]], np.asarray([[1, 3], [0, 1]])
+    expected = logits_within(target, texts, columns)
+    found = logits_within(streamed(folder, 1), texts, columns)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.long_running
+def test_the_certificate_holds_for_a_streamed_quantized_target(tmp_path, capsys):
+    pair = pair_folder()
+    quantize_folder(find(pair / "target"), tmp_path / "packed", 8)
+    flags = ["--model", f"{tmp_path}/packed", "--draft", f"{pair}/two", "--samples", "512"]
+    asked = ["--methods", "chain", "--prompts", "2", "--max-new-tokens", "8", "--json"]
+    assert main(["verify", *flags, *asked, "--offload", "disk", "--memory", "1GiB"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"]
+    assert found["quantization"].startswith("int8")
+
+
+def test_bench_measures_what_is_streamed(tmp_path, capsys):
+    model = pair_folder() / "target"
+    flags = ["--model", str(model), "--draft", f"{pair_folder()}/two", "--methods", "chain"]
+    few = ["--limit", "1", "--max-new-tokens", "8", "--temperatures", "0", "--batch", "1"]
+    out = tmp_path / "out.json"
+    assert main(["bench", *flags, *few, "--offload", "disk", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert [(row["method"], row["dtype"]) for row in report["rows"]] == [
+        ("none", "float32"), ("chain", "float32")
+    ]  # fmt: skip
+    assert report["env"]["layers_in_memory"] == 1
+    assert report["env"]["bytes_a_pass"] == 0
+    capsys.readouterr()
+    assert main(["bench", *flags, "--offload", "disk", "--inflate", "1M"]) == 2
+    assert "specjax inflate writes one that can be offloaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("read", "columns", "seconds", "budget"),
+    [
+        (1.0, (16, 64, 256), (0.2, 0.4, 2.0), 127),
+        (0.39, (16, 64), (0.2, 0.4), 31),
+        (0.1, (16,), (0.2,), 15),
+        (99.0, (16, 64, 256, 1024), (0.1, 0.4, 1.6, 6.4), 2047),
+    ],
+)
+def test_a_budget_is_what_is_computed_while_layers_are_read(read, columns, seconds, budget):
+    link = Link(10**9, read, columns, seconds)
+    assert link.budget == budget
+    assert f"at {1 / read:.2f} GB/s" in str(link)
+
+
+def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
+    model = streamed(folder, 0)
+    found = link_of(model)
+    assert found is link_of(model)
+    assert found.size == model.bytes_a_pass
+    assert found.read_seconds > 0
+    assert min(found.seconds) > 0
+    slow = Link(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
+    monkeypatch.setitem(link._measured, model, slow)
+    pair = Pair(model, None, [near(target, 0)])
+    for temperature, method in ((0.0, "specexec"), (0.8, "tree")):
+        choice = choose(Asked(), pair, temperature)
+        assert (choice.setting.method, choice.setting.nodes) == (method, 127)
+        assert "reading 1.00 GB takes 1.00 s" in choice.reason
+    assert choose(Asked(), Pair(model, None, []), 0.0).setting.method == "lookup"
+    expected = generate(target, None)
+    drafter = build(choose(Asked(), pair, 0.0).setting, pair)
+    np.testing.assert_array_equal(generate(model, drafter).tokens, expected.tokens)

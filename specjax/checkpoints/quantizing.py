@@ -1,18 +1,15 @@
 """Writes a folder's model with its layers' matrices packed, as compressed-tensors lays them out."""
 
-import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from specjax.checkpoints import quantized
-from specjax.checkpoints.files import CONFIG, INDEX, CheckpointError, Files, config_of, tensors
+from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_holds_no_model, check_numbers, read_config
+from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
@@ -20,10 +17,6 @@ from specjax.models.quantized import packed
 
 _GROUP = 64
 """Inputs that share a scale in 4 bits."""
-_SHARD = 2 * 2**30
-"""Bytes of a file from which on another is begun; so much is held in memory."""
-_COPIED = (".json", ".txt", ".model", ".jinja")
-"""Files beside the weights that go along: tokenizers, and what texts end with."""
 
 
 class Quantized(NamedTuple):
@@ -70,19 +63,9 @@ def quantize_folder(
     check_holds_no_model(out)
     config, family = read_config(files.folder)
     matrices = _matrices_of(files, config, family)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f"{out.name}.", dir=out.parent))
-    try:
-        done = _write(files, made, family, matrices, bits, group, told)
-        whole = described | {"quantization_config": _described(bits, group)}
-        (made / CONFIG).write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
-        _copy_others(files.folder, made)
-        out.mkdir(exist_ok=True)
-        for file in made.iterdir():
-            file.rename(out / file.name)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-    return done
+    whole = described | {"quantization_config": _described(bits, group)}
+    with new_model(files.folder, out, whole) as shards:
+        return _write(files, shards, family, matrices, bits, group, told)
 
 
 def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str, Stored]:
@@ -106,18 +89,16 @@ def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str,
 
 def _write(
     files: Files,
-    folder: Path,
+    shards: Shards,
     family: Family,
     matrices: dict[str, Stored],
     bits: int,
     group: int | None,
     told: Callable[[int, int], object],
 ) -> Quantized:
-    """Writes all tensors into files, and their index."""
+    """Writes all tensors."""
     every = list(tensors(files))
-    shard: dict[str, np.ndarray] = {}
-    where: dict[str, str] = {}
-    size = count = 0
+    count = 0
     names: set[str] = set()
     for number, (found, file, tensor) in enumerate(every):
         check_numbers(found, file, tensor)
@@ -136,17 +117,11 @@ def _write(
                 raise ValueError(f"{found}: {error}") from error
             names.add(weight.name)
             count += 1
-        new = sum(part.nbytes for part in parts.values())
-        if shard and sum(part.nbytes for part in shard.values()) + new > _SHARD:
-            _save(shard, folder, where)
-        shard |= {name: np.ascontiguousarray(part) for name, part in parts.items()}
-        size += new
+        for name, part in parts.items():
+            shards.add(name, part)
         told(number + 1, len(every))
-    _save(shard, folder, where)
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     before = sum(tensor.nbytes for _, _, tensor in every)
-    return Quantized(count, " and ".join(sorted(names)), size, before)
+    return Quantized(count, " and ".join(sorted(names)), shards.size, before)
 
 
 def _parts(base: str, weight: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -156,14 +131,6 @@ def _parts(base: str, weight: Any) -> Iterator[tuple[str, np.ndarray]]:
     yield f"{base}weight_packed", values.view(np.int32)
     yield f"{base}weight_scale", weight.scale
     yield f"{base}weight_shape", np.asarray(weight.shape, np.int64)
-
-
-def _save(shard: dict[str, np.ndarray], folder: Path, where: dict[str, str]) -> None:
-    """Writes a file of tensors, notes where they are, and empties the shard."""
-    name = f"model-{len(set(where.values())) + 1:05}.safetensors"
-    save_file(shard, folder / name, metadata={"format": "pt"})
-    where |= dict.fromkeys(shard, name)
-    shard.clear()
 
 
 def _described(bits: int, group: int | None) -> dict[str, Any]:
@@ -184,10 +151,3 @@ def _described(bits: int, group: int | None) -> dict[str, Any]:
         },
         "ignore": ["lm_head"],
     }
-
-
-def _copy_others(source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        known = file.name == CONFIG or file.name.endswith(".index.json")
-        if file.suffix in _COPIED and not known and file.is_file():
-            shutil.copyfile(file, folder / file.name)

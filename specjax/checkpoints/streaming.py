@@ -1,5 +1,6 @@
 """Layers read from disk in every pass, ahead of the computation."""
 
+import atexit
 import contextlib
 import mmap
 import os
@@ -28,6 +29,7 @@ from specjax.models import families, memory
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
 from specjax.models.placement import Placement, placement
+from specjax.models.quantized import PackedWeight
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import LayerWeights, assemble, layer_of
 
@@ -124,6 +126,7 @@ class LayerReader:
                 target=_read_on, args=(weakref.proxy(self), self._ready, self._stop),
                 daemon=True, name="specjax-layers",
             )  # fmt: skip
+            _threads[self._thread] = self._stop
             self._thread.start()
         while True:
             try:
@@ -216,6 +219,19 @@ class LayerReader:
 
 
 _DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event]
+_threads = weakref.WeakKeyDictionary()
+"""Those that read, and what stops each."""
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Waits for what reads: a thread that is within XLA as the interpreter ends would abort it."""
+    for thread, stop in list(_threads.items()):
+        stop.set()
+        thread.join()
 
 
 def _ended(stop: threading.Event, opened: dict[Path, tuple[int, bool]]) -> None:
@@ -339,9 +355,12 @@ def load_streamed(
     first = resident_layers(files, config, kind, memory_bytes)
     outer: dict[str, Any] = {}
     layers: list[dict[str, Any]] = [{} for _ in range(first)]
+    names: dict[str, None] = {}
     for stored, tensor in checked(
         files, config, family, lambda stored: stored.layer is None or stored.layer < first
     ):
+        if isinstance(tensor, PackedWeight):
+            names[tensor.name] = None
         if stored.layer is not None and stored.layer >= first:
             continue
         into = outer if stored.layer is None else layers[stored.layer]
@@ -353,6 +372,7 @@ def load_streamed(
     return StreamedModel(
         made.embedding, made.layers, made.final_norm, made.unembedding, made.config,
         made.final_norm_bias, made.position_embedding, source=source,
+        quantization=" and ".join(names) or None,
     )  # fmt: skip
 
 

@@ -16,9 +16,11 @@ from specjax.cli.outcome import Sheet, remember
 from specjax.cli.tables import table
 from specjax.cli.values import (
     at_least,
+    bytes_of,
     check_seed,
     check_target_file,
     count_of,
+    dtype_of,
     dtypes_of,
     items,
     temperatures_in,
@@ -26,10 +28,12 @@ from specjax.cli.values import (
 from specjax.measure import plots, prompts, timing
 from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
-from specjax.measure.workload import MIXED, Workload
+from specjax.measure.workload import MIXED, PLAIN_DTYPES, Workload
 from specjax.methods import registry, tuned
 from specjax.methods.method import Setting
 from specjax.models.inflate import inflate
+from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA
 from specjax.parallel.processes import devices_for, sizes_of
 from specjax.trees.widths import read
@@ -48,13 +52,16 @@ def bench(options: Bench) -> int:
     mesh = devices_for(options.mesh)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
+    offloaded = (options.offload, options.memory) != (None, None)
     pair = load_pair(
         options.model,
         options.draft,
-        dtype="float32",
+        dtype=dtype_of(options.dtype) if offloaded else "float32",
         stage=options.stage,
         mesh=mesh,
         positions=options.positions,
+        offload=options.offload,
+        memory=bytes_of("--memory", options.memory),
     )
     workload = workload_of(options, pair)
     if parameters:
@@ -65,7 +72,11 @@ def bench(options: Bench) -> int:
     workload = dataclasses.replace(workload, prompts=chosen)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         bencher = Bencher(
-            workload, pair, progress, phases=not options.skip_phases, traced=options.profile
+            workload,
+            pair,
+            progress,
+            phases=not (options.skip_phases or offloaded),
+            traced=options.profile,
         )
         sheet = Sheet(options.json, _environment(options, bencher, left_out))
         for batch in workload.batches:
@@ -89,15 +100,26 @@ def _leave(options: Bench, bencher: Bencher, sheet: Sheet) -> int:
 def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
     """Where and on what the rows were measured."""
     target = next(iter(bencher.targets.values()))
-    return timing.environment() | {
-        "config": dataclasses.asdict(options),
-        "model": dataclasses.asdict(target.stored_config),
-        "parameters": target.stored_config.num_parameters,
-        "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
-        "read_gb_per_second": bencher.bandwidth,
-        "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
-        "prompts_left_out": left_out,
-    }
+    return (
+        timing.environment()
+        | {
+            "config": dataclasses.asdict(options),
+            "model": dataclasses.asdict(target.stored_config),
+            "parameters": target.stored_config.num_parameters,
+            "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
+            "read_gb_per_second": bencher.bandwidth,
+            "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
+            "prompts_left_out": left_out,
+        }
+        | _link(target)
+    )
+
+
+def _link(target: Model) -> dict[str, Any]:
+    """Of a target whose layers are read in every pass: how many, and how much that is."""
+    if not isinstance(target, StreamedModel):
+        return {}
+    return {"layers_in_memory": len(target.layers), "bytes_a_pass": target.bytes_a_pass}
 
 
 def workload_of(
@@ -120,19 +142,29 @@ def workload_of(
     for name in ("inflate", "profile"):
         if options.mesh is not None and getattr(options, name):
             raise ValueError(f"--{name} is for one device; leave out --mesh or it.")
+    if (options.offload, options.memory) != (None, None):
+        dtype_of(options.dtype)  # one
+        if options.inflate or options.profile:
+            raise ValueError(
+                "--inflate and --profile are for a model in memory; specjax inflate writes one "
+                "that can be offloaded."
+            )
     if options.verify != AUTO and RULES[options.verify].greedy_only and max(temperatures) > 0:
         raise ValueError(
             f"the {options.verify} rule needs --temperatures 0, not {options.temperatures}."
         )
-    dtypes = dtypes_of(options.dtype)
+    dtypes, plain = dtypes_of(options.dtype), PLAIN_DTYPES
+    if pair is not None and isinstance(pair.target, StreamedModel):
+        dtypes = plain = (str(pair.target.embedding.dtype),)
     names = [name for name in registry.names_of(options.methods, pair) if name != "none"]
     drafts = 1 if pair is None else len(pair.drafts)
     written = [] if options.config is None else tuned.read(options.config)
     fixed = [each.setting for each in written if each.setting.method != "none"]
     settings = {batch: (*fixed, *_settings(options, names, batch, drafts)) for batch in batches}
     return Workload(
-        chosen, settings, temperatures, dtypes, options.max_new_tokens, options.verify, options.seed
-    )
+        chosen, settings, temperatures, dtypes, options.max_new_tokens, options.verify,
+        options.seed, plain_dtypes=plain,
+    )  # fmt: skip
 
 
 def _batches(options: Bench) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ from specjax.cli.options import (
     BenchServe,
     CheckPair,
     Generate,
+    Inflate,
     Info,
     Options,
     Quantize,
@@ -37,6 +38,7 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     CheckPair: ("info", "check_pair"),
     Shard: ("shard", "shard"),
     Quantize: ("quantize", "quantize"),
+    Inflate: ("inflate", "inflate"),
     Roofline: ("roofline", "roofline"),
 }
 """The module of a verb's options, and the function in it that runs them."""

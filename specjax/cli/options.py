@@ -93,8 +93,18 @@ class Hosts(Devices):
     ] = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Offloaded:
+    """Where a model's layers are that do not fit into memory."""
+
+    offload: str | None = None
+    """disk keeps the first layers of the model in memory, and reads the others in every pass."""
+    memory: str | None = None
+    """Of an offloaded model's weights, such as 2GiB; by default half of what there is."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Generate(Context, Hosts):
+class Generate(Context, Hosts, Offloaded):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
@@ -120,10 +130,6 @@ class Generate(Context, Hosts):
     """The verification rule; auto takes the one that accepts most of what is lossless."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
-    offload: str | None = None
-    """disk keeps the first layers of the model in memory, and reads the others in every pass."""
-    memory: str | None = None
-    """Of an offloaded model's weights, such as 2GiB; by default half of what there is."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = 0
@@ -145,7 +151,7 @@ class Generate(Context, Hosts):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench(Context, Devices):
+class Bench(Context, Devices, Offloaded):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
     prompts: str | None = None
@@ -187,7 +193,8 @@ class Bench(Context, Devices):
         ),
     ] = None
     dtype: str | None = None
-    """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both."""
+    """float32, bfloat16 or both, separated by a comma. Plain decoding is measured in both; of an
+    offloaded model all is in one, by default its files' own."""
     verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
     """The verification rule; auto takes the one that accepts most of what is lossless."""
     max_new_tokens: int = 128
@@ -239,7 +246,7 @@ class Tune:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(Context, Hosts):
+class Verify(Context, Hosts, Offloaded):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
@@ -342,6 +349,20 @@ class Quantize:
     """Of a weight, 8 or 4."""
     group: int | None = None
     """Inputs that share a scale. By default 64 in 4 bits, and all of a row in 8."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inflate:
+    """Write a model grown to a size that nobody trained, with the logits of the small one."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """Where to write it; --model takes this folder then."""
+    parameters: str
+    """How many, about, such as 2B."""
+    seed: int = 0
+    """Of the noise where the function does not depend on a weight."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,7 +507,7 @@ class BenchServe:
 
 Options: TypeAlias = (
     Generate | Serve | Bench | BenchServe | Tune | Verify | Info | CheckPair | Shard | Quantize
-    | Roofline
+    | Inflate | Roofline
 )  # fmt: skip
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -499,6 +520,7 @@ VERBS = (
     | Annotated[CheckPair, tyro.conf.subcommand("check-pair")]
     | Annotated[Shard, tyro.conf.subcommand("shard")]
     | Annotated[Quantize, tyro.conf.subcommand("quantize")]
+    | Annotated[Inflate, tyro.conf.subcommand("inflate")]
     | Annotated[Roofline, tyro.conf.subcommand("roofline")]
 )
 

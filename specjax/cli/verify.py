@@ -4,7 +4,7 @@ import json
 
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Verify
-from specjax.cli.values import at_least, check_seed, widths_of
+from specjax.cli.values import at_least, bytes_of, check_seed, widths_of
 from specjax.measure import prompts
 from specjax.measure.certificate import (
     Certificate,
@@ -43,6 +43,8 @@ def verify(options: Verify) -> int:
         stage=options.stage,
         mesh=mesh,
         positions=options.positions,
+        offload=options.offload,
+        memory=bytes_of("--memory", options.memory),
     )
     settings = settings_of(options, pair)
     with_rules(pair, settings, checks)

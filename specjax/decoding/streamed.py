@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jaxtyping import Array
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.tree_attention import Prefix
 from specjax.base.pytree import replace
@@ -70,6 +71,22 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     return _finish(outer, drafter, request.rule, rest, draft, tree, x, new)
 
 
+def logits_at(
+    target: StreamedModel, tokens: Int32[Array, "B T"], columns: Int32[Array, "B n"]
+) -> Float[Array, "B n V"]:
+    """The logits after some columns of whole texts, for which every layer is read once.
+
+    Raises:
+      ValueError: a layer could not be read.
+    """
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x, _ = _layers(target, target.outer, embed(target.outer, tokens, positions), positions,
+                   None, None)  # fmt: skip
+    flat = jnp.arange(tokens.shape[0])[:, None] * tokens.shape[1] + columns
+    x = final_norm(target.outer, x)[:, flat.reshape(-1)]
+    return unembed(target.outer, x).T.reshape(*columns.shape, -1)
+
+
 def _target_of(request: Request) -> StreamedModel:
     assert isinstance(request.target, StreamedModel)
     return request.target
@@ -94,7 +111,7 @@ def _layers(
             if cache is not None:
                 held = cache.keys[index], cache.values[index], cache.length
             weights = target.layer(index)
-            x, new = _layer(outer, weights, x, positions, tree_mask, held, window=windows[index])
+            x, new = run_layer(outer, weights, x, positions, tree_mask, held, window=windows[index])
             made.append(new)
             running.append(new[0])
             if len(running) > _IN_FLIGHT:  # else weights pile up faster than they are used
@@ -110,7 +127,7 @@ def _enter(outer: Model, rows: Rows) -> tuple[Array, Array]:
 
 
 @partial(jax.jit, static_argnames="window", donate_argnames="x")
-def _layer(
+def run_layer(
     outer: Model,
     weights: LayerWeights,
     x: Array,
@@ -120,6 +137,10 @@ def _layer(
     *,
     window: int | None,
 ) -> tuple[Array, tuple[Array, Array]]:
+    """A layer of a pass; `held` are its cached keys and values, and how many slots of them count.
+
+    `x` is given away.
+    """
     prefix = None if held is None else Prefix(*held)
     return layer_of_pass(outer, weights, window, x, positions, tree_mask, prefix)
 

@@ -22,10 +22,11 @@ from specjax.measure.profile import profile
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow, PhaseSeconds
 from specjax.measure.timing import Phases
-from specjax.measure.workload import MIXED, PLAIN_DTYPES, Candidate, Temperature, Workload
+from specjax.measure.workload import MIXED, Candidate, Temperature, Workload
 from specjax.methods import records, registry
 from specjax.methods.method import PLAIN, Setting
 from specjax.models.quantized import in_dtype, quantized_as
+from specjax.models.streamed import StreamedModel
 from specjax.verify.rules import AUTO
 
 _PHASE_REQUESTS = 8
@@ -100,8 +101,10 @@ class Bencher:
         self.progress = Progress(disable=True) if progress is None else progress
         self.phases, self.traced = phases, traced
         self.bandwidth = read_bandwidth() / 1e9  # before memory is needed for more targets
-        dtypes = {*PLAIN_DTYPES, *workload.dtypes}
-        self.targets = {dtype: in_dtype(pair.target, dtype) for dtype in sorted(dtypes)}
+        self.targets = {str(pair.target.embedding.dtype): pair.target}
+        if not isinstance(pair.target, StreamedModel):
+            dtypes = sorted({*workload.plain_dtypes, *workload.dtypes})
+            self.targets = {dtype: in_dtype(pair.target, dtype) for dtype in dtypes}
         self._drafters: dict[Setting, Drafter] = {}
 
     def drafter(self, candidate: Candidate) -> Drafter:

@@ -14,10 +14,12 @@ from jaxtyping import Array, Float, Int
 from specjax.base.axes import Key
 from specjax.base.pytree import replace
 from specjax.base.sampling import Purpose, Sampling, fold, process
+from specjax.decoding import streamed
 from specjax.decoding.generate import begin
 from specjax.decoding.generate import steps as steps_of
 from specjax.decoding.request import PROMPT_BUCKETS, bucket, prepare, row_keys
 from specjax.draft import Drafter
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.parallel.mesh import ROWS, Layout, laid_out, layout_of, spread
 
@@ -75,6 +77,8 @@ def logits_within(
     for row, text in enumerate(texts):
         padded[row, : len(text)] = text
     at = jnp.asarray(columns, jnp.int32)
+    if isinstance(model, StreamedModel):
+        return np.asarray(streamed.logits_at(model, jnp.asarray(padded), at))
     return np.asarray(_logits_at(model, jnp.asarray(padded), at, layout_of(model)))
 
 

@@ -27,6 +27,7 @@ class Workload:
     `settings` are compared with plain decoding, those of each batch size in `settings`; without
     `dtypes` the device's default is taken. `verify` names the rule. Prompt i samples with
     `fold_in(jax.random.key(seed), i)`. `mixed` adds batches of which every other row is greedy.
+    Plain decoding is measured in `plain_dtypes`.
     """
 
     prompts: Sequence[Prompt]
@@ -37,6 +38,7 @@ class Workload:
     verify: str = "auto"
     seed: int = 0
     mixed: bool = True
+    plain_dtypes: tuple[str, ...] = PLAIN_DTYPES
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -44,8 +46,8 @@ class Workload:
         return tuple(self.settings)
 
     def candidates(self, batch: int) -> list[Candidate]:
-        """Plain decoding in both dtypes, then the settings in the dtypes asked for."""
-        plain = [Candidate(Setting(), dtype) for dtype in PLAIN_DTYPES]
+        """Plain decoding in its dtypes, then the settings in the dtypes asked for."""
+        plain = [Candidate(Setting(), dtype) for dtype in self.plain_dtypes]
         dtypes = self.dtypes or (default_dtype(),)
         settings = dict.fromkeys(self.settings[batch])
         return plain + [Candidate(one, dtype) for dtype in dtypes for one in settings]

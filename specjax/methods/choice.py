@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from specjax.checkpoints.pair import Pair
+from specjax.decoding.link import link_of
 from specjax.methods import records
 from specjax.methods.defaults import ELSEWHERE, SHIPPED
 from specjax.methods.evidence import Gain, evidence, fastest, gains
@@ -14,6 +15,7 @@ from specjax.methods.method import Setting, check_method
 from specjax.methods.records import Run
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.methods.tuned import pick, read
+from specjax.models.streamed import StreamedModel
 from specjax.trees.widths import Widths, widest
 from specjax.verify.rules import AUTO, RULES
 
@@ -144,8 +146,23 @@ def _runs(runs: Sequence[Run]) -> str:
     return f"{prompts} prompts" if len(runs) == 1 else f"{prompts} prompts in {len(runs)} runs"
 
 
+def _streamed(pair: Pair, target: StreamedModel, sampled: bool, verify: str) -> Choice:
+    link = link_of(target)
+    # Drawn nodes win above temperature 0, as they do in memory (see `defaults.SHIPPED`).
+    names = ("lookup",) if not pair.drafts else ("tree",) if sampled else ("specexec", "tree")
+    settings = [setting_of(name, budget=link.budget) for name in names]
+    able = [one for one in settings if _able(one, pair, verify)]
+    return Choice((able or [Setting()])[0], str(link))
+
+
 def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice:
-    """What is taken where nothing is measured."""
+    """What is taken where nothing is measured.
+
+    Of a target whose layers are read in every pass, as many nodes as cost no time (see
+    `specjax.decoding.link`).
+    """
+    if isinstance(pair.target, StreamedModel) and pair.target.source is not None:
+        return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:
         return Choice(Setting(), "there is no draft model")
     platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"

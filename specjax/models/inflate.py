@@ -25,15 +25,34 @@ def inflate(model: Model, parameters: int) -> Model:
     Raises:
       ValueError: `model` has more weights than `parameters`, is not of LLaMA's form, or quantized.
     """
+    check_inflates(model, parameters)
+    factor = 1
+    while _wider(model.config, factor + 1).num_parameters <= parameters:
+        factor += 1
+    return deepen(widen(model, factor), parameters)
+
+
+def check_inflates(model: Model, parameters: int) -> None:
+    """Checks that a model can be grown to `parameters` weights.
+
+    Raises:
+      ValueError: it has more of them, is not of LLaMA's form, or quantized.
+    """
     if (name := quantized_as(model)) is not None:
         raise ValueError(f"the model's weights are quantized ({name}); it cannot be inflated.")
     before = model.config.num_parameters
     if parameters < before:
         raise ValueError(f"the model has {before} weights; it cannot be inflated to {parameters}.")
-    factor = 1
-    while _wider(model.config, factor + 1).num_parameters <= parameters:
-        factor += 1
-    return deepen(widen(model, factor), parameters)
+    _check_plain(model.config)
+
+
+def grown(config: ModelConfig, factor: int, parameters: int) -> ModelConfig:
+    """`factor` times as wide, and as deep as comes closest to `parameters` weights."""
+    wider = _wider(config, factor)
+    deeper = dataclasses.replace(wider, num_layers=wider.num_layers + 1)
+    each = deeper.num_parameters - wider.num_parameters
+    extra = max(0, round((parameters - wider.num_parameters) / each))
+    return dataclasses.replace(wider, num_layers=wider.num_layers + extra)
 
 
 def widen(model: Model, factor: int) -> Model:
@@ -63,15 +82,10 @@ def deepen(model: Model, parameters: int) -> Model:
     """
     config = model.config
     _check_plain(config)
-    deeper = dataclasses.replace(config, num_layers=config.num_layers + 1)
-    each = deeper.num_parameters - config.num_parameters
-    extra = max(0, round((parameters - config.num_parameters) / each))
+    deeper = grown(config, 1, parameters)
+    extra = deeper.num_layers - config.num_layers
     added = tuple(_idle(model.layers[index % config.num_layers]) for index in range(extra))
-    return replace(
-        model,
-        layers=model.layers + added,
-        config=dataclasses.replace(config, num_layers=config.num_layers + extra),
-    )
+    return replace(model, layers=model.layers + added, config=deeper)
 
 
 def _check_plain(config: ModelConfig) -> None:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
 from specjax.models.quantized import quantized_as
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
 
@@ -108,7 +109,8 @@ def load_of(model: Model) -> Load:
     placed = Placement(model.config, mesh, model.axis)
     held = None
     if quantized_as(model) is not None:
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) // stack
+        whole = (model.outer, model.layers) if isinstance(model, StreamedModel) else model
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(whole)) // stack
     return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held)
 
 

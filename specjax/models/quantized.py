@@ -107,6 +107,8 @@ def bytes_of(codes: np.ndarray, bits: int) -> np.ndarray:
 
 def quantized_as(model: Any) -> str | None:
     """How the matrices of a model are quantized; None if none is."""
+    if (told := getattr(model, "quantization", None)) is not None:
+        return told  # of one whose layers are elsewhere
     leaves = jax.tree.leaves(model, is_leaf=_is_packed)
     names = dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, PackedWeight))
     return " and ".join(names) or None

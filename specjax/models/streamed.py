@@ -15,6 +15,11 @@ class LayerSource(Protocol):
         """Keeps other threads from taking layers meanwhile."""
         ...
 
+    @property
+    def bytes_a_pass(self) -> int:
+        """Bytes that a pass reads."""
+        ...
+
     def take(self, layer: int) -> LayerWeights:
         """A layer's weights, the next one that it has read.
 
@@ -32,10 +37,13 @@ class LayerSource(Protocol):
 class StreamedModel(Model):
     """A `Model` whose `layers` are the first ones alone; `source` gives the others in each pass.
 
+    `quantization` says how matrices of all its layers are quantized, if any are.
+
     It is no pytree: no program may take it whole (see `specjax.decoding.streamed`).
     """
 
     source: LayerSource | None = None
+    quantization: str | None = None
 
     @property
     def outer(self) -> Model:
@@ -44,6 +52,11 @@ class StreamedModel(Model):
             self.embedding, (), self.final_norm, self.unembedding, self.config,
             self.final_norm_bias, self.position_embedding,
         )  # fmt: skip
+
+    @property
+    def bytes_a_pass(self) -> int:
+        """Bytes that a pass reads of what is not in memory."""
+        return 0 if self.source is None else self.source.bytes_a_pass
 
     def layer(self, index: int) -> LayerWeights:
         """A layer, of those in memory or from the source.

@@ -1,0 +1,132 @@
+"""Writes a folder's model grown to a size that nobody trained, a layer at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoints.files import Files, config_of
+from specjax.checkpoints.huggingface import check_holds_no_model, load_model
+from specjax.checkpoints.writing import new_model
+from specjax.models import families
+from specjax.models.config import MATRICES, ModelConfig
+from specjax.models.inflate import check_inflates, grown
+from specjax.models.transformer import LayerWeights, Model
+
+_WIDTH_OF_LAYERS = 128
+"""Features a layer at most: models that people train have 60 to 130."""
+
+
+class Inflated(NamedTuple):
+    """What was written: parameters, layers, and bytes of weights."""
+
+    parameters: int
+    layers: int
+    size: int
+
+
+def inflate_folder(
+    files: Files,
+    out: Path,
+    parameters: int,
+    seed: int = 0,
+    told: Callable[[int, int], object] = lambda count, of: None,
+) -> Inflated:
+    """Writes a model of about `parameters` weights that has the logits of another, up to rounding.
+
+    It is as `inflate` makes one, but as deep as models of its width are, and what the function does
+    not depend on is noise, so that files of it are no easier to read or to quantize than others.
+    Weights are bfloat16; the small model and one layer of the large one are in memory, and a file.
+
+    Args:
+      files: the small model.
+      out: a folder that holds no model yet.
+      parameters: how many weights, about.
+      seed: of the noise.
+      told: is told how many layers of how many are done.
+
+    Raises:
+      CheckpointError: the model is missing or damaged, or `out` holds one.
+      ValueError: it has more weights, is not of LLaMA's form, or quantized.
+    """
+    check_holds_no_model(out)
+    model = load_model(files, dtype="float32")
+    check_inflates(model, parameters)
+    config = shape_of(model.config, parameters)
+    whole = config_of(files.folder) | {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+    }
+    family, noise = families.FAMILIES[config.family], np.random.default_rng(seed)
+    with new_model(files.folder, out, whole) as shards:
+        for stored in families.stored(family, config):
+            source: Model | LayerWeights = model
+            if stored.layer is not None:
+                source = model.layers[stored.layer % model.config.num_layers]
+            idle = stored.layer is not None and stored.layer >= model.config.num_layers
+            leaves = [
+                _grown(name, np.asarray(getattr(source, name)), shape, idle, noise)
+                for name, shape in _shapes_of(config, stored.layer, stored.leaves)
+            ]
+            shards.add(stored.name, leaves[0] if stored.is_leaf else stored.join(leaves))
+            told((stored.layer or -1) + 1, config.num_layers)
+    return Inflated(config.num_parameters, config.num_layers, shards.size)
+
+
+def shape_of(config: ModelConfig, parameters: int) -> ModelConfig:
+    """The widest model of about so many weights that is as deep as others of its width."""
+    factor, found = 1, grown(config, 1, parameters)
+    while True:
+        wider = grown(config, factor + 1, parameters)
+        if wider.num_layers * _WIDTH_OF_LAYERS < wider.hidden_size:
+            return found
+        if wider.num_layers == config.num_layers and wider.num_parameters > parameters:
+            return found
+        factor, found = factor + 1, wider
+
+
+def _shapes_of(config: ModelConfig, layer: int | None, leaves: tuple[str, ...]) -> Any:
+    shapes = config.outer_shapes if layer is None else config.layer_shapes
+    return [(name, shapes[name]) for name in leaves]
+
+
+def _grown(
+    name: str,
+    small: np.ndarray,
+    shape: tuple[int, ...],
+    idle: bool,
+    noise: np.random.Generator,
+) -> np.ndarray:
+    """A leaf of the large model; that of an idle layer adds nothing to the residual stream.
+
+    The stream holds copies of the small one side by side, of which norms let the first pass. Values
+    and `up` give 0 at features that the small model has not, so that what reads them there may hold
+    anything.
+    """
+    if len(shape) == 1:  # a norm
+        made = np.zeros(shape, np.float32)
+        made[: small.shape[0]] = small
+        return made.astype(jnp.bfloat16)
+    rows, columns = small.shape
+    if name == "embedding":
+        return np.tile(small, (1, shape[1] // columns)).astype(jnp.bfloat16)
+    made = noise.standard_normal(shape, np.float32) * small.std()
+    if name not in MATRICES:
+        made[:, :columns] = small
+    elif name in ("output", "down"):
+        if not idle:
+            made[:, :columns] = np.tile(small, (shape[0] // rows, 1))
+    else:
+        if name in ("value", "up"):
+            made[:, :columns] = 0
+        if not (idle and name in ("value", "up")):
+            made[:rows, :columns] = small
+    return made.astype(jnp.bfloat16)

@@ -1,0 +1,113 @@
+"""How many nodes a pass may have while reading its layers takes longer than computing them."""
+
+import time
+import weakref
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.decoding.streamed import run_layer
+from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import LayerWeights
+
+BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
+"""Of nodes below the root, among which one is chosen."""
+_COLUMNS, _SLOTS, _RUNS = (16, 64, 256, 1024), 64, 3
+
+
+class Link(NamedTuple):
+    """How fast layers come, and how fast they are computed.
+
+    Attributes:
+      size: bytes of a pass that are read.
+      read_seconds: in which they are, with nothing computed.
+      columns: numbers of nodes, the root included.
+      seconds: in which all layers are computed for so many, with nothing read.
+    """
+
+    size: int
+    read_seconds: float
+    columns: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @property
+    def budget(self) -> int:
+        """The most nodes whose pass is computed while its layers are read; 15 where none is.
+
+        SpecExec (arXiv 2406.02532, section 4): what is drafted costs nothing until then.
+        """
+        free = [n for n in BUDGETS if self.computed(n + 1) <= self.read_seconds]
+        return max(free, default=BUDGETS[0])
+
+    def computed(self, columns: int) -> float:
+        """Seconds in which so many nodes are computed; beyond what was measured in proportion."""
+        last, most = self.columns[-1], self.seconds[-1]
+        if columns > last:
+            return most * columns / last
+        return float(np.interp(columns, self.columns, self.seconds))
+
+    def __str__(self) -> str:
+        nodes = self.budget + 1
+        return (
+            f"reading {self.size / 1e9:.2f} GB takes {self.read_seconds:.2f} s, at "
+            f"{self.size / self.read_seconds / 1e9:.2f} GB/s, and computing {nodes} nodes "
+            f"{self.computed(nodes):.2f} s"
+        )
+
+
+_measured: "weakref.WeakKeyDictionary[StreamedModel, Link]" = weakref.WeakKeyDictionary()
+
+
+def link_of(target: StreamedModel) -> Link:
+    """What is measured of a target, once: in passes that only read, and of a layer by itself.
+
+    Raises:
+      ValueError: a layer could not be read.
+    """
+    if target not in _measured:
+        _measured[target] = _measure(target)
+    return _measured[target]
+
+
+def _measure(target: StreamedModel) -> Link:
+    first, *others = range(len(target.layers), target.config.num_layers)
+    passes, weights = [], None
+    for _ in range(2):  # the first opens files and looks for numbers that are none
+        with target.in_pass():
+            start = time.perf_counter()
+            weights = target.layer(first)
+            for index in others:
+                jax.block_until_ready(target.layer(index))
+            passes.append(time.perf_counter() - start)
+    reading = min(passes)
+    assert weights is not None
+    columns, seconds = [], []
+    for count in _COLUMNS:
+        columns.append(count)
+        seconds.append(target.config.num_layers * _layer_seconds(target, weights, count))
+        if seconds[-1] > reading:
+            break
+    return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
+
+
+def _layer_seconds(target: StreamedModel, weights: LayerWeights, columns: int) -> float:
+    """The least seconds of a layer over so many columns."""
+    config, outer = target.config, target.outer
+    heads = weights.key.shape[0] // config.head_dim
+    cache = empty_cache(config, 1, _SLOTS, cache_dtype(outer.embedding.dtype), heads)
+    held = cache.keys[0], cache.values[0], cache.length
+    positions = jnp.zeros((1, columns), jnp.int32)
+    tree_mask = jnp.eye(columns, dtype=bool)[None]
+    windows = config.windows or (None,)
+    taken = []
+    for _ in range(1 + _RUNS):  # the first compiles
+        x = jax.block_until_ready(jnp.ones((config.hidden_size, columns), jnp.float32))
+        start = time.perf_counter()
+        jax.block_until_ready(
+            run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
+        )
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
