@@ -33,7 +33,7 @@ from specjax.models.memory import readable
 from specjax.models.streamed import StreamedModel
 
 _READERS = 4
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _PAUSE_SECONDS = 0.02, 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Peak(threading.Thread):
 
 def read_seconds(reader: LayerReader, layers: range) -> float:
     """Seconds in which the layers are read, two at a time, and nothing is done with them."""
+    time.sleep(_PAUSE_SECONDS)  # until others have read ahead
     start = time.perf_counter()
     with ThreadPoolExecutor(_READERS) as pool:
         waiting: list[Any] = []

@@ -2,21 +2,24 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints.files import Files, config_of
-from specjax.checkpoints.huggingface import check_holds_no_model, load_model
+from specjax.checkpoints.huggingface import load_model
 from specjax.checkpoints.writing import new_model
 from specjax.models import families
-from specjax.models.config import MATRICES, ModelConfig
+from specjax.models.config import ModelConfig
 from specjax.models.inflate import check_inflates, grown
-from specjax.models.transformer import LayerWeights, Model
 
 _WIDTH_OF_LAYERS = 128
 """Features a layer at most: models that people train have 60 to 130."""
+
+_QUIET, _WRITING = ("value", "up"), ("output", "down")
+"""Matrices that give 0 at features that the small model has not, and those that write the stream
+from them."""
 
 
 class Inflated(NamedTuple):
@@ -45,13 +48,12 @@ def inflate_folder(
       out: a folder that holds no model yet.
       parameters: how many weights, about.
       seed: of the noise.
-      told: is told how many layers of how many are done.
+      told: is told how many tensors of how many are done.
 
     Raises:
       CheckpointError: the model is missing or damaged, or `out` holds one.
       ValueError: it has more weights, is not of LLaMA's form, or quantized.
     """
-    check_holds_no_model(out)
     model = load_model(files, dtype="float32")
     check_inflates(model, parameters)
     config = shape_of(model.config, parameters)
@@ -65,19 +67,19 @@ def inflate_folder(
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
     }
-    family, noise = families.FAMILIES[config.family], np.random.default_rng(seed)
+    every = list(families.stored(families.FAMILIES[config.family], config))
+    noise, small = np.random.default_rng(seed), model.config.num_layers
     with new_model(files.folder, out, whole) as shards:
-        for stored in families.stored(family, config):
-            source: Model | LayerWeights = model
-            if stored.layer is not None:
-                source = model.layers[stored.layer % model.config.num_layers]
-            idle = stored.layer is not None and stored.layer >= model.config.num_layers
+        for number, stored in enumerate(every):
+            inside, idle = stored.layer is not None, (stored.layer or 0) >= small
+            source = model.layers[(stored.layer or 0) % small] if inside else model
+            shapes = config.layer_shapes if inside else config.outer_shapes
             leaves = [
-                _grown(name, np.asarray(getattr(source, name)), shape, idle, noise)
-                for name, shape in _shapes_of(config, stored.layer, stored.leaves)
+                _grown(name, np.asarray(getattr(source, name)), shapes[name], idle, noise)
+                for name in stored.leaves
             ]
-            shards.add(stored.name, leaves[0] if stored.is_leaf else stored.join(leaves))
-            told((stored.layer or -1) + 1, config.num_layers)
+            shards.add(stored.name, stored.join(leaves))
+            told(number + 1, len(every))
     return Inflated(config.num_parameters, config.num_layers, shards.size)
 
 
@@ -93,11 +95,6 @@ def shape_of(config: ModelConfig, parameters: int) -> ModelConfig:
         factor, found = factor + 1, wider
 
 
-def _shapes_of(config: ModelConfig, layer: int | None, leaves: tuple[str, ...]) -> Any:
-    shapes = config.outer_shapes if layer is None else config.layer_shapes
-    return [(name, shapes[name]) for name in leaves]
-
-
 def _grown(
     name: str,
     small: np.ndarray,
@@ -107,9 +104,8 @@ def _grown(
 ) -> np.ndarray:
     """A leaf of the large model; that of an idle layer adds nothing to the residual stream.
 
-    The stream holds copies of the small one side by side, of which norms let the first pass. Values
-    and `up` give 0 at features that the small model has not, so that what reads them there may hold
-    anything.
+    The stream holds copies of the small one side by side, of which norms let the first pass. Where
+    norms or quiet matrices give 0, what reads it may hold anything.
     """
     if len(shape) == 1:  # a norm
         made = np.zeros(shape, np.float32)
@@ -119,14 +115,10 @@ def _grown(
     if name == "embedding":
         return np.tile(small, (1, shape[1] // columns)).astype(jnp.bfloat16)
     made = noise.standard_normal(shape, np.float32) * small.std()
-    if name not in MATRICES:
-        made[:, :columns] = small
-    elif name in ("output", "down"):
-        if not idle:
-            made[:, :columns] = np.tile(small, (shape[0] // rows, 1))
-    else:
-        if name in ("value", "up"):
-            made[:, :columns] = 0
-        if not (idle and name in ("value", "up")):
-            made[:rows, :columns] = small
+    if name in _QUIET:
+        made[:, :columns] = 0
+    if name in _WRITING:
+        small = np.tile(small, (shape[0] // rows, 1))
+    if not (idle and name in (*_QUIET, *_WRITING)):
+        made[: small.shape[0], :columns] = small
     return made.astype(jnp.bfloat16)

@@ -8,7 +8,7 @@ import numpy as np
 
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
-from specjax.checkpoints.huggingface import check_holds_no_model, check_numbers, read_config
+from specjax.checkpoints.huggingface import check_numbers, read_config
 from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
@@ -60,7 +60,6 @@ def quantize_folder(
     described = config_of(files.folder)
     if quantized.layouts_of(described, files.folder):
         raise CheckpointError(f"{files.folder} is quantized already.")
-    check_holds_no_model(out)
     config, family = read_config(files.folder)
     matrices = _matrices_of(files, config, family)
     whole = described | {"quantization_config": _described(bits, group)}

@@ -1,15 +1,12 @@
 """`specjax bench`: what is to be measured, the table, and the files."""
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from specjax.base.output import tried
+from specjax.base.progress import progress_bars
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Bench
 from specjax.cli.outcome import Sheet, remember
@@ -33,7 +30,6 @@ from specjax.methods import registry, tuned
 from specjax.methods.method import Setting
 from specjax.models.inflate import inflate
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA
 from specjax.parallel.processes import devices_for, sizes_of
 from specjax.trees.widths import read
@@ -52,11 +48,10 @@ def bench(options: Bench) -> int:
     mesh = devices_for(options.mesh)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    offloaded = (options.offload, options.memory) != (None, None)
     pair = load_pair(
         options.model,
         options.draft,
-        dtype=dtype_of(options.dtype) if offloaded else "float32",
+        dtype=dtype_of(options.dtype) if options.offloaded else "float32",
         stage=options.stage,
         mesh=mesh,
         positions=options.positions,
@@ -70,12 +65,12 @@ def bench(options: Bench) -> int:
         listed, pair.tokenizer, pair.target.config.max_positions, options.max_new_tokens
     )
     workload = dataclasses.replace(workload, prompts=chosen)
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    with progress_bars() as progress:
         bencher = Bencher(
             workload,
             pair,
             progress,
-            phases=not (options.skip_phases or offloaded),
+            phases=not (options.skip_phases or options.offloaded),
             traced=options.profile,
         )
         sheet = Sheet(options.json, _environment(options, bencher, left_out))
@@ -100,26 +95,18 @@ def _leave(options: Bench, bencher: Bencher, sheet: Sheet) -> int:
 def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
     """Where and on what the rows were measured."""
     target = next(iter(bencher.targets.values()))
-    return (
-        timing.environment()
-        | {
-            "config": dataclasses.asdict(options),
-            "model": dataclasses.asdict(target.stored_config),
-            "parameters": target.stored_config.num_parameters,
-            "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
-            "read_gb_per_second": bencher.bandwidth,
-            "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
-            "prompts_left_out": left_out,
-        }
-        | _link(target)
-    )
-
-
-def _link(target: Model) -> dict[str, Any]:
-    """Of a target whose layers are read in every pass: how many, and how much that is."""
-    if not isinstance(target, StreamedModel):
-        return {}
-    return {"layers_in_memory": len(target.layers), "bytes_a_pass": target.bytes_a_pass}
+    found = timing.environment() | {
+        "config": dataclasses.asdict(options),
+        "model": dataclasses.asdict(target.stored_config),
+        "parameters": target.stored_config.num_parameters,
+        "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],
+        "read_gb_per_second": bencher.bandwidth,
+        "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
+        "prompts_left_out": left_out,
+    }
+    if isinstance(target, StreamedModel):
+        found |= {"layers_in_memory": len(target.layers), "bytes_a_pass": target.bytes_a_pass}
+    return found
 
 
 def workload_of(
@@ -142,7 +129,7 @@ def workload_of(
     for name in ("inflate", "profile"):
         if options.mesh is not None and getattr(options, name):
             raise ValueError(f"--{name} is for one device; leave out --mesh or it.")
-    if (options.offload, options.memory) != (None, None):
+    if options.offloaded:
         dtype_of(options.dtype)  # one
         if options.inflate or options.profile:
             raise ValueError(

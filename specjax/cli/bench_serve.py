@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import Progress
 
 from specjax.base.output import tried
+from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import (
     default_dtype,
     load_model,
@@ -290,7 +289,7 @@ def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str,
     own = {"capacity_requests_per_s": requests, "capacity_tokens_per_s": tokens}
     runs = {rate: {name: [] for name in measurement.settings} for rate in measurement.rates}
     sheet = LoadSheet(options.json, env | own, requests, runs)
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    with progress_bars() as progress:
         cells = list(measurement.order())
         for turn, rate, setting in progress.track(cells, description="load"):
             plan = load.at_rate(measurement.plan(mix, turn), rate * requests)

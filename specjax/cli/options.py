@@ -102,6 +102,11 @@ class Offloaded:
     memory: str | None = None
     """Of an offloaded model's weights, such as 2GiB; by default half of what there is."""
 
+    @property
+    def offloaded(self) -> bool:
+        """Whether either is named."""
+        return (self.offload, self.memory) != (None, None)
+
 
 @dataclasses.dataclass(frozen=True)
 class Generate(Context, Hosts, Offloaded):

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from specjax.base.output import tried
+from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import load_pair
 from specjax.cli.options import Tune
@@ -60,7 +60,7 @@ def tune(options: Tune) -> int:
         entries = [entry for entry, _ in checked]
         unfinished.keep(entries, _environment(options, grown, so_far))
 
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+    with progress_bars() as progress:
         tuner = Tuner(choices, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
         for temperature in temperatures:
             estimates.append(tuner.estimates(temperature, keep))

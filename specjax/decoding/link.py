@@ -78,7 +78,7 @@ def _measure(target: StreamedModel) -> Link:
     for _ in range(2):  # the first opens files and looks for numbers that are none
         with target.in_pass():
             start = time.perf_counter()
-            weights = target.layer(first)
+            weights = jax.block_until_ready(target.layer(first))
             for index in others:
                 jax.block_until_ready(target.layer(index))
             passes.append(time.perf_counter() - start)

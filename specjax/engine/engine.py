@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -13,10 +12,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from rich.console import Console
 from rich.progress import Progress
 
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
+from specjax.base.progress import progress_bars
 from specjax.decoding.request import check_drafter, check_memory, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
@@ -232,7 +231,7 @@ class Engine:
         if self._thread is not None:
             raise RuntimeError("the engine was started before.")
         if progress is None:
-            shown = Progress(console=Console(stderr=True), disable=not sys.stderr.isatty())
+            shown = progress_bars()
             with shown:
                 return self.start(shown)
         try:
