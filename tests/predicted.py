@@ -136,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="specjax-") as name:
         folder = Path(name)
         prepared = bench_serve.prepare(options, folder / "target")
-        mix = Mix(prepared.prompts, [], options.max_new_tokens, measurement.temperatures)
+        mix = measurement.mix(prepared)
         flags = bench_serve.flags_of(measurement, folder / "target")
         with serving(flags, folder / "log") as server:
             _compare(server, measurement, mix)

@@ -3,27 +3,31 @@
     specjax inflate bundled folder --parameters 2B
     python -m tests.streamed_bench folder humaneval.jsonl --memory 1GiB
 
-In every round the same bytes are read with nothing else going on, plain steps are timed, and steps
-of each budget; what is compared is of the same round. Figures are medians over rounds.
+In every round the layers are read with nothing computed, and the files past the system's cache by a
+loop of its own, plain steps are timed, and steps of each budget; what is compared is of the same
+round. Figures are medians over rounds.
 """
 
+import contextlib
 import dataclasses
 import json
+import mmap
+import os
 import statistics
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import tyro
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.checkpoints.streaming import LayerReader
 from specjax.cli.values import bytes_of
+from specjax.decoding import streamed
 from specjax.decoding.generate import begin, steps
 from specjax.decoding.request import prepare
 from specjax.measure import prompts, timing
@@ -32,7 +36,8 @@ from specjax.methods.method import Setting
 from specjax.models.memory import readable
 from specjax.models.streamed import StreamedModel
 
-_READERS = 4
+_READERS, _PIECE = 4, 8 * 2**20
+_READS = 2
 _POLL_SECONDS, _PAUSE_SECONDS = 0.02, 2.0
 
 
@@ -90,44 +95,92 @@ class Peak(threading.Thread):
         self.join()
 
 
-def read_seconds(reader: LayerReader, layers: range) -> float:
-    """Seconds in which the layers are read, two at a time, and nothing is done with them."""
-    time.sleep(_PAUSE_SECONDS)  # until others have read ahead
+def read_seconds(target: StreamedModel) -> float:
+    """Seconds of a pass that computes nothing: the mean of two, after one that fills the ring."""
+    for count in range(_READS + 1):
+        if count == 1:
+            start = time.perf_counter()
+        with target.in_pass():
+            for index in range(target.config.num_layers):
+                target.layer(index)
+    return (time.perf_counter() - start) / _READS
+
+
+def read_rate(folder: str) -> float:
+    """Bytes a second at which a model's files are read past the system's cache, and dropped."""
+    time.sleep(_PAUSE_SECONDS)  # until the target has read ahead
+    files = [str(each) for each in sorted(Path(folder).glob("*.safetensors"))]
+    pieces = [
+        (file, at)
+        for file in files
+        for at in range(0, os.path.getsize(file) // _PIECE * _PIECE, _PIECE)
+    ]
+    opened = {file: os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files}
+    own = threading.local()
+
+    def read(file: str, at: int) -> int:
+        if not hasattr(own, "page"):
+            own.page = mmap.mmap(-1, _PIECE)
+        return os.preadv(opened[file], [own.page], at)
+
     start = time.perf_counter()
     with ThreadPoolExecutor(_READERS) as pool:
-        waiting: list[Any] = []
-        for place in range(len(layers)):
-            following = reader.begin(pool, place)[1]
-            for each in waiting:
-                each.result()
-            waiting = following
-        for each in waiting:
-            each.result()
-    return time.perf_counter() - start
+        size = sum(pool.map(read, *zip(*pieces, strict=True)))
+    taken = time.perf_counter() - start
+    for number in opened.values():
+        os.close(number)
+    return size / taken
+
+
+class Steps(NamedTuple):
+    """Seconds of each step after the first, the tokens they gave, and seconds of their drafting."""
+
+    seconds: list[float]
+    tokens: int
+    drafting: list[float]
+
+
+@contextlib.contextmanager
+def drafting_timed(into: list[float]) -> Iterator[None]:
+    """Notes how long each tree of a streamed target takes to grow."""
+    real = streamed._draft
+
+    def timed(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        made = jax.block_until_ready(real(*arguments))  # the first layer waits for it anyway
+        into.append(time.perf_counter() - start)
+        return made
+
+    streamed._draft = timed
+    try:
+        yield
+    finally:
+        streamed._draft = real
 
 
 def step_times(
     pair: Pair, setting: Setting, tokens: list[int], bench: Bench, most: int | None
-) -> tuple[list[float], int]:
-    """Seconds of each step after the first, and the tokens that they gave."""
+) -> Steps:
+    """Times steps of a continuation."""
     drafter = registry.build(setting, pair)
     request = prepare(
         jax.random.key(0), pair.target, drafter, [tokens], max_new_tokens=bench.new,
         sampling=Sampling(bench.temperature), stop_at_eos=False,
     )  # fmt: skip
-    taken, made = [], 0
+    taken, made, drafting = [], 0, []
     start = None
-    for state, gave in steps(request, begin(request)):
-        count = int(jax.block_until_ready(gave.count)[0])
-        jax.block_until_ready(state.last)
-        now = time.perf_counter()
-        if start is not None:
-            taken.append(now - start)
-            made += count
-        start = now
-        if most is not None and len(taken) == most:
-            break
-    return taken, made
+    with drafting_timed(drafting):
+        for state, gave in steps(request, begin(request)):
+            count = int(jax.block_until_ready(gave.count)[0])
+            jax.block_until_ready(state.last)
+            now = time.perf_counter()
+            if start is not None:
+                taken.append(now - start)
+                made += count
+            start = now
+            if most is not None and len(taken) == most:
+                break
+    return Steps(taken, made, drafting[1:])
 
 
 def settings_of(bench: Bench, pair: Pair) -> Iterator[tuple[str, Setting]]:
@@ -149,15 +202,8 @@ def measured(bench: Bench) -> dict[str, Any]:
     )  # fmt: skip
     target = pair.target
     assert isinstance(target, StreamedModel)
-    assert isinstance(target.source, LayerReader)
-    layers = range(len(target.layers), target.config.num_layers)
+    size = target.bytes_a_pass
     pairs = {"disk": pair}
-    # A reader of its own: the target's reads ahead into its buffers.
-    alone = load_pair(
-        bench.model, dtype="bfloat16", offload="disk", memory=bytes_of("--memory", bench.memory)
-    ).target
-    assert isinstance(alone, StreamedModel)
-    assert isinstance(alone.source, LayerReader)
     if bench.resident:
         pairs["memory"] = pair._replace(
             target=load_pair(bench.model, dtype="bfloat16", offload="disk", memory=1 << 50).target
@@ -166,63 +212,75 @@ def measured(bench: Bench) -> dict[str, Any]:
         prompts.read(bench.prompts)[: bench.rounds + 1],
         pair.tokenizer, target.config.max_positions, bench.new,
     )  # fmt: skip
-    rows: dict[str, list[tuple[float, float]]] = {}
-    reads = []
+    rows: dict[str, list[dict[str, float]]] = {}
+    reads, rates = [], []
     for number, prompt in enumerate(chosen):
-        reads.append(read_seconds(alone.source, layers))
+        rates.append(read_rate(bench.model))
+        reads.append(read_seconds(target))
         for where, own in pairs.items():
             for name, setting in settings_of(bench, own):
                 most = bench.plain_steps if name == "plain" else None
-                taken, made = step_times(own, setting, prompt.tokens, bench, most)
+                found = step_times(own, setting, prompt.tokens, bench, most)
                 if number:  # the first compiles
-                    found = statistics.median(taken), made / sum(taken)
-                    rows.setdefault(f"{where} {name}", []).append(found)
-                    print(number, where, name, *(f"{x:.3f}" for x in found), len(taken), flush=True)
+                    step = statistics.median(found.seconds)
+                    row = {
+                        "step_seconds": step,
+                        "drafting_seconds": statistics.median(found.drafting or [0.0]),
+                        "tokens_per_step": found.tokens / len(found.seconds),
+                        "tokens_per_second": found.tokens / sum(found.seconds),
+                        "step_over_read": step / reads[-1],
+                    }
+                    rows.setdefault(f"{where} {name}", []).append(row)
+                    print(number, where, name, *(f"{x:.3f}" for x in row.values()), flush=True)
+    medians = {name: _medians(own) for name, own in rows.items()}
+    plain = medians["disk plain"]["tokens_per_second"]
+    for own in medians.values():
+        own["over_plain_from_disk"] = own["tokens_per_second"] / plain
     read = statistics.median(reads[1:])
-    size = target.source.bytes_a_pass
-    plain = statistics.median(rate for _, rate in rows["disk plain"])
+    print("reading alone, s:", *(f"{each:.3f}" for each in reads), flush=True)
     return {
         **timing.environment(),
         "config": dataclasses.asdict(bench),
         "parameters": target.config.num_parameters,
         "layers": target.config.num_layers,
         "layers_in_memory": len(target.layers),
+        "held_bytes": target.held_bytes,
         "bytes_a_pass": size,
         "read_seconds": reads[1:],
         "read_gb_per_second": size / read / 1e9,
-        "rows": {
-            name: {
-                "step_seconds": statistics.median(seconds for seconds, _ in own),
-                "tokens_per_second": statistics.median(rate for _, rate in own),
-                "over_plain_from_disk": statistics.median(rate for _, rate in own) / plain,
-                "step_over_read": statistics.median(
-                    seconds / floor for (seconds, _), floor in zip(own, reads[1:], strict=True)
-                ),
-            }
-            for name, own in rows.items()
-        },
+        "files_gb_per_second": statistics.median(rates[1:]) / 1e9,
+        "rows": medians,
     }
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def main() -> None:
     """Prints the figures, and writes them."""
     bench = tyro.cli(Bench)
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
+    before = anonymous_bytes()
     with Peak() as peak:
         found = measured(bench)
-    found["peak_anonymous_bytes"] = peak.bytes
+    found |= {"anonymous_bytes_before": before, "peak_anonymous_bytes": peak.bytes}
     if bench.json is not None:
         Path(bench.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(
         f"{found['parameters']:,} parameters, {found['layers_in_memory']} of {found['layers']} "
         f"layers in memory; a pass reads {readable(found['bytes_a_pass'])} at "
-        f"{found['read_gb_per_second']:.2f} GB/s; at most {readable(peak.bytes)} of anonymous "
-        "memory"
+        f"{found['read_gb_per_second']:.2f} GB/s (files by "
+        f"themselves: {found['files_gb_per_second']:.2f}); at most {readable(peak.bytes)} of anonymous "
+        f"memory, {readable(before)} of it before loading; planned for weights: "
+        f"{readable(found['held_bytes'])}"
     )
-    print("setting            step s  over reading  tokens/s  over plain from disk")
+    print("setting            step s  drafting  over reading  tokens/step  tokens/s  over plain")
     for name, row in found["rows"].items():
         print(
-            f"{name:18} {row['step_seconds']:6.3f} {row['step_over_read']:13.3f} "
-            f"{row['tokens_per_second']:9.2f} {row['over_plain_from_disk']:21.2f}"
+            f"{name:18} {row['step_seconds']:6.3f} {row['drafting_seconds']:9.3f} "
+            f"{row['step_over_read']:13.3f} {row['tokens_per_step']:12.2f} "
+            f"{row['tokens_per_second']:9.2f} {row['over_plain_from_disk']:11.2f}"
         )
 
 

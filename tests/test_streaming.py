@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import load_model, save_model
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
-from specjax.checkpoints.streaming import LayerReader, load_streamed, resident_layers
+from specjax.checkpoints.streaming import BUFFERS, LayerReader, division, load_streamed
 from specjax.decoding import link
 from specjax.decoding.link import Link, link_of
 from specjax.draft import ExpansionDrafter
@@ -60,10 +61,12 @@ def room_for(folder, resident, dtype="float32"):
     """The bytes that so many layers in memory take, beside what streaming the others does."""
     files, kind = find(folder), np.dtype(dtype)
     config, _ = streaming.read_config(files.folder)
-    whole = Load(placement(config, None), kind).weights
-    layer = streaming._layer_bytes(files, config, kind)
-    outer = whole - config.num_layers * streaming._unpacked_bytes(config, kind)
-    return outer + (streaming._IN_MEMORY + resident) * layer
+    least = division(files, config, kind, EVERYTHING)
+    return (
+        least.outer
+        + least.layer * resident
+        + streaming._ring_bytes(files, config, kind, least.layer)
+    )
 
 
 def streamed(folder, resident, **options):
@@ -74,8 +77,8 @@ def streamed(folder, resident, **options):
 
 @pytest.fixture(autouse=True)
 def few_layers(monkeypatch):
-    """As if streaming took a layer: the models here have few."""
-    monkeypatch.setattr(streaming, "_IN_MEMORY", 1)
+    """As if streaming took a byte: the models here have fewer layers than the ring."""
+    monkeypatch.setattr(streaming, "_ring_bytes", lambda *_: 1)
 
 
 def drafter_of(target, method):
@@ -170,7 +173,7 @@ def test_what_is_read_are_the_layers_out_of_memory(folder):
     whole = load_model(folder).layers
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole[1:]))
     assert size <= model.source.bytes_a_pass <= size + 3 * 2 * streaming.PAGE
-    for number in (1, 2, 3, 1):
+    for number in (1, 2, 3, 1):  # outside a pass, as nothing else takes any
         jax.tree.map(np.testing.assert_array_equal, model.layer(number), whole[number])
 
 
@@ -254,16 +257,56 @@ def test_as_many_layers_stay_as_fit(count, folder):
     kind = np.dtype("float32")
     layer, whole = streaming._unpacked_bytes(config, kind), Load(placement(config, None), kind)
     outer = whole.weights - LAYERS * layer
-    room = outer + (count + (count < LAYERS)) * layer
-    assert resident_layers(files, config, kind, room) == count
+    room = outer + count * layer + (count < LAYERS)
+    found = division(files, config, kind, room)
+    assert found == (outer, layer, count, int(count < LAYERS))
+    assert found.total == room
     if count < LAYERS:
-        assert resident_layers(files, config, kind, room + layer - 1) == min(
-            count, LAYERS if count == LAYERS - 1 else count
-        )
+        assert division(files, config, kind, room + layer - 2).resident == count
+
+
+def test_the_ring_counts_what_layers_become(folder, tmp_path, monkeypatch):
+    monkeypatch.undo()
+    files = find(folder)
+    config, _ = streaming.read_config(folder)
+    single, double = (
+        streaming._ring_bytes(files, config, np.dtype(kind), streaming._layer_bytes(
+            files, config, np.dtype(kind)))
+        for kind in ("float32", "bfloat16")
+    )  # fmt: skip
+    layer = streaming._unpacked_bytes(config, np.dtype("float32"))
+    assert BUFFERS * layer <= single <= BUFFERS * layer * 1.1 + streaming._READERS * 2 * layer
+    assert double - single == BUFFERS * layer // 2  # rounded to bfloat16, beside what was read
+
+
+def test_layers_are_used_where_they_were_read(folder):
+    model = streamed(folder, 0)
+    assert isinstance(model.source, LayerReader)
+    with model.in_pass():
+        taken = model.layer(0)
+        held = np.asarray(model.source._ring.used[0])
+        begin = held.ctypes.data
+        for leaf in jax.tree.leaves(taken):
+            assert begin <= leaf.unsafe_buffer_pointer() < begin + held.nbytes
+
+
+def test_what_a_pass_uses_is_not_read_over(folder):
+    model = streamed(folder, 0)
+    whole = load_model(folder).layers
+    with model.in_pass():
+        before = model.layer(0)
+        for number in (1, 2, 3):
+            taken = model.layer(number)
+            time.sleep(0.05)  # readers fill what is empty
+            for weights, at in ((before, number - 1), (taken, number)):
+                jax.tree.map(np.testing.assert_array_equal, weights, whole[at])
+            before = taken
 
 
 def test_too_little_memory_is_said_with_both_numbers(folder):
-    with pytest.raises(CheckpointError, match=r"take \d+\.\d MiB; there are 0\.0 MiB for it"):
+    with pytest.raises(
+        CheckpointError, match=r"takes \d+\.\d MiB, and streaming .*; there are 0\.0 MiB for both"
+    ):
         load_streamed(find(folder), memory_bytes=1000)
 
 
@@ -317,12 +360,13 @@ import sys
 import jax, specjax
 import jax.numpy as jnp
 from specjax.checkpoints import files, streaming
-streaming._IN_MEMORY = 1
-real = streaming.LayerReader.arrays
-def slow(reader, place):  # within XLA as the interpreter ends
-    for _ in range(10 if place > 4 else 0):
+streaming._ring_bytes = lambda *_: 1
+real, count = streaming.LayerReader.arrays, [0]
+def slow(reader, layer, buffer):  # within XLA as the interpreter ends
+    count[0] += 1
+    for _ in range(10 if count[0] > 5 else 0):
         jnp.linalg.inv(jnp.eye(1500)).block_until_ready()
-    return real(reader, place)
+    return real(reader, layer, buffer)
 streaming.LayerReader.arrays = slow
 model = streaming.load_streamed(files.find(sys.argv[1]), memory_bytes=int(sys.argv[2]))
 specjax.generate(jax.random.key(0), model, None, [[1, 2, 3]], max_new_tokens=1)

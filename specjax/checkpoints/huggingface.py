@@ -210,20 +210,24 @@ def leaves_of(
     placement: Placement,
     dtype: Any,
     folder: Path,
+    *,
+    copy: bool = True,
 ) -> dict[str, Any]:
-    """The leaves that a tensor of a file holds, on their devices.
+    """The leaves that a tensor of a file holds, on their devices; see `Placement.put` for `copy`.
 
     Raises:
       CheckpointError: its groups cannot be spread over them.
     """
     if isinstance(tensor, PackedWeight):
         pairs = zip(stored.leaves, _split(stored, tensor), strict=True)
-        return {leaf: _put_packed(placement, leaf, part, dtype, folder) for leaf, part in pairs}
+        return {
+            leaf: _put_packed(placement, leaf, part, dtype, folder, copy) for leaf, part in pairs
+        }
     made = {}
     for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
         shapes = placement.config.outer_shapes
         rows = shapes[leaf][0] if stored.layer is None else len(part)
-        made[leaf] = placement.put(leaf, part[:rows], dtype)
+        made[leaf] = placement.put(leaf, part[:rows], dtype, copy=copy)
     return made
 
 
@@ -251,10 +255,10 @@ def _split(stored: Stored, packed: PackedWeight) -> list[PackedWeight]:
 
 
 def _put_packed(
-    placement: Placement, leaf: str, part: PackedWeight, dtype: Any, folder: Path
+    placement: Placement, leaf: str, part: PackedWeight, dtype: Any, folder: Path, copy: bool
 ) -> PackedWeight:
     try:
-        return placement.put_packed(leaf, part, dtype)
+        return placement.put_packed(leaf, part, dtype, copy=copy)
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from error
 

@@ -1,13 +1,14 @@
 """Layers read from disk in every pass, ahead of the computation."""
 
 import atexit
+import collections
 import contextlib
 import mmap
 import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -38,17 +39,17 @@ PAGE = 4096
 _PIECE = 8 * 2**20
 """Bytes of a read; several run at a time."""
 _READERS = 4
-_BUFFERS = 2
-"""Layers as files have them: one is being read while the other becomes arrays."""
-_AHEAD = 1
-"""Layers that wait for a pass as arrays, beside the one being made and the two in use."""
-_IN_MEMORY = _BUFFERS + _AHEAD + 3
-"""Layers that streaming holds at most."""
+_IN_USE = 2
+"""Layers that a pass has at a time: one is computed, the next is handed over."""
+BUFFERS = _IN_USE + 2
+"""Layers of the ring: those in use, one that is being read, and the one after it."""
+_ALIGNED = 64
+"""What tensors in a buffer begin at; XLA on a CPU takes those as they are, and copies others."""
 _POLL_SECONDS = 0.2
 
 
 class _Span(NamedTuple):
-    """Tensors that lie side by side in a file, and where a layer's buffer holds them.
+    """Tensors that lie side by side in a file, and where each is in a layer's buffer.
 
     The span begins and ends at pages, `start` and `size`, so it may hold some of what is beside
     them.
@@ -57,12 +58,16 @@ class _Span(NamedTuple):
     file: Path
     start: int
     size: int
-    at: int
     tensors: tuple[Extent, ...]
+    at: tuple[int, ...] = ()
 
 
 class LayerReader:
     """Reads layers in turn, again and again, a few ahead of who takes them.
+
+    They are read past the system's cache into a ring of buffers, which arrays are made of without
+    a copy where they can be. So a layer is only to be used until the take after the next, or the
+    end of the pass.
 
     Args:
       files: of the model.
@@ -91,12 +96,11 @@ class LayerReader:
         self._layouts = quantized.layouts_in(files.folder)
         self._order = range(first, config.num_layers)
         self._spans = _spans_of(files, family, self._expected, self._order)
-        size = max(_size_of(spans) for spans in self._spans.values())
-        self._buffers = [mmap.mmap(-1, size) for _ in range(_BUFFERS)]
+        size = max(map(_held_bytes, self._spans.values()))
+        self._ring = _Ring(size, _scratch_bytes(self._spans.values()))
         self._opened: dict[Path, tuple[int, bool]] = {}
         self._looked: set[int] = set()
         self._lock, self._lock_of_files = threading.Lock(), threading.Lock()
-        self._ready: _Ready = queue.Queue(_AHEAD)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # Neither this nor the thread may hold the reader, which would never be let go then.
@@ -109,12 +113,17 @@ class LayerReader:
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """Keeps other threads from taking layers meanwhile."""
+        """Keeps other threads from taking layers meanwhile; layers taken are let go of after it."""
         with self._lock:
-            yield
+            try:
+                yield
+            finally:
+                self._ring.free(0)
 
     def take(self, layer: int) -> LayerWeights:
         """A layer's weights, the next one that was read; one that a pass left over is skipped.
+
+        They are valid until the take after the next, or until the pass ends.
 
         Raises:
           CheckpointError: it could not be read.
@@ -123,23 +132,27 @@ class LayerReader:
             raise CheckpointError(f"{self._files.folder} is not read any more.")
         if self._thread is None:
             self._thread = threading.Thread(
-                target=_read_on, args=(weakref.proxy(self), self._ready, self._stop),
+                target=_read_on, args=(weakref.proxy(self), self._ring, self._stop),
                 daemon=True, name="specjax-layers",
             )  # fmt: skip
             _threads[self._thread] = self._stop
             self._thread.start()
         while True:
+            self._ring.free(_IN_USE - 1)
             try:
-                number, found = self._ready.get(timeout=_POLL_SECONDS)
+                found = self._ring.ready.get(timeout=_POLL_SECONDS)
             except queue.Empty:
                 if self._stop.is_set():  # by another thread
                     return self.take(layer)
                 continue
             if isinstance(found, Exception):
-                self._thread = None  # the next pass begins anew
+                self._thread, self._ring = None, self._ring.anew()  # to begin anew
                 raise found
+            number, weights, buffer = found
             if number == layer:
-                return found
+                self._ring.used.append(buffer)
+                return weights
+            self._ring.empty.put(buffer)
 
     def close(self) -> None:
         """Stops to read, and lets go of files."""
@@ -148,39 +161,44 @@ class LayerReader:
             self._thread.join()
         self._finalizer()
 
-    def begin(self, pool: ThreadPoolExecutor, place: int) -> "tuple[int, list[Future[None]]]":
+    def begin(self, pool: ThreadPoolExecutor, place: int, buffer: "_Buffer") -> "_Reading":
         """Lets the pieces of the next layer be read; `place` counts those read so far."""
-        layer, buffer = self._order[place % len(self._order)], self._buffers[place % _BUFFERS]
+        layer = self._order[place % len(self._order)]
         pieces = [
             (span, start) for span in self._spans[layer] for start in range(0, span.size, _PIECE)
         ]
-        return layer, [pool.submit(self._read, span, start, buffer) for span, start in pieces]
+        reads = [pool.submit(self._read, span, start, buffer) for span, start in pieces]
+        return _Reading(layer, buffer, reads)
 
-    def _read(self, span: _Span, start: int, buffer: mmap.mmap) -> None:
-        """Reads a piece of a span into its place.
+    def _read(self, span: _Span, start: int, buffer: "_Buffer") -> None:
+        """Reads a piece of a span, and puts what it has of tensors into their places.
 
         Raises:
           CheckpointError: the file ends before, or the disk does not give it.
         """
         stop = min(start + _PIECE, span.size)
         needed = span.tensors[-1].start + span.tensors[-1].size - span.start
-        view = memoryview(buffer)[span.at : span.at + span.size]
+        scratch = self._ring.scratch.get()
         try:
             number, direct = self._open(span.file)
             while start < min(stop, needed):
                 held, got = os.fstat(number).st_size, 0
                 if held >= span.start + min(stop, needed):
-                    got = os.preadv(number, [view[start:stop]], span.start + start)
+                    room = memoryview(scratch)[: stop - start]
+                    got = os.preadv(number, [room], span.start + start)
                 if not got:
                     raise CheckpointError(
                         f"{span.file} has {held} bytes; its weights go on to byte "
                         f"{span.start + needed}."
                     )
+                _scatter(span, start, np.frombuffer(scratch, np.uint8)[:got], buffer)
                 if not direct:
                     _forget(number, span.start + start, got)
                 start += got
         except OSError as error:
             raise CheckpointError(f"{span.file} cannot be read: {error.strerror}.") from error
+        finally:
+            self._ring.scratch.put(scratch)
 
     def _open(self, file: Path) -> tuple[int, bool]:
         """A file that is opened, past the system's cache if it can be, and whether it is."""
@@ -192,19 +210,16 @@ class LayerReader:
                     self._opened[file] = os.open(file, os.O_RDONLY), False
             return self._opened[file]
 
-    def arrays(self, place: int) -> LayerWeights:
-        """The weights of a layer that was read, as arrays of their own.
+    def arrays(self, layer: int, buffer: "_Buffer") -> LayerWeights:
+        """The weights of a layer that was read, as arrays of the buffer where they can be.
 
         Raises:
           CheckpointError: they are not what they were when the model was loaded.
         """
-        layer = self._order[place % len(self._order)]
-        data = np.frombuffer(self._buffers[place % _BUFFERS], np.uint8)
         found = []
         for span in self._spans[layer]:
-            for each in span.tensors:
-                at = span.at + each.start - span.start
-                own = data[at : at + each.size].view(each.dtype).reshape(each.shape)
+            for each, at in zip(span.tensors, span.at, strict=True):
+                own = buffer[at : at + each.size].view(each.dtype).reshape(each.shape)
                 found.append((each.name, each.file, own))
         leaves: dict[str, Any] = {}
         looks = layer not in self._looked
@@ -213,7 +228,9 @@ class LayerReader:
             if stored is None:
                 continue  # what the family ignores
             check_numbers(name, file, tensor, looks)
-            leaves |= leaves_of(stored, tensor, self._placed, self._dtype, self._files.folder)
+            leaves |= leaves_of(
+                stored, tensor, self._placed, self._dtype, self._files.folder, copy=False
+            )
         self._looked.add(layer)
         return layer_of(leaves)
 
@@ -246,36 +263,84 @@ def _forget(number: int, start: int, size: int) -> None:
         os.posix_fadvise(number, start, size, os.POSIX_FADV_DONTNEED)
 
 
-def _read_on(reader: Any, ready: "_Ready", stop: threading.Event) -> None:
+_Buffer: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
+_Found: TypeAlias = "tuple[int, LayerWeights, _Buffer] | Exception"
+
+
+class _Reading(NamedTuple):
+    """A layer that is being read into a buffer, and its pieces."""
+
+    layer: int
+    buffer: _Buffer
+    pieces: "list[Future[None]]"
+
+
+class _Ring:
+    """Buffers of `size` bytes: empty ones, ready ones with their layers, and those a pass uses.
+
+    `scratch` are the pages, `piece` bytes each, that single reads go to.
+    """
+
+    def __init__(self, size: int, piece: int) -> None:
+        self._size, self._piece = size, piece
+        self.empty: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
+        self.ready: queue.SimpleQueue[_Found] = queue.SimpleQueue()
+        self.scratch: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+        self.used: collections.deque[_Buffer] = collections.deque()
+        for _ in range(BUFFERS):
+            self.empty.put(np.frombuffer(mmap.mmap(-1, size), np.uint8))
+        for _ in range(_READERS):
+            self.scratch.put(mmap.mmap(-1, piece))
+
+    def anew(self) -> "_Ring":
+        """Another one; what still goes on in this harms nobody."""
+        return _Ring(self._size, self._piece)
+
+    def free(self, but: int) -> None:
+        """Lets go of the layers that a pass has taken, but for the last ones."""
+        while len(self.used) > but:
+            self.empty.put(self.used.popleft())
+
+    def next(self, stop: threading.Event, *, wait: bool) -> _Buffer | None:
+        """An empty buffer; None if there is none, or nobody wants it any more."""
+        while not stop.is_set():
+            with contextlib.suppress(queue.Empty):
+                return self.empty.get(wait, _POLL_SECONDS)
+            if not wait:
+                break
+        return None
+
+
+def _read_on(reader: Any, ring: _Ring, stop: threading.Event) -> None:
     """Reads layers until nobody takes them; an error ends it. `reader` is a weak proxy."""
     try:
         with ThreadPoolExecutor(_READERS, "specjax-read") as pool:
             place = 0
-            layer, pieces = reader.begin(pool, place)
+            waiting: collections.deque[_Reading] = collections.deque()
             while not stop.is_set():
-                for piece in pieces:
-                    piece.result()
-                following = reader.begin(pool, place + 1)
-                _put(ready, stop, (layer, reader.arrays(place)))
-                place, (layer, pieces) = place + 1, following
+                # The next layer is begun before the last one is waited for, if there is room.
+                while (buffer := ring.next(stop, wait=not waiting)) is not None:
+                    waiting.append(reader.begin(pool, place, buffer))
+                    place += 1
+                if waiting:
+                    layer, buffer, pieces = waiting.popleft()
+                    for piece in pieces:
+                        piece.result()
+                    ring.ready.put((layer, reader.arrays(layer, buffer), buffer))
     except ReferenceError:  # nobody has the reader any more
         return
     except Exception as error:
-        _put(ready, stop, (-1, error))
+        ring.ready.put(error)
 
 
-def _put(ready: "_Ready", stop: threading.Event, found: "_Found") -> None:
-    """Waits until there is room for a layer, or nobody wants it any more."""
-    while not stop.is_set():
-        try:
-            ready.put(found, timeout=_POLL_SECONDS)
-        except queue.Full:
-            continue
-        return
-
-
-_Found: TypeAlias = tuple[int, LayerWeights | Exception]
-_Ready: TypeAlias = "queue.Queue[_Found]"
+def _scatter(span: _Span, start: int, data: _Buffer, buffer: _Buffer) -> None:
+    """Puts bytes of a span that begin at `start` into their tensors' places."""
+    first = span.start + start
+    for each, at in zip(span.tensors, span.at, strict=True):
+        begin, end = max(each.start, first), min(each.start + each.size, first + len(data))
+        if begin < end:
+            into = at + begin - each.start
+            buffer[into : into + end - begin] = data[begin - first : end - first]
 
 
 def _spans_of(
@@ -289,7 +354,7 @@ def _spans_of(
         for prefix, layer in prefixes.items():
             if name.startswith(prefix) or (family.base + name).startswith(prefix):
                 found[layer].append(extent)
-    return {layer: _joined(own) for layer, own in found.items()}
+    return {layer: _in_buffer(_joined(own)) for layer, own in found.items()}
 
 
 def _joined(tensors: list[Extent]) -> list[_Span]:
@@ -302,13 +367,32 @@ def _joined(tensors: list[Extent]) -> list[_Span]:
             size = max(last.size, stop - last.start)
             spans[-1] = last._replace(size=size, tensors=(*last.tensors, each))
         else:
-            at = 0 if last is None else last.at + last.size
-            spans.append(_Span(each.file, start, stop - start, at, (each,)))
+            spans.append(_Span(each.file, start, stop - start, (each,)))
     return spans
 
 
+def _in_buffer(spans: list[_Span]) -> list[_Span]:
+    """The spans with places for their tensors, one after the other."""
+    placed, end = [], 0
+    for span in spans:
+        at = []
+        for each in span.tensors:
+            at.append(end)
+            end += -(-each.size // _ALIGNED) * _ALIGNED
+        placed.append(span._replace(at=tuple(at)))
+    return placed
+
+
 def _size_of(spans: Sequence[_Span]) -> int:
+    """Bytes that are read."""
     return sum(span.size for span in spans)
+
+
+def _held_bytes(spans: Sequence[_Span]) -> int:
+    """Bytes that a buffer holds of them."""
+    last = max(((at, each.size) for span in spans
+                for each, at in zip(span.tensors, span.at, strict=True)))  # fmt: skip
+    return sum(last)
 
 
 def load_offloaded(
@@ -352,7 +436,8 @@ def load_streamed(
     config, family = read_config(files.folder)
     kind = jnp.dtype(dtype or _dtype_in(files))
     placed = placement(config, None)
-    first = resident_layers(files, config, kind, memory_bytes)
+    shared = division(files, config, kind, memory_bytes)
+    first = shared.resident
     outer: dict[str, Any] = {}
     layers: list[dict[str, Any]] = [{} for _ in range(first)]
     names: dict[str, None] = {}
@@ -372,7 +457,7 @@ def load_streamed(
     return StreamedModel(
         made.embedding, made.layers, made.final_norm, made.unembedding, made.config,
         made.final_norm_bias, made.position_embedding, source=source,
-        quantization=" and ".join(names) or None,
+        quantization=" and ".join(names) or None, held_bytes=shared.total,
     )  # fmt: skip
 
 
@@ -382,10 +467,31 @@ def _dtype_in(files: Files) -> str:
     return "bfloat16" if "bfloat16" in found else default_dtype()
 
 
-def resident_layers(
+class Division(NamedTuple):
+    """What an offloaded model's weights take of memory.
+
+    Attributes:
+      outer: bytes of what lies outside the layers.
+      layer: bytes of a layer that stays.
+      resident: how many of them do.
+      ring: bytes that streaming the others takes, 0 if there are none.
+    """
+
+    outer: int
+    layer: int
+    resident: int
+    ring: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it."""
+        return self.outer + self.resident * self.layer + self.ring
+
+
+def division(
     files: Files, config: ModelConfig, dtype: jnp.dtype, memory_bytes: int | None
-) -> int:
-    """How many layers fit into so many bytes beside what streaming the others takes.
+) -> Division:
+    """How an offloaded model's weights share so many bytes; None is half of what there is.
 
     Raises:
       CheckpointError: there is no room for what lies outside the layers and for streaming.
@@ -398,14 +504,30 @@ def resident_layers(
         found = memory.available(None)
         spare = whole.weights if found is None else found // 2
     if outer + config.num_layers * layer <= spare:
-        return config.num_layers
-    held = _IN_MEMORY * layer
-    if outer + held > spare:
+        return Division(outer, layer, config.num_layers, 0)
+    ring = _ring_bytes(files, config, dtype, layer)
+    if outer + ring > spare:
         raise CheckpointError(
-            f"{files.folder}: what lies outside the layers and {_IN_MEMORY} layers take "
-            f"{memory.readable(outer + held)}; there are {memory.readable(spare)} for it."
+            f"{files.folder}: what lies outside the layers takes {memory.readable(outer)}, and "
+            f"streaming {memory.readable(ring)}; there are {memory.readable(spare)} for both."
         )
-    return min((spare - outer - held) // layer, config.num_layers - 1)
+    return Division(outer, layer, min((spare - outer - ring) // layer, config.num_layers - 1), ring)
+
+
+def _ring_bytes(files: Files, config: ModelConfig, dtype: jnp.dtype, layer: int) -> int:
+    """Bytes of the ring, and of what its layers become where they cannot be used as they are."""
+    _, family = read_config(files.folder)
+    expected = {stored.name: stored for stored in families.stored(family, config)}
+    spans = _spans_of(files, family, expected, range(config.num_layers))
+    each = max(map(_held_bytes, spans.values()))
+    kinds = {one.dtype for own in spans.values() for span in own for one in span.tensors}
+    made = 0 if kinds == {np.dtype(dtype)} else layer
+    return BUFFERS * (each + made) + _READERS * _scratch_bytes(spans.values())
+
+
+def _scratch_bytes(spans: Iterable[Sequence[_Span]]) -> int:
+    """Bytes of the largest piece."""
+    return min(_PIECE, max(span.size for own in spans for span in own))
 
 
 def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:

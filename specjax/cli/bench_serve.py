@@ -54,6 +54,7 @@ _MIXED = (0.0, 0.8)
 _LEAST_PER_ROW, _LEAST_SECONDS = 4, 10.0
 """Requests of a row, and seconds, by which the capacity is measured at least."""
 _TARGET = "target"
+_MOST_TPOT_MS = 1e9
 
 
 class Prepared(NamedTuple):
@@ -72,6 +73,14 @@ class Measurement:
     settings: Sequence[str]
     temperatures: Sequence[float]
     options: BenchServe
+
+    def mix(self, prepared: Prepared) -> Mix:
+        """What the requests are drawn from."""
+        options = self.options
+        return Mix(
+            prepared.prompts, prepared.then, options.max_new_tokens, self.temperatures,
+            options.max_tpot_ms,
+        )  # fmt: skip
 
     def plan(self, mix: Mix, turn: int) -> list[Asked]:
         """The requests of a turn, which are those of every setting and, at its pace, every rate."""
@@ -98,7 +107,7 @@ def bench_serve(options: BenchServe) -> int:
     _check_packages()
     with _leaving(), tempfile.TemporaryDirectory(prefix="specjax-") as name:
         prepared = _apart(options, Path(name) / _TARGET)
-        mix = Mix(prepared.prompts, prepared.then, options.max_new_tokens, measurement.temperatures)
+        mix = measurement.mix(prepared)
         start = time.perf_counter()
         with serving(flags_of(measurement, Path(name) / _TARGET), Path(name) / "log") as server:
             _say(f"the server is ready after {time.perf_counter() - start:.0f} s.")
@@ -125,6 +134,11 @@ def measurement_of(options: BenchServe) -> Measurement:
     for name in ("requests", "turns", "rows", "max_new_tokens", "limit"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     check_seed(options.seed)
+    if options.max_tpot_ms is not None and not 0 < options.max_tpot_ms <= _MOST_TPOT_MS:
+        raise ValueError(
+            f"--max-tpot-ms is {options.max_tpot_ms:g}; it must be above 0, at most "
+            f"{_MOST_TPOT_MS:g}."
+        )
     plots.check(options.png)
     for name in ("json", "png"):
         check_target_file(f"--{name}", getattr(options, name))

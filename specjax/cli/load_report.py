@@ -1,6 +1,7 @@
 """What a run of `specjax bench-serve` leaves behind: its report as it grows, and its table."""
 
 import dataclasses
+import math
 import statistics
 import sys
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from specjax.measure.load_rows import LoadRow, LoadRun, rows_of
 
 _COLUMNS = (
     *("rate", "requests/s", "setting", "tokens/s", "mean s", "p50 s", "p99 s", "TTFT p50 ms"),
-    *("TPOT p50 ms", "tokens/step", "tokens/s of best", "mean s of best", "errors"),
+    *("TPOT p50 ms", "in time", "tokens/step", "tokens/s of best", "mean s of best", "errors"),
 )
 _WIDE = 160
 """Columns of a table that goes to a file."""
@@ -97,6 +98,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['goodput_tokens_per_s']:.1f}",
         *(f"{row[name]:.3g}" for name in ("mean_latency_s", "p50_latency_s", "p99_latency_s")),
         *(f"{1e3 * row[name]:.1f}" for name in ("ttft_s_p50", "tpot_s_p50")),
+        _share(row["within_tpot_target"]),
         f"{row['tokens_per_step']:.2f}",
         *(_share(row[name]) for name in ("over_best_goodput", "over_best_latency")),
         str(row["errors"]),
@@ -104,4 +106,4 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    return "" if value is None or math.isnan(value) else f"{value:.3f}"

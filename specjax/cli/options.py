@@ -490,6 +490,8 @@ class BenchServe:
     """How the rate changes during a run: poisson (not at all), steps, ramp or bursts."""
     temperature: str = "0"
     """Of all requests; or mixed: 0 and 0.8, at random."""
+    max_tpot_ms: float | None = None
+    """A latency target, milliseconds a token, that one request in two carries."""
     rows: int = 8
     """Requests that the server runs at a time."""
     max_new_tokens: int = 128

@@ -73,23 +73,23 @@ def link_of(target: StreamedModel) -> Link:
 
 
 def _measure(target: StreamedModel) -> Link:
-    first, *others = range(len(target.layers), target.config.num_layers)
-    passes, weights = [], None
+    streamed = range(len(target.layers), target.config.num_layers)
+    passes = []
     for _ in range(2):  # the first opens files and looks for numbers that are none
         with target.in_pass():
             start = time.perf_counter()
-            weights = jax.block_until_ready(target.layer(first))
-            for index in others:
+            for index in streamed:
                 jax.block_until_ready(target.layer(index))
             passes.append(time.perf_counter() - start)
     reading = min(passes)
-    assert weights is not None
     columns, seconds = [], []
-    for count in _COLUMNS:
-        columns.append(count)
-        seconds.append(target.config.num_layers * _layer_seconds(target, weights, count))
-        if seconds[-1] > reading:
-            break
+    with target.in_pass():  # so long what was taken stays
+        weights = target.layer(streamed[0])
+        for count in _COLUMNS:
+            columns.append(count)
+            seconds.append(target.config.num_layers * _layer_seconds(target, weights, count))
+            if seconds[-1] > reading:
+                break
     return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
 
 

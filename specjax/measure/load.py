@@ -25,12 +25,16 @@ _READ = 1 << 16
 
 
 class Asked(NamedTuple):
-    """A request: when it is due, in seconds after the run's start, and what it asks for."""
+    """A request: when it is due, in seconds after the run's start, and what it asks for.
+
+    `max_tpot_ms` is its latency target, milliseconds a token, if it has one.
+    """
 
     due_s: float
     prompt: Sequence[int]
     max_tokens: int
     temperature: float
+    max_tpot_ms: float | None = None
 
 
 class Answered(NamedTuple):
@@ -43,6 +47,7 @@ class Answered(NamedTuple):
       last_s: when its last event came.
       tokens: generated tokens, by the server's count.
       error: why it did not complete, or None.
+      max_tpot_ms: its latency target, if it had one.
     """
 
     due_s: float
@@ -51,11 +56,17 @@ class Answered(NamedTuple):
     last_s: float
     tokens: int
     error: str | None = None
+    max_tpot_ms: float | None = None
 
     @property
     def latency_s(self) -> float:
         """Seconds from when it was due to its last token."""
         return self.last_s - self.due_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds of a token after the first; NaN where there is none."""
+        return (self.last_s - self.first_s) / (self.tokens - 1) if self.tokens > 1 else math.nan
 
 
 class Mix(NamedTuple):
@@ -66,12 +77,14 @@ class Mix(NamedTuple):
       then: those that take over for the second half of a run, if any do.
       max_new_tokens: the mean; each request asks for half to one and a half times as many.
       temperatures: each request has one of them, at random.
+      max_tpot_ms: the latency target of one request in two, at random; None for none.
     """
 
     prompts: Sequence[Sequence[int]]
     then: Sequence[Sequence[int]]
     max_new_tokens: int
     temperatures: Sequence[float]
+    max_tpot_ms: float | None = None
 
 
 def most_tokens(max_new_tokens: int) -> int:
@@ -94,7 +107,10 @@ def plan(mix: Mix, shape: str, count: int, drawn: np.random.Generator) -> list[A
     least, most = -(-mix.max_new_tokens // 2), most_tokens(mix.max_new_tokens)
     lengths = drawn.integers(least, max(least, most) + 1, size=count)
     temperatures = drawn.choice(np.asarray(mix.temperatures, float), size=count)
-    listed = zip(due.tolist(), prompts, lengths.tolist(), temperatures.tolist(), strict=True)
+    targets = [mix.max_tpot_ms if each else None for each in drawn.random(count) < 0.5]
+    listed = zip(
+        due.tolist(), prompts, lengths.tolist(), temperatures.tolist(), targets, strict=True
+    )
     return [Asked(*each) for each in listed]
 
 
@@ -172,7 +188,7 @@ def completion_rate(answered: Sequence[Answered], skipped: int) -> tuple[float, 
 async def _answered(port: int, asked: Asked, begun: float) -> Answered:
     """Sends a request and follows its stream to the end."""
     sent = time.perf_counter() - begun
-    found = Answered(asked.due_s, sent, math.nan, math.nan, 0)
+    found = Answered(asked.due_s, sent, math.nan, math.nan, 0, max_tpot_ms=asked.max_tpot_ms)
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         try:
@@ -228,6 +244,7 @@ def _message(asked: Asked) -> bytes:
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
+            "max_tpot_ms": asked.max_tpot_ms,
         }
     )
     head = "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n"

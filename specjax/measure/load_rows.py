@@ -46,6 +46,8 @@ class Numbers:
       p99_latency_s: its 99th percentile.
       ttft_s_p50: median seconds to the first token.
       tpot_s_p50: median seconds of a token after the first.
+      within_tpot_target: of the requests with a latency target, the share that had their tokens in
+        time.
       late_s_p99: how late requests were sent; the client's own delay.
       client_cpu: the client's share of a core, the median of runs.
       tokens_per_step: generated tokens over steps of rows.
@@ -64,6 +66,7 @@ class Numbers:
     p99_latency_s: float
     ttft_s_p50: float
     tpot_s_p50: float
+    within_tpot_target: float
     late_s_p99: float
     client_cpu: float
     tokens_per_step: float
@@ -89,10 +92,8 @@ def numbers_of(runs: Sequence[LoadRun]) -> Numbers:
         p50_latency_s=_percentile(latencies, 50),
         p99_latency_s=_percentile(latencies, 99),
         ttft_s_p50=_percentile([each.first_s - each.due_s for each in whole], 50),
-        tpot_s_p50=_percentile(
-            [(each.last_s - each.first_s) / (each.tokens - 1) for each in whole if each.tokens > 1],
-            50,
-        ),
+        tpot_s_p50=_percentile([each.tpot_s for each in whole if each.tokens > 1], 50),
+        within_tpot_target=_ratio(*_within_target(everything)),
         late_s_p99=_percentile([each.sent_s - each.due_s for each in everything], 99),
         client_cpu=statistics.median(run.client_cpu for run in runs),
         tokens_per_step=_ratio(counts.get("generated", 0), counts.get("steps", 0)),
@@ -110,6 +111,13 @@ def _seconds(run: LoadRun) -> float:
     """From when a run's first request was due to its last token; 0 where none completed."""
     ends = [each.last_s for each in run.answered if each.error is None]
     return max(ends) - min(each.due_s for each in run.answered) if ends else 0.0
+
+
+def _within_target(answered: Sequence[Answered]) -> tuple[int, int]:
+    """Requests that had their tokens in time, and those that asked for it."""
+    asked = [each for each in answered if each.max_tpot_ms is not None]
+    met = (each.error is None and 1000 * each.tpot_s <= (each.max_tpot_ms or 0) for each in asked)
+    return sum(met), len(asked)
 
 
 def _ratio(part: float | int, whole: float | int) -> float:

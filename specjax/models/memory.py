@@ -108,9 +108,10 @@ def load_of(model: Model) -> Load:
     mesh = mesh_of(model)
     placed = Placement(model.config, mesh, model.axis)
     held = None
-    if quantized_as(model) is not None:
-        whole = (model.outer, model.layers) if isinstance(model, StreamedModel) else model
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(whole)) // stack
+    if isinstance(model, StreamedModel):
+        held = model.held_bytes
+    elif quantized_as(model) is not None:
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) // stack
     return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held)
 
 

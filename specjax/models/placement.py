@@ -67,12 +67,16 @@ class Placement:
             axes = ()
         return P(*(None if axis is None else MESH_AXES[axis] for axis in axes))
 
-    def put(self, leaf: str, value: np.ndarray, dtype: Any) -> Array:
-        """A leaf on its devices, rounded to `dtype` a shard at a time."""
+    def put(self, leaf: str, value: np.ndarray, dtype: Any, *, copy: bool = True) -> Array:
+        """A leaf on its devices, rounded to `dtype` a shard at a time.
+
+        Without `copy` a CPU may share the memory of `value`, which must not change then while the
+        leaf is used.
+        """
         if self.is_repeated(leaf):
             value = self._repeated(value)
         if self.mesh is None:
-            made = jax.device_put(np.array(value, dtype))
+            made = jax.device_put(np.array(value, dtype, copy=copy or None))
         else:
             placed = NamedSharding(self.mesh, self.spec(leaf))
             made = jax.make_array_from_callback(
@@ -80,8 +84,12 @@ class Placement:
             )
         return made.block_until_ready()
 
-    def put_packed(self, leaf: str, weight: PackedWeight, dtype: Any) -> PackedWeight:
+    def put_packed(
+        self, leaf: str, weight: PackedWeight, dtype: Any, *, copy: bool = True
+    ) -> PackedWeight:
         """A packed matrix on its devices; products with it are computed in `dtype`.
+
+        For `copy` see `put`.
 
         Raises:
           ValueError: its groups cannot be spread over the devices.
@@ -100,15 +108,15 @@ class Placement:
         of_groups = P(rows, inputs if groups > 1 else None)
         specs = {"values": P(rows, inputs), "scale": of_groups, "zero": of_groups}
         made: dict[str, Any] = {
-            name: self._put_as_is(part, specs.get(name, P()))
+            name: self._put_as_is(part, specs.get(name, P()), copy)
             for name in ("values", "scale", "zero", "order", "table")
             if (part := getattr(weight, name)) is not None
         }
         return weight.changed(dtype=np.dtype(dtype), **made)
 
-    def _put_as_is(self, value: np.ndarray, spec: P) -> Array:
+    def _put_as_is(self, value: np.ndarray, spec: P, copy: bool) -> Array:
         if self.mesh is None:
-            return jax.device_put(np.array(value)).block_until_ready()
+            return jax.device_put(np.array(value, copy=copy or None)).block_until_ready()
         return put(value, self.mesh, spec).block_until_ready()
 
     def is_repeated(self, leaf: str) -> bool:

@@ -23,6 +23,8 @@ class LayerSource(Protocol):
     def take(self, layer: int) -> LayerWeights:
         """A layer's weights, the next one that it has read.
 
+        They are valid until the take after the next, or until the pass ends.
+
         Raises:
           ValueError: it could not be read.
         """
@@ -37,13 +39,15 @@ class LayerSource(Protocol):
 class StreamedModel(Model):
     """A `Model` whose `layers` are the first ones alone; `source` gives the others in each pass.
 
-    `quantization` says how matrices of all its layers are quantized, if any are.
+    `quantization` says how matrices of all its layers are quantized, if any are; `held_bytes` are
+    those of its weights in memory, with what streaming takes.
 
     It is no pytree: no program may take it whole (see `specjax.decoding.streamed`).
     """
 
     source: LayerSource | None = None
     quantization: str | None = None
+    held_bytes: int | None = None
 
     @property
     def outer(self) -> Model:
@@ -59,7 +63,7 @@ class StreamedModel(Model):
         return 0 if self.source is None else self.source.bytes_a_pass
 
     def layer(self, index: int) -> LayerWeights:
-        """A layer, of those in memory or from the source.
+        """A layer, of those in memory or from the source (see `LayerSource.take`).
 
         Raises:
           ValueError: it could not be read.
