@@ -271,8 +271,8 @@ def main() -> None:
         f"{found['parameters']:,} parameters, {found['layers_in_memory']} of {found['layers']} "
         f"layers in memory; a pass reads {readable(found['bytes_a_pass'])} at "
         f"{found['read_gb_per_second']:.2f} GB/s (files by "
-        f"themselves: {found['files_gb_per_second']:.2f}); at most {readable(peak.bytes)} of anonymous "
-        f"memory, {readable(before)} of it before loading; planned for weights: "
+        f"themselves: {found['files_gb_per_second']:.2f}); at most {readable(peak.bytes)} of "
+        f"anonymous memory, {readable(before)} of it before loading; planned for weights: "
         f"{readable(found['held_bytes'])}"
     )
     print("setting            step s  drafting  over reading  tokens/step  tokens/s  over plain")

@@ -66,18 +66,37 @@ class PackedWeight:
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return unchecked(PackedWeight, **(own | parts))
 
+    @property
+    def rows(self) -> dict[str, Any]:
+        """The parts that have a row for each output."""
+        parts = {name: getattr(self, name) for name in ("values", "scale", "zero")}
+        return {name: part for name, part in parts.items() if part is not None}
+
     def of_rows(self, change: Callable[[Any], Any]) -> "PackedWeight":
         """With what `change` makes of the parts that have a row for each output."""
-        parts = {name: getattr(self, name) for name in ("values", "scale", "zero")}
-        return self.changed(**{n: change(part) for n, part in parts.items() if part is not None})
+        return self.changed(**{name: change(part) for name, part in self.rows.items()})
+
+    @property
+    def strides(self) -> int:
+        """In how many parts `columns_from` gives the matrix: a byte's codes each in another."""
+        return 8 // self.bits if self.group % (8 // self.bits) == 0 else 1
+
+    def columns_from(self, first: int) -> Float[Array, "O J"]:
+        """The columns `first`, `first + strides`, ... of the matrix, in float32."""
+        if self.strides == 1:
+            return self.unpacked()
+        return self._scaled(self.values & 15 if first == 0 else self.values >> 4)
 
     def unpacked(self) -> Float[Array, "O I"]:
         """The matrix that it stands for, in float32, its inputs in the order of `order`."""
         codes = self.values
         if self.bits == 4:
             codes = jnp.stack([codes & 15, codes >> 4], axis=-1)
+        return self._scaled(codes)
+
+    def _scaled(self, codes: UInt8[Array, "O *rest"]) -> Float[Array, "O J"]:
         codes = codes.reshape(*self.scale.shape, -1)
-        return (self._numbers(codes) * _wide(self.scale)).reshape(self.shape)
+        return (self._numbers(codes) * _wide(self.scale)).reshape(codes.shape[0], -1)
 
     def _numbers(self, codes: UInt8[Array, "O G J"]) -> Float[Array, "O G J"]:
         if self.form == FLOAT8:
