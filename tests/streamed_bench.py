@@ -18,21 +18,28 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import tyro
 
 from specjax.base.sampling import Sampling
+from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.huggingface import read_config
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.streaming import HOST, division
 from specjax.cli.values import bytes_of
 from specjax.decoding import streamed
 from specjax.decoding.generate import begin, steps
-from specjax.decoding.request import prepare
+from specjax.decoding.request import Request, prepare
 from specjax.measure import prompts, timing
 from specjax.methods import registry
+from specjax.methods.choice import no_deeper
 from specjax.methods.method import Setting
+from specjax.models import memory
 from specjax.models.memory import readable
 from specjax.models.streamed import StreamedModel
 
@@ -51,11 +58,19 @@ class Bench:
     """A file of prompts."""
     memory: str = "1GiB"
     """For the weights."""
+    layers: int | None = None
+    """So many layers in memory, whatever that takes, instead."""
+    offload: str = "disk"
+    """Or host."""
+    dtype: str = "bfloat16"
+    """Of the weights."""
     budgets: tuple[int, ...] = (15, 63, 255)
     """Of best-first trees at temperature 0; above it of static ones."""
     temperature: float = 0.0
     draft: str = "bundled/0,bundled/1,bundled/2"
     """Drafts."""
+    levels: int | None = None
+    """How deep drafts go at most; above temperature 0 it is a chain then, whatever the budget."""
     rounds: int = 3
     """Each of another prompt."""
     plain_steps: int = 4
@@ -97,13 +112,13 @@ class Peak(threading.Thread):
 
 def read_seconds(target: StreamedModel) -> float:
     """Seconds of a pass that computes nothing: the mean of two, after one that fills the ring."""
-    for count in range(_READS + 1):
-        if count == 1:
-            start = time.perf_counter()
+    ends = []
+    for _ in range(_READS + 1):
         with target.in_pass():
             for index in range(target.config.num_layers):
                 target.layer(index)
-    return (time.perf_counter() - start) / _READS
+        ends.append(time.perf_counter())
+    return (ends[-1] - ends[0]) / _READS
 
 
 def read_rate(folder: str) -> float:
@@ -133,11 +148,28 @@ def read_rate(folder: str) -> float:
 
 
 class Steps(NamedTuple):
-    """Seconds of each step after the first, the tokens they gave, and seconds of their drafting."""
+    """What steps of a continuation took.
+
+    Attributes:
+      seconds: of each after the first.
+      tokens: that they gave.
+      drafting: seconds in which each tree grew.
+      planned: bytes of memory that the plan says.
+    """
 
     seconds: list[float]
     tokens: int
     drafting: list[float]
+    planned: int
+
+
+def planned_bytes(request: Request) -> int:
+    """The bytes of memory that a request takes by the plan, weights included."""
+    rows = request.rows.prompt.shape
+    return memory.plan(
+        memory.load_of(request.target), memory.loads_in(request.drafter), *rows, request.slots,
+        request.drafter.num_slots, request.rule.live_distributions,
+    ).total  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -180,7 +212,23 @@ def step_times(
             start = now
             if most is not None and len(taken) == most:
                 break
-    return Steps(taken, made, drafting[1:])
+    return Steps(taken, made, drafting[1:], planned_bytes(request))
+
+
+def room_of(bench: Bench) -> int | None:
+    """Bytes for the weights."""
+    if bench.layers is None:
+        return bytes_of("--memory", bench.memory)
+    files = find(bench.model)
+    config, _ = read_config(files.folder)
+    split = partial(division, files, config, jnp.dtype(bench.dtype), host=bench.offload == HOST)
+    whole = split(1 << 50)
+    least = whole.outer + whole.layer
+    while True:  # the ring takes some layers more
+        with contextlib.suppress(CheckpointError):
+            if split(least).resident >= bench.layers:
+                return least
+        least += whole.layer // 2
 
 
 def settings_of(bench: Bench, pair: Pair) -> Iterator[tuple[str, Setting]]:
@@ -188,32 +236,31 @@ def settings_of(bench: Bench, pair: Pair) -> Iterator[tuple[str, Setting]]:
     yield "plain", Setting()
     for budget in bench.budgets:
         method = "specexec" if bench.temperature == 0 else "tree"
-        yield (
-            f"{method}:{budget}",
-            registry.setting_of(method, budget=budget, drafts=len(pair.drafts)),
-        )
+        setting = registry.setting_of(method, budget=budget, drafts=len(pair.drafts))
+        if bench.levels is not None:
+            setting = no_deeper(setting, bench.levels)
+        yield f"{method}:{budget}", setting
 
 
 def measured(bench: Bench) -> dict[str, Any]:
     """All figures."""
     pair = load_pair(
-        bench.model, bench.draft, dtype="bfloat16", offload="disk",
-        memory=bytes_of("--memory", bench.memory),
-    )  # fmt: skip
+        bench.model, bench.draft, dtype=bench.dtype, offload=bench.offload, memory=room_of(bench)
+    )
     target = pair.target
     assert isinstance(target, StreamedModel)
     size = target.bytes_a_pass
     pairs = {"disk": pair}
     if bench.resident:
         pairs["memory"] = pair._replace(
-            target=load_pair(bench.model, dtype="bfloat16", offload="disk", memory=1 << 50).target
+            target=load_pair(bench.model, dtype=bench.dtype, offload="disk", memory=1 << 50).target
         )
     chosen, _ = prompts.fitting(
         prompts.read(bench.prompts)[: bench.rounds + 1],
         pair.tokenizer, target.config.max_positions, bench.new,
     )  # fmt: skip
     rows: dict[str, list[dict[str, float]]] = {}
-    reads, rates = [], []
+    reads, rates, planned = [], [], 0
     for number, prompt in enumerate(chosen):
         rates.append(read_rate(bench.model))
         reads.append(read_seconds(target))
@@ -221,6 +268,7 @@ def measured(bench: Bench) -> dict[str, Any]:
             for name, setting in settings_of(bench, own):
                 most = bench.plain_steps if name == "plain" else None
                 found = step_times(own, setting, prompt.tokens, bench, most)
+                planned = max(planned, found.planned if where == "disk" else 0)
                 if number:  # the first compiles
                     step = statistics.median(found.seconds)
                     row = {
@@ -245,6 +293,7 @@ def measured(bench: Bench) -> dict[str, Any]:
         "layers": target.config.num_layers,
         "layers_in_memory": len(target.layers),
         "held_bytes": target.held_bytes,
+        "planned_bytes": planned,
         "bytes_a_pass": size,
         "read_seconds": reads[1:],
         "read_gb_per_second": size / read / 1e9,
@@ -272,8 +321,8 @@ def main() -> None:
         f"layers in memory; a pass reads {readable(found['bytes_a_pass'])} at "
         f"{found['read_gb_per_second']:.2f} GB/s (files by "
         f"themselves: {found['files_gb_per_second']:.2f}); at most {readable(peak.bytes)} of "
-        f"anonymous memory, {readable(before)} of it before loading; planned for weights: "
-        f"{readable(found['held_bytes'])}"
+        f"anonymous memory, {readable(before)} of it before loading; planned: "
+        f"{readable(found['planned_bytes'])}, {readable(found['held_bytes'])} of it for weights"
     )
     print("setting            step s  drafting  over reading  tokens/step  tokens/s  over plain")
     for name, row in found["rows"].items():

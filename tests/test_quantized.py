@@ -17,7 +17,7 @@ from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import load_drafts, load_model, save_model, save_sharded
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.draft import ExpansionDrafter
-from specjax.models import families, layers, memory
+from specjax.models import families, layers, memory, quantized
 from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, in_dtype, packed, quantized_as
 from specjax.models.transformer import forward
@@ -138,6 +138,24 @@ def test_packed_weights_are_as_near_as_their_steps(bits, group):
     assert (error <= 2.8 * step + 1e-6).all()  # of four bits large weights may be cut
     usual = np.arange(16) != 5
     assert np.sqrt((error[usual] ** 2).mean()) < (0.13 if bits == 4 else 0.011)
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, None), (8, None), (8, 24)])
+def test_scales_are_those_of_the_least_error(bits, group, monkeypatch):
+    """Against a slow twin that tries every scale by itself."""
+    monkeypatch.setattr(quantized, "_AT_A_TIME", 7 * 48)  # several blocks, the last one padded
+    matrix = np.random.default_rng(bits).standard_t(3, (20, 48)).astype(np.float32)
+    numbers, most = matrix.reshape(20, -1, group or 48), 1 << (bits - 1)
+    weight = packed(matrix, bits, group)
+    found = np.asarray(dequantized(jax.tree.map(jnp.asarray, weight)), np.float64)
+    error = np.square(found.reshape(numbers.shape) - numbers).sum(axis=2)
+    tried = []
+    for share in 1 - 0.025 * np.arange(13 if bits == 4 else 1):
+        whole = np.abs(numbers).max(axis=2, keepdims=True) / (most - 1)
+        scale = (np.float32(share) * whole).astype(jnp.bfloat16).astype(np.float64)
+        made = np.clip(np.rint(numbers / scale), -most, most - 1) * scale
+        tried.append(np.square(made - numbers).sum(axis=2))
+    np.testing.assert_allclose(error, np.min(tried, axis=0), rtol=1e-4)
 
 
 def test_a_large_weight_may_be_cut_where_the_others_gain():

@@ -188,6 +188,20 @@ def test_a_chats_stream_is_the_whole_in_parts(client, engine, more):
         TypeAdapter(ChatCompletionChunk).validate_python(part)
 
 
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_counts_may_come_with_each_event(client, engine, path):
+    engine.delay, engine.sizes = 0.02, (3,)
+    asked = {"messages": USER} if path == CHAT else {"prompt": "a b"}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = asked | {"stream": True, "stream_options": options, "max_tokens": 12}
+    *parts, last = events(client.post(path, json=body))
+    counts = [part["usage"]["completion_tokens"] for part in parts]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == last["usage"]["completion_tokens"]
+    alone = body | {"stream_options": {"continuous_usage_stats": True}}
+    assert all("usage" not in part for part in events(client.post(path, json=alone)))
+
+
 def test_an_event_holds_all_tokens_of_a_step(client, engine):
     engine.delay, engine.sizes = 0.02, (4,)
     parts = events(client.post(COMPLETIONS, json={"prompt": "a", "stream": True, "logprobs": 0}))

@@ -17,12 +17,15 @@ import pytest
 import specjax
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
-from specjax.checkpoints import streaming
+from specjax.checkpoints import layer_reader, streaming
 from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.hosted import AHEAD, HostLayers
 from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.layer_reader import BUFFERS, READERS, LayerReader
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
-from specjax.checkpoints.streaming import BUFFERS, LayerReader, division, load_streamed
+from specjax.checkpoints.spans import PAGE, expected_tensors, spans_of
+from specjax.checkpoints.streaming import division, load_streamed
 from specjax.decoding import link
 from specjax.decoding.link import Link, link_of
 from specjax.draft import ExpansionDrafter
@@ -58,15 +61,10 @@ def folder(target, tmp_path_factory):
 
 
 def room_for(folder, resident, dtype="float32"):
-    """The bytes that so many layers in memory take, beside what streaming the others does."""
-    files, kind = find(folder), np.dtype(dtype)
-    config, _ = streaming.read_config(files.folder)
-    least = division(files, config, kind, EVERYTHING)
-    return (
-        least.outer
-        + least.layer * resident
-        + streaming._ring_bytes(files, config, kind, least.layer)
-    )
+    """The bytes that so many layers in memory take, beside the one that streaming does here."""
+    config, _ = streaming.read_config(folder)
+    whole = division(find(folder), config, np.dtype(dtype), EVERYTHING)
+    return whole.outer + whole.layer * resident + 1
 
 
 def streamed(folder, resident, **options):
@@ -92,10 +90,19 @@ def drafter_of(target, method):
     return None
 
 
-@pytest.mark.parametrize("resident", [0, 2])
+@pytest.fixture
+def in_host_memory(monkeypatch):
+    """As if layers that wait in the host's memory took nothing of the device's."""
+    monkeypatch.setattr(streaming, "BUFFERS", 0)
+
+
+@pytest.mark.parametrize(("resident", "host"), [(0, False), (2, False), (1, True)])
 @pytest.mark.parametrize("method", ["none", "chain", "pool", "specexec"])
-def test_texts_are_those_of_the_model_in_memory(method, resident, target, folder):
-    model = streamed(folder, resident)
+def test_texts_are_those_of_the_model_in_memory(
+    method, resident, host, target, folder, in_host_memory
+):
+    model = streamed(folder, resident, host=host)
+    assert isinstance(model.source, HostLayers if host else LayerReader)
     assert isinstance(model, StreamedModel)
     assert len(model.layers) == resident
     drafter = drafter_of(target, method)
@@ -106,6 +113,30 @@ def test_texts_are_those_of_the_model_in_memory(method, resident, target, folder
         expected = generate(whole, drafter, sampling=sampling)
         for name in ("tokens", "lengths", "steps", "nodes"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_layers_of_the_hosts_memory_move_ahead_and_round(folder, in_host_memory):
+    model = streamed(folder, 1, host=True)
+    assert isinstance(model.source, HostLayers)
+    whole = load_model(folder).layers
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(model.source._layers)}
+    assert kinds <= {"pinned_host", "unpinned_host"}
+    assert model.bytes_a_pass == sum(leaf.nbytes for leaf in jax.tree.leaves(whole[1:]))
+    for number in (1, 2, 3, 1, 2, 1):  # a pass that was left, too
+        jax.tree.map(np.testing.assert_array_equal, model.layer(number), whole[number])
+        assert len(model.source._moving) == min(AHEAD, LAYERS - 2)
+    assert link_of(model).read_seconds > 0
+    model.source.close()
+    assert not model.source._moving
+
+
+def test_quantized_layers_wait_in_the_hosts_memory(folder, tmp_path, in_host_memory):
+    quantize_folder(find(folder), tmp_path / "packed", 4, group=8)
+    model = streamed(tmp_path / "packed", 1, host=True)
+    expected = generate(load_model(tmp_path / "packed"), None)
+    np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
+    assert quantized_as(model) == "int4, a scale for each 8 inputs"
+    assert model.embedding.dtype == model.layer(1).up.dtype == "float32"  # scales are bfloat16
 
 
 @pytest.mark.parametrize("case", ["gemma3", "phi3_short", "neox", "gpt2", "qwen2_windows", "opt"])
@@ -172,7 +203,7 @@ def test_what_is_read_are_the_layers_out_of_memory(folder):
     assert isinstance(model.source, LayerReader)
     whole = load_model(folder).layers
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole[1:]))
-    assert size <= model.source.bytes_a_pass <= size + 3 * 2 * streaming.PAGE
+    assert size <= model.source.bytes_a_pass <= size + 3 * 2 * PAGE
     for number in (1, 2, 3, 1):  # outside a pass, as nothing else takes any
         jax.tree.map(np.testing.assert_array_equal, model.layer(number), whole[number])
 
@@ -240,7 +271,7 @@ def test_where_direct_reads_are_refused_others_do(folder, monkeypatch):
 
     def without(file, flag, *more):
         flags.append(flag)
-        if flag & streaming._DIRECT:
+        if flag & layer_reader._DIRECT:
             raise OSError(22, "Invalid argument")
         return real(file, flag, *more)
 
@@ -259,23 +290,24 @@ def test_as_many_layers_stay_as_fit(count, folder):
     outer = whole.weights - LAYERS * layer
     room = outer + count * layer + (count < LAYERS)
     found = division(files, config, kind, room)
-    assert found == (outer, layer, count, int(count < LAYERS))
+    assert found[:4] == (outer, layer, count, int(count < LAYERS))
     assert found.total == room
+    assert found.bytes_a_pass == streamed(folder, count).bytes_a_pass
     if count < LAYERS:
         assert division(files, config, kind, room + layer - 2).resident == count
 
 
-def test_the_ring_counts_what_layers_become(folder, tmp_path, monkeypatch):
+def test_the_ring_counts_what_layers_become(folder, monkeypatch):
     monkeypatch.undo()
     files = find(folder)
-    config, _ = streaming.read_config(folder)
-    single, double = (
-        streaming._ring_bytes(files, config, np.dtype(kind), streaming._layer_bytes(
-            files, config, np.dtype(kind)))
-        for kind in ("float32", "bfloat16")
-    )  # fmt: skip
+    config, family = streaming.read_config(folder)
+    spans = spans_of(files, family, expected_tensors(config, family), range(LAYERS)).values()
     layer = streaming._unpacked_bytes(config, np.dtype("float32"))
-    assert BUFFERS * layer <= single <= BUFFERS * layer * 1.1 + streaming._READERS * 2 * layer
+    single, double = (
+        streaming._ring_bytes(spans, np.dtype(kind), size)
+        for kind, size in (("float32", layer), ("bfloat16", layer // 2))
+    )
+    assert BUFFERS * layer <= single <= BUFFERS * layer * 1.1 + READERS * 2 * layer
     assert double - single == BUFFERS * layer // 2  # rounded to bfloat16, beside what was read
 
 
@@ -313,8 +345,8 @@ def test_too_little_memory_is_said_with_both_numbers(folder):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"offload": "tape"}, "offload is 'tape'; it must be 'disk'"),
-        ({"memory": 100}, "offload is None; it must be 'disk', which memory goes with"),
+        ({"offload": "tape"}, "offload is 'tape'; it must be 'disk' or 'host'"),
+        ({"memory": 100}, "offload is None; it must be 'disk' or 'host', which memory goes with"),
         ({"offload": "disk", "positions": 9}, "on one device, with all its positions"),
         ({"offload": "disk", "memory": 0}, "memory is 0; it must be at least 1 byte"),
     ],
@@ -359,15 +391,15 @@ _ENDING = """
 import sys
 import jax, specjax
 import jax.numpy as jnp
-from specjax.checkpoints import files, streaming
+from specjax.checkpoints import files, layer_reader, streaming
 streaming._ring_bytes = lambda *_: 1
-real, count = streaming.LayerReader.arrays, [0]
+real, count = layer_reader.LayerReader.arrays, [0]
 def slow(reader, layer, buffer):  # within XLA as the interpreter ends
     count[0] += 1
     for _ in range(10 if count[0] > 5 else 0):
         jnp.linalg.inv(jnp.eye(1500)).block_until_ready()
     return real(reader, layer, buffer)
-streaming.LayerReader.arrays = slow
+layer_reader.LayerReader.arrays = slow
 model = streaming.load_streamed(files.find(sys.argv[1]), memory_bytes=int(sys.argv[2]))
 specjax.generate(jax.random.key(0), model, None, [[1, 2, 3]], max_new_tokens=1)
 print("done")

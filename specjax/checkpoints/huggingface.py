@@ -66,7 +66,8 @@ def load(
         short factors, more take the long ones. Where a file stretches a context that it names, all
         of that may be used.
       offload: "disk" keeps only the first layers in memory, as many as fit; the others are read in
-        every pass (see `specjax.models.streamed`).
+        every pass (see `specjax.models.streamed`). "host" keeps the first on the device, the others
+        in the host's memory, from which they move in every pass.
       memory: bytes for the weights of an offloaded model; None is half of what there is.
 
     Returns:

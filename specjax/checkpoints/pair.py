@@ -6,16 +6,26 @@ from typing import TYPE_CHECKING, NamedTuple
 from jax.sharding import Mesh
 
 from specjax.base.deprecated import keywords_after
-from specjax.checkpoints import huggingface, ngram_files
+from specjax.base.progress import counted
+from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
 from specjax.checkpoints.files import BUNDLED, Files, config_of, find
 from specjax.checkpoints.streaming import load_offloaded
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
 from specjax.draft.ngram import NGram
+from specjax.models import memory
+from specjax.models.config import ModelConfig
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import settled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+NO_DRAFT = "none"
+"""What `--draft` calls no draft."""
+_OWN = 4
+"""Bits of the target as its own draft where none is named."""
 
 
 class Pair(NamedTuple):
@@ -47,8 +57,10 @@ def load_pair(
 
     Args:
       model: the target; see `load`.
-      draft: folders or hub ids of drafts, separated by commas. By default the bundled ones for the
-        bundled target, and none for any other.
+      draft: folders or hub ids of drafts, separated by commas; "self:4bit" and "self:8bit" are the
+        target's own weights in so many bits (see `specjax.checkpoints.self_drafts`), "none" is
+        none. By default the bundled ones for the bundled target, self:4bit for any other that is
+        offloaded where it fits into memory, and none for the rest.
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
         bfloat16 elsewhere.
       stage: an n-gram folder and that of a smaller draft, separated by commas; "bundled/ngram" and
@@ -74,15 +86,28 @@ def load_pair(
         )
     tokenizer = tokenizer_of(found.target.folder)
     pair = Pair(target, tokenizer, [])
-    return _with_drafts(pair, found, mesh) if found.drafts or found.stages else pair
+    if found.drafts or found.stages:
+        pair = _with_drafts(pair, found, mesh)
+    own = found.own
+    if isinstance(target, StreamedModel) and target.source is not None and draft is None:
+        own = own_by_default(found, target.config)
+    for bits in own:
+        with counted(f"the model in {bits} bits") as told:
+            drafts = [*pair.drafts, self_drafts.self_draft(found.target, target, bits, told)]
+        pair = pair._replace(drafts=drafts)
+    return pair
 
 
 class Named(NamedTuple):
-    """The files that `--model`, `--draft` and `--stage` name."""
+    """The files that `--model`, `--draft` and `--stage` name.
+
+    `own` are the bits of drafts that are the target itself.
+    """
 
     target: Files
     drafts: tuple[Files, ...]
     stages: tuple[Path, ...]
+    own: tuple[int, ...] = ()
 
 
 def named(model: str = "bundled", draft: str | None = None, stage: str | None = None) -> Named:
@@ -90,11 +115,14 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
 
     Raises:
       CheckpointError: there is nothing of a name.
+      ValueError: there is no such draft of the model itself.
     """
     bundled = model == "bundled" and draft in (None, "bundled")
-    target, drafts = find(model), []
-    for name in ["bundled"] if bundled else names_in(draft):
-        if name == "bundled":
+    target, drafts, own = find(model), [], []
+    for name in ["bundled"] if bundled else names_in("" if draft == NO_DRAFT else draft):
+        if name.startswith(self_drafts.PREFIX):
+            own.append(self_drafts.bits_of(name))
+        elif name == "bundled":
             config_of(BUNDLED / "target")  # an installation may lack the bundled pair
             drafts += map(Files, huggingface.pool_in(BUNDLED / "drafts"))
         else:
@@ -102,7 +130,18 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
     stages = [huggingface.folder_of(name) for name in names_in(stage)]
     if bundled and stage is None:
         stages = [each for each in huggingface.BUNDLED_STAGES if each.is_dir()]
-    return Named(target, tuple(drafts), tuple(stages))
+    return Named(target, tuple(drafts), tuple(stages), tuple(own))
+
+
+def own_by_default(found: Named, config: ModelConfig) -> tuple[int, ...]:
+    """Bits of a target as its own draft, where its layers are read in every pass and none is named.
+
+    None where it is quantized, or would take more than half of what memory there is.
+    """
+    if found.drafts or quantized.layouts_in(found.target.folder):
+        return ()
+    spare = memory.available(None)
+    return (_OWN,) if spare is None or self_drafts.self_bytes(config, _OWN) <= spare // 2 else ()
 
 
 def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:

@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.pair import Pair, load_pair, named
+from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
+from specjax.checkpoints.self_drafts import self_bytes
+from specjax.checkpoints.streaming import HOST, Division, check_offload, division, dtype_of_layers
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
 from specjax.cli.options import CheckPair, Info
-from specjax.cli.values import at_least, dtype_of
+from specjax.cli.values import at_least, bytes_of, dtype_of
 from specjax.decoding.request import PROMPT_BUCKETS, room
 from specjax.methods import records
 from specjax.methods.choice import Asked, choose
@@ -50,12 +52,25 @@ def info(options: Info) -> int:
     drafts = [huggingface.read_config(each.folder)[0] for each in found.drafts]
     pairs = list(zip(found.drafts, drafts, strict=True))
     loads = _loads((found.target, target), pairs, options.dtype, mesh)
+    streamed, own = None, found.own
+    if options.offloaded:
+        held, streamed = _offloaded(options, found.target, target, mesh)
+        loads = held, loads[1]
+        if options.draft is None and streamed.ring:
+            own = own_by_default(found, target)
+    loads[1].extend(_own_load(target, bits) for bits in own)
+    drafts += [target] * len(own)
     plan_for = partial(_plan, loads, options.batch, options.nodes)
     most = _most(target)
     length = min(options.length or most, most)
     needed = plan_for(length)
     longest = _longest(plan_for, needed.available, most)
     sizes = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
+    if streamed is not None:
+        sizes |= {
+            "layers_in_memory": streamed.resident, "layers": target.num_layers,
+            "ring_bytes": streamed.ring, "read_a_pass_bytes": streamed.bytes_a_pass,
+        }  # fmt: skip
     if longest < (1 if options.length is None else length):
         _print(sizes, options.json)
         memory.check(needed.total, needed.available, f"texts of {length} tokens and the weights")
@@ -82,6 +97,28 @@ def _loads(
 
 def _load(files: Files, placed: Placement, dtype: str) -> Load:
     return Load(placed, jnp.dtype(dtype), held=huggingface.held_bytes(files, dtype))
+
+
+def _offloaded(
+    options: Info | CheckPair, files: Files, config: ModelConfig, mesh: Mesh | None
+) -> tuple[Load, Division]:
+    """How a target is held whose layers do not all stay in memory.
+
+    Raises:
+      CheckpointError: there is no room for what lies outside the layers and for streaming.
+      ValueError: it cannot be offloaded so.
+    """
+    size = bytes_of("--memory", options.memory)
+    check_offload(options.offload, size, mesh=mesh, positions=options.positions)
+    kind = dtype_of_layers(files, dtype_of(options.dtype))
+    shared = division(files, config, kind, size, host=options.offload == HOST)
+    return Load(placement(config, None), kind, held=shared.total), shared
+
+
+def _own_load(config: ModelConfig, bits: int) -> Load:
+    """How the target in so many bits is held, as its own draft."""
+    kind = jnp.dtype(huggingface.default_dtype())
+    return Load(placement(config, None), kind, held=self_bytes(config, bits))
 
 
 def _most(target: ModelConfig) -> int:
@@ -125,8 +162,9 @@ def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> 
 def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
     kind = dtype_of(options.dtype)
     pair = load_pair(
-        options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions
-    )
+        options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions,
+        offload=options.offload, memory=bytes_of("--memory", options.memory),
+    )  # fmt: skip
 
     def chosen(temperature: float) -> str:
         choice = choose(Asked(), pair, temperature, options.batch)
@@ -201,15 +239,19 @@ def check_pair(options: CheckPair) -> int:
     target = huggingface.read_config(found.target.folder, options.positions)[0]
     vocabulary = vocabulary_of(found.target, target)
     report = {"target": _described(found.target, target, kind), "drafts": []}
+    held = _loads((found.target, target), [], kind, mesh)[0]
+    if options.offloaded:
+        held = _offloaded(options, found.target, target, mesh)[0]
     for files in found.drafts:
         draft = huggingface.read_config(files.folder)[0]
+        _, own = _loads((found.target, target), [(files, draft)], kind, mesh)
         verdict = compared(vocabulary, vocabulary_of(files, draft))
         findings = [
             Finding("vocabulary", verdict.reason, not verdict.same),
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
-            _on_memory(_loads((found.target, target), [(files, draft)], kind, mesh), _most(target)),
+            _on_memory((held, own), _most(target)),
         ]
         works = not any(finding.obstacle for finding in findings)
         one = {"draft": _described(files, draft, None), "works": works}

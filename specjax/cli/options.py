@@ -38,8 +38,9 @@ def _of_rules(default: str) -> str:
 _Drafts: TypeAlias = Annotated[
     str | None,
     _help(
-        "Draft model folders, separated by commas. By default the bundled ones, for the bundled "
-        "model.",
+        "Draft model folders, separated by commas; self:4bit is the model itself in 4 bits, none "
+        "is none. By default the bundled ones for the bundled model, and self:4bit for another "
+        "that is offloaded.",
     ),
 ]
 
@@ -98,7 +99,8 @@ class Offloaded:
     """Where a model's layers are that do not fit into memory."""
 
     offload: str | None = None
-    """disk keeps the first layers of the model in memory, and reads the others in every pass."""
+    """disk keeps the first layers of the model in memory, and reads the others in every pass; host
+    keeps the first on the device, and moves the others there from the host's memory."""
     memory: str | None = None
     """Of an offloaded model's weights, such as 2GiB; by default half of what there is."""
 
@@ -293,7 +295,7 @@ class Verify(Context, Hosts, Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Info(Context, Hosts):
+class Info(Context, Hosts, Offloaded):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
@@ -312,7 +314,7 @@ class Info(Context, Hosts):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckPair(Context, Devices):
+class CheckPair(Context, Devices, Offloaded):
     """Say whether drafts can work for a model: their vocabularies, contexts and memory."""
 
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]

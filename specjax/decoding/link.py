@@ -8,14 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.base.pytree import replace
 from specjax.decoding.streamed import run_layer
+from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import LayerWeights
+from specjax.models.transformer import LayerWeights, Model
 
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
 _COLUMNS, _SLOTS, _RUNS = (16, 64, 256, 1024), 64, 3
+MOST_LEVELS = 16
+_ACCEPTANCE = 0.9
+"""How often a drafted token is accepted if those before it were, before anything was measured."""
 
 
 class Link(NamedTuple):
@@ -41,6 +46,18 @@ class Link(NamedTuple):
         """
         free = [n for n in BUDGETS if self.computed(n + 1) <= self.read_seconds]
         return max(free, default=BUDGETS[0])
+
+    def levels(self, draft_seconds: float) -> int:
+        """How many tokens deep a draft should go whose passes take so long, one after the other.
+
+        The most expected tokens a second, of a step that reads all layers and drafts first.
+        """
+
+        def rate(levels: int) -> float:
+            tokens = (1 - _ACCEPTANCE ** (levels + 1)) / (1 - _ACCEPTANCE)
+            return tokens / (self.read_seconds + levels * draft_seconds)
+
+        return max(range(1, MOST_LEVELS + 1), key=rate)
 
     def computed(self, columns: int) -> float:
         """Seconds in which so many nodes are computed; beyond what was measured in proportion."""
@@ -87,15 +104,20 @@ def _measure(target: StreamedModel) -> Link:
         weights = target.layer(streamed[0])
         for count in _COLUMNS:
             columns.append(count)
-            seconds.append(target.config.num_layers * _layer_seconds(target, weights, count))
+            seconds.append(_pass_seconds(target.outer, target.config, weights, count))
             if seconds[-1] > reading:
                 break
     return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
 
 
-def _layer_seconds(target: StreamedModel, weights: LayerWeights, columns: int) -> float:
-    """The least seconds of a layer over so many columns."""
-    config, outer = target.config, target.outer
+def draft_seconds(draft: Model) -> float:
+    """Seconds in which a draft's layers are computed for one token."""
+    return _pass_seconds(draft, draft.config, draft.layers[0], 1)
+
+
+def _pass_seconds(outer: Model, config: ModelConfig, weights: LayerWeights, columns: int) -> float:
+    """The least seconds of a layer over so many columns, for all layers."""
+    outer = replace(outer, layers=())
     heads = weights.key.shape[0] // config.head_dim
     cache = empty_cache(config, 1, _SLOTS, cache_dtype(outer.embedding.dtype), heads)
     held = cache.keys[0], cache.values[0], cache.length
@@ -110,4 +132,4 @@ def _layer_seconds(target: StreamedModel, weights: LayerWeights, columns: int) -
             run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
         )
         taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+    return config.num_layers * min(taken[1:])

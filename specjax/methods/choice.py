@@ -1,5 +1,6 @@
 """Which method to use: the one asked for, one that tune wrote down, or the fastest measured."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.link import link_of
+from specjax.decoding.link import MOST_LEVELS, draft_seconds, link_of
 from specjax.methods import records
 from specjax.methods.defaults import ELSEWHERE, SHIPPED
 from specjax.methods.evidence import Gain, evidence, fastest, gains
@@ -147,12 +148,28 @@ def _runs(runs: Sequence[Run]) -> str:
 
 
 def _streamed(pair: Pair, target: StreamedModel, sampled: bool, verify: str) -> Choice:
-    link = link_of(target)
+    link, levels = link_of(target), MOST_LEVELS
+    reason = str(link)
+    if pair.drafts:
+        taken = draft_seconds(pair.drafts[0])
+        levels = link.levels(taken)
+        reason += f"; a token of the draft takes {taken:.3f} s, so it goes {levels} deep"
     # Drawn nodes win above temperature 0, as they do in memory (see `defaults.SHIPPED`).
     names = ("lookup",) if not pair.drafts else ("tree",) if sampled else ("specexec", "tree")
-    settings = [setting_of(name, budget=link.budget) for name in names]
+    settings = [no_deeper(setting_of(name, budget=link.budget), levels) for name in names]
     able = [one for one in settings if _able(one, pair, verify)]
-    return Choice((able or [Setting()])[0], str(link))
+    return Choice((able or [Setting()])[0], reason)
+
+
+def no_deeper(setting: Setting, levels: int) -> Setting:
+    """A setting whose draft makes so many passes at most; of a static tree a chain is left then."""
+    if levels == MOST_LEVELS or setting.method not in ("specexec", "tree"):
+        return setting
+    if setting.growth is None:
+        return setting_of("chain", widths=(1,) * levels)
+    return dataclasses.replace(
+        setting, growth=dataclasses.replace(setting.growth, depth=min(levels, setting.growth.depth))
+    )
 
 
 def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice:

@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
 from specjax.base.pytree import pytree, replace, static, unchecked
 
@@ -150,6 +151,8 @@ def _is_packed(node: Any) -> bool:
 
 _SHRUNK = tuple(1 - 0.025 * n for n in range(13))
 """Scales that are tried, as shares of the one that no weight exceeds."""
+_AT_A_TIME = 1 << 22
+"""Weights that are quantized together."""
 
 
 def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWeight:
@@ -163,6 +166,9 @@ def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWei
       bits: of a weight.
       group: inputs that share a scale; None for a scale for each row.
 
+    Returns:
+      The packed matrix, which numpy holds.
+
     Raises:
       ValueError: groups do not divide the inputs, or two codes do not fill a byte.
     """
@@ -170,17 +176,33 @@ def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWei
     each = inputs if group is None else group
     if inputs % each or inputs * bits % 8:
         raise ValueError(f"groups of {each} inputs in {bits} bits do not divide {inputs} inputs.")
-    numbers = np.asarray(matrix, np.float32).reshape(outputs, -1, each)
+    rows = min(outputs, max(1, _AT_A_TIME // inputs))
+    codes = np.empty((outputs, inputs), np.uint8)
+    scale = np.empty((outputs, inputs // each), jnp.bfloat16)
+    for start in range(0, outputs, rows):
+        part = np.zeros((rows, inputs), np.float32)
+        own = matrix[start : start + rows]
+        part[: len(own)] = own
+        made, scales = _rounded(part.reshape(rows, -1, each), bits)
+        codes[start : start + rows] = np.asarray(made).reshape(rows, -1)[: len(own)]
+        scale[start : start + rows] = np.asarray(scales)[: len(own)]
+    return packed_weight(bytes_of(codes, bits), scale, bits)
+
+
+@partial(jax.jit, static_argnames="bits")
+def _rounded(
+    numbers: Float[Array, "O G J"], bits: int
+) -> tuple[UInt8[Array, "O G J"], BFloat16[Array, "O G"]]:
+    """The codes of numbers, and the scale of each group."""
     most = 1 << (bits - 1)
-    whole = np.maximum(np.abs(numbers).max(axis=2, keepdims=True) / (most - 1), 1e-30)
-    best = np.full(whole.shape, np.inf, np.float32)
-    codes, scale = np.zeros(numbers.shape, np.uint8), np.ones(whole.shape, jnp.bfloat16)
+    whole = jnp.maximum(jnp.abs(numbers).max(axis=2) / (most - 1), 1e-30)
+
+    def codes_of(scale: Array) -> Array:
+        return jnp.clip(jnp.rint(numbers / scale[:, :, None]), -most, most - 1)
+
+    best, scale = jnp.full(whole.shape, jnp.inf), whole
     for share in _SHRUNK if bits == 4 else _SHRUNK[:1]:
-        tried = (share * whole).astype(jnp.bfloat16)
-        wide = tried.astype(np.float32)
-        made = np.clip(np.rint(numbers / wide), -most, most - 1)
-        error = np.square(made * wide - numbers).sum(axis=2, keepdims=True)
-        better = error < best
-        best, scale = np.where(better, error, best), np.where(better, tried, scale)
-        codes = np.where(better, (made + most).astype(np.uint8), codes)
-    return packed_weight(bytes_of(codes.reshape(outputs, inputs), bits), scale[:, :, 0], bits)
+        tried = lax.reduce_precision(share * whole, 8, 7)
+        error = jnp.square(codes_of(tried) * tried[:, :, None] - numbers).sum(axis=2)
+        best, scale = jnp.minimum(error, best), jnp.where(error < best, tried, scale)
+    return (codes_of(scale) + most).astype(jnp.uint8), scale.astype(jnp.bfloat16)

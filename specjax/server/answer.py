@@ -40,7 +40,9 @@ class Answer(abc.ABC):
             "model": service.options.served_model_name,
             "system_fingerprint": None,
         }
-        self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        options = body.stream_options
+        self._usage = options is not None and bool(options.include_usage)
+        self._counts_in_each = options is not None and bool(options.continuous_usage_stats)
 
     @abc.abstractmethod
     def choice(self, delta: Delta) -> Mapping[str, Any]:
@@ -58,7 +60,10 @@ class Answer(abc.ABC):
     def chunks(self, deltas: Sequence[Delta]) -> list[Mapping[str, Any]]:
         """An event for each of the choices that have something to give."""
         made = [self._object(self.chunk_kind, [self.part(delta)]) for delta in deltas]
-        return [each | {"usage": None} for each in made] if self._usage else list(made)
+        if not self._usage:
+            return list(made)
+        usage = self._generation.usage() if self._counts_in_each else None
+        return [each | {"usage": usage} for each in made]
 
     def last(self) -> list[Mapping[str, Any]]:
         """The events behind those of the choices: the usage, if it was asked for."""

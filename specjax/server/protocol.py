@@ -53,9 +53,13 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    """What a stream holds beside its text."""
+    """What a stream holds beside its text; `continuous_usage_stats`, vLLM's, counts in each event.
+
+    guidellm asks for it.
+    """
 
     include_usage: Flag | None = None
+    continuous_usage_stats: Flag | None = None
     include_obfuscation: Off | None = None
 
 
