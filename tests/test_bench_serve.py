@@ -194,6 +194,28 @@ def test_numbers_are_those_of_numpy():
     assert (found.acceptance, found.chosen) == (0.25, {"off": 0.75, "chain:1": 0.25})
 
 
+def test_one_request_in_two_carries_a_latency_target():
+    mix = MIX._replace(max_tpot_ms=2.5)
+    plan, plain = planned(1000, mix=mix), planned(1000)
+    with_target = [each.max_tpot_ms for each in plan if each.max_tpot_ms is not None]
+    assert set(with_target) == {2.5}
+    assert 430 < len(with_target) < 570
+    assert [each._replace(max_tpot_ms=None) for each in plan] == plain
+    assert json.loads(load._message(plan[0]).split(b"\r\n\r\n")[1])["max_tpot_ms"] in (2.5, None)
+
+
+def test_the_share_of_targets_that_were_met_is_counted():
+    run = some_run(3)
+    assert np.isnan(numbers_of([run]).within_tpot_target)
+    times = [each.tpot_s for each in run.answered[:8]]
+    limit = 1000 * float(np.nanmedian(times))
+    answered = [each._replace(max_tpot_ms=limit) for each in run.answered[:8]]
+    answered[0] = answered[0]._replace(error="status 500")
+    met = sum(1000 * each.tpot_s <= limit for each in answered[1:])
+    found = numbers_of([run._replace(answered=[*answered, *run.answered[8:]])])
+    assert 0 < found.within_tpot_target == met / 8 < 1
+
+
 def test_a_run_in_which_nothing_completed_has_no_numbers():
     found = numbers_of([some_run(0, errors=20)])
     assert (found.requests, found.errors, found.tokens, found.seconds) == (20, 20, 0, 0.0)
@@ -263,6 +285,7 @@ def test_every_setting_is_first_in_turn():
         (("--requests", "0"), "--requests is 0"),
         (("--turns", "0"), "--turns is 0"),
         (("--rows", "0"), "--rows is 0"),
+        (("--max-tpot-ms", "0"), "--max-tpot-ms is 0; it must be above 0, at most 1e+09"),
         (("--limit", "0"), "--limit is 0"),
         (("--max-new-tokens", "0"), "--max-new-tokens is 0"),
         (("--seed", "-1"), "--seed is -1"),
