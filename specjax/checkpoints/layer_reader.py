@@ -160,7 +160,8 @@ class LayerReader:
         """
         stop = min(start + PIECE, span.size)
         needed = span.tensors[-1].start + span.tensors[-1].size - span.start
-        scratch = self._ring.scratch.get()
+        pages = self._ring.scratch
+        scratch = pages.get()
         try:
             number, direct = self._open(span.file)
             while start < min(stop, needed):
@@ -180,7 +181,7 @@ class LayerReader:
         except OSError as error:
             raise CheckpointError(f"{span.file} cannot be read: {error.strerror}.") from error
         finally:
-            self._ring.scratch.put(scratch)
+            pages.put(scratch)
 
     def _open(self, file: Path) -> tuple[int, bool]:
         """A file that is opened, past the system's cache if it can be, and whether it is."""
@@ -294,21 +295,23 @@ class _Ring:
 
 def _read_on(reader: Any, ring: _Ring, stop: threading.Event) -> None:
     """Reads layers until nobody takes them; an error ends it. `reader` is a weak proxy."""
+    pool = ThreadPoolExecutor(READERS, "specjax-read")
     try:
-        with ThreadPoolExecutor(READERS, "specjax-read") as pool:
-            place = 0
-            waiting: collections.deque[_Reading] = collections.deque()
-            while not stop.is_set():
-                # The next layer is begun before the last one is waited for, if there is room.
-                while (buffer := ring.next(stop, wait=not waiting)) is not None:
-                    waiting.append(reader.begin(pool, place, buffer))
-                    place += 1
-                if waiting:
-                    layer, buffer, pieces = waiting.popleft()
-                    for piece in pieces:
-                        piece.result()
-                    ring.ready.put((layer, reader.arrays(layer, buffer), buffer))
+        place = 0
+        waiting: collections.deque[_Reading] = collections.deque()
+        while not stop.is_set():
+            # The next layer is begun before the last one is waited for, if there is room.
+            while (buffer := ring.next(stop, wait=not waiting)) is not None:
+                waiting.append(reader.begin(pool, place, buffer))
+                place += 1
+            if waiting:
+                layer, buffer, pieces = waiting.popleft()
+                for piece in pieces:
+                    piece.result()
+                ring.ready.put((layer, reader.arrays(layer, buffer), buffer))
     except ReferenceError:  # nobody has the reader any more
-        return
+        pass
     except Exception as error:
-        ring.ready.put(error)
+        ring.ready.put(error)  # at once: reads that are under way may take long
+    finally:
+        pool.shutdown(cancel_futures=True)
