@@ -84,9 +84,10 @@ class Bench:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is of no file."""
+    """Memory of this process that is of no file, shared or its own."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    kinds = ("RssAnon:", "RssShmem:")
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
 
 
 class Peak(threading.Thread):

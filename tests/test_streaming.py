@@ -3,11 +3,13 @@
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -320,6 +322,20 @@ def test_layers_are_used_where_they_were_read(folder):
         begin = held.ctypes.data
         for leaf in jax.tree.leaves(taken):
             assert begin <= leaf.unsafe_buffer_pointer() < begin + held.nbytes
+
+
+def test_the_ring_is_of_this_process_alone(folder):
+    model = streamed(folder, 0)
+    assert isinstance(model.source, LayerReader)
+    lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
+    place = model.source._ring.empty.get().ctypes.data
+    spans = [line.split()[:2] for line in lines if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line)]
+    (flags,) = (
+        flags
+        for span, flags in spans
+        if int(span.split("-")[0], 16) <= place < int(span.split("-")[1], 16)
+    )
+    assert flags == "rw-p"
 
 
 def test_what_a_pass_uses_is_not_read_over(folder):

@@ -270,9 +270,9 @@ class _Ring:
         self.scratch: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
         self.used: collections.deque[Buffer] = collections.deque()
         for _ in range(BUFFERS):
-            self.empty.put(np.frombuffer(mmap.mmap(-1, size), np.uint8))
+            self.empty.put(np.frombuffer(_pages(size), np.uint8))
         for _ in range(READERS):
-            self.scratch.put(mmap.mmap(-1, piece))
+            self.scratch.put(_pages(piece))
 
     def anew(self) -> "_Ring":
         """Another one; what still goes on in this harms nobody."""
@@ -291,6 +291,11 @@ class _Ring:
             if not wait:
                 break
         return None
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Pages that are this process's own: by default they would count as shared memory."""
+    return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _read_on(reader: Any, ring: _Ring, stop: threading.Event) -> None:
