@@ -31,6 +31,13 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
+def target_folder(folder: Path, seed: int, **changes: int) -> Path:
+    """Writes a tiny target of several layers, with the vocabulary of `pair_folder`'s drafts."""
+    model = tiny_model(seed, **({"vocab_size": VOCABULARY, "max_positions": 256} | changes))
+    huggingface.save_model(model, folder, tokenizer=byte_tokenizer(), dtype="float32")
+    return folder
+
+
 @functools.cache
 def pair_folder() -> Path:
     """A folder with `target`, and drafts `one` (the target itself) and `two` (another model)."""

@@ -18,6 +18,8 @@ from typing import Any
 
 import tyro
 
+from specjax.checkpoints.pair import named
+from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli import bench_serve
 from specjax.cli.options import BenchServe
 from specjax.measure import load
@@ -143,9 +145,6 @@ def main() -> None:
 
 def _texts(check: Check, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Prompts as guidellm reads them, as text: none has special tokens."""
-    from specjax.checkpoints.pair import named
-    from specjax.checkpoints.tokenizers import tokenizer_of
-
     tokenizer = tokenizer_of(named().target.folder)
     return [
         {"prompt": tokenizer.decode(each), "output_tokens_count": check.tokens} for each in prompts

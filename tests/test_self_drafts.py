@@ -12,7 +12,7 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints import pair as pairs
 from specjax.checkpoints import streaming
 from specjax.checkpoints.files import find
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.self_drafts import self_bytes, self_draft
@@ -22,8 +22,7 @@ from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
 from specjax.models.quantized import PackedWeight, packed, quantized_as
 from specjax.models.streamed import StreamedModel
-from tests.conftest import tiny_model
-from tests.folders import VOCABULARY, byte_tokenizer
+from tests.folders import target_folder
 from tests.pairs import generate
 from tests.test_parity import GOLDEN
 
@@ -33,10 +32,7 @@ MATRICES = ("query", "key", "value", "output", "up", "down")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("own") / "target"
-    model = tiny_model(3, vocab_size=VOCABULARY, max_positions=256, num_layers=LAYERS)
-    save_model(model, made, tokenizer=byte_tokenizer(), dtype="float32")
-    return made
+    return target_folder(tmp_path_factory.mktemp("own") / "target", 3, num_layers=LAYERS)
 
 
 @pytest.fixture
@@ -61,6 +57,7 @@ def test_its_matrices_are_the_targets_in_so_many_bits(bits, folder):
     target = load_model(folder)
     draft = self_draft(find(folder), target, bits)
     assert draft.embedding is target.embedding
+    assert draft.config is target.config
     assert (quantized_as(draft) or "").startswith(f"int{bits}")
     for own, whole in zip(draft.layers, target.layers, strict=True):
         np.testing.assert_array_equal(own.mlp_norm, whole.mlp_norm)

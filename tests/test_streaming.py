@@ -40,8 +40,8 @@ from specjax.models.memory import Load
 from specjax.models.placement import placement
 from specjax.models.quantized import quantized_as
 from specjax.models.streamed import StreamedModel
-from tests.conftest import QUICKLY, tiny_model
-from tests.folders import VOCABULARY, byte_tokenizer, pair_folder
+from tests.conftest import QUICKLY
+from tests.folders import pair_folder, target_folder
 from tests.pairs import NEW, PROMPTS, generate, near, varied_model
 from tests.quantized_files import rewrite
 from tests.test_parity import GOLDEN
@@ -375,10 +375,7 @@ def test_what_cannot_be_offloaded_is_refused(options, said):
 @pytest.fixture(scope="module")
 def with_tokenizer(tmp_path_factory):
     """A target of three layers that has the vocabulary of `pair_folder`'s drafts."""
-    made = tmp_path_factory.mktemp("offloaded") / "target"
-    model = tiny_model(2, vocab_size=VOCABULARY, max_positions=256, num_layers=3)
-    save_model(model, made, tokenizer=byte_tokenizer(), dtype="float32")
-    return made
+    return target_folder(tmp_path_factory.mktemp("offloaded") / "target", 2, num_layers=3)
 
 
 def offloading(folder, resident=1):

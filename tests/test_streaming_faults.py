@@ -12,9 +12,8 @@ import pytest
 
 from specjax.checkpoints import streaming
 from specjax.checkpoints.files import find
-from specjax.checkpoints.huggingface import save_model
-from tests.conftest import QUICKLY, tiny_model
-from tests.folders import VOCABULARY, byte_tokenizer
+from tests.conftest import QUICKLY
+from tests.folders import target_folder
 
 LAYERS, READS = 12, 400
 
@@ -59,9 +58,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("faults") / "target"
-    model = tiny_model(4, vocab_size=VOCABULARY, max_positions=2048, num_layers=LAYERS)
-    save_model(model, made, tokenizer=byte_tokenizer(), dtype="float32")
-    return made
+    return target_folder(made, 4, max_positions=2048, num_layers=LAYERS)
 
 
 @pytest.fixture(scope="module")

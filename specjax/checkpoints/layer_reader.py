@@ -23,8 +23,8 @@ from specjax.checkpoints.spans import (
     PIECE,
     Buffer,
     Span,
+    buffer_bytes,
     expected_tensors,
-    held_bytes,
     piece_bytes,
     scatter,
     size_of,
@@ -72,13 +72,13 @@ class LayerReader:
         placed: Placement,
         dtype: jnp.dtype,
     ) -> None:
-        self._files, self._config, self._placed, self._dtype = files, config, placed, dtype
+        self._files, self._placed, self._dtype = files, placed, dtype
         self._family = family
         self._expected = expected_tensors(config, family)
         self._layouts = quantized.layouts_in(files.folder)
         self._order = range(first, config.num_layers)
         self._spans = spans_of(files, family, self._expected, self._order)
-        size = max(map(held_bytes, self._spans.values()))
+        size = max(map(buffer_bytes, self._spans.values()))
         self._ring = _Ring(size, piece_bytes(self._spans.values()))
         self._opened: dict[Path, tuple[int, bool]] = {}
         self._looked: set[int] = set()
@@ -143,7 +143,7 @@ class LayerReader:
             self._thread.join()
         self._finalizer()
 
-    def begin(self, pool: ThreadPoolExecutor, place: int, buffer: "Buffer") -> "_Reading":
+    def begin(self, pool: ThreadPoolExecutor, place: int, buffer: Buffer) -> "_Reading":
         """Lets the pieces of the next layer be read; `place` counts those read so far."""
         layer = self._order[place % len(self._order)]
         pieces = [
@@ -152,7 +152,7 @@ class LayerReader:
         reads = [pool.submit(self._read, span, start, buffer) for span, start in pieces]
         return _Reading(layer, buffer, reads)
 
-    def _read(self, span: Span, start: int, buffer: "Buffer") -> None:
+    def _read(self, span: Span, start: int, buffer: Buffer) -> None:
         """Reads a piece of a span, and puts what it has of tensors into their places.
 
         Raises:
@@ -193,7 +193,7 @@ class LayerReader:
                     self._opened[file] = os.open(file, os.O_RDONLY), False
             return self._opened[file]
 
-    def arrays(self, layer: int, buffer: "Buffer") -> LayerWeights:
+    def arrays(self, layer: int, buffer: Buffer) -> LayerWeights:
         """The weights of a layer that was read, as arrays of the buffer where they can be.
 
         Raises:

@@ -13,10 +13,7 @@ from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
-from specjax.models.quantized import packed
-
-_GROUP = 64
-"""Inputs that share a scale in 4 bits."""
+from specjax.models.quantized import GROUP_OF_4_BITS, packed
 
 
 class Quantized(NamedTuple):
@@ -54,7 +51,7 @@ def quantize_folder(
     """
     if bits not in (8, 4):
         raise ValueError(f"--bits is {bits}; it must be 8 or 4.")
-    group = _GROUP if group is None and bits == 4 else group
+    group = GROUP_OF_4_BITS if group is None and bits == 4 else group
     if group is not None and group < 1:
         raise ValueError(f"--group is {group}; it must be at least 1.")
     described = config_of(files.folder)

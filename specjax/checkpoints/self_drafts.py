@@ -6,13 +6,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.base.pytree import replace
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import checked, default_dtype, leaves_of, read_config
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Stored
 from specjax.models.placement import Placement, placement
-from specjax.models.quantized import packed, quantized_as
+from specjax.models.quantized import GROUP_OF_4_BITS, packed, quantized_as
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model, layer_of
 from specjax.parallel.mesh import mesh_of
@@ -20,7 +21,6 @@ from specjax.parallel.mesh import mesh_of
 PREFIX = "self:"
 NAMES = {f"{PREFIX}4bit": 4, f"{PREFIX}8bit": 8}
 """What drafts of the model itself are called, and their bits."""
-_GROUP = 64
 
 
 def bits_of(name: str) -> int:
@@ -66,10 +66,7 @@ def self_draft(
             layers[stored.layer] |= _leaves(stored, tensor, placed, bits, files)
         told(number + 1, whole)
     outer = target.outer if isinstance(target, StreamedModel) else target
-    return Model(
-        outer.embedding, tuple(map(layer_of, layers)), outer.final_norm, outer.unembedding,
-        config, outer.final_norm_bias, outer.position_embedding,
-    )  # fmt: skip
+    return replace(outer, layers=tuple(map(layer_of, layers)))
 
 
 def _leaves(
@@ -89,7 +86,7 @@ def _group_of(inputs: int, bits: int) -> int | None:
     """Inputs that share a scale: a row in 8 bits; in 4 bits 64, or what divides the inputs."""
     if bits == 8:
         return None
-    return next((size for size in (_GROUP, 48, 32, 16) if inputs % size == 0), None)
+    return next((size for size in (GROUP_OF_4_BITS, 48, 32, 16) if inputs % size == 0), None)
 
 
 def self_bytes(config: ModelConfig, bits: int) -> int:

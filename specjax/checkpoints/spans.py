@@ -85,7 +85,7 @@ def size_of(spans: Sequence[Span]) -> int:
     return sum(span.size for span in spans)
 
 
-def held_bytes(spans: Sequence[Span]) -> int:
+def buffer_bytes(spans: Sequence[Span]) -> int:
     """Bytes that a buffer holds of them."""
     last = max(((at, each.size) for span in spans
                 for each, at in zip(span.tensors, span.at, strict=True)))  # fmt: skip

@@ -19,15 +19,14 @@ from specjax.checkpoints.huggingface import (
 from specjax.checkpoints.layer_reader import BUFFERS, READERS, LayerReader
 from specjax.checkpoints.spans import (
     Span,
+    buffer_bytes,
     expected_tensors,
-    held_bytes,
     piece_bytes,
     size_of,
     spans_of,
 )
 from specjax.models import memory
 from specjax.models.config import ModelConfig
-from specjax.models.families import Family
 from specjax.models.placement import placement
 from specjax.models.quantized import PackedWeight
 from specjax.models.streamed import StreamedModel
@@ -181,7 +180,10 @@ def division(
     """
     whole = memory.Load(placement(config, None), dtype)
     _, family = read_config(files.folder)
-    layer = max(_layer_bytes(files, config, family, dtype), 1)
+    spans = spans_of(files, family, expected_tensors(config, family), range(config.num_layers))
+    layer = _unpacked_bytes(config, dtype)
+    if quantized.layouts_in(files.folder):
+        layer = max(map(buffer_bytes, spans.values()))
     outer = whole.weights - config.num_layers * _unpacked_bytes(config, dtype)
     spare = memory_bytes
     if spare is None:
@@ -189,7 +191,6 @@ def division(
         spare = whole.weights if found is None else found // 2
     if outer + config.num_layers * layer <= spare:
         return Division(outer, layer, config.num_layers, 0, 0)
-    spans = spans_of(files, family, expected_tensors(config, family), range(config.num_layers))
     ring = BUFFERS * layer if host else _ring_bytes(spans.values(), dtype, layer)
     if outer + ring > spare:
         raise CheckpointError(
@@ -203,19 +204,12 @@ def division(
 
 def _ring_bytes(spans: Collection[Sequence[Span]], dtype: jnp.dtype, layer: int) -> int:
     """Bytes of the ring, and of what its layers become where they cannot be used as they are."""
-    each = max(map(held_bytes, spans))
+    each = max(map(buffer_bytes, spans))
     kinds = {one.dtype for own in spans for span in own for one in span.tensors}
     made = 0 if kinds == {np.dtype(dtype)} else layer
     return BUFFERS * (each + made) + READERS * piece_bytes(spans)
 
 
 def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of a layer that is not packed."""
     return sum(int(np.prod(shape)) for shape in config.layer_shapes.values()) * dtype.itemsize
-
-
-def _layer_bytes(files: Files, config: ModelConfig, family: Family, dtype: jnp.dtype) -> int:
-    """Bytes of a layer in memory: as wide as it is computed, or packed."""
-    if not quantized.layouts_in(files.folder):
-        return _unpacked_bytes(config, dtype)
-    spans = spans_of(files, family, expected_tensors(config, family), range(config.num_layers))
-    return max(map(size_of, spans.values()))

@@ -19,6 +19,7 @@ BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
 _COLUMNS, _SLOTS, _RUNS = (16, 64, 256, 1024), 64, 3
 MOST_LEVELS = 16
+"""Tokens that a draft goes deep where its passes cost nearly nothing."""
 _ACCEPTANCE = 0.9
 """How often a drafted token is accepted if those before it were, before anything was measured."""
 
@@ -76,6 +77,7 @@ class Link(NamedTuple):
 
 
 _measured: "weakref.WeakKeyDictionary[StreamedModel, Link]" = weakref.WeakKeyDictionary()
+_of_drafts: "weakref.WeakKeyDictionary[Model, float]" = weakref.WeakKeyDictionary()
 
 
 def link_of(target: StreamedModel) -> Link:
@@ -111,8 +113,10 @@ def _measure(target: StreamedModel) -> Link:
 
 
 def draft_seconds(draft: Model) -> float:
-    """Seconds in which a draft's layers are computed for one token."""
-    return _pass_seconds(draft, draft.config, draft.layers[0], 1)
+    """Seconds in which a draft's layers are computed for one token; measured once."""
+    if draft not in _of_drafts:
+        _of_drafts[draft] = _pass_seconds(draft, draft.config, draft.layers[0], 1)
+    return _of_drafts[draft]
 
 
 def _pass_seconds(outer: Model, config: ModelConfig, weights: LayerWeights, columns: int) -> float:

@@ -149,6 +149,8 @@ def _is_packed(node: Any) -> bool:
     return isinstance(node, PackedWeight)
 
 
+GROUP_OF_4_BITS = 64
+"""Inputs that share a scale where nothing else is named."""
 _SHRUNK = tuple(1 - 0.025 * n for n in range(13))
 """Scales that are tried, as shares of the one that no weight exceeds."""
 _AT_A_TIME = 1 << 22
