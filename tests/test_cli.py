@@ -1,10 +1,12 @@
 """The command line keeps its contracts: what it prints, and how it refuses."""
 
+import gc
 import io
 import os
 import re
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
@@ -271,3 +273,28 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("SPECJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert records.cache_folder() == tmp_path / "specjax"
+
+
+@pytest.mark.parametrize("lost", ["in a callback of the collector", "in a finalizer"])
+def test_an_interrupt_that_python_drops_comes_again(lost, monkeypatch):
+    def dropped(*_):
+        if dropped in gc.callbacks:
+            gc.callbacks.remove(dropped)
+        raise KeyboardInterrupt
+
+    class Finalized:
+        __del__ = dropped
+
+    def generate(options):
+        if lost == "in a finalizer":
+            Finalized()
+        else:
+            gc.callbacks.append(dropped)
+            gc.collect()
+        time.sleep(10)
+        return 0
+
+    monkeypatch.setattr("specjax.cli.generate.generate", generate)
+    began = time.monotonic()
+    assert main(["generate", "x"]) == 130
+    assert time.monotonic() - began < 9

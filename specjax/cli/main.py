@@ -1,10 +1,14 @@
 """The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and their like."""
 
+import _thread
+import contextlib
 import importlib
 import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 
 import tyro
 
@@ -42,6 +46,8 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     Roofline: ("roofline", "roofline"),
 }
 """The module of a verb's options, and the function in it that runs them."""
+_AGAIN_SECONDS = 0.02
+"""After which the callback that lost an interrupt has ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         options = _options(sys.argv[1:] if arguments is None else arguments)
-        code = _command(options)()
+        with _interrupts_kept():
+            code = _command(options)()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -79,6 +86,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except OSError:
             _let_output_go()
         return 2
+
+
+@contextlib.contextmanager
+def _interrupts_kept() -> Iterator[None]:
+    """Raises Ctrl-C once more where it was lost.
+
+    Python drops what is raised within a callback of its garbage collector, of which jax has one,
+    or within `__del__`: 4 of 100 interrupts did nothing where it ran every 20 objects.
+    """
+    other = sys.unraisablehook
+
+    def hook(lost: "sys.UnraisableHookArgs") -> None:
+        if lost.exc_type is KeyboardInterrupt:
+            threading.Timer(_AGAIN_SECONDS, _interrupt).start()
+        else:
+            other(lost)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = other
+
+
+def _interrupt() -> None:
+    """What Ctrl-C does."""
+    main_thread = threading.main_thread().ident
+    if main_thread is not None and hasattr(signal, "pthread_kill"):
+        signal.pthread_kill(main_thread, signal.SIGINT)  # which also ends waits of the system
+    else:
+        _thread.interrupt_main()
 
 
 def _options(arguments: Sequence[str]) -> Options:
