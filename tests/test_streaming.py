@@ -28,12 +28,15 @@ from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.spans import PAGE, expected_tensors, spans_of
 from specjax.checkpoints.streaming import division, load_streamed
-from specjax.decoding import link
+from specjax.decoding import link, request
 from specjax.decoding.link import Link, link_of
+from specjax.decoding.request import rule_of, visits
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.measure.distribution_tests import logits_within
+from specjax.measure.tune_streamed import budgets_by_link
+from specjax.methods import tuned
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build
 from specjax.models.memory import Load
@@ -115,6 +118,34 @@ def test_texts_are_those_of_the_model_in_memory(
         expected = generate(whole, drafter, sampling=sampling)
         for name in ("tokens", "lengths", "steps", "nodes"):
             np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [("specexec", "auto"), ("specexec", "one-hot"), ("pool", "multi-step"), ("chain", "auto")],
+)
+def test_of_large_trees_only_visited_nodes_are_unembedded(
+    method, rule, target, folder, monkeypatch
+):
+    monkeypatch.setattr(request, "VISITED_FROM", 2)
+    model, drafter = streamed(folder, 2), drafter_of(target, method)
+    visiting = visits(model, drafter, rule_of(rule, drafter), False)
+    assert visiting == (method != "chain")  # block verification needs all nodes
+    assert not visits(load_model(folder), drafter, rule_of(rule, drafter), False)
+    hot = Sampling(temperature=np.asarray([0.0, 0.7, 1.0, 1.3], np.float32))
+    found = generate(model, drafter, sampling=hot, verify=rule)
+    expected = generate(load_model(folder), drafter, sampling=hot, verify=rule)
+    for name in ("tokens", "lengths", "steps", "nodes"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+
+
+def test_penalties_are_those_of_every_node(target, folder, monkeypatch):
+    monkeypatch.setattr(request, "VISITED_FROM", 2)
+    drafter = drafter_of(target, "specexec")
+    sampling = Sampling(temperature=0.8, presence_penalty=1.5)
+    found = generate(streamed(folder, 2), drafter, sampling=sampling)
+    expected = generate(load_model(folder), drafter, sampling=sampling)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
 def test_layers_of_the_hosts_memory_move_ahead_and_round(folder, in_host_memory):
@@ -511,3 +542,39 @@ def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     expected = generate(target, None)
     drafter = build(choose(Asked(), pair, 0.0).setting, pair)
     np.testing.assert_array_equal(generate(model, drafter).tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("resident", [1, EVERYTHING])
+def test_tune_chooses_for_what_is_streamed(resident, with_tokenizer, tmp_path, capsys):
+    flags = ["--model", str(with_tokenizer), "--draft", f"{pair_folder()}/two"]
+    few = ["--limit", "1", "--max-new-tokens", "8", "--methods", "specexec,chain,lookup"]
+    file = tmp_path / "tuned.json"
+    where = offloading(with_tokenizer, 1)
+    if resident > 1:
+        where[-1] = str(resident)
+    assert main(["tune", str(file), *flags, *few, *where]) == 0
+    entries = tuned.read(str(file))
+    assert [each.temperature for each in entries] == [0.0, 0.8]
+    report = json.loads(file.read_text())
+    assert report["env"]["config"]["offload"] == "disk"
+    promises = [each for own in report["env"]["promises"] for each in own]
+    grown = [
+        each["setting"]["growth"]["budget"] for each in promises if "growth" in each["setting"]
+    ]
+    assert {15, 31} <= set(grown)
+    assert all(each["seconds"] > 0 and each["tokens_per_step"] >= 1 for each in promises)
+    capsys.readouterr()
+    assert main(["tune", str(file), *flags, *where, "--inflate", "1M"]) == 2
+    assert "--inflate is for a model in memory" in capsys.readouterr().err
+    assert tuned.read(str(file)) == entries
+
+
+def test_budgets_to_tune_among_follow_from_the_link(folder, monkeypatch):
+    model = streamed(folder, 2)
+    at = Link(10**9, 0.9, (16, 64, 256), (0.2, 0.8, 3.2))
+    monkeypatch.setattr("specjax.measure.tune_streamed.link_of", lambda _: at)
+    assert budgets_by_link(model) == (15, 63, 127)
+    monkeypatch.setattr(
+        "specjax.measure.tune_streamed.link_of", lambda _: at._replace(read_seconds=1e9)
+    )
+    assert budgets_by_link(model) == (15, 2047)

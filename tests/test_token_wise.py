@@ -274,3 +274,38 @@ def test_naive_emits_the_same_tokens_whatever_the_tree():
     full = int(ended[count == 3][0])
     prefix = {3: full, 2: (full - 1) // 3, 1: ((full - 1) // 3 - 1) // 3}
     assert all(at == prefix[int(n)] for at, n in zip(ended, count, strict=True))
+
+
+@pytest.mark.parametrize("rule", [rules.GREEDY, rules.NAIVE])
+def test_from_the_root_down_is_the_same_decision(rule):
+    """`visiting` asks for p of the nodes on the way alone; no two children have a token here."""
+    trees, p = random_trees(4)
+    keys = jax.random.split(jax.random.key(4), ROWS)
+    places = jnp.arange(ROWS, dtype=jnp.int32)
+
+    def both(key, place, tree, p):
+        asked = key, place, tree, p.__getitem__, WINDOW
+        return rule.decide(*asked), rule.visiting(*asked)
+
+    whole, visited = jax.device_get(quick(jax.vmap(both))(keys, places, trees, jnp.asarray(p)))
+    for name in ("path", "count", "token"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(visited, name))
+    assert set(whole.count) == {1, 2, 3}
+
+
+@pytest.mark.parametrize("rule", rules.RULES.values(), ids=rules.RULES)
+def test_what_visits_asks_for_no_other_nodes(rule):
+    """Distributions of nodes that are not on the way may be anything, such as no numbers."""
+    if rule.visiting is None:
+        assert rule in (rules.BLOCK, rules.TRAVERSAL)
+        return
+    trees, p = random_trees(5)
+    decide = quick(jax.vmap(lambda *of: rule.visiting(*of[:3], of[3].__getitem__, WINDOW)))
+    keys, places = jax.random.split(jax.random.key(5), ROWS), jnp.arange(ROWS, dtype=jnp.int32)
+    found = jax.device_get(decide(keys, places, trees, jnp.asarray(p)))
+    on_the_way = np.zeros(p.shape[:2], bool)
+    on_the_way[np.arange(ROWS)[:, None], found.path] = True
+    unknown = np.where(on_the_way[..., None], p, np.nan)
+    again = jax.device_get(decide(keys, places, trees, jnp.asarray(unknown)))
+    for name in ("path", "count", "token"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(again, name))

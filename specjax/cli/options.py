@@ -221,7 +221,7 @@ class Bench(Context, Devices, Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune:
+class Tune(Offloaded):
     """Find the fastest method, shape and budget for this machine and these prompts."""
 
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -232,8 +232,9 @@ class Tune:
     """Take this many prompts only."""
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "all"
     """Methods to choose among, separated by commas; plain decoding is always one."""
-    budgets: str = "7,15,31,63"
-    """Budgets of nodes to choose among."""
+    budgets: str | None = None
+    """Budgets of nodes to choose among. By default 7,15,31,63; of an offloaded model 15, the most
+    that are computed while its layers are read, and twice as many."""
     temperatures: str = "0,0.8"
     """Temperatures to choose for, separated by commas."""
     batch: int = 1

@@ -16,6 +16,7 @@ from specjax.cli.options import Tune
 from specjax.cli.values import (
     at_least,
     budgets_of,
+    bytes_of,
     check_seed,
     check_target_file,
     count_of,
@@ -25,13 +26,17 @@ from specjax.cli.values import (
 from specjax.measure import prompts, timing
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
+from specjax.measure.tune_streamed import StreamedTuner, budgets_by_link
 from specjax.methods import registry, tuned
 from specjax.methods.method import PLAIN
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import Entry, Unfinished
 from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
+
+_BUDGETS = "7,15,31,63"
 
 
 def tune(options: Tune) -> int:
@@ -43,14 +48,26 @@ def tune(options: Tune) -> int:
     temperatures, choices = _check(options)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    native = load_pair(options.model, options.draft, dtype="float32", stage=options.stage)
-    dtype = dtype_of(options.dtype) or default_dtype()
+    native = load_pair(
+        options.model,
+        options.draft,
+        dtype=dtype_of(options.dtype) if options.offloaded else "float32",
+        stage=options.stage,
+        offload=options.offload,
+        memory=bytes_of("--memory", options.memory),
+    )
     grown = inflate(native.target, parameters) if parameters else native.target
+    dtype = dtype_of(options.dtype) or default_dtype()
+    if options.offloaded:
+        dtype = str(grown.embedding.dtype)
     chosen, _ = prompts.fitting(
         listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
     )
-    as_it_runs = in_dtype(grown, dtype)
+    as_it_runs = grown if options.offloaded else in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
+    kind = StreamedTuner if isinstance(grown, StreamedModel) else Tuner
+    if isinstance(grown, StreamedModel) and options.budgets is None:
+        choices = dataclasses.replace(choices, budgets=budgets_by_link(grown))
     estimates: list[Sequence[Estimate]] = []
     checked: list[tuple[Entry, list[BenchRow]]] = []
     unfinished = Unfinished(options.out)
@@ -61,12 +78,14 @@ def tune(options: Tune) -> int:
         unfinished.keep(entries, _environment(options, grown, so_far))
 
     with progress_bars() as progress:
-        tuner = Tuner(choices, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
+        tuner = kind(choices, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
         for temperature in temperatures:
             estimates.append(tuner.estimates(temperature, keep))
         final = native._replace(target=grown)
         for temperature, best in zip(temperatures, estimates, strict=True):
-            checked.append(fastest_of(choices, final, dtype, chosen, temperature, best, progress))
+            checked.append(
+                fastest_of(choices, final, dtype, chosen, temperature, best, progress, tuner.rounds)
+            )
             keep()
     entries = [entry for entry, _ in checked]
     env = _environment(options, grown, estimates)
@@ -87,8 +106,12 @@ def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
     check_seed(options.seed)
     check_target_file("FILE", options.out)
     registry.names_of(options.methods, None)
-    budgets = budgets_of(options.budgets)
+    budgets = budgets_of(_BUDGETS if options.budgets is None else options.budgets)
     dtype_of(options.dtype)
+    if options.offloaded and options.inflate:
+        raise ValueError(
+            "--inflate is for a model in memory; specjax inflate writes one that can be offloaded."
+        )
     choices = Choices(options.methods, budgets, options.batch, options.max_new_tokens, options.seed)
     return temperatures_in(options.temperatures), choices
 

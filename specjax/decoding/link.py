@@ -103,11 +103,11 @@ def _measure(target: StreamedModel) -> Link:
     reading = min(passes)
     columns, seconds = [], []
     with target.in_pass():  # so long what was taken stays
-        weights = target.layer(streamed[0])
+        weights = target.layer(streamed.start if streamed else 0)
         for count in _COLUMNS:
             columns.append(count)
             seconds.append(_pass_seconds(target.outer, target.config, weights, count))
-            if seconds[-1] > reading:
+            if streamed and seconds[-1] > reading:
                 break
     return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
 

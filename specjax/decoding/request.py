@@ -16,6 +16,7 @@ from specjax.base.sampling import Sampling, fold, threefry
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import ROWS, Layout, check_rows, laid_out, layout_of
 from specjax.verify.rules import AUTO, NAIVE, Rule, find_rule
@@ -196,14 +197,16 @@ def prepare(
     padded = np.zeros((len(prompts), width), np.int32)
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
-    check_memory(target, drafter, rule, len(prompts), width, slots)
+    counts = counts_of(sampling, prompts, target.config.vocab_size)
+    visiting = visits(target, drafter, rule, counts is not None)
+    check_memory(target, drafter, rule, len(prompts), width, slots, visiting)
     rows = Rows(
         prompt=jnp.asarray(padded),
         length=jnp.asarray(lengths, jnp.int32),
         key=keys,
         sampling=own_sampling,
         limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos),
-        counts=counts_of(sampling, prompts, target.config.vocab_size),
+        counts=counts,
     )
     return Request(target, drafter, laid_out(layout, rows, ROWS), rule, outputs, slots, layout)
 
@@ -259,17 +262,41 @@ def check_drafter(target: Model, drafter: Drafter) -> None:
         raise ValueError("a draft is split over the mesh; load_drafts gives drafts that are whole.")
 
 
+VISITED_FROM = 512
+"""Nodes from which on those of a streamed target are unembedded one after the other."""
+
+
+def visits(target: Model, drafter: Drafter, rule: Rule, counts: bool) -> bool:
+    """Whether a step unembeds the nodes that its rule visits, and no others.
+
+    One after the other they take as long as hundreds at once, so that it is for large trees;
+    what drafts must not need the others, and no row may have a bias or a penalty.
+    """
+    large = isinstance(target, StreamedModel) and drafter.num_slots >= VISITED_FROM
+    others = drafter.target_top_k > 0 or drafter.needs_probs or counts
+    return large and rule.visiting is not None and not others
+
+
 def check_memory(
-    target: Model, drafter: Drafter, rule: Rule, rows: int, width: int, slots: int
+    target: Model,
+    drafter: Drafter,
+    rule: Rule,
+    rows: int,
+    width: int,
+    slots: int,
+    visiting: bool = False,
 ) -> None:
     """Checks that there is memory for so many rows of `slots`, of prompts read `width` at a time.
+
+    If `visiting`, the distributions of hardly any nodes are in memory.
 
     Raises:
       ValueError: there is not.
     """
     nodes = drafter.num_slots
     held, drafts = memory.load_of(target), memory.loads_in(drafter)
-    needed = memory.plan(held, drafts, rows, width, slots, nodes, rule.live_distributions)
+    live = 0.0 if visiting else rule.live_distributions
+    needed = memory.plan(held, drafts, rows, width, slots, nodes, live)
     what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
     memory.check(needed.beside_weights, needed.available, what)
 

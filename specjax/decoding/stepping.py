@@ -238,11 +238,22 @@ def accept(
 ) -> Step:
     """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
     accepted, probs = verify_tree(rule, state, tree, logits, window, packing, naive, with_probs)
-    tokens = emitted(tree, accepted)
-    count, done = truncate(tokens, accepted.count, state)
     top_tokens = top_tokens_of(logits, target_top_k)
     if packing is not None:
         top_tokens = top_tokens[:, 0][packing.column]
+    return given(state, tree, accepted, top_tokens, probs)
+
+
+def given(
+    state: DecodeState,
+    tree: TokenTree,
+    accepted: Accepted,
+    top_tokens: Int32[Array, "B N k"],
+    probs: Float[Array, "B W"] | None = None,
+) -> Step:
+    """The tokens of what was accepted, cut off where a row's text ends."""
+    tokens = emitted(tree, accepted)
+    count, done = truncate(tokens, accepted.count, state)
     return Step(tokens, count, done, tree, accepted, top_tokens, probs=probs)
 
 

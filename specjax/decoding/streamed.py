@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.tree_attention import Prefix
+from specjax.base.axes import KeyArray
 from specjax.base.pytree import replace
-from specjax.decoding.request import Request, Rows
+from specjax.base.sampling import Sampling, process
+from specjax.decoding.request import Request, Rows, visits
 from specjax.decoding.stepping import (
     Columns,
     DecodeState,
@@ -23,6 +25,7 @@ from specjax.decoding.stepping import (
     columns_of,
     commit,
     draft_tree,
+    given,
     positions_of,
 )
 from specjax.draft.drafter import Drafter, Step
@@ -36,6 +39,7 @@ from specjax.models.transformer import (
     layer_of_pass,
     unembed,
 )
+from specjax.trees.accepted import Accepted
 from specjax.trees.tree import TokenTree
 from specjax.verify.rules import Rule
 
@@ -68,7 +72,9 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     outer, rest = target.outer, replace(state, draft=())
     tree, draft, x, at = _draft(outer, drafter, rest, state.draft)
     x, new = _layers(target, outer, x, at.positions, at.tree_mask, state.cache)
-    return _finish(outer, drafter, request.rule, rest, draft, tree, x, new)
+    rule = request.rule
+    visiting = visits(target, drafter, rule, state.counts is not None)
+    return _finish(outer, drafter, rule, rest, draft, tree, x, new, visiting)
 
 
 def logits_at(
@@ -167,7 +173,7 @@ def _draft(
     return tree, draft, embed(outer, at.tokens, at.positions), at
 
 
-@partial(jax.jit, static_argnames="rule", donate_argnames=("rest", "draft"))
+@partial(jax.jit, static_argnames=("rule", "visiting"), donate_argnames=("rest", "draft"))
 def _finish(
     outer: Model,
     drafter: Drafter,
@@ -177,11 +183,43 @@ def _finish(
     tree: TokenTree,
     x: Array,
     new: NewKV,
+    visiting: bool,
 ) -> tuple[DecodeState, Step]:
     rows, slots = tree.tokens.shape
-    logits = unembed(outer, final_norm(outer, x)).T.reshape(rows, -1, outer.config.vocab_size)
-    gave = accept(
-        rule, rest, tree, logits[:, :slots], drafter.window, drafter.target_top_k,
-        with_probs=drafter.needs_probs,
-    )  # fmt: skip
+    x = final_norm(outer, x)
+    if visiting:
+        accepted = _visit(outer, rule, rest, tree, x.reshape(x.shape[0], rows, -1), drafter.window)
+        gave = given(rest, tree, accepted, jnp.zeros((rows, slots, 0), jnp.int32))
+    else:
+        logits = unembed(outer, x).T.reshape(rows, -1, outer.config.vocab_size)
+        gave = accept(
+            rule, rest, tree, logits[:, :slots], drafter.window, drafter.target_top_k,
+            with_probs=drafter.needs_probs,
+        )  # fmt: skip
     return commit(rest, new, drafter.commit(draft, gave), gave), gave
+
+
+def _visit(
+    outer: Model,
+    rule: Rule,
+    state: DecodeState,
+    tree: TokenTree,
+    x: Float[Array, "E B T"],
+    window: int,
+) -> Accepted:
+    """What a rule accepts, where the nodes that it visits are unembedded one after the other."""
+    assert rule.visiting is not None
+    decide = rule.visiting
+
+    def of_row(
+        key: KeyArray, position: Array, own: TokenTree, sampling: Sampling, x: Array
+    ) -> Accepted:
+        def p(node: Array) -> Array:
+            logits = unembed(outer, x[:, node, None])[:, 0]
+            return process(logits[None, None], jax.tree.map(lambda a: a[None], sampling))[0, 0]
+
+        return decide(key, position, own, p, window)
+
+    return jax.vmap(of_row, in_axes=(0, 0, 0, 0, 1))(
+        state.key, state.cache.length, tree, state.sampling, x
+    )

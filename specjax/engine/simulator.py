@@ -105,6 +105,7 @@ class Result:
       busy: of them, those in which a request ran; of all replicas together.
       steps: by their settings.
       tokens: that were made.
+      row_steps: steps of rows: one step of eight rows is eight.
       marks: every fifty steps, of the first replica.
       probing: seconds of steps and readings that the policy made to learn.
     """
@@ -114,6 +115,7 @@ class Result:
     busy: float = 0.0
     steps: Counter[str] = dataclasses.field(default_factory=Counter)
     tokens: int = 0
+    row_steps: int = 0
     marks: list[Mark] = dataclasses.field(default_factory=list)
     probing: float = 0.0
 
@@ -126,6 +128,11 @@ class Result:
     def throughput(self) -> float:
         """Tokens a second from the first arrival to the last token."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a row is given in a step."""
+        return self.tokens / max(self.row_steps, 1)
 
     @property
     def mean_latency(self) -> float:
@@ -221,6 +228,7 @@ def simulate_replicas(
         total.busy += each.busy
         total.steps += each.steps
         total.tokens += each.tokens
+        total.row_steps += each.row_steps
         total.probing += each.probing
     total.seconds = max(each.end for each in total.served) - load[0].at if load else 0.0
     return total
@@ -409,6 +417,7 @@ class _Server:
         """Gives the rows their tokens, and tells the policy."""
         self._count += 1
         self._result.steps[setting.name] += 1
+        self._result.row_steps += len(rows)
         own, more = self._costs[decision.shape]
         forecast = decision.forecast
         self._step_seconds = own + more * cached if forecast is None else forecast.seconds

@@ -25,18 +25,20 @@ from specjax.measure import timing
 from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow
-from specjax.measure.workload import Workload
+from specjax.measure.workload import PLAIN_DTYPES, Workload
 from specjax.methods import registry
 from specjax.methods.acceptance import measured
 from specjax.methods.method import METHODS, PLAIN, Setting
 from specjax.methods.sequoia import best_shape, expected_tokens
 from specjax.methods.tuned import Entry
+from specjax.models.streamed import StreamedModel
 from specjax.trees.tree import TreeShape
 
 # An estimate was off by 22 % (chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so
 # those within 30 % of the best are run; 6 and 4 are bounds on the time, chosen and not measured.
 _FINALISTS, _FAR_OFF = 6, 0.7
-_ROUNDS = 4
+ROUNDS = 4
+"""How often each prompt is drawn from, and each finalist run."""
 _DEEPEST, _LONGEST_CHAIN = 16, 24  # deeper levels are hardly ever accepted, and each is compiled
 _COST_NODES, _COST_LEVELS = (1, 3, 7, 15, 31), 7
 _SHAPED = ("chain", "tree")
@@ -80,6 +82,7 @@ class Tuner:
     grown: Pair
     chosen: list[Prompt]
     progress: Progress
+    rounds: int = ROUNDS
     costs: dict[tuple[Setting, bool], timing.Phases] = dataclasses.field(default_factory=dict)
 
     def estimates(
@@ -119,15 +122,15 @@ class Tuner:
         best = max((other.rate for other in others), default=0.0)
         if tokens / pass_seconds < _FAR_OFF * best:
             return Estimate(setting, tokens, pass_seconds, bound=True)
-        return Estimate(setting, tokens, pass_seconds + self.cost(setting, temperature).draft)
+        return Estimate(setting, tokens, pass_seconds + self.draft_seconds(setting, temperature))
 
     def _static(self, names: Sequence[str], temperature: float) -> list[Estimate]:
         """The best chain and tree of every budget by acceptance at every depth and measured costs.
 
         Beside them each method's default.
         """
-        rows = self.chosen * (_ROUNDS if temperature > 0 else 1)
-        made = self._generation(Setting(), rows, temperature)
+        rows = self.chosen * (self.rounds if temperature > 0 else 1)
+        made = self._generation(self._writer(temperature), rows, temperature)
         starts = [len(prompt.tokens) for prompt in rows]
         texts = [
             [*prompt.tokens, *row[:count].tolist()]
@@ -138,7 +141,7 @@ class Tuner:
             native.target, native.drafts[0], texts, starts, temperature, _LONGEST_CHAIN
         ).by_depth
         chain = registry.setting_of("chain", widths=(1,) * _COST_LEVELS)
-        level = self.cost(chain, temperature).draft / _COST_LEVELS
+        level = self.draft_seconds(chain, temperature) / _COST_LEVELS
 
         def estimate(name: str, shape: TreeShape) -> Estimate:
             setting = registry.setting_of(name, widths=shape.widths)
@@ -181,6 +184,15 @@ class Tuner:
         made = self._generation(setting, self.chosen, temperature)
         return float(made.lengths.sum() / made.steps.sum())
 
+    def _writer(self, temperature: float) -> Setting:
+        """What writes the texts on which acceptance is measured; any gives the target's own."""
+        del temperature
+        return Setting()
+
+    def draft_seconds(self, setting: Setting, temperature: float) -> float:
+        """What drafting takes of a step."""
+        return self.cost(setting, temperature).draft
+
     def pass_seconds(self, nodes: int) -> float:
         """What a pass of the target over so many nodes, and all that follows it, takes."""
         return float(np.interp(nodes, *self.passes))
@@ -220,25 +232,28 @@ def fastest_of(
     temperature: float,
     estimates: Sequence[Estimate],
     progress: Progress,
+    rounds: int = ROUNDS,
 ) -> tuple[Entry, list[BenchRow]]:
     """The fastest of the settings with the best estimates and plain decoding, run side by side.
 
-    Every prompt comes several times; a row's number seeds its draws, so that they differ.
+    Every prompt comes `rounds` times; a row's number seeds its draws, so that they differ.
     """
     finalists = [p for p in estimates[:_FINALISTS] if p.rate >= _FAR_OFF * estimates[0].rate]
+    plain = (dtype,) if isinstance(pair.target, StreamedModel) else PLAIN_DTYPES
     workload = Workload(
-        chosen * _ROUNDS,
+        chosen * rounds,
         {choices.batch: tuple(estimate.setting for estimate in finalists)},
         (temperature,),
         (dtype,),
         choices.max_new_tokens,
         seed=choices.seed,
+        plain_dtypes=plain,
         mixed=False,
     )
     rows = Bencher(workload, pair, progress).rows(choices.batch)
     as_asked = [row for row in rows if row.dtype == dtype]
-    plain = max(row.tokens_per_second for row in rows if row.setting.method == PLAIN)
-    return entry_of(as_asked, plain, finalists, temperature, choices.batch), rows
+    rate = max(row.tokens_per_second for row in rows if row.setting.method == PLAIN)
+    return entry_of(as_asked, rate, finalists, temperature, choices.batch), rows
 
 
 def entry_of(

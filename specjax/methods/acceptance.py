@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int32
 
 from specjax.base.sampling import Sampling, most_likely, process
 from specjax.decoding.request import PROMPT_BUCKETS, bucket
+from specjax.decoding.streamed import logits_at
+from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model, forward
 
 _SMALL = 1e-30
@@ -38,7 +40,7 @@ class Measured(NamedTuple):
 
 
 def measured(
-    target: Model,
+    target: Model | StreamedModel,
     draft: Model,
     texts: Sequence[Sequence[int]],
     starts: Sequence[int],
@@ -69,7 +71,8 @@ def measured(
     for text, start in zip(texts, starts, strict=True):
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(text)] = text
-        chance, ratio = _accepted(target, draft, jnp.asarray(padded), temperature, ranks)
+        of_target = _logits(target, jnp.asarray(padded))
+        chance, ratio = _accepted(of_target, draft, jnp.asarray(padded), temperature, ranks)
         wanted = slice(start - 1, len(text) - 1)
         ranked += np.asarray(chance)[wanted].sum(axis=0)
         count += len(text) - start
@@ -104,9 +107,22 @@ def _begins(survival: Float[np.ndarray, "T d"]) -> Float[np.ndarray, " T"]:
     return found
 
 
+def _logits(target: Model | StreamedModel, tokens: Int32[Array, "1 T"]) -> Float[Array, "1 T V"]:
+    """The logits after every token of a text."""
+    if isinstance(target, StreamedModel):
+        return logits_at(target, tokens, jnp.arange(tokens.shape[1])[None])
+    return _forward(target, tokens)
+
+
+@jax.jit
+def _forward(model: Model, tokens: Int32[Array, "1 T"]) -> Float[Array, "1 T V"]:
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    return forward(model, tokens, positions, None, None)[0]
+
+
 @partial(jax.jit, static_argnames="ranks")
 def _accepted(
-    target: Model,
+    of_target: Float[Array, "1 T V"],
     draft: Model,
     tokens: Int32[Array, "1 T"],
     temperature: Float[Array, ""] | float,
@@ -116,9 +132,7 @@ def _accepted(
 
     At temperature 0 the ratio is 1 where the draft's first choice is the target's, else 0.
     """
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    of_target = forward(target, tokens, positions, None, None)[0]
-    of_draft = forward(draft, tokens, positions, None, None)[0]
+    of_draft = _forward(draft, tokens)
     sampling = Sampling(jnp.asarray(temperature, jnp.float32)[None], *_off())
     p, q = process(of_target, sampling)[0], process(of_draft, sampling)[0]
     greedy, sampled = _by_rank(of_target[0], of_draft[0], ranks), _by_trial(p, q, ranks)

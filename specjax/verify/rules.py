@@ -17,7 +17,15 @@ from specjax.trees.accepted import Accepted
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K, Construction
 from specjax.trees.tree import TokenTree
 from specjax.verify.block import block
-from specjax.verify.token_wise import NodeProbs, TrialProbs, match, own_token, walk, without_earlier
+from specjax.verify.token_wise import (
+    NodeProbs,
+    TrialProbs,
+    follow,
+    match,
+    own_token,
+    walk,
+    without_earlier,
+)
 from specjax.verify.traversal import traverse
 
 Refusal = Callable[[Construction], str | None]
@@ -43,6 +51,8 @@ class Rule:
       refusal: why it is not lossless for trees of a construction, the end of a sentence, or None.
       children: how drafters should make children for it, one of `specjax.trees.construction`.
       greedy_only: whether it is lossless at temperature 0 alone.
+      visiting: the same decision from p of the nodes on the way alone, which it asks for one after
+        the other; None if it needs those of others.
       live_distributions: float32 arrays over a tree's nodes and the vocabulary that are in memory
         at once where it decides: logits in two layouts, p, q and what is between them (3 to 9 %
         more than XLA:CPU takes; `python -m tests.memory_table`, jax 0.10.2, 2026-11-23).
@@ -55,6 +65,7 @@ class Rule:
     refusal: Refusal = lambda _: None
     children: str = DRAWN
     greedy_only: bool = False
+    visiting: Decision | None = None
     live_distributions: float = 4.4
 
 
@@ -135,12 +146,34 @@ def _naive(
     as plain decoding, whatever the tree.
     """
     probs = _all_probs(tree, p)
-    noise = jax.vmap(
+    noise = _token_noise(key, position, window, probs.dtype)
+    return match(tree, jax.vmap(draw)(probs, noise[tree.depth]), window)
+
+
+def _token_noise(
+    key: KeyArray, position: Int32[Array, ""], window: int, dtype: jnp.dtype
+) -> Float[Array, "W 2"]:
+    """What the target's own draws are made with, after nodes of each depth."""
+    return jax.vmap(
         lambda depth: jax.random.uniform(
-            fold(key, position + 1 + depth, Purpose.TOKEN), (2,), probs.dtype
+            fold(key, position + 1 + depth, Purpose.TOKEN), (2,), dtype
         )
     )(jnp.arange(window))
-    return match(tree, jax.vmap(draw)(probs, noise[tree.depth]), window)
+
+
+def _greedy_visiting(
+    key: KeyArray, position: Int32[Array, ""], tree: TokenTree, p: NodeProbs, window: int
+) -> Accepted:
+    """As `_greedy`, from the root down."""
+    return follow(tree, lambda node, depth: most_likely(p(node)), window)
+
+
+def _naive_visiting(
+    key: KeyArray, position: Int32[Array, ""], tree: TokenTree, p: NodeProbs, window: int
+) -> Accepted:
+    """As `_naive`, from the root down."""
+    noise = _token_noise(key, position, window, tree.q.dtype)
+    return follow(tree, lambda node, depth: draw(p(node), noise[depth]), window)
 
 
 def _token_wise(trial_probs: TrialProbs) -> Decision:
@@ -168,6 +201,7 @@ GREEDY = Rule(
     summary="any tree, at temperature 0",
     source="SpecInfer's VerifyGreedy (2305.09781)",
     greedy_only=True,
+    visiting=_greedy_visiting,
 )
 NAIVE = Rule(
     "naive",
@@ -175,29 +209,36 @@ NAIVE = Rule(
     summary="any tree",
     source="SpecInfer's naive sampling, SpecExec (2406.02532)",
     children=TOP_K,
+    visiting=_naive_visiting,
 )
+_BY_OWN_TOKEN = _token_wise(own_token)
+_BY_DRAWS = _token_wise(TokenTree.trial_q)
+_BY_DISTINCT_DRAWS = _token_wise(without_earlier)
 ONE_HOT = Rule(
     "one-hot",
-    _token_wise(own_token),
+    _BY_OWN_TOKEN,
     summary="any tree, with noise of its own",
     source="multi-step with one-hot q",
     children=TOP_K,
+    visiting=_BY_OWN_TOKEN,
 )
 MULTI_STEP = Rule(
     "multi-step",
-    _token_wise(TokenTree.trial_q),
+    _BY_DRAWS,
     summary="independent draws",
     source="multi-step speculative sampling, SpecInfer, Algorithm 2",
     refusal=_needs_independent,
+    visiting=_BY_DRAWS,
     live_distributions=5.4,
 )
 RECURSIVE = Rule(
     "recursive",
-    _token_wise(without_earlier),
+    _BY_DISTINCT_DRAWS,
     summary="draws without replacement",
     source="recursive rejection sampling, RSD (2402.14160), Sequoia (2402.12374)",
     refusal=_needs_distinct,
     children=DISTINCT,
+    visiting=_BY_DISTINCT_DRAWS,
     live_distributions=5.3,
 )
 BLOCK = Rule(

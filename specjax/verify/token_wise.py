@@ -95,6 +95,34 @@ def match(tree: TokenTree, choice: Int32[Array, " N"], window: int) -> Accepted:
     return path_to(tree, last, choice[last], window)
 
 
+def follow(
+    tree: TokenTree, choice: Callable[[Int32[Array, ""], Int32[Array, ""]], Array], window: int
+) -> Accepted:
+    """As `match`, from the root down: `choice` of a node and its depth is asked for on the way.
+
+    Where two children have the token the first one is taken; the text is the same.
+    """
+    slots = jnp.arange(tree.num_slots)
+
+    def child(node: Array, token: Array) -> tuple[Array, Array]:
+        hit = tree.valid & (tree.parents == node) & (tree.tokens == token) & (slots != node)
+        return jnp.argmax(hit).astype(jnp.int32), hit.any()
+
+    def body(at: tuple[Array, ...]) -> tuple[Array, ...]:
+        path, count, _, _ = at
+        node = path[count - 1]
+        token = choice(node, count - 1)
+        below, found = child(node, token)
+        found &= count < window
+        path = path.at[count].set(jnp.where(found, below, 0), mode="drop")
+        return path, count + found, token, ~found
+
+    zero = jnp.int32(0)
+    start = jnp.zeros(window, jnp.int32), zero + 1, zero, zero != 0
+    path, count, token, _ = lax.while_loop(lambda at: ~at[3], body, start)
+    return Accepted(path=path, count=count, token=token)
+
+
 def path_to(
     tree: TokenTree, last: Int32[Array, ""], token: Int32[Array, ""], window: int
 ) -> Accepted:

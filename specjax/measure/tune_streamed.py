@@ -1,0 +1,69 @@
+"""The fastest setting for a target whose layers are read in every pass.
+
+A pass takes as long as reading takes, or computing, whichever is longer (SpecExec, arXiv
+2406.02532, section 4): so the budget follows from the link, the compute rate and acceptance.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from specjax.decoding.link import BUDGETS, Link, draft_seconds, link_of
+from specjax.measure.tune import Tuner
+from specjax.methods.choice import shipped
+from specjax.methods.method import Setting
+from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import Model
+
+_WITHOUT_PASSES = ("lookup", "ngram", "recycle")
+"""Methods that run no draft model."""
+
+
+def budgets_by_link(target: StreamedModel) -> tuple[int, ...]:
+    """The least budget, that whose pass costs no more than reading, and about twice as many nodes.
+
+    Raises:
+      ValueError: a layer could not be read.
+    """
+    free = link_of(target).budget
+    above = [budget for budget in BUDGETS if budget > free]
+    return tuple(sorted({BUDGETS[0], free, *above[:1]}))
+
+
+@dataclasses.dataclass
+class StreamedTuner(Tuner):
+    """As `Tuner`, with the seconds of a step by what was measured of the link.
+
+    Texts are drawn once, and by what drafts best before anything is known: plain decoding would
+    read all layers for each token. Each finalist is run once.
+    """
+
+    rounds: int = 1
+
+    @property
+    def link(self) -> Link:
+        """What was measured of the target.
+
+        Raises:
+          ValueError: a layer could not be read.
+        """
+        assert isinstance(self.grown.target, StreamedModel)
+        return link_of(self.grown.target)
+
+    def pass_seconds(self, nodes: int) -> float:
+        """The longer of reading all layers and computing them over the nodes and the root."""
+        return max(self.link.read_seconds, self.link.computed(nodes + 1))
+
+    def draft_seconds(self, setting: Setting, temperature: float) -> float:
+        """As many passes of the draft as the tree is deep; what needs no model takes none."""
+        del temperature
+        if setting.method in _WITHOUT_PASSES:
+            return 0.0
+        growth, widths = setting.growth, setting.widths or ()
+        passes = len(widths) if growth is None else growth.depth
+        return passes * sum(map(draft_seconds, self._drafts(setting)))
+
+    def _drafts(self, setting: Setting) -> Sequence[Model]:
+        return self.grown.drafts if setting.method == "pool" else self.grown.drafts[:1]
+
+    def _writer(self, temperature: float) -> Setting:
+        return shipped(self.grown, temperature > 0, self.choices.batch).setting
