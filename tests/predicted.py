@@ -182,7 +182,7 @@ def _compare(server: Server, measurement: bench_serve.Measurement, mix: Mix) -> 
         temperatures |= {each.temperature for each in asked}
         before.setdefault(name, []).append(bench_serve.run(server, name, asked))
     report = server.report()
-    # The most of any rate: where many rows run, large trees have no program, and nothing is drafted.
+    # The most of any rate: where many rows run, large trees have no program.
     gave = {name: max(numbers_of([run]).tokens_per_step for run in runs)
             for name, runs in before.items() if name != AUTO}  # fmt: skip
     truth = fitted(truth_of(report), gave, sorted(temperatures))

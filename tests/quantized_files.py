@@ -62,7 +62,9 @@ def gptq(version: str, bits: int, shuffled: bool) -> Callable[..., Made]:
         codes, scale, zero, group = some(drawn, shape, bits)
         if shuffled:
             group = drawn.permutation(group)
-        stored = (zero.astype(int) - (version == "gptq")) % (1 << bits)
+        if version == "gptq":  # from 1; of 4 bits 16 may be
+            zero = zero.astype(int) + 1 if bits == 4 else zero.clip(1, 255)
+        stored = zero.astype(int) - (version == "gptq")
         return {
             f"{base}.qweight": along(codes.T, bits, 0),
             f"{base}.qzeros": along(stored.T, bits, 1),
@@ -206,7 +208,7 @@ LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     **{
         f"{version} {bits} bits{' shuffled' * shuffled}": (
             gptq(version, bits, shuffled),
-            {"quant_method": "gptq", "bits": bits, "checkpoint_format": version},
+            {"quant_method": "gptq", "bits": bits, "checkpoint_format": version, "sym": False},
         )
         for version, bits, shuffled in (
             ("gptq", 4, False), ("gptq_v2", 4, True), ("gptq", 8, True), ("gptq_v2", 8, False),

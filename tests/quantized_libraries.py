@@ -1,12 +1,15 @@
 """Quantized weights against the libraries whose formats they are in.
 
-    python -m tests.quantized_libraries
+    python -m tests.quantized_libraries [auto_gptq/nn_modules/qlinear/qlinear_cuda.py \\
+        awq/utils/packing_utils.py]
 
 Needs torch, transformers, compressed-tensors and bitsandbytes beside what the tests need, all on a
-CPU. Each library quantizes a matrix, or reads a model that `specjax quantize` or the writers of
+CPU; of AutoGPTQ and AutoAWQ, which do not install any more, the files with the arithmetic alone.
+Each library quantizes a matrix, or reads a model that `specjax quantize` or the writers of
 `tests.quantized_files` wrote; what specjax reads must be what the library makes of it.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -31,7 +34,7 @@ from specjax.models.transformer import Model, forward
 from tests.conftest import tiny_model
 from tests.quantized_files import rewrite
 
-_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2}
+_SHAPE = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_layers": 2}
 _TOKENS = np.arange(3, 35).reshape(2, 16)
 
 
@@ -87,9 +90,6 @@ def _whole(kind: str, strategy: str) -> dict[str, Any]:
 _READ = {
     "words of 4 bits": _compressed(4, True, False),
     "words of 8 bits": _compressed(8, True, False),
-    "words with zeros": _compressed(4, False, False),
-    "words shuffled": _compressed(4, False, True),
-    "int8": _whole("int", "channel"),
     "fp8": _whole("float", "tensor"),
 }
 
@@ -103,6 +103,40 @@ def read_by_both(folder: Path) -> Iterator[tuple[str, float]]:
         file = made / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": about}))
         yield f"{layout} (compressed-tensors)", difference(ours(load_model(made)), theirs(made))
+
+
+def by_matrix(folder: Path) -> Iterator[tuple[str, float]]:
+    """Matrices of compressed-tensors' layouts, multiplied out by its own compressors.
+
+    transformers 5.24 reads no model with packed zeros, and int8 of it as it is, without scales.
+    """
+    from compressed_tensors.compressors.naive_quantized import NaiveQuantizationCompressor
+    from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    words, whole = PackedQuantizationCompressor, NaiveQuantizationCompressor
+    for layout, about, library in (
+        ("words with zeros", _compressed(4, False, False), words),
+        ("words shuffled", _compressed(4, False, True), words),
+        ("int8", _whole("int", "channel"), whole),
+    ):
+        made = folder / f"{layout.replace(' ', '-')}-matrices"
+        save_model(tiny_model(tie_embeddings=False, **_SHAPE), made, dtype="float32")
+        rewrite(made, layout)
+        held = load_file(made / "model.safetensors")
+        try:
+            scheme = QuantizationScheme(**about["config_groups"]["group_0"])
+        except ValueError as error:
+            print(f"compressed-tensors refuses {layout}: {str(error).splitlines()[2].strip()}")
+            continue
+        wanted = {}
+        for scale in [name for name in held if name.endswith(".weight_scale")]:
+            base = scale.removesuffix("_scale")
+            own = {key.removeprefix(base.removesuffix("weight")):
+                   torch.tensor(each.astype(np.float32) if key == scale else each)
+                   for key, each in held.items() if key.startswith(base)}  # fmt: skip
+            wanted[base] = library.decompress(own, scheme)["weight"].float().numpy()
+        yield f"{layout} (compressed-tensors, a matrix)", _worst(load_model(made), wanted)
 
 
 def block_fp8(folder: Path) -> Iterator[tuple[str, float]]:
@@ -149,6 +183,51 @@ def bitsandbytes(folder: Path) -> Iterator[tuple[str, float]]:
     yield "int8 (bitsandbytes)", _against(made, {"load_in_8bit": True}, rows)
 
 
+def _module(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def by_arithmetic(folder: Path) -> Iterator[tuple[str, float]]:
+    """Random codes in GPTQ's and AWQ's layouts, by the files that were named."""
+    gptq, awq = map(_module, sys.argv[1:3])
+
+    def of_gptq(bits: int, parts: dict[str, Any]) -> np.ndarray:
+        outputs, inputs = parts["scales"].shape[1], parts["g_idx"].shape[0]
+        layer = gptq.QuantLinear(bits, inputs // len(parts["scales"]), inputs, outputs, False,
+                                 weight_dtype=torch.float32)  # fmt: skip
+        for name, each in parts.items():
+            setattr(layer, name, each.float() if name == "scales" else each)
+        return layer(torch.eye(inputs)).T.numpy()
+
+    def of_awq(bits: int, parts: dict[str, Any]) -> np.ndarray:
+        group = len(parts["qweight"]) // len(parts["scales"])
+        scales = parts["scales"].float()
+        whole = awq.dequantize_gemm(parts["qweight"], parts["qzeros"], scales, bits, group)
+        return whole.T.numpy()
+
+    for layout, bits, make in (("gptq 4 bits", 4, of_gptq), ("gptq 8 bits shuffled", 8, of_gptq),
+                               ("awq", 4, of_awq)):  # fmt: skip
+        made = folder / layout.replace(" ", "-")
+        save_model(tiny_model(tie_embeddings=False, **_SHAPE), made, dtype="float32")
+        rewrite(made, layout)
+        held = load_file(made / "model.safetensors")
+        wanted = {}
+        for name in [name for name in held if name.endswith(".qweight")]:
+            base = name.removesuffix("qweight")
+            own = {key.removeprefix(base): torch.tensor(each) for key, each in held.items()
+                   if key.startswith(base)}  # fmt: skip
+            wanted[f"{base}weight"] = make(bits, own)
+        yield (
+            f"{layout} ({'AutoAWQ' if make is of_awq else 'AutoGPTQ'})",
+            _worst(load_model(made), wanted),
+        )
+
+
 def _against(folder: Path, about: dict[str, Any], write: Callable[..., Any]) -> float:
     """The largest difference of the matrices that we read to those that `write` gives."""
     file = folder / "model.safetensors"
@@ -162,14 +241,21 @@ def _against(folder: Path, about: dict[str, Any], write: Callable[..., Any]) -> 
     config = folder / "config.json"
     about = {"quant_method": "bitsandbytes"} | about
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": about}))
-    model = load_model(folder)
+    return _worst(load_model(folder), wanted)
+
+
+def _worst(model: Model, wanted: dict[str, np.ndarray]) -> float:
+    """The largest difference of some of a model's matrices to those that are wanted."""
     found = []
     for number, layer in enumerate(model.layers):
         for leaf, name in (("query", "self_attn.q_proj"), ("down", "mlp.down_proj")):
             own = getattr(layer, leaf)
             assert isinstance(own, PackedWeight)
             key = f"model.layers.{number}.{name}.weight"
-            found.append(difference(np.asarray(own.unpacked()), wanted[key]))
+            whole = np.asarray(own.unpacked())
+            if own.order is not None:  # inputs in the order of their groups
+                whole = whole[:, np.argsort(np.asarray(own.order))]
+            found.append(difference(whole, wanted[key]))
     return max(found)
 
 
@@ -177,7 +263,8 @@ def main() -> int:
     """Prints the largest difference of each; 1 if one is larger than rounding explains."""
     worst = 0.0
     with tempfile.TemporaryDirectory(prefix="specjax-") as name:
-        for part in (written_by_us, read_by_both, block_fp8, bitsandbytes):
+        parts = [written_by_us, read_by_both, by_matrix, block_fp8, bitsandbytes]
+        for part in [*parts, *([by_arithmetic] if sys.argv[1:] else [])]:
             try:
                 for what, found in part(Path(name)):
                     print(f"{found:.2e}  {what}", flush=True)

@@ -79,6 +79,25 @@ def test_a_layout_is_read_as_what_it_stands_for(layout, folder):
     assert held == pytest.approx(memory.load_of(model).weights, rel=0.5)
 
 
+@pytest.mark.parametrize(("named", "stored"), [("gptq", 7), ("gptq", 8), ("gptq_v2", 8)])
+def test_symmetric_zeros_are_the_middle_whatever_the_version_is_called(named, stored, folder):
+    expected = rewrite(folder, "gptq_v2 4 bits shuffled")
+    file, config = folder / "model.safetensors", folder / "config.json"
+    held = load_file(file)
+    word = np.asarray([0x11111111 * stored], np.uint32).view(np.int32)
+    held = {name: np.broadcast_to(word, each.shape) if name.endswith("qzeros") else each
+            for name, each in held.items()}  # fmt: skip
+    save_file({name: np.ascontiguousarray(each) for name, each in held.items()}, file)
+    about = json.loads(config.read_text())
+    about["quantization_config"] |= {"checkpoint_format": named, "sym": True}
+    config.write_text(json.dumps(about))
+    for number, layer in enumerate(load_model(folder).layers):
+        assert layer.query.zero is not None
+        np.testing.assert_array_equal(layer.query.zero, 8)
+        shape = expected[f"model.layers.{number}.self_attn.q_proj.weight"].shape
+        assert dequantized(layer.query).shape == shape
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_products_in_blocks_of_rows_are_the_same(layout, dtype, folder, monkeypatch):

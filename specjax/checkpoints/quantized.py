@@ -231,17 +231,25 @@ def _float8(weight: np.ndarray, scale: np.ndarray) -> PackedWeight:
 
 
 def _gptq(about: Mapping[str, Any]) -> list[Layout]:
-    """GPTQ: words along the inputs; the first version's zeros are stored less 1."""
+    """GPTQ: words along the inputs; the first version's zeros are stored less 1.
+
+    Of 4 bits they may be 16 then, as AutoGPTQ and vLLM have it. Some writers name the first version
+    and store symmetric zeros as the second does: the middle itself.
+    """
     bits, version = _check_bits(about["bits"]), about.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format {version!r} is not supported; gptq and gptq_v2 are.")
+    middle = 1 << (bits - 1)
 
     def matrix(parts: Parts) -> PackedWeight:
         scale = np.ascontiguousarray(parts["scales"].T)
         codes = _nibbles(parts["qweight"].T, bits)
         zero = _nibbles(parts["qzeros"], bits)[:, : len(codes)].T
-        if version == "gptq":
-            zero = zero + np.uint8(1) & np.uint8((1 << bits) - 1)
+        as_they_are = version == "gptq_v2" or (about.get("sym") is True and (zero == middle).all())
+        if not as_they_are:
+            if zero.max(initial=0) == 255:
+                raise ValueError("a zero of 256 is not supported.")
+            zero = zero + np.uint8(1)
         codes, order = _sorted(parts.get("g_idx"), codes, scale.shape[1])
         return _packed(bytes_of(codes, bits), scale, bits, np.ascontiguousarray(zero), order)
 
