@@ -252,3 +252,28 @@ def test_a_chance_of_any_logit_is_one():
     assert logistic(-1e6) == pytest.approx(0)
     assert logistic(1e6) == pytest.approx(1)
     assert logistic(logit(0.3)) == pytest.approx(0.3)
+
+
+def _told(curve: Curve, chance: float, steps: int, drawn: random.Random) -> None:
+    for _ in range(steps):
+        curve.observe(int(drawn.random() < chance), 1)
+
+
+def test_a_draft_that_changed_is_seen_to_have_changed():
+    """The memory is 400 trials; a change is seen within a third of that."""
+    for before, after in ((0.3, 0.9), (0.9, 0.3), (0.03, 0.7)):
+        curve, drawn = Curve([0.5] * 3), random.Random(1)
+        _told(curve, before, 1000, drawn)
+        assert curve.changes == 0
+        assert curve.hazards()[0] == pytest.approx(before, abs=0.1)
+        _told(curve, after, 130, drawn)
+        assert curve.changes == 1
+        assert curve.hazards()[0] == pytest.approx(after, abs=0.2)
+
+
+def test_chance_is_not_taken_for_a_change():
+    for seed in range(20):
+        curve, drawn = Curve([0.5] * 3), random.Random(seed)
+        for _ in range(60):  # texts, of which some are easy and some are hard
+            _told(curve, drawn.choice((0.55, 0.65, 0.75)), 25, drawn)
+        assert curve.changes == 0

@@ -31,9 +31,12 @@ _REUSED = 4
 _BETTER = 1.03
 """Times the goodput of the last setting that another must promise."""
 _PROBING = 0.02
-"""Share of time that may be lost to what is not believed to be best, to learn of it."""
+"""Share of time that may be lost to learn."""
+_READING = 0.01
+"""Of it, the share for texts that the draft reads while off; what they leave is for steps that are
+not believed to be best."""
 _FIRST_PROBES = 0.5
-"""Seconds of it that may be lost before there is any share."""
+"""Seconds that may be lost to such steps before there is any share."""
 _PROBE_STEPS = 4
 _HOPE = 0.85
 """Share of the best goodput from which a setting of which little is known is worth a probe."""
@@ -121,7 +124,12 @@ class Controller(Policy):
         self._best = math.inf  # of the last probe, tokens a second that it was to be better than
         self._reused = self._steps = self._turn = 0
         self._last_run: dict[StepShape, int] = {}
-        self.seconds = self.probing_seconds = 0.0
+        self.seconds = self._tried_seconds = self._read_seconds = 0.0
+
+    @property
+    def probing_seconds(self) -> float:
+        """Seconds that were lost to learn."""
+        return self._tried_seconds + self._read_seconds
 
     @property
     def shapes(self) -> Sequence[StepShape]:
@@ -276,7 +284,7 @@ class Controller(Policy):
         reading = 0.0 if decision.forecast is None else decision.forecast.reading * tokens
         if decision.reason == "probe":
             taken = min(seconds, _PAUSE * expected)
-            self.probing_seconds += taken + reading - tokens / self._best
+            self._tried_seconds += taken + reading - tokens / self._best
         if timed is None:
             return
         self.costs.observe(shape, cached, seconds, timed.share)
@@ -317,9 +325,9 @@ class Controller(Policy):
         seconds = self._forecaster.catch_up_seconds(rows[place].lag)
         if rows[place].lag < _LEAST_LAG:
             return None
-        if self.probing_seconds + seconds > _PROBING * self.seconds:
+        if self._read_seconds + seconds > _READING * self.seconds:
             return None
-        self.probing_seconds += seconds
+        self._read_seconds += seconds
         return place
 
     def ended(self, request: Hashable) -> None:

@@ -8,6 +8,12 @@ _PRIOR = 12.0
 """Trials that a curve's beginning counts as."""
 _KEPT = 400.0
 """Trials at depth 1 from which on earlier ones count half."""
+_LATELY = 96.0
+"""Trials at depth 1 after which the last ones are compared with all."""
+_ALIKE = 3.0
+"""Trials that count as one in that: those of a text follow each other."""
+_SURPRISE = 3.5
+"""Standard errors between them from which on drafts are held to have changed."""
 _SKILL = {True: ((1.5, 0.6), (6.0, 0.97)), False: ((8.0, 0.87), (20.0, 0.98))}
 """Of greedy requests and of others: for the passing and for the lasting part of a skill, the
 information that it is pulled to 0 with, and what earlier steps count, a step later. A greedy text
@@ -58,7 +64,8 @@ class Curve:
         self._before = list(hazards)
         self._hits = [0.0] * len(hazards)
         self._trials = [0.0] * len(hazards)
-        self.steps = 0
+        self._last_hits = self._last_trials = 0.0
+        self.steps = self.changes = 0
         self._made: dict[int, Expected] = {}
         self._chances: list[float] = []
         self._fresh = 0
@@ -122,8 +129,29 @@ class Curve:
     def _add(self, depth: int, hits: float, trials: float) -> None:
         self._hits[depth] += hits
         self._trials[depth] += trials
+        if depth == 0:
+            self._last_hits += hits
+            self._last_trials += trials
+
+    def _look_for_a_change(self) -> None:
+        """Forgets most of what was, where the last trials are quite other ones."""
+        hits, trials = self._last_hits, self._last_trials
+        self._last_hits, self._last_trials = hits / 2, trials / 2
+        before = self._trials[0] - trials
+        if before < trials:
+            return
+        was = min(max((self._hits[0] - hits) / before, _EDGE), 1 - _EDGE)
+        error = math.sqrt(was * (1 - was) * _ALIKE * (1 / trials + 1 / before))
+        if abs(hits / trials - was) < _SURPRISE * error:
+            return
+        kept = trials / self._trials[0]
+        self._hits = [hits, *(kept * each for each in self._hits[1:])]
+        self._trials = [trials, *(kept * each for each in self._trials[1:])]
+        self.changes += 1
 
     def _noted(self) -> None:
+        if self._last_trials >= _LATELY:
+            self._look_for_a_change()
         if self._trials[0] >= _KEPT:
             self._hits = [each / 2 for each in self._hits]
             self._trials = [each / 2 for each in self._trials]
