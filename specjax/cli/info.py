@@ -112,7 +112,7 @@ def _offloaded(
     check_offload(options.offload, size, mesh=mesh, positions=options.positions)
     kind = dtype_of_layers(files, dtype_of(options.dtype))
     shared = division(files, config, kind, size, host=options.offload == HOST)
-    return Load(placement(config, None), kind, held=shared.total), shared
+    return Load(placement(config, None), kind, held=shared.total, streamed=True), shared
 
 
 def _own_load(config: ModelConfig, bits: int) -> Load:

@@ -20,6 +20,12 @@ USUAL_DISTRIBUTIONS = 5.8
 """Float32 arrays over a tree's nodes and the vocabulary that live at once where traversal decides
 (`specjax.verify.rules.Rule.live_distributions`)."""
 
+STREAMED_PROCESS = 560 * 2**20
+"""Bytes of a process that runs a streamed model on a CPU, beside its arrays: Python and jax, the
+programs of a layer and what compiling them took. 0.51 to 0.57 GiB were seen with 2.02B parameters
+(`python -m tests.streamed_bench`, jax 0.10.2, 2026-11-25); programs do not grow with the weights.
+"""
+
 _CHUNK = 128
 """Queries of a plain sequence whose scores live at once (`pallas_kernels.tree_attention.xla`)."""
 
@@ -33,13 +39,15 @@ _GROUPS_1 = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_b
 class Load(NamedTuple):
     """A model and how it is held: in `dtype`, `copies` of it, placed somehow.
 
-    `held` are the bytes of weights that are quantized, of all devices that share a layer.
+    `held` are the bytes of weights that are quantized, of all devices that share a layer. Layers of
+    a `streamed` model come in every pass.
     """
 
     placed: Placement
     dtype: jnp.dtype
     copies: int = 1
     held: int | None = None
+    streamed: bool = False
 
     @property
     def parts(self) -> int:
@@ -112,7 +120,8 @@ def load_of(model: Model) -> Load:
         held = model.held_bytes
     elif quantized_as(model) is not None:
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) // stack
-    return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held)
+    streamed = isinstance(model, StreamedModel)
+    return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held, streamed)
 
 
 def loads_in(tree: Any) -> list[Load]:
@@ -125,7 +134,7 @@ class Plan(NamedTuple):
     """Bytes that a generation takes of each device, and how many there are to be had.
 
     `prompts` is what reading them takes, `trees` what a step does; they follow each other.
-    `widened` are copies of embeddings in float32.
+    `widened` are copies of embeddings in float32, `process` is what is no array, where it is known.
     """
 
     weights: int
@@ -135,12 +144,13 @@ class Plan(NamedTuple):
     trees: int
     prompts: int
     widened: int
+    process: int
     available: int | None
 
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.weights + self.draft_weights + self.beside_weights
+        return self.weights + self.draft_weights + self.beside_weights + self.process
 
     @property
     def beside_weights(self) -> int:
@@ -174,6 +184,7 @@ def plan(
         + target.step(own, nodes, slots),
         prompts=sum(each.prefill(own, prompt) for each in every),
         widened=sum(each.widened for each in every),
+        process=STREAMED_PROCESS * (target.streamed and jax.default_backend() == "cpu"),
         available=available(target.placed.mesh),
     )
 

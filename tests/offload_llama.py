@@ -1,0 +1,89 @@
+"""llama.cpp over a mapped file that is larger than the memory it may have.
+
+    pip install gguf        # and llama-bench, built from llama.cpp's or llama-cpp-python's source
+    python -m tests.offload_llama FOLDER --bench build/bin/llama-bench --memory 1100MiB
+
+The model of a folder, written in llama.cpp's form, is mapped (its default), and plain tokens are
+timed within a control group of so much memory (version 1, as root), whose pages of files count as
+well: what it read before is gone when it comes round again. `--memory` is what `specjax info
+--offload disk` plans, or what its process was seen to take.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax.numpy as jnp
+import tyro
+
+import specjax
+from specjax.cli.values import bytes_of
+from specjax.models.quantized import in_dtype
+from tests.llama_server_bench import export
+
+_GROUPS = Path("/sys/fs/cgroup/memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What is run."""
+
+    folder: tyro.conf.Positional[str]
+    """Of a model of LLaMA's form in bfloat16."""
+    bench: str
+    """The program llama-bench."""
+    memory: str = "1100MiB"
+    """That the process may have."""
+    tokens: int = 4
+    """Of each repetition."""
+    repetitions: int = 3
+    """Of the measurement."""
+    threads: int = 2
+    """Of the program."""
+
+
+def main() -> None:
+    """Prints the seconds of each token, and those with no limit."""
+    asked = tyro.cli(Offload)
+    file = Path(asked.folder) / "model.gguf"
+    if not file.exists():
+        model, tokenizer = specjax.load(asked.folder)
+        export(in_dtype(model, jnp.bfloat16), tokenizer, file)
+    limit = bytes_of("--memory", asked.memory)
+    group = _GROUPS / f"specjax-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit))
+        for name, own in ((asked.memory, group), ("no limit", None)):
+            _forget(file)
+            print(name, json.dumps(_seconds(asked, file, own)), flush=True)
+    finally:
+        group.rmdir()
+
+
+def _forget(file: Path) -> None:
+    """Drops a file from the system's cache: pages that another group has count as its own."""
+    number = os.open(file, os.O_RDONLY)
+    os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(number)
+
+
+def _seconds(asked: Offload, file: Path, group: Path | None) -> list[float]:
+    """Seconds a token, of each repetition."""
+    command = [
+        asked.bench, "-m", str(file), "-p", "0", "-n", str(asked.tokens), "-t", str(asked.threads),
+        "-r", str(asked.repetitions), "--mmap", "1", "-o", "json",
+    ]  # fmt: skip
+
+    def enter() -> None:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+
+    done = subprocess.run(command, check=True, capture_output=True, text=True, preexec_fn=enter)
+    return [1 / each for each in json.loads(done.stdout)[0]["samples_ts"]]
+
+
+if __name__ == "__main__":
+    main()
