@@ -116,8 +116,10 @@ def measured(asked: Asked) -> dict[str, Any]:
                 break
         rows[name] = taken
         print(name, *(f"{each:.2f}" for each in taken), flush=True)
-    return {"layers_in_memory": len(model.layers), "planned_bytes": planned,
-            "held_bytes": model.held_bytes, "bytes_a_pass": model.bytes_a_pass, "steps": rows}  # fmt: skip
+    return {
+        "layers_in_memory": len(model.layers), "planned_bytes": planned,
+        "held_bytes": model.held_bytes, "bytes_a_pass": model.bytes_a_pass, "steps": rows,
+    }  # fmt: skip
 
 
 def main() -> None:
