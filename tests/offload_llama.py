@@ -74,14 +74,14 @@ def _seconds(asked: Offload, file: Path, group: Path | None) -> list[float]:
     """Seconds a token, of each repetition."""
     command = [
         asked.bench, "-m", str(file), "-p", "0", "-n", str(asked.tokens), "-t", str(asked.threads),
-        "-r", str(asked.repetitions), "--mmap", "1", "-o", "json",
+        "-r", str(asked.repetitions), "--load-mode", "mmap", "--repack", "0", "-o", "json",
     ]  # fmt: skip
-
-    def enter() -> None:
-        if group is not None:
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-
-    done = subprocess.run(command, check=True, capture_output=True, text=True, preexec_fn=enter)
+    if group is not None:
+        enter = f'echo $$ > {group / "cgroup.procs"} && exec "$@"'
+        command = ["sh", "-c", enter, "sh", *command]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"llama-bench ended with {done.returncode}: {done.stderr[-1000:]}")
     return [1 / each for each in json.loads(done.stdout)[0]["samples_ts"]]
 
 
