@@ -1,9 +1,11 @@
 """The plan of memory: what compiled programs take, what a host can give, what a text needs."""
 
+import jax.numpy as jnp
 import pytest
 
 from specjax.decoding.request import OUTPUT_BUCKETS, room
 from specjax.models import memory
+from specjax.models.placement import placement
 from tests.memory_table import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
@@ -14,6 +16,18 @@ QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "cha
 def test_a_plan_is_what_the_program_takes_or_a_quarter_more(name):
     planned, compiled = found(CASES[name])
     assert compiled <= planned <= 1.25 * compiled
+
+
+def test_a_streamed_models_plan_counts_its_process_and_no_widened_embedding():
+    placed, kind = placement(LLAMA_8B, None), jnp.dtype("bfloat16")
+    whole, streamed = (
+        memory.plan(memory.Load(placed, kind, held=10**9, streamed=each), [], 1, 64, 128, 16)
+        for each in (False, True)
+    )
+    assert (whole.process, streamed.process) == (0, memory.STREAMED_PROCESS)
+    assert whole.widened == 4 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    assert streamed.widened == 0
+    assert streamed.total == whole.total - whole.widened + memory.STREAMED_PROCESS
 
 
 def test_a_prefills_program_and_memory_grow_no_faster_than_its_prompt():

@@ -103,8 +103,11 @@ class Load(NamedTuple):
 
     @property
     def widened(self) -> int:
-        """Bytes of an embedding that XLA:CPU widens to float32 as a whole to look tokens up."""
-        if self.dtype.itemsize == 4 or jax.default_backend() != "cpu":
+        """Bytes of an embedding that XLA:CPU widens to float32 as a whole to look tokens up.
+
+        It does ahead of a loop; the steps of a streamed model are none.
+        """
+        if self.streamed or self.dtype.itemsize == 4 or jax.default_backend() != "cpu":
             return 0
         held = self.placed.config.outer_shapes["embedding"]
         return 4 * math.prod(held) // self.parts
