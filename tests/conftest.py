@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from importlib.metadata import version
 
@@ -22,6 +23,11 @@ os.environ.setdefault(
 # as many threads as two cores get, they may wait for ever. NPROC is how many XLA makes.
 if version("jax") >= "0.11":  # before, nothing is interpreted so
     os.environ.setdefault("NPROC", "8")
+
+# What a shell starts in the background, such as `pytest &`, ignores Ctrl-C, and so would processes
+# that the tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Programs and measurements are kept in a folder of the session's own, not in the user's.
 if "SPECJAX_CACHE" not in os.environ:
