@@ -34,12 +34,11 @@ from specjax.checkpoints.streaming import HOST, division
 from specjax.cli.values import bytes_of
 from specjax.decoding import streamed
 from specjax.decoding.generate import begin, steps
-from specjax.decoding.request import Request, prepare
+from specjax.decoding.request import Request, memory_plan, prepare, visits
 from specjax.measure import prompts, timing
 from specjax.methods import registry
 from specjax.methods.choice import no_deeper
 from specjax.methods.method import Setting
-from specjax.models import memory
 from specjax.models.memory import readable
 from specjax.models.streamed import StreamedModel
 
@@ -166,11 +165,10 @@ class Steps(NamedTuple):
 
 def planned_bytes(request: Request) -> int:
     """The bytes of memory that a request takes by the plan, weights included."""
-    rows = request.rows.prompt.shape
-    return memory.plan(
-        memory.load_of(request.target), memory.loads_in(request.drafter), *rows, request.slots,
-        request.drafter.num_slots, request.rule.live_distributions,
-    ).total  # fmt: skip
+    target, drafter, rule = request.target, request.drafter, request.rule
+    visiting = visits(target, drafter, rule, request.rows.counts is not None)
+    shape = request.rows.prompt.shape
+    return memory_plan(target, drafter, rule, *shape, request.slots, visiting).total
 
 
 @contextlib.contextmanager

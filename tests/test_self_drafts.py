@@ -84,11 +84,13 @@ def test_families_draft_for_themselves(case):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
-def test_texts_are_the_targets_and_most_drafts_are_accepted(folder, offloaded):
+@pytest.mark.parametrize("method", ["chain", "specexec"])
+def test_texts_are_the_targets_and_most_drafts_are_accepted(method, folder, offloaded):
     pair = load_pair(str(folder), "self:4bit", dtype="float32", offload="disk", memory=offloaded)
     assert isinstance(pair.target, StreamedModel)
     assert len(pair.target.layers) == 1
-    drafter = build(setting_of("specexec", budget=7), pair)
+    tree = {"chain": {"widths": (1, 1, 1)}, "specexec": {"budget": 7}}[method]
+    drafter = build(setting_of(method, **tree), pair)
     whole = load_model(folder)
     prompts = [[5, 9, 2, 11], list(range(3, 12))]
     found = generate(pair.target, drafter, prompts, max_new_tokens=24)

@@ -544,18 +544,20 @@ def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     np.testing.assert_array_equal(generate(model, drafter).tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("resident", [1, EVERYTHING])
-def test_tune_chooses_for_what_is_streamed(resident, with_tokenizer, tmp_path, capsys):
+@pytest.mark.parametrize(("resident", "temperatures"), [(1, (0.0,)), (EVERYTHING, (0.0, 0.8))])
+def test_tune_chooses_for_what_is_streamed(
+    resident, temperatures, with_tokenizer, tmp_path, capsys
+):
     flags = ["--model", str(with_tokenizer), "--draft", f"{pair_folder()}/two"]
     few = ["--limit", "1", "--max-new-tokens", "8", "--methods", "specexec,chain",
-           "--temperatures", "0"]  # fmt: skip
+           "--temperatures", ",".join(map(str, temperatures))]  # fmt: skip
     file = tmp_path / "tuned.json"
     where = offloading(with_tokenizer, 1)
     if resident > 1:
         where[-1] = str(resident)
     assert main(["tune", str(file), *flags, *few, *where]) == 0
     entries = tuned.read(str(file))
-    assert [each.temperature for each in entries] == [0.0]
+    assert tuple(each.temperature for each in entries) == temperatures
     report = json.loads(file.read_text())
     assert report["env"]["config"]["offload"] == "disk"
     promises = [each for own in report["env"]["promises"] for each in own]

@@ -36,8 +36,6 @@ from specjax.models.quantized import in_dtype
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 
-_BUDGETS = "7,15,31,63"
-
 
 def tune(options: Tune) -> int:
     """Runs `specjax tune`; gives the exit code.
@@ -106,7 +104,7 @@ def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
     check_seed(options.seed)
     check_target_file("FILE", options.out)
     registry.names_of(options.methods, None)
-    budgets = budgets_of(_BUDGETS if options.budgets is None else options.budgets)
+    budgets = Choices.budgets if options.budgets is None else budgets_of(options.budgets)
     dtype_of(options.dtype)
     if options.offloaded and options.inflate:
         raise ValueError(

@@ -277,6 +277,24 @@ def visits(target: Model, drafter: Drafter, rule: Rule, counts: bool) -> bool:
     return large and rule.visiting is not None and not others
 
 
+def memory_plan(
+    target: Model,
+    drafter: Drafter,
+    rule: Rule,
+    rows: int,
+    width: int,
+    slots: int,
+    visiting: bool = False,
+) -> memory.Plan:
+    """The memory of so many rows of `slots`, of prompts read `width` at a time.
+
+    If `visiting`, the distributions of hardly any nodes are in memory.
+    """
+    held, drafts = memory.load_of(target), memory.loads_in(drafter)
+    live = 0.0 if visiting else rule.live_distributions
+    return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live)
+
+
 def check_memory(
     target: Model,
     drafter: Drafter,
@@ -286,18 +304,13 @@ def check_memory(
     slots: int,
     visiting: bool = False,
 ) -> None:
-    """Checks that there is memory for so many rows of `slots`, of prompts read `width` at a time.
-
-    If `visiting`, the distributions of hardly any nodes are in memory.
+    """Checks that there is memory for what `memory_plan` plans.
 
     Raises:
       ValueError: there is not.
     """
-    nodes = drafter.num_slots
-    held, drafts = memory.load_of(target), memory.loads_in(drafter)
-    live = 0.0 if visiting else rule.live_distributions
-    needed = memory.plan(held, drafts, rows, width, slots, nodes, live)
-    what = f"{rows} texts of {slots} tokens in trees of {nodes} nodes"
+    needed = memory_plan(target, drafter, rule, rows, width, slots, visiting)
+    what = f"{rows} texts of {slots} tokens in trees of {drafter.num_slots} nodes"
     memory.check(needed.beside_weights, needed.available, what)
 
 

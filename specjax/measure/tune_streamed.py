@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 from specjax.decoding.link import BUDGETS, Link, draft_seconds, link_of
 from specjax.measure.tune import Tuner
+from specjax.methods import registry
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
+from specjax.models import memory
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
-
-_WITHOUT_PASSES = ("lookup", "ngram", "recycle")
-"""Methods that run no draft model."""
 
 
 def budgets_by_link(target: StreamedModel) -> tuple[int, ...]:
@@ -56,7 +55,7 @@ class StreamedTuner(Tuner):
     def draft_seconds(self, setting: Setting, temperature: float) -> float:
         """As many passes of the draft as the tree is deep; what needs no model takes none."""
         del temperature
-        if setting.method in _WITHOUT_PASSES:
+        if not memory.loads_in(registry.build(setting, self.grown)):
             return 0.0
         growth, widths = setting.growth, setting.widths or ()
         passes = len(widths) if growth is None else growth.depth

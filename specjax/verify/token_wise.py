@@ -102,10 +102,9 @@ def follow(
 
     Where two children have the token the first one is taken; the text is the same.
     """
-    slots = jnp.arange(tree.num_slots)
 
     def child(node: Array, token: Array) -> tuple[Array, Array]:
-        hit = tree.valid & (tree.parents == node) & (tree.tokens == token) & (slots != node)
+        hit = tree.valid & (tree.parents == node) & (tree.tokens == token)
         return jnp.argmax(hit).astype(jnp.int32), hit.any()
 
     def body(at: tuple[Array, ...]) -> tuple[Array, ...]:
