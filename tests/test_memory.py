@@ -14,20 +14,21 @@ QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "cha
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_plan_is_what_the_program_takes_or_a_quarter_more(name):
-    planned, compiled = found(CASES[name])
-    assert compiled <= planned <= 1.25 * compiled
+    planned, compiled, tables = found(CASES[name])
+    assert compiled <= planned
+    assert planned - tables <= 1.25 * compiled  # with what tests are compiled with, none is copied
 
 
-def test_a_streamed_models_plan_counts_its_process_and_no_widened_embedding():
+def test_a_streamed_models_plan_counts_its_process_and_no_copied_embedding():
     placed, kind = placement(LLAMA_8B, None), jnp.dtype("bfloat16")
     whole, streamed = (
         memory.plan(memory.Load(placed, kind, held=10**9, streamed=each), [], 1, 64, 128, 16)
         for each in (False, True)
     )
     assert (whole.process, streamed.process) == (0, memory.STREAMED_PROCESS)
-    assert whole.widened == 4 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
-    assert streamed.widened == 0
-    assert streamed.total == whole.total - whole.widened + memory.STREAMED_PROCESS
+    assert whole.tables == 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
+    assert streamed.tables == 0
+    assert streamed.total == whole.total - whole.tables + memory.STREAMED_PROCESS
 
 
 def test_a_prefills_program_and_memory_grow_no_faster_than_its_prompt():

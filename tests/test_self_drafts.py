@@ -13,11 +13,12 @@ from specjax.checkpoints import pair as pairs
 from specjax.checkpoints import streaming
 from specjax.checkpoints.files import find
 from specjax.checkpoints.huggingface import load_model
-from specjax.checkpoints.pair import load_pair
+from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.self_drafts import self_bytes, self_draft
 from specjax.decoding import link
 from specjax.decoding.link import Link
+from specjax.decoding.request import memory_plan, rule_of
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
 from specjax.models.quantized import PackedWeight, packed, quantized_as
@@ -72,6 +73,9 @@ def test_its_matrices_are_the_targets_in_so_many_bits(bits, folder):
             assert error < (0.15 if bits == 4 else 0.01)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(draft.layers))
     assert held == self_bytes(target.config, bits)
+    drafter = build(setting_of("chain"), Pair(target, None, [draft]))
+    planned = memory_plan(target, drafter, rule_of("auto", drafter), 1, 32, 64)
+    assert planned.draft_weights == held  # what it shares with the target counts once
 
 
 @pytest.mark.parametrize("case", ["gpt2", "phi3_short", "neox", "gemma3"])

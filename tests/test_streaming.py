@@ -275,6 +275,22 @@ def test_a_file_cut_short_meanwhile_is_said_and_ends_nothing(folder, tmp_path):
     np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
 
 
+def test_tensors_that_are_not_what_the_index_says_are_refused(target, tmp_path, monkeypatch):
+    save_model(target, tmp_path / "model")
+    monkeypatch.setattr("specjax.checkpoints.writing._SHARD", 20_000)
+    quantize_folder(find(tmp_path / "model"), tmp_path / "made", 8)
+    index = tmp_path / "made" / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    size = said["metadata"]["total_size"]
+    said["metadata"]["total_size"] = size + 4
+    index.write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=f"tensors are {size + 4} bytes; they are {size}"):
+        streamed(tmp_path / "made", 1)
+    del said["metadata"]
+    index.write_text(json.dumps(said))
+    assert streamed(tmp_path / "made", 1).layers
+
+
 def test_a_disk_that_fails_is_said(folder, monkeypatch):
     model = streamed(folder, 0)
 

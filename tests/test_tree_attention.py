@@ -166,7 +166,10 @@ def test_a_tile_less_would_be_seen(name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["several tiles", "earlier levels", "head of 256"])
+@pytest.mark.parametrize(
+    "name",
+    ["several tiles", "earlier levels", "head of 256", "more nodes than a mask has words"],
+)
 def test_windows_and_capped_scores(attention, name, dtype):
     at = make(SHAPES[name], jnp.dtype(dtype), first=True, soft_cap=3.0)
     assert_close(attention(at), at)

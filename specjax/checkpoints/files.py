@@ -199,15 +199,29 @@ def extents(files: Files) -> Iterator[Extent]:
     """Where every tensor is.
 
     Raises:
-      CheckpointError: a file is missing, damaged or of PyTorch's own format.
+      CheckpointError: a file is missing, damaged or of PyTorch's own format, or the tensors are
+        not as many bytes as the index says.
     """
+    size = 0
     for file in files.weights or _weight_files(files.folder):
         if file.suffix != ".safetensors":
             raise CheckpointError(
                 f"{file} is of PyTorch's own format, which cannot be streamed; save it as "
                 "safetensors (transformers' save_pretrained does)."
             )
-        yield from _extents_in(file)
+        for each in _extents_in(file):
+            size += each.size
+            yield each
+    index = files.folder / INDEX
+    if files.weights or (files.folder / WEIGHTS).is_file() or not index.is_file():
+        return
+    metadata = parsed(index).get("metadata")
+    said = metadata.get("total_size") if isinstance(metadata, dict) else None
+    if isinstance(said, int | float) and said != size:
+        raise CheckpointError(
+            f"{index} says that the tensors are {said:.0f} bytes; they are {size}. If the files "
+            "are what you want, take total_size out of the index."
+        )
 
 
 def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:

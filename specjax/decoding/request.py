@@ -290,7 +290,8 @@ def memory_plan(
 
     If `visiting`, the distributions of hardly any nodes are in memory.
     """
-    held, drafts = memory.load_of(target), memory.loads_in(drafter)
+    beside = target.outer if isinstance(target, StreamedModel) else target
+    held, drafts = memory.load_of(target), memory.loads_in(drafter, beside)
     live = 0.0 if visiting else rule.live_distributions
     return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live)
 

@@ -125,14 +125,27 @@ def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
     blocks = _blocks_of(weight, dtype) if _on_cpu() else 1
     if blocks == 1:
         return product(weight)
-    rows = {name: part.reshape(blocks, -1, part.shape[1]) for name, part in weight.rows.items()}
-    return lax.map(lambda own: product(weight.changed(**own)), rows).reshape(-1, x.shape[1])
+    kinds = {name: part.dtype for name, part in weight.rows.items()}
+    rows = {
+        name: bits_of(part).reshape(blocks, -1, part.shape[1]) for name, part in weight.rows.items()
+    }
+
+    def of_block(own: dict[str, Array]) -> Array:
+        return product(
+            weight.changed(**{name: of_bits(part, kinds[name]) for name, part in own.items()})
+        )
+
+    return lax.map(of_block, rows).reshape(-1, x.shape[1])
 
 
 def _blocks_of(weight: PackedWeight, dtype: jnp.dtype) -> int:
-    """In how many blocks of rows a matrix is unpacked: as few as are small, if they are equal."""
+    """In how many blocks of rows a matrix is unpacked: as few as are small, if they are equal.
+
+    At least two: what one block unpacks XLA would do ahead of the loop in which a tree grows, for
+    all layers, and hold (0.3 GiB of the keys' and values' matrices of 2B parameters).
+    """
     outputs, inputs = weight.shape
-    least = -(-outputs * inputs * dtype.itemsize // _UNPACKED_BYTES)
+    least = max(2, -(-outputs * inputs * dtype.itemsize // _UNPACKED_BYTES))
     equal = (n for n in range(least, min(2 * least, outputs) + 1) if outputs % n == 0)
     return next(equal, 1)
 
@@ -217,9 +230,13 @@ def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Arra
     """The tokens' rows of `table` as columns, in float32.
 
     XLA:CPU takes the table's size for the work of a gather, and wakes a second thread for it: a
-    few rows are sliced there.
+    few rows are sliced there. And it does both in float32 alone: ahead of a loop it would widen a
+    whole table of bfloat16 for a few of its rows. As bits it copies it, which is half of that.
     """
+    return row_major(_looked_up(table, tokens.reshape(-1)))
 
+
+def _columns(table: Array, tokens: Array) -> Array:
     def gathered(table: Array, tokens: Array) -> Array:
         return table[tokens].T
 
@@ -227,12 +244,36 @@ def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Arra
         rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
         return jnp.stack(rows, axis=1)
 
-    tokens = tokens.reshape(-1)
     if tokens.size > _FEW_TOKENS:
-        columns = gathered(table, tokens)
-    else:
-        columns = lax.platform_dependent(table, tokens, cpu=sliced, default=gathered)
-    return row_major(columns.astype(jnp.float32))
+        return gathered(table, tokens)
+    return lax.platform_dependent(table, tokens, cpu=sliced, default=gathered)
+
+
+@jax.custom_vjp
+def _looked_up(table: Array, tokens: Array) -> Array:
+    return of_bits(_columns(bits_of(table), tokens), table.dtype).astype(jnp.float32)
+
+
+def _looked_up_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _looked_up(table, tokens), (table, tokens)
+
+
+def _looked_up_backward(saved: tuple[Array, Array], grad: Array) -> tuple[Array, None]:
+    table, tokens = saved
+    return jnp.zeros_like(table).at[tokens].add(grad.T.astype(table.dtype)), None
+
+
+_looked_up.defvjp(_looked_up_forward, _looked_up_backward)
+
+
+def bits_of(x: Array) -> Array:
+    """Numbers of bfloat16 as their bits, which XLA:CPU moves as they are; others as they are."""
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def of_bits(x: Array, dtype: jnp.dtype) -> Array:
+    """The numbers of `dtype` that `bits_of` took apart."""
+    return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
 def after(read: Array, written: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
 from specjax.models.quantized import quantized_as
@@ -25,6 +26,9 @@ STREAMED_PROCESS = 620 * 2**20
 programs of a layer and what compiling them took. 0.51 to 0.62 GiB were seen with 2.02B parameters
 (`python -m tests.streamed_bench`, jax 0.10.2, 2026-11-25); programs do not grow with the weights.
 """
+
+DRAFTED_LAYER = 10 * 2**20
+"""Bytes of the same for each layer of the drafts, which are one program: 0.3 GiB with 32."""
 
 _CHUNK = 128
 """Queries of a plain sequence whose scores live at once (`pallas_kernels.tree_attention.xla`)."""
@@ -85,7 +89,8 @@ class Load(NamedTuple):
     def step(self, rows: int, nodes: int, slots: int) -> int:
         """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
         config = self.placed.config
-        scores = 2 * 4 * rows * nodes * slots * config.num_heads // self.parts
+        queries = rows * queries_at_once(nodes)
+        scores = 2 * 4 * queries * (slots + nodes) * config.num_heads // self.parts
         values = self.caches(rows, slots) // (2 * config.num_layers)
         return self._layer(rows * nodes, scores + values) + 2 * self.caches(rows, nodes)
 
@@ -102,19 +107,23 @@ class Load(NamedTuple):
         return 4 * columns * 2 * config.hidden_size + inside + rounded * (self.dtype.itemsize < 4)
 
     @property
-    def widened(self) -> int:
-        """Bytes of an embedding that XLA:CPU widens to float32 as a whole to look tokens up.
+    def table(self) -> int:
+        """Bytes of the copy of an embedding in bfloat16 that XLA:CPU makes to look tokens up.
 
-        It does ahead of a loop; the steps of a streamed model are none.
+        It does ahead of a loop (`specjax.models.layers.embed`); the steps of a streamed model are
+        none.
         """
         if self.streamed or self.dtype.itemsize == 4 or jax.default_backend() != "cpu":
             return 0
         held = self.placed.config.outer_shapes["embedding"]
-        return 4 * math.prod(held) // self.parts
+        return self.dtype.itemsize * math.prod(held) // self.parts
 
 
-def load_of(model: Model) -> Load:
-    """How a model is held; of stacked ones, all that a device has."""
+def load_of(model: Model, beside: Any = None) -> Load:
+    """How a model is held; of stacked ones, all that a device has.
+
+    Of one that is quantized those weights do not count that are also in the tree `beside`.
+    """
     stack = model.embedding.shape[0] if model.embedding.ndim == 3 else 1
     mesh = mesh_of(model)
     placed = Placement(model.config, mesh, model.axis)
@@ -122,22 +131,24 @@ def load_of(model: Model) -> Load:
     if isinstance(model, StreamedModel):
         held = model.held_bytes
     elif quantized_as(model) is not None:
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(model)) // stack
+        others = {id(leaf) for leaf in jax.tree.leaves(beside)}
+        own = [leaf for leaf in jax.tree.leaves(model) if id(leaf) not in others]
+        held = sum(leaf.nbytes for leaf in own) // stack
     streamed = isinstance(model, StreamedModel)
     return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held, streamed)
 
 
-def loads_in(tree: Any) -> list[Load]:
-    """How the models within a drafter are held."""
+def loads_in(tree: Any, beside: Any = None) -> list[Load]:
+    """How the models within a drafter are held, but for what they share with `beside`."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Model))
-    return [load_of(leaf) for leaf in leaves if isinstance(leaf, Model)]
+    return [load_of(leaf, beside) for leaf in leaves if isinstance(leaf, Model)]
 
 
 class Plan(NamedTuple):
     """Bytes that a generation takes of each device, and how many there are to be had.
 
     `prompts` is what reading them takes, `trees` what a step does; they follow each other.
-    `widened` are copies of embeddings in float32, `process` is what is no array, where it is known.
+    `tables` are copies of embeddings, `process` is what is no array, where it is known.
     """
 
     weights: int
@@ -146,7 +157,7 @@ class Plan(NamedTuple):
     draft_caches: int
     trees: int
     prompts: int
-    widened: int
+    tables: int
     process: int
     available: int | None
 
@@ -158,7 +169,7 @@ class Plan(NamedTuple):
     @property
     def beside_weights(self) -> int:
         """Bytes that the texts take."""
-        return self.caches + self.draft_caches + max(self.trees, self.prompts) + self.widened
+        return self.caches + self.draft_caches + max(self.trees, self.prompts) + self.tables
 
 
 def plan(
@@ -178,16 +189,19 @@ def plan(
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
     every = (target, *drafts)
+    layers = sum(draft.placed.config.num_layers for draft in drafts)
+    scoring = int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
+    scoring += target.step(own, nodes, slots)
+    process = STREAMED_PROCESS + layers * DRAFTED_LAYER
     return Plan(
         weights=target.weights,
         draft_weights=sum(draft.weights for draft in drafts),
         caches=target.caches(own, slots),
         draft_caches=sum(draft.caches(own, slots) for draft in drafts),
-        trees=int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
-        + target.step(own, nodes, slots),
+        trees=max(scoring, *(draft.step(own, nodes, slots) for draft in drafts), 0),
         prompts=sum(each.prefill(own, prompt) for each in every),
-        widened=sum(each.widened for each in every),
-        process=STREAMED_PROCESS * (target.streamed and jax.default_backend() == "cpu"),
+        tables=sum(each.table for each in every),
+        process=process if target.streamed and jax.default_backend() == "cpu" else 0,
         available=available(target.placed.mesh),
     )
 
