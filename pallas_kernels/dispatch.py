@@ -3,9 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+
+from pallas_kernels.platform import platform
 
 
 class ImplementationError(RuntimeError):
@@ -54,9 +55,9 @@ def pick(
 
 def _unable(found: Implementation, interpret: bool) -> str | None:
     """Why an implementation cannot run on this platform."""
-    if found.platforms is None or interpret or jax.default_backend() in found.platforms:
+    if found.platforms is None or interpret or platform() in found.platforms:
         return None
-    return f"it needs {' or '.join(found.platforms)}, and this is {jax.default_backend()}"
+    return f"it needs {' or '.join(found.platforms)}, and this is {platform()}"
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:

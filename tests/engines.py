@@ -56,7 +56,7 @@ def alone(target, requests: Sequence[Request]) -> list[list[int]]:
     sampling = {
         name: np.asarray([own[name] for own in numbers])
         for name in numbers[0]
-        if "bias" not in name
+        if name not in ("logit_bias", "kind")
     }
     keys = [
         fold(jax.random.key(each.seed or 0, impl="threefry2x32"), each.choice) for each in requests

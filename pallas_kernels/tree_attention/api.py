@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import reference, tpu, tuning, xla
+from pallas_kernels.tree_attention import reference, sequence, tpu, tuning, xla
 from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 
@@ -83,7 +83,9 @@ def tree_attention(
                 f"tree_mask=None takes no prefix and as many keys ({block_keys.shape[2]}) "
                 f"as queries ({query.shape[2]})."
             )
-        if implementation in (None, "xla"):
+        if implementation is None:
+            return sequence.causal(query, block_keys, block_values, soft_cap, window)
+        if implementation == "xla":
             return xla.causal(query, block_keys, block_values, soft_cap, window)
         rows, tokens = query.shape[0], query.shape[2]
         plain = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import ImplementationError
+from pallas_kernels.platform import at_hand, platform
 from pallas_kernels.tree_attention.merge import merged, partial, splits_of
 from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
 
@@ -66,7 +67,7 @@ def unable(at: Operands) -> str | None:
         return f"a head has {at.query.shape[-1]} features; it takes 64, 128, 192 or 256"
     if at.prefix is not None and (at.prefix.scales is not None or not at.slots):
         return "it takes no scales and no cache of 0 slots"
-    if jax.default_backend() == "gpu":
+    if platform() == "gpu" and at_hand():
         capability = jax.devices()[0].compute_capability
         if capability != _CAPABILITY:
             return f"it needs compute capability {_CAPABILITY} (Hopper), and this is {capability}"

@@ -6,8 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from pallas_kernels.platform import device_kind
 from pallas_kernels.tree_attention.operands import Operands
 
 FILE = Path(__file__).with_name("measured.json")
@@ -28,8 +27,8 @@ def choice(at: Operands) -> str:
 
 
 def device() -> str:
-    """The kind of device that runs."""
-    return jax.devices()[0].device_kind
+    """The kind of device that is traced for."""
+    return device_kind()
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import precision_of
+from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 _CHUNK = 128
@@ -48,7 +49,7 @@ def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
 
 def queries_at_once(nodes: int) -> int:
     """Of how many nodes of a tree the scores live at once."""
-    return _QUERIES if nodes > _LARGE and jax.default_backend() == "cpu" else nodes
+    return _QUERIES if nodes > _LARGE and platform() == "cpu" else nodes
 
 
 def _by_chunks(at: Operands, size: int) -> Float[Array, "B H T D"]:
@@ -146,7 +147,7 @@ def reads_rows_in_place() -> bool:
     1.4 and 4.7, and 5.8 and 5.9 with 1,500 tokens each (two cores of an AMD EPYC, jax 0.10.2,
     2026-11-23; `python -m tests.rows_in_place`).
     """
-    return jax.default_backend() == "cpu"
+    return platform() == "cpu"
 
 
 class _Mix(NamedTuple):

@@ -6,6 +6,7 @@ top-k, top-p, min-p.
 """
 
 import enum
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,8 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from pallas_kernels.platform import platform
 from specjax.base.axes import Key, KeyArray, UInt32
-from specjax.base.pytree import pytree
+from specjax.base.pytree import pytree, static
 
 _BLOCK = 128
 """Tokens of the second level of a draw. One level over 128k tokens in float32 gave a total
@@ -38,6 +40,11 @@ _COLDEST = 1e-20
 _THREEFRY = "threefry2x32"
 
 
+GREEDY, FULL, LIMITED = "greedy", "full", "limited"
+"""What is known of all rows where a program is traced: they are greedy; none has a limit (top-k or
+top-p); or some may have."""
+
+
 class Purpose(enum.IntEnum):
     """What a random number is for; part of its key, so that no two uses share one."""
 
@@ -56,6 +63,9 @@ class Sampling:
     logits, or is a list of such mappings, one a row. Bias and penalties come first, in
     transformers' order, with every node of a tree penalized by its own path
     (`specjax.base.penalties`).
+
+    `kind` is what `rows` found of all of them where programs are compiled for it: on accelerators,
+    where a branch that the data decides is dear. It is none of the user's.
     """
 
     temperature: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
@@ -66,6 +76,7 @@ class Sampling:
     frequency_penalty: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0
     repetition_penalty: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 1.0
     logit_bias: Any = None
+    kind: str | None = static(default=None)
 
     def rows(self, count: int) -> "Sampling":
         """The same with every number an array `[count]`, checked; biases are left out.
@@ -73,8 +84,9 @@ class Sampling:
         Raises:
           TypeError, ValueError: see `on_host`.
         """
-        found = {name: jnp.asarray(value) for name, value in self.on_host(count).items()}
-        return Sampling(**found)
+        numbers = self.on_host(count)
+        kind = None if platform() == "cpu" else _kind_of(numbers)
+        return Sampling(**{name: jnp.asarray(own) for name, own in numbers.items()}, kind=kind)
 
     def on_host(self, count: int, prefix: str = "sampling.") -> dict[str, np.ndarray]:
         """Every number by its name as an array `[count]` of the host, checked; biases are left out.
@@ -103,6 +115,14 @@ class Sampling:
         return checked
 
 
+def _kind_of(numbers: Mapping[str, np.ndarray]) -> str:
+    """What is known of all rows."""
+    if np.all(numbers["temperature"] <= 0):
+        return GREEDY
+    limited = (numbers["top_k"] > 0) | (numbers["top_p"] < 1)
+    return LIMITED if np.any(limited & (numbers["temperature"] > 0)) else FULL
+
+
 def _check_float32(temperature: np.ndarray, prefix: str) -> None:
     single = np.finfo(np.float32)
     within = (temperature >= single.tiny) & (temperature <= single.max)
@@ -122,6 +142,8 @@ def process(logits: Float[Array, "B N V"], sampling: Sampling) -> Float[Array, "
     greedy = is_greedy(sampling)[:, None, None]
     top = most_likely(logits)[..., None]
     one_hot = (jnp.arange(logits.shape[-1]) == top).astype(logits.dtype)
+    if sampling.kind == GREEDY:
+        return one_hot
     return jnp.where(greedy, one_hot, sampled_probs(logits, sampling, is_greedy(sampling)))
 
 
@@ -140,8 +162,11 @@ def sampled_probs(
         min_p=jnp.where(plain, 0, sampling.min_p)[:, None, None],
     )
     scaled = logits / temperature
-    limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
-    scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
+    if sampling.kind is None:
+        limited = jnp.any((wide.top_k > 0) | (wide.top_p < 1))
+        scaled = lax.cond(limited, _limit, lambda x, _: x, scaled, wide)
+    elif sampling.kind == LIMITED:
+        scaled = _of_top_p(_of_top_k(scaled, wide), wide)
     best = logits.max(axis=-1, keepdims=True) / temperature  # no limit takes a number away
     p = jnp.exp(scaled - best)  # over that of the likeliest
     p = jnp.where(p >= wide.min_p, p, 0)

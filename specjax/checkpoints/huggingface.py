@@ -36,7 +36,8 @@ from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
 from specjax.models.quantized import PackedWeight, quantized_as
-from specjax.models.transformer import Model, assemble
+from specjax.models.stacking import OwnLeaves, StackedLeaves, stacks
+from specjax.models.transformer import Model, assemble, stacked, unstacked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -191,18 +192,23 @@ def load_model(
                 f"{files.folder} holds weights twice, {orbax.FOLDER} and safetensors files."
             )
         try:
-            return orbax.restore(files.folder, whole, placement, kind)
+            made = orbax.restore(files.folder, whole, placement, kind)
+            return stacked(made) if split and stacks(config) else made
         except (ValueError, KeyError, OSError) as error:
             message = str(error).partition("\n")[0]
             raise CheckpointError(
                 f"{files.folder / orbax.FOLDER} cannot be read: {message}"
             ) from error
     outer: dict[str, Any] = {}
-    layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    stack = split and stacks(config)
+    layers = StackedLeaves(config.num_layers) if stack else OwnLeaves(config.num_layers)
     for stored, tensor in checked(files, whole, family):
-        into = outer if stored.layer is None else layers[stored.layer]
-        into |= leaves_of(stored, tensor, placement, kind, files.folder)
-    return assemble(placement.config, outer, layers, placement.axis, placement.repeats)
+        leaves = leaves_of(stored, tensor, placement, kind, files.folder)
+        if stored.layer is None:
+            outer |= leaves
+        else:
+            layers.add(stored.layer, leaves)
+    return assemble(placement.config, outer, layers.found, placement.axis, placement.repeats)
 
 
 def leaves_of(
@@ -369,6 +375,7 @@ def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
       ValueError: they are quantized.
     """
     _check_written(model)
+    model = unstacked(model)
     for stored in families.stored(families.FAMILIES[model.config.family], model.config):
         holder = model if stored.layer is None else model.layers[stored.layer]
         leaves = [getattr(holder, leaf) for leaf in stored.leaves]

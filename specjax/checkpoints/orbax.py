@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig, Shape
 from specjax.models.placement import Placement
-from specjax.models.transformer import Model, assemble
+from specjax.models.transformer import Model, assemble, unstacked
 from specjax.parallel.mesh import mesh_of
 
 FOLDER = "weights.orbax"
@@ -21,7 +21,8 @@ FOLDER = "weights.orbax"
 
 
 def once(model: Model) -> Model:
-    """The model with every key/value head once, as its checkpoint has it."""
+    """The model with every key/value head once, as its checkpoint has it, its layers apart."""
+    model = unstacked(model)
     placement = Placement(model.config, mesh_of(model), model.axis, model.repeats)
     names = [name for name in model.config.layer_shapes if placement.is_repeated(name)]
     if not names:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.penalties import TokenCounts, penalized
 from specjax.base.pytree import pytree, replace
-from specjax.base.sampling import Sampling, is_greedy, largest, most_likely, process
+from specjax.base.sampling import GREEDY, Sampling, is_greedy, largest, most_likely, process
 from specjax.decoding.request import Limits, Rows
 from specjax.draft.drafter import Drafter, DraftState, Step, TokenLogprobs
 from specjax.models import layers
@@ -77,7 +77,7 @@ def after_prompts(
     """What `read` gives, of a pass over the prompts."""
     count = rows.prompt.shape[0]
     dtype = cache_dtype(target.embedding.dtype)
-    cache = empty_cache(target.config, count, slots, dtype, target.kv_heads)
+    cache = empty_cache(target.config, count, slots, dtype, target.kv_heads, target.is_stacked)
     made = jnp.zeros(count, jnp.int32)
     state = DecodeState(
         cache=cache.keep(new, None, rows.length - 1),
@@ -222,6 +222,8 @@ def verify_tree(
         accepted = jax.vmap(lambda t, own: match(t, own, window))(tree, choice)
         return accepted, jnp.ones(accepted.path.shape, logits.dtype) if with_probs else None
 
+    if state.sampling.kind is not None:
+        return (by_choice if state.sampling.kind == GREEDY else by_rule)(logits)
     return lax.cond(is_greedy(state.sampling).all(), by_choice, by_rule, logits)
 
 

@@ -10,9 +10,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.platform import platform
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import (
+    GREEDY,
     Purpose,
     Sampling,
     draw,
@@ -84,7 +86,7 @@ class ExpansionDrafter(Drafter):
         mesh = mesh_of(models)
         devices = size_of(mesh, DRAFT)
         if stack is None:
-            stack = jax.default_backend() != "cpu" or devices > 1
+            stack = platform() != "cpu" or devices > 1
         alike: list[tuple[TreeShape, list[Model]]] = []
         for model, shape in zip(models, _shapes(widths, len(models)), strict=True):
             group = next(
@@ -316,7 +318,10 @@ def expand(
     for level in range(shape.depth):
         _, counts = shape.expanded(level)
         probs = sampled_probs(level_logits, sampling, certain)
-        if level in noise:
+        if sampling.kind == GREEDY:
+            shape_of = (rows, counts.size, int(counts.max()))
+            drawn = jnp.zeros(shape_of, jnp.int32)  # nothing is
+        elif level in noise:
             drawn = jax.vmap(jax.vmap(jax.vmap(draw, (None, 0))))(probs, noise[level])
         else:
             own = jax.vmap(lambda k, level=level: fold(k, level))(key)

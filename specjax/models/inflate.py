@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PackedWeight, quantized_as
-from specjax.models.transformer import LayerWeights, Model
+from specjax.models.transformer import LayerWeights, Model, unstacked
 
 _FORM = ("biases", "head_norms", "windows", "norm", "norms", "activation", "gated", "parallel",
          "rotary_dim", "window_theta", "query_scale", "attention_cap", "logit_cap",
@@ -25,6 +25,7 @@ def inflate(model: Model, parameters: int) -> Model:
     Raises:
       ValueError: `model` has more weights than `parameters`, is not of LLaMA's form, or quantized.
     """
+    model = unstacked(model)
     check_inflates(model, parameters)
     factor = 1
     while _wider(model.config, factor + 1).num_parameters <= parameters:

@@ -1,28 +1,30 @@
 """Keys and values of the committed prefix, per row."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.platform import platform
 from specjax.base.pytree import pytree, replace
 from specjax.models import layers
 from specjax.models.config import ModelConfig
 
 NewKV = tuple[tuple[Array, Array], ...]
-"""Per layer the keys and values `[B, K, T, D]` of one pass."""
+"""Per layer the keys and values `[B, K, T, D]` of one pass, or those of all layers stacked."""
 
 
 @pytree
 class KVCache:
     """Per layer keys `[R, K, D, S]` and values `[R, K, S, D]`, and how many slots count.
 
+    Of a model with stacked layers there is one of each, with a first axis of layers.
+
     Nothing at or past a row's `length` is ever visible. Keys are stored transposed because both
     dots of attention then read memory in order. `rows` says which rows of the arrays a batch of `B`
     is; None stands for all, in order.
     """
 
-    keys: tuple[Float[Array, "R K D S"], ...]
-    values: tuple[Float[Array, "R K S D"], ...]
+    keys: tuple[Float[Array, "*L R K D S"], ...]
+    values: tuple[Float[Array, "*L R K S D"], ...]
     length: Int32[Array, " B"]
     rows: Int32[Array, " B"] | None = None
 
@@ -41,32 +43,46 @@ class KVCache:
         """
         keys, values = list(self.keys), list(self.values)
         for layer, (key, value) in enumerate(new):
+            lead = key.ndim - 4
             if path is not None:
-                at = path[:, None, :, None]
-                key = jnp.take_along_axis(key, at, axis=2)
-                value = jnp.take_along_axis(value, at, axis=2)
+                at = path[(None,) * lead + (slice(None), None, slice(None), None)]
+                key = jnp.take_along_axis(key, at, axis=-2)
+                value = jnp.take_along_axis(value, at, axis=-2)
             key = key.swapaxes(-1, -2)
-            keys[layer] = layers.write_window(keys[layer], key, self.length, 3, self.rows)
-            values[layer] = layers.write_window(values[layer], value, self.length, 2, self.rows)
+            keys[layer], values[layer] = (
+                layers.write_window(whole, own, self.length, axis, self.rows, lead)
+                for whole, own, axis in (
+                    (keys[layer], key, lead + 3),
+                    (values[layer], value, lead + 2),
+                )
+            )
         return replace(self, keys=tuple(keys), values=tuple(values), length=self.length + count)
 
 
 def cache_dtype(weights: jnp.dtype) -> jnp.dtype:
     """The dtype of keys and values: the weights', but float32 on CPU, where it is faster."""
-    return jnp.dtype("float32" if jax.default_backend() == "cpu" else weights)
+    return jnp.dtype("float32" if platform() == "cpu" else weights)
 
 
 def empty_cache(
-    config: ModelConfig, rows: int, slots: int, dtype: jnp.dtype, heads: int | None = None
+    config: ModelConfig,
+    rows: int,
+    slots: int,
+    dtype: jnp.dtype,
+    heads: int | None = None,
+    stacked: bool = False,
 ) -> KVCache:
     """A cache of `slots` slots for each of `rows` rows, holding nothing.
 
-    `heads` are the key/value heads that a device has, by default all.
+    `heads` are the key/value heads that a device has, by default all. With `stacked` it is that of
+    a model with stacked layers.
     """
     heads = heads or config.num_kv_heads
     shape = (rows, heads, config.head_dim, slots)
     turned = (rows, heads, slots, config.head_dim)
-    each = range(config.num_layers)
+    each = range(1 if stacked else config.num_layers)
+    if stacked:
+        shape, turned = (config.num_layers, *shape), (config.num_layers, *turned)
     return KVCache(
         keys=tuple(jnp.zeros(shape, dtype) for _ in each),
         values=tuple(jnp.zeros(turned, dtype) for _ in each),

@@ -22,6 +22,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import precision_of
+from pallas_kernels.platform import platform
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch, frequencies
 
@@ -86,7 +87,7 @@ def _row_major_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array
 
 
 def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+    return platform() == "cpu"
 
 
 def linear(
@@ -267,8 +268,11 @@ _looked_up.defvjp(_looked_up_forward, _looked_up_backward)
 
 
 def bits_of(x: Array) -> Array:
-    """Numbers of bfloat16 as their bits, which XLA:CPU moves as they are; others as they are."""
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+    """Numbers of bfloat16 as their bits, which XLA:CPU moves as they are.
+
+    Others stay as they are, and elsewhere all do: a TPU would copy the whole.
+    """
+    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 and _on_cpu() else x
 
 
 def of_bits(x: Array, dtype: jnp.dtype) -> Array:
@@ -294,22 +298,24 @@ def write_window(
     start: Int32[Array, " B"],
     axis: int,
     rows: Int32[Array, " B"] | None = None,
+    lead: int = 0,
 ) -> Array:
     """`buffer` with `window[b]` written from slot `start[b]` on along `axis`, for each row b.
 
-    Row b is row `rows[b]` of the buffer, if they are given; no two are the same.
+    Row b is row `rows[b]` of the buffer, if they are given; no two are the same. Rows are along
+    axis `lead`, after those of stacked layers.
     The window must fit: `start + window.shape[axis] <= buffer.shape[axis]` (checked by the
     caller on the host, because XLA would move the window silently). Few rows are written one by
     one, which XLA:CPU does in place; a batched update would become a scatter.
     """
     window = window.astype(buffer.dtype)
-    count = window.shape[0]
+    count = window.shape[lead]
 
     def written(index: Array | int, buffer: Array) -> Array:
         at = [jnp.int32(0)] * buffer.ndim
-        at[0] = jnp.int32(index) if rows is None else rows[index]
+        at[lead] = jnp.int32(index) if rows is None else rows[index]
         at[axis] = start[index]
-        own = lax.dynamic_index_in_dim(window, index, keepdims=True)
+        own = lax.dynamic_index_in_dim(window, index, lead, keepdims=True)
         return lax.dynamic_update_slice(buffer, own, at)
 
     if count <= _UNROLLED_ROWS:
@@ -319,4 +325,4 @@ def write_window(
     if rows is not None:
         return lax.fori_loop(0, count, written, buffer)
     update = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
-    return jax.vmap(update)(buffer, window, start)
+    return jax.vmap(update, (lead, lead, 0), lead)(buffer, window, start)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
@@ -113,7 +114,7 @@ class Load(NamedTuple):
         It does ahead of a loop (`specjax.models.layers.embed`); the steps of a streamed model are
         none.
         """
-        if self.streamed or self.dtype.itemsize == 4 or jax.default_backend() != "cpu":
+        if self.streamed or self.dtype.itemsize == 4 or platform() != "cpu":
             return 0
         held = self.placed.config.outer_shapes["embedding"]
         return self.dtype.itemsize * math.prod(held) // self.parts
@@ -201,7 +202,7 @@ def plan(
         trees=max(scoring, *(draft.step(own, nodes, slots) for draft in drafts), 0),
         prompts=sum(each.prefill(own, prompt) for each in every),
         tables=sum(each.table for each in every),
-        process=process if target.streamed and jax.default_backend() == "cpu" else 0,
+        process=process if target.streamed and platform() == "cpu" else 0,
         available=available(target.placed.mesh),
     )
 

@@ -10,10 +10,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.tree_attention import Prefix, tree_attention
-from specjax.base.pytree import pytree, static
+from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
-from specjax.models.kv_cache import KVCache, NewKV
+from specjax.models.kv_cache import KVCache, NewKV, cache_dtype
 from specjax.models.packing import Packing
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
@@ -56,6 +56,9 @@ class LayerWeights:
 class Model:
     """Weights of a decoder with its static `config`; `unembedding` is None when tied.
 
+    Its `layers` are one after the other, or else in a `stack`, each leaf of which has a first axis
+    of layers: then a pass is a loop over them, and a program is as long for any number of layers.
+
     Within a program over a mesh the leaves are a device's own; `axis` is the mesh axis over which
     heads, features and the vocabulary are spread, None where each device has all of them.
     `config` counts the key/value heads that are held, `repeats` times as many as the checkpoint's.
@@ -68,6 +71,7 @@ class Model:
     config: ModelConfig = static()
     final_norm_bias: Float[Array, " E"] | None = None
     position_embedding: Float[Array, "P E"] | None = None
+    stack: LayerWeights | None = None
     axis: str | None = static(default=None)
     repeats: int = static(default=1)
 
@@ -80,28 +84,64 @@ class Model:
     @property
     def kv_heads(self) -> int:
         """How many key/value heads are here."""
-        if not self.layers:
+        if not self.layers and self.stack is None:
             return self.config.num_kv_heads
-        return self.layers[0].key.shape[0] // self.config.head_dim
+        key = self.layers[0].key if self.stack is None else self.stack.key
+        rows = key.values if isinstance(key, PackedWeight) else key
+        return rows.shape[-2] // self.config.head_dim
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether a pass is a loop over its layers."""
+        return self.stack is not None
 
 
 def assemble(
     config: ModelConfig,
     outer: Mapping[str, Any],
-    layers: Sequence[Mapping[str, Any]],
+    layers: Sequence[Mapping[str, Any]] | Mapping[str, Any],
     axis: str | None = None,
     repeats: int = 1,
 ) -> Model:
-    """A model of named leaves: those outside its layers, and those of each layer."""
-    made = tuple(map(layer_of, layers))
+    """A model of named leaves: those outside its layers, and those of each layer or of all."""
+    if isinstance(layers, Mapping):
+        absent = dict.fromkeys(field.name for field in dataclasses.fields(LayerWeights))
+        stack, made = unchecked(LayerWeights, **{**absent, **layers}), ()
+    else:
+        stack, made = None, tuple(map(layer_of, layers))
     whole = {"unembedding": None, **outer}
-    return Model(**whole, layers=made, config=config, axis=axis, repeats=repeats)
+    return Model(**whole, layers=made, config=config, stack=stack, axis=axis, repeats=repeats)
 
 
 def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
     """A layer of named leaves."""
     absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
     return LayerWeights(**{**absent, **leaves})
+
+
+def can_stack(config: ModelConfig) -> bool:
+    """Whether the layers are alike, so that a loop can run them: they have the same window."""
+    return len(set(config.windows or (None,))) == 1
+
+
+def stacked(model: Model) -> Model:
+    """The same model with a stack of its layers; as it is if it has one, or they are not alike."""
+    if not model.layers or not can_stack(model.config):
+        return model
+    stack = jax.tree.map(lambda *own: jnp.stack(own), *model.layers)
+    return replace(model, layers=(), stack=stack)
+
+
+def unstacked(model: Model) -> Model:
+    """The same model with its layers one after the other."""
+    stack = model.stack
+    if stack is None:
+        return model
+
+    def layer(number: int) -> LayerWeights:
+        return jax.tree.map(lambda x: x[number], stack)
+
+    return replace(model, layers=tuple(map(layer, range(model.config.num_layers))), stack=None)
 
 
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
@@ -200,8 +240,9 @@ def attend(
         query = query * (config.query_scale * config.head_dim**0.5)
     key = layers.rotate(heads("key"), angles).transpose(2, 0, 3, 1)
     value = heads("value").transpose(2, 0, 3, 1)
-    if prefix is not None:  # a node's keys round as they will in the cache, where others read them
-        key, value = key.astype(prefix.keys.dtype), value.astype(prefix.values.dtype)
+    # A token's keys round as they will in the cache, where others read them.
+    kind = cache_dtype(model.embedding.dtype) if prefix is None else prefix.keys.dtype
+    key, value = key.astype(kind), value.astype(kind)
     new = (key, value)
     if block is not None:
         key = jnp.concatenate([block[0], key], axis=2)
@@ -301,6 +342,10 @@ def trunk(
         )
         for window in set(windows)
     }
+    if model.stack is not None:
+        (view,) = views.values()
+        x, new = _looped(model, model.stack, x, view, cache, block, dtype, packing)
+        return final_norm(model, x), new
     made = []
     for index, weights in enumerate(model.layers):
         prefix = None
@@ -312,6 +357,33 @@ def trunk(
         x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
         made.append(new)
     return final_norm(model, x), tuple(made)
+
+
+def _looped(
+    model: Model,
+    stack: LayerWeights,
+    x: Float[Array, "E C"],
+    view: tuple[AttentionMask, Angles],
+    cache: KVCache | None,
+    block: NewKV | None,
+    dtype: jnp.dtype | None,
+    packing: Packing | None,
+) -> tuple[Float[Array, "E C"], NewKV]:
+    """All stacked layers; the new keys and values are stacked as the cache's are."""
+    mask, angles = view
+    held = None if cache is None else (cache.keys[0], cache.values[0])
+    earlier = None if block is None else block[0]
+
+    def one(x: Array, own: tuple[Any, Any, Any]) -> tuple[Array, tuple[Array, Array]]:
+        weights, held, earlier = own
+        prefix = None
+        if cache is not None:
+            keys, values = held
+            prefix = Prefix(keys, values, cache.length, rows=cache.rows)
+        return apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
+
+    x, new = lax.scan(one, x, (stack, held, earlier))
+    return x, (new,)
 
 
 def layer_of_pass(

@@ -1,0 +1,65 @@
+"""Leaves of layers as they are loaded: each layer's own, or stacked without holding them twice."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from pallas_kernels.platform import platform
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import can_stack
+
+
+def stacks(config: ModelConfig) -> bool:
+    """Whether a target of this shape has its layers stacked here.
+
+    They are on a TPU, whose compiler takes a second or two for each dot of a program, and reads a
+    layer of a stack where it lies. A CPU is fastest with a layer after the other; of GPUs it is not
+    known.
+    """
+    return platform() == "tpu" and can_stack(config)
+
+
+class OwnLeaves:
+    """The leaves of `count` layers, by layer."""
+
+    def __init__(self, count: int) -> None:
+        self.found: Any = [{} for _ in range(count)]
+
+    def add(self, layer: int, leaves: Mapping[str, Any]) -> None:
+        """Takes leaves of a layer."""
+        self.found[layer] |= leaves
+
+
+class StackedLeaves:
+    """The leaves of `count` layers, stacked: beside the stacks there is one layer's leaf."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self.found: Any = {}
+
+    def add(self, layer: int, leaves: Mapping[str, Any]) -> None:
+        """Takes leaves of a layer, which are not to be used any more."""
+        for name, leaf in leaves.items():
+            if name not in self.found:
+                self.found[name] = jax.tree.map(partial(_room, self._count), leaf)
+            self.found[name] = _written(self.found[name], leaf, jnp.int32(layer))
+            jax.block_until_ready(self.found[name])
+
+
+def _room(count: int, leaf: Array) -> Array:
+    """Zeros for so many leaves, which lie as one does."""
+    placed = leaf.sharding
+    if isinstance(placed, NamedSharding):
+        placed = NamedSharding(placed.mesh, P(None, *placed.spec))
+    return jnp.zeros((count, *leaf.shape), leaf.dtype, device=placed)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _written(whole: Any, own: Any, layer: Array) -> Any:
+    return jax.tree.map(lambda x, one: x.at[layer].set(one), whole, own)
