@@ -160,8 +160,7 @@ def test_rows_of_a_mixed_batch_equal_their_solo_runs(name, verify, target):
         own = {
             name: np.broadcast_to(value, len(prompts))[row]
             for name, value in vars(sampling).items()
-            if name != "kind"
-            if name != "logit_bias"
+            if name not in ("logit_bias", "kind")
         }
         mine = Sampling(**own, logit_bias=biases[row])
         keys = jax.random.fold_in(KEY, row)[None]
