@@ -29,14 +29,14 @@ from pallas_kernels.platform import DEVICES, traced_for
 from specjax.base.pytree import unchecked
 from specjax.base.sampling import Sampling
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
-from specjax.decoding.request import Limits, Rows, room
+from specjax.decoding.request import Limits, Room, Rows, room
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize, stacked
-from specjax.verify.rules import NAIVE, find_rule
+from specjax.verify.rules import NAIVE, Rule, find_rule
 
 MODELS = {
     "llama-3.2-1b": ModelConfig(
@@ -110,6 +110,17 @@ def drafter_of(method: str, config: ModelConfig) -> Any:
     return jax.eval_shape(made, models)
 
 
+def room_of(case: Case, drafter: Any) -> Room:
+    """The sizes that a case's program has."""
+    most = MODELS[case.model].max_positions
+    return room(case.prompt, case.new, drafter.window, most)
+
+
+def rule_of(method: str, drafter: Any) -> Rule:
+    """The rule that decides."""
+    return NAIVE if method == "none" else find_rule("auto", drafter.construction)
+
+
 def traced(case: Case, part: str = "generate") -> Any:
     """The trace of a case's program: "generate" as a whole, or its "prefill" or "step"."""
     config = MODELS[case.model]
@@ -120,7 +131,7 @@ def traced(case: Case, part: str = "generate") -> Any:
             on(whole, sharding),
             on(drafter_of(case.method, config), sharding),
         )
-        width, outputs, slots = room(case.prompt, case.new, drafter.window, config.max_positions)
+        width, outputs, slots = room_of(case, drafter)
 
         def array(*shape: int) -> Any:
             return jax.ShapeDtypeStruct(shape, jnp.int32)
@@ -133,7 +144,7 @@ def traced(case: Case, part: str = "generate") -> Any:
             limits=unchecked(Limits, max_new_tokens=array(case.rows), end_ids=array(case.rows, 1)),
         )  # fmt: skip
         rows = on(rows, sharding)
-        rule = NAIVE if case.method == "none" else find_rule("auto", drafter.construction)
+        rule = rule_of(case.method, drafter)
         if part == "generate":
             return generate_jit.trace(target, drafter, rows, rule, outputs, slots)
         begun = prefill_jit.trace(target, drafter, rows, slots)
