@@ -13,7 +13,8 @@ from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.models.quantized import PackedWeight, packed
-from specjax.models.transformer import forward, stacked, unstacked
+from specjax.models.stacking import stacked, unstacked
+from specjax.models.transformer import forward
 from tests.engines import alone, ids_of, random_request, running, served
 from tests.pairs import KEY, PROMPTS, generate, near, varied_model
 from tests.test_parity import GOLDEN

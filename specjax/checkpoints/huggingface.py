@@ -36,8 +36,8 @@ from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
 from specjax.models.quantized import PackedWeight, quantized_as
-from specjax.models.stacking import OwnLeaves, StackedLeaves, stacks
-from specjax.models.transformer import Model, assemble, stacked, unstacked
+from specjax.models.stacking import OwnLeaves, StackedLeaves, stacked, stacks, unstacked
+from specjax.models.transformer import Model, assemble
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig, Shape
 from specjax.models.placement import Placement
-from specjax.models.transformer import Model, assemble, unstacked
+from specjax.models.stacking import unstacked
+from specjax.models.transformer import Model, assemble
 from specjax.parallel.mesh import mesh_of
 
 FOLDER = "weights.orbax"

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PackedWeight, quantized_as
-from specjax.models.transformer import LayerWeights, Model, unstacked
+from specjax.models.stacking import unstacked
+from specjax.models.transformer import LayerWeights, Model
 
 _FORM = ("biases", "head_norms", "windows", "norm", "norms", "activation", "gated", "parallel",
          "rotary_dim", "window_theta", "query_scale", "attention_cap", "logit_cap",

@@ -1,4 +1,4 @@
-"""Leaves of layers as they are loaded: each layer's own, or stacked without holding them twice."""
+"""Layers as a stack that a loop runs: when, made of layers, and of leaves as they are loaded."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,8 +11,34 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from pallas_kernels.platform import platform
+from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import can_stack
+from specjax.models.transformer import LayerWeights, Model
+
+
+def can_stack(config: ModelConfig) -> bool:
+    """Whether the layers are alike, so that a loop can run them: they have the same window."""
+    return len(set(config.windows or (None,))) == 1
+
+
+def stacked(model: Model) -> Model:
+    """The same model with a stack of its layers; as it is if it has one, or they are not alike."""
+    if not model.layers or not can_stack(model.config):
+        return model
+    stack = jax.tree.map(lambda *own: jnp.stack(own), *model.layers)
+    return replace(model, layers=(), stack=stack)
+
+
+def unstacked(model: Model) -> Model:
+    """The same model with its layers one after the other."""
+    stack = model.stack
+    if stack is None:
+        return model
+
+    def layer(number: int) -> LayerWeights:
+        return jax.tree.map(lambda x: x[number], stack)
+
+    return replace(model, layers=tuple(map(layer, range(model.config.num_layers))), stack=None)
 
 
 def stacks(config: ModelConfig) -> bool:

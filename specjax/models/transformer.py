@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.tree_attention import Prefix, tree_attention
-from specjax.base.pytree import pytree, replace, static, unchecked
+from specjax.base.pytree import pytree, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype
@@ -117,31 +117,6 @@ def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
     """A layer of named leaves."""
     absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
     return LayerWeights(**{**absent, **leaves})
-
-
-def can_stack(config: ModelConfig) -> bool:
-    """Whether the layers are alike, so that a loop can run them: they have the same window."""
-    return len(set(config.windows or (None,))) == 1
-
-
-def stacked(model: Model) -> Model:
-    """The same model with a stack of its layers; as it is if it has one, or they are not alike."""
-    if not model.layers or not can_stack(model.config):
-        return model
-    stack = jax.tree.map(lambda *own: jnp.stack(own), *model.layers)
-    return replace(model, layers=(), stack=stack)
-
-
-def unstacked(model: Model) -> Model:
-    """The same model with its layers one after the other."""
-    stack = model.stack
-    if stack is None:
-        return model
-
-    def layer(number: int) -> LayerWeights:
-        return jax.tree.map(lambda x: x[number], stack)
-
-    return replace(model, layers=tuple(map(layer, range(model.config.num_layers))), stack=None)
 
 
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:

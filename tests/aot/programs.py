@@ -35,7 +35,8 @@ from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import Model, initialize, stacked
+from specjax.models.stacking import stacked
+from specjax.models.transformer import Model, initialize
 from specjax.verify.rules import NAIVE, Rule, find_rule
 
 MODELS = {

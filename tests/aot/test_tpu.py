@@ -16,7 +16,7 @@ from pallas_kernels import shapes
 from pallas_kernels.platform import DEVICES, traced_for
 from pallas_kernels.tree_attention import tpu
 from specjax.models import memory
-from specjax.models.transformer import stacked
+from specjax.models.stacking import stacked
 from tests.aot.programs import (
     MODELS,
     TOPOLOGIES,
