@@ -2,7 +2,8 @@
 
 The number of a CPU's devices is set once for a process, and one is right for all other tests:
   XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m tests.on_mesh FOLDER SECTION...
-A section is a mesh with a method (`data=8/specexec`), `programs`, `families`, `moved` or `engine`.
+A section is a mesh with a method (`data=8/specexec`), `programs`, `families`, `moved` or `engine`;
+with `/stack` the target's layers are a stack.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
@@ -22,6 +24,7 @@ from specjax.decoding.request import prepare
 from specjax.engine import engine as engines
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
+from specjax.models import stacking
 from specjax.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 from tests.engines import alone as plain_texts
@@ -41,11 +44,16 @@ MESHES = {
 }
 
 
-def pair_on(folder: Path, mesh) -> Pair:
+def pair_on(folder: Path, mesh, stack: bool = False) -> Pair:
     drafts = huggingface.load_drafts(
         [folder / "drafts" / str(n) for n in range(3)], dtype="float32", mesh=mesh
     )
-    return Pair(huggingface.load_model(folder / "target", mesh=mesh), None, drafts)
+    with pytest.MonkeyPatch.context() as patch:
+        if stack:
+            patch.setattr(stacking, "platform", lambda: "tpu")
+        target = huggingface.load_model(folder / "target", mesh=mesh)
+    assert target.is_stacked == stack
+    return Pair(target, None, drafts)
 
 
 def drafter_of(pair: Pair, method: str):
@@ -152,10 +160,10 @@ if __name__ == "__main__":
         if section in others:
             made[section] = others[section]()
             continue
-        name, method = section.split("/")
+        name, method, *stack = section.split("/")
         if method not in made["alone"]:
             made["alone"][method] = texts(alone, method, False)
-        pair = pair_on(at, make_mesh(**MESHES[name]))
+        pair = pair_on(at, make_mesh(**MESHES[name]), bool(stack))
         streams = name == "data=2,draft=3"  # of all states the one with an axis before its rows
         made[section] = texts(pair, method, streams)
     json.dump(made, sys.stdout)

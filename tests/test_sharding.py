@@ -29,6 +29,7 @@ OTHERS = (
         "model=8/specexec",
         "data=2,model=4/hybrid",
         "data=2,model=4/chain",
+        "data=2,model=4/chain/stack",
     ),
     *("draft=3/pool", "data=2,model=4/recycle", "families", "moved", "engine"),
 )
