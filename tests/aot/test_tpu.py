@@ -58,7 +58,7 @@ def test_a_step_has_no_branch_and_copies_no_cache(method):
     case = Case("v5e", SMALL, method)
     made = compiled(case, "step")
     assert made.operations.get("conditional", 0) == 0
-    # Layers; of a tree also the ancestors of its nodes, and a gather that the compiler makes a loop.
+    # Layers; of a tree also the ancestors of its nodes, and a gather that is compiled as a loop.
     assert made.operations["while"] <= 1 + 2 * (method != "none")
     with traced_for(DEVICES["v5e"]):
         drafter, config = drafter_of(method, MODELS[SMALL]), MODELS[SMALL]
