@@ -6,7 +6,7 @@ Programs are compiled for models of which there are only shapes, so that nothing
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     new: int = 32
     rule: str = "auto"
     dtype: str = "float32"
+    draft: Mapping[str, int] = DRAFT
 
 
 CASES = {
@@ -91,8 +92,8 @@ def abstract(config: ModelConfig, dtype: str = "float32") -> Model:
 
 def drafter_of(case: Case) -> Any:
     """The drafter, of shapes alone."""
-    config = dataclasses.replace(case.config, **DRAFT)
-    models = [abstract(config)] * (3 if case.method == "pool" else 1)
+    config = dataclasses.replace(case.config, **case.draft)
+    models = [abstract(config, case.dtype)] * (3 if case.method == "pool" else 1)
 
     def made(models: list[Model]) -> Any:
         match case.method.split():
@@ -121,9 +122,8 @@ class Found(NamedTuple):
     tables: int
 
 
-def lowered(case: Case, drafter: Any) -> Any:
-    """The whole program of a case, not yet compiled."""
-    target = abstract(case.config, case.dtype)
+def arguments(case: Case, drafter: Any, target: Model) -> tuple[Any, ...]:
+    """Those of `generate_jit`, of shapes alone."""
     width, outputs, slots = room_of(case, drafter)
 
     def array(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -134,9 +134,14 @@ def lowered(case: Case, drafter: Any) -> Any:
     limits = unchecked(Limits, max_new_tokens=array(case.rows), end_ids=array(case.rows, 0))
     rows = unchecked(
         Rows, prompt=array(case.rows, width), length=array(case.rows), key=keys, sampling=sampling,
-        limits=limits,
+        limits=limits, counts=None,
     )  # fmt: skip
-    return generate_jit.lower(target, drafter, rows, rule_of(case, drafter), outputs, slots)
+    return target, drafter, rows, rule_of(case, drafter), outputs, slots
+
+
+def lowered(case: Case, drafter: Any) -> Any:
+    """The whole program of a case, not yet compiled."""
+    return generate_jit.lower(*arguments(case, drafter, abstract(case.config, case.dtype)))
 
 
 def room_of(case: Case, drafter: Any) -> Room:
@@ -149,16 +154,20 @@ def rule_of(case: Case, drafter: Any) -> Rule:
     return NAIVE if drafter.window == 1 else find_rule(case.rule, drafter.construction)
 
 
+def plan_of(case: Case, drafter: Any) -> memory.Plan:
+    """What the plan says."""
+    width, _, slots = room_of(case, drafter)
+    return memory.plan(
+        memory.load_of(abstract(case.config, case.dtype)), memory.loads_in(drafter), case.rows,
+        width, slots, drafter.num_slots, rule_of(case, drafter).live_distributions,
+    )  # fmt: skip
+
+
 def found(case: Case) -> Found:
     """What the plan says, and what XLA will allocate for temporaries and results."""
     drafter = drafter_of(case)
     taken = lowered(case, drafter).compile().memory_analysis()
-    width, _, slots = room_of(case, drafter)
-    planned = memory.plan(
-        memory.load_of(abstract(case.config, case.dtype)), memory.loads_in(drafter), case.rows,
-        width, slots, drafter.num_slots,
-        rule_of(case, drafter).live_distributions,
-    )  # fmt: skip
+    planned = plan_of(case, drafter)
     compiled = taken.temp_size_in_bytes + taken.output_size_in_bytes
     return Found(planned.beside_weights, compiled, planned.tables)
 

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from pallas_kernels import shapes
+from pallas_kernels.platform import DEVICES, traced_for
 from pallas_kernels.tree_attention import hopper, tpu, triton
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
@@ -18,8 +19,7 @@ def a_device(platform):
     if platform != "cuda" or jax.__version_info__ < (0, 11):
         yield
         return
-    kind = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=kind)):
+    with traced_for(DEVICES["h100"]):
         yield
 
 

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from specjax.base.sampling import Sampling
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
 from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
+from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, packed
 from specjax.models.stacking import stacked, unstacked
 from specjax.models.transformer import forward
@@ -66,10 +67,15 @@ def test_a_target_is_stacked_as_it_is_loaded(tmp_path, target, monkeypatch):
     assert whole.is_stacked
     same_leaves(whole, stacked(target))
     assert not load_model(tmp_path, split=False).is_stacked  # which is how drafts are loaded
+    save_sharded(whole, tmp_path / "sharded")
+    same_leaves(load_model(tmp_path / "sharded"), whole)
+    assert not load_model(tmp_path / "sharded", split=False).is_stacked
 
 
 def test_stacking_is_undone(target, tmp_path):
     same_leaves(unstacked(stacked(target)), target)
+    grown = inflate(target, 3 * target.config.num_parameters)
+    same_leaves(inflate(stacked(target), 3 * target.config.num_parameters), stacked(grown))
     assert stacked(stacked(target)).is_stacked
     save_model(stacked(target), tmp_path, dtype="float32")
     same_leaves(load_model(tmp_path, dtype="float32"), target)

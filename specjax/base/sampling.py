@@ -41,8 +41,8 @@ _THREEFRY = "threefry2x32"
 
 
 GREEDY, FULL, LIMITED = "greedy", "full", "limited"
-"""What is known of all rows where a program is traced: they are greedy; none has a limit (top-k or
-top-p); or some may have."""
+"""What is known of a batch where its program is traced: all rows are greedy; some are sampled, none
+of them with top-k or top-p; or some with."""
 
 
 class Purpose(enum.IntEnum):
@@ -64,8 +64,8 @@ class Sampling:
     transformers' order, with every node of a tree penalized by its own path
     (`specjax.base.penalties`).
 
-    `kind` is what `rows` found of all of them where programs are compiled for it: on accelerators,
-    where a branch that the data decides is dear. It is none of the user's.
+    `kind` is set by `rows` on accelerators, where programs are compiled for it, as branches that
+    data decides are dear there; leave it out.
     """
 
     temperature: Float[Array, "*B"] | Float[np.ndarray, "*B"] | float | np.floating = 0.0

@@ -36,7 +36,7 @@ from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
 from specjax.models.quantized import PackedWeight, quantized_as
-from specjax.models.stacking import OwnLeaves, StackedLeaves, stacked, stacks, unstacked
+from specjax.models.stacking import leaves_of_layers, stacks, unstacked
 from specjax.models.transformer import Model, assemble
 
 if TYPE_CHECKING:
@@ -186,22 +186,21 @@ def load_model(
         )
     except ValueError as error:
         raise CheckpointError(f"{files.folder}: {error}") from error
+    stack = split and stacks(config)
     if (files.folder / orbax.FOLDER).is_dir() and not files.weights:
         if any(files.folder.glob("*.safetensors")):
             raise CheckpointError(
                 f"{files.folder} holds weights twice, {orbax.FOLDER} and safetensors files."
             )
         try:
-            made = orbax.restore(files.folder, whole, placement, kind)
-            return stacked(made) if split and stacks(config) else made
+            return orbax.restore(files.folder, whole, placement, kind, stack)
         except (ValueError, KeyError, OSError) as error:
             message = str(error).partition("\n")[0]
             raise CheckpointError(
                 f"{files.folder / orbax.FOLDER} cannot be read: {message}"
             ) from error
     outer: dict[str, Any] = {}
-    stack = split and stacks(config)
-    layers = StackedLeaves(config.num_layers) if stack else OwnLeaves(config.num_layers)
+    layers = leaves_of_layers(config.num_layers, stack)
     for stored, tensor in checked(files, whole, family):
         leaves = leaves_of(stored, tensor, placement, kind, files.folder)
         if stored.layer is None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig, Shape
 from specjax.models.placement import Placement
-from specjax.models.stacking import unstacked
+from specjax.models.stacking import leaves_of_layers, unstacked
 from specjax.models.transformer import Model, assemble
 from specjax.parallel.mesh import mesh_of
 
@@ -51,12 +51,14 @@ def save(model: Model, folder: Path) -> None:
         checkpointer.save((folder / FOLDER).absolute(), held)
 
 
-def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.dtype) -> Model:
+def restore(
+    folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.dtype, stack: bool = False
+) -> Model:
     """The weights that `save` wrote of a model of config `whole`, each shard read where it is to
     lie.
 
     Key and value heads that are to be held several times are read whole, and of a table of
-    positions all are, though fewer may be held.
+    positions all are, though fewer may be held. With `stack` the layers are stacked.
 
     Raises:
       ValueError: the weights are not those of the configuration.
@@ -95,7 +97,10 @@ def restore(folder: Path, whole: ModelConfig, placement: Placement, dtype: jnp.d
     for one in found["layers"]:
         for name in filter(placement.is_repeated, one):
             one[name] = placement.put(name, np.asarray(one[name]), dtype)
-    return assemble(config, found["outer"], found["layers"], placement.axis, placement.repeats)
+    layers = leaves_of_layers(config.num_layers, stack)
+    for number in reversed(range(config.num_layers)):
+        layers.add(number, found["layers"].pop())
+    return assemble(config, found["outer"], layers.found, placement.axis, placement.repeats)
 
 
 @jax.jit

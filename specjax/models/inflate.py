@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PackedWeight, quantized_as
-from specjax.models.stacking import unstacked
+from specjax.models.stacking import stacked, unstacked
 from specjax.models.transformer import LayerWeights, Model
 
 _FORM = ("biases", "head_norms", "windows", "norm", "norms", "activation", "gated", "parallel",
@@ -21,17 +21,19 @@ def inflate(model: Model, parameters: int) -> Model:
     """A model of about `parameters` weights with the logits of `model`, up to rounding.
 
     It is made wider by the largest whole factor that fits, then deeper by layers that add nothing
-    until it is as close as it gets. No rounding of weights is involved, in any dtype.
+    until it is as close as it gets. No rounding of weights is involved, in any dtype. Layers that
+    are stacked are so again.
 
     Raises:
       ValueError: `model` has more weights than `parameters`, is not of LLaMA's form, or quantized.
     """
-    model = unstacked(model)
     check_inflates(model, parameters)
+    stack, model = model.is_stacked, unstacked(model)
     factor = 1
     while _wider(model.config, factor + 1).num_parameters <= parameters:
         factor += 1
-    return deepen(widen(model, factor), parameters)
+    made = deepen(widen(model, factor), parameters)
+    return stacked(made) if stack else made
 
 
 def check_inflates(model: Model, parameters: int) -> None:

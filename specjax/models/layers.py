@@ -239,16 +239,10 @@ def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Arra
 
 
 def _columns(table: Array, tokens: Array) -> Array:
-    def gathered(table: Array, tokens: Array) -> Array:
+    if tokens.size > _FEW_TOKENS or not _on_cpu():
         return table[tokens].T
-
-    def sliced(table: Array, tokens: Array) -> Array:
-        rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
-        return jnp.stack(rows, axis=1)
-
-    if tokens.size > _FEW_TOKENS:
-        return gathered(table, tokens)
-    return lax.platform_dependent(table, tokens, cpu=sliced, default=gathered)
+    rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
+    return jnp.stack(rows, axis=1)
 
 
 @jax.custom_vjp

@@ -199,7 +199,7 @@ def plan(
         draft_weights=sum(draft.weights for draft in drafts),
         caches=target.caches(own, slots),
         draft_caches=sum(draft.caches(own, slots) for draft in drafts),
-        trees=max(scoring, *(draft.step(own, nodes, slots) for draft in drafts), 0),
+        trees=max([scoring, *(draft.step(own, nodes, slots) for draft in drafts)]),
         prompts=sum(each.prefill(own, prompt) for each in every),
         tables=sum(each.table for each in every),
         process=process if target.streamed and platform() == "cpu" else 0,

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -25,8 +25,12 @@ def stacked(model: Model) -> Model:
     """The same model with a stack of its layers; as it is if it has one, or they are not alike."""
     if not model.layers or not can_stack(model.config):
         return model
-    stack = jax.tree.map(lambda *own: jnp.stack(own), *model.layers)
-    return replace(model, layers=(), stack=stack)
+
+    def together(*own: Array) -> Array:
+        made, placed = jnp.stack(own), _stacked_sharding(own[0])
+        return made if placed is None else jax.device_put(made, placed)
+
+    return replace(model, layers=(), stack=jax.tree.map(together, *model.layers))
 
 
 def unstacked(model: Model) -> Model:
@@ -51,11 +55,16 @@ def stacks(config: ModelConfig) -> bool:
     return platform() == "tpu" and can_stack(config)
 
 
+def leaves_of_layers(count: int, stack: bool) -> "OwnLeaves | StackedLeaves":
+    """What collects the leaves of `count` layers."""
+    return StackedLeaves(count) if stack else OwnLeaves(count)
+
+
 class OwnLeaves:
     """The leaves of `count` layers, by layer."""
 
     def __init__(self, count: int) -> None:
-        self.found: Any = [{} for _ in range(count)]
+        self.found: list[dict[str, Any]] = [{} for _ in range(count)]
 
     def add(self, layer: int, leaves: Mapping[str, Any]) -> None:
         """Takes leaves of a layer."""
@@ -67,7 +76,7 @@ class StackedLeaves:
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self.found: Any = {}
+        self.found: dict[str, Any] = {}
 
     def add(self, layer: int, leaves: Mapping[str, Any]) -> None:
         """Takes leaves of a layer, which are not to be used any more."""
@@ -80,10 +89,16 @@ class StackedLeaves:
 
 def _room(count: int, leaf: Array) -> Array:
     """Zeros for so many leaves, which lie as one does."""
-    placed = leaf.sharding
-    if isinstance(placed, NamedSharding):
-        placed = NamedSharding(placed.mesh, P(None, *placed.spec))
+    placed = _stacked_sharding(leaf) or leaf.sharding
     return jnp.zeros((count, *leaf.shape), leaf.dtype, device=placed)
+
+
+def _stacked_sharding(leaf: Array) -> NamedSharding | None:
+    """How a stack of leaves lies that are on a mesh; None where they are on none."""
+    placed = getattr(leaf, "sharding", None)
+    if not isinstance(placed, NamedSharding) or not isinstance(placed.mesh, Mesh):
+        return None
+    return NamedSharding(placed.mesh, P(None, *placed.spec))
 
 
 @partial(jax.jit, donate_argnums=0)
