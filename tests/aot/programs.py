@@ -10,6 +10,7 @@ never how fast it is. It needs the package libtpu.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import time
@@ -43,12 +44,17 @@ def case_of(model: str, method: str, rows: int = 1, prompt: int = 2048) -> Case:
     )
 
 
-def on(tree: Any, device: str) -> Any:
-    """Shapes that lie on a device which is not here."""
+@functools.cache
+def alone_on(device: str) -> NamedSharding:
+    """Lying on a device which is not here; two descriptions of it are not the same to jax."""
     found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[device])
-    sharding = NamedSharding(Mesh(np.asarray(found.devices[:1]), ("x",)), P())
+    return NamedSharding(Mesh(np.asarray(found.devices[:1]), ("x",)), P())
+
+
+def on(tree: Any, device: str) -> Any:
+    """Shapes that lie on such a device."""
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=alone_on(device)), tree
     )
 
 
