@@ -21,7 +21,7 @@ _LARGE = 128
 _QUERIES = 64
 """Nodes of a tree past which its queries are run in chunks, and those of a chunk: on a CPU 256,
 512, 1,024 and 2,048 nodes take 38, 117, 306 and 1,142 ms a layer, and 55, 174, 502 and 2,654 at
-once (40 heads of 64, 8 of keys, 512 slots, 2 cores, 2026-11-25)."""
+once (40 heads of 64, 8 of keys, 512 slots, 2 cores of a Zen 3, 2026-11-25)."""
 
 _SLOTS = 128
 """Slots of the prefix that a row's queries see at a time where rows are read in place."""
