@@ -6,6 +6,7 @@ platform, and is the one that runs there.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +18,7 @@ DEVICES = {
     "h100": AbstractDevice("NVIDIA H100 80GB HBM3", 132, "gpu"),
 }
 """Devices that programs are compiled for ahead of time, as JAX calls them."""
+_CAPABILITIES = {DEVICES["h100"].device_kind: (9, 0)}
 
 
 def platform() -> str:
@@ -35,6 +37,16 @@ def at_hand() -> bool:
     """Whether what is traced for is the default backend."""
     device = _named()
     return device is None or device.platform == jax.default_backend()
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Of an NVIDIA GPU that is traced for, such as `(9, 0)`; None of anything else."""
+    if platform() != "gpu":
+        return None
+    if not at_hand():
+        return _CAPABILITIES.get(device_kind())
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(jax.devices()[0], "compute_capability", "")))
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 @contextlib.contextmanager

@@ -11,22 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from specjax.base.pytree import unchecked
-from specjax.base.sampling import Sampling
 from specjax.decoding.generate import generate_jit
-from specjax.decoding.request import Limits, Room, Rows, room
+from specjax.decoding.request import Room, room
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
+from specjax.measure.compile_ahead import Texts, abstract, abstract_request, rule_of
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.memory import readable
-from specjax.models.transformer import Model, initialize
+from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT
-from specjax.verify.rules import NAIVE, Rule, find_rule
 
 LLAMA_8B = ModelConfig(
     vocab_size=128_256, hidden_size=4096, intermediate_size=14_336, num_layers=3, num_heads=32,
@@ -85,11 +82,6 @@ CASES = {
 }
 
 
-def abstract(config: ModelConfig, dtype: str = "float32") -> Model:
-    """A model of shapes alone."""
-    return jax.eval_shape(lambda: initialize(jax.random.key(0), config, jnp.dtype(dtype)))
-
-
 def drafter_of(case: Case) -> Any:
     """The drafter, of shapes alone."""
     config = dataclasses.replace(case.config, **case.draft)
@@ -124,19 +116,12 @@ class Found(NamedTuple):
 
 def arguments(case: Case, drafter: Any, target: Model) -> tuple[Any, ...]:
     """Those of `generate_jit`, of shapes alone."""
-    width, outputs, slots = room_of(case, drafter)
+    return tuple(abstract_request(target, drafter, texts_of(case), case.rule))
 
-    def array(*shape: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
 
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), case.rows))
-    sampling = jax.eval_shape(lambda: Sampling(temperature=np.float32(0.8)).rows(case.rows))
-    limits = unchecked(Limits, max_new_tokens=array(case.rows), end_ids=array(case.rows, 0))
-    rows = unchecked(
-        Rows, prompt=array(case.rows, width), length=array(case.rows), key=keys, sampling=sampling,
-        limits=limits, counts=None,
-    )  # fmt: skip
-    return target, drafter, rows, rule_of(case, drafter), outputs, slots
+def texts_of(case: Case) -> Texts:
+    """The texts that a case's program is for."""
+    return Texts(case.rows, case.prompt, case.new)
 
 
 def lowered(case: Case, drafter: Any) -> Any:
@@ -149,17 +134,12 @@ def room_of(case: Case, drafter: Any) -> Room:
     return room(case.prompt, case.new, drafter.window, case.config.max_positions)
 
 
-def rule_of(case: Case, drafter: Any) -> Rule:
-    """The rule that decides."""
-    return NAIVE if drafter.window == 1 else find_rule(case.rule, drafter.construction)
-
-
 def plan_of(case: Case, drafter: Any) -> memory.Plan:
     """What the plan says."""
     width, _, slots = room_of(case, drafter)
     return memory.plan(
         memory.load_of(abstract(case.config, case.dtype)), memory.loads_in(drafter), case.rows,
-        width, slots, drafter.num_slots, rule_of(case, drafter).live_distributions,
+        width, slots, drafter.num_slots, rule_of(case.rule, drafter).live_distributions,
     )  # fmt: skip
 
 

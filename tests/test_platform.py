@@ -13,6 +13,7 @@ from specjax.base.sampling import FULL, GREEDY, LIMITED, Sampling, process
 from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
+from specjax.models import layers
 from specjax.models.kv_cache import cache_dtype
 from tests.pairs import KEY, PROMPTS, generate, near, varied_model
 
@@ -115,6 +116,52 @@ def test_splash_attention_is_attention_of_plain_sequences(tokens, dim, options):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2)
     if options:  # that they are not the same without is what makes the comparison one
         assert abs(found - xla.causal(query, *wide, None)).max() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 37])
+def test_fused_attention_is_attention_of_plain_sequences(window):
+    drawn = jax.random.split(jax.random.key(0), 3)
+    query = jax.random.normal(drawn[0], (2, 4, 96, 64))
+    keys, values = (jax.random.normal(key, (2, 2, 96, 64), jnp.bfloat16) for key in drawn[1:])
+    found = sequence.fused(query, keys, values, window, implementation="xla")
+    wide = keys.astype(jnp.float32), values.astype(jnp.float32)
+    expected = xla.causal(query, *wide, None, window)
+    assert found.dtype == query.dtype
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2)
+    if window:
+        assert abs(found - xla.causal(query, *wide, None)).max() > 0.1
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(768, None), (768, 1), (768, 130), (768, 511)])
+def test_blocks_of_a_mask_are_those_that_the_whole_mask_has(tokens, window):
+    mask = sequence._masks()(tokens, window)
+    whole = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
+    kinds = set()
+    for row in range(0, tokens, 128):
+        for column in range(0, tokens, 128):
+            block = mask[slice(row, row + 128), slice(column, column + 128)]
+            expected = whole[row : row + 128, column : column + 128]
+            np.testing.assert_array_equal(np.broadcast_to(block, (128, 128)), expected)
+            kinds.add(block.size)
+    assert kinds == {1, 128 * 128}
+
+
+@pytest.mark.parametrize("batched", [(0, 0), (0, None), (None, 0)])
+def test_rows_of_several_tables_are_those_of_each(batched, monkeypatch):
+    monkeypatch.setattr(layers, "platform", lambda: "tpu")
+    tables = jax.random.normal(jax.random.key(0), (3, 7, 4))
+    tokens = jnp.asarray([[0, 6, 3], [5, 5, 1], [2, -1, 9]])
+    tables = tables if batched[0] == 0 else tables[1]
+    tokens = tokens if batched[1] == 0 else tokens[2]
+
+    def looked_up(table, tokens):
+        return layers.embed(table, tokens[None])
+
+    found = jax.vmap(looked_up, batched)(tables, tokens)
+    for number in range(3):
+        own = tables[number] if batched[0] == 0 else tables
+        at = tokens[number] if batched[1] == 0 else tokens
+        np.testing.assert_array_equal(found[number], own[at].T)
 
 
 @pytest.mark.parametrize(

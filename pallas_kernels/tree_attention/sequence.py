@@ -1,20 +1,28 @@
-"""Attention of plain sequences, such as prompts: jax's own kernel on a TPU, XLA elsewhere."""
+"""Attention of plain sequences, such as prompts.
 
+On a TPU it is jax's splash attention and on an NVIDIA GPU cuDNN's, of 16 bits both; XLA elsewhere.
+"""
+
+import functools
 import importlib
-from typing import Any
+import importlib.util
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from pallas_kernels.platform import platform
+from pallas_kernels.platform import at_hand, compute_capability, platform
 from pallas_kernels.tree_attention import xla
 
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 _LANES = 128
 _BLOCKS = (1024, 512, 384, 256, 128)
-"""Queries of a block, the first that divides a sequence. 131,072 tokens have 16,384 blocks of
-1,024, which splash attention looks at one after the other as it is traced: 36 s of one core."""
+"""Queries of a block, the first that divides a sequence."""
+_CUDA = "jax_cuda13_plugin", "jax_cuda12_plugin"
+"""What knows cuDNN where there is no GPU."""
+_AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
 def causal(
@@ -27,6 +35,8 @@ def causal(
     """Each token sees itself and those before it; with a `window` the last `window` of these."""
     if platform() == "tpu" and can_splash(query, keys):
         return splash(query, keys, values, soft_cap, window)
+    if platform() == "gpu" and can_cudnn(query, keys, soft_cap):
+        return fused(query, keys, values, window)
     return xla.causal(query, keys, values, soft_cap, window)
 
 
@@ -34,6 +44,37 @@ def can_splash(query: Array, keys: Array) -> bool:
     """Whether splash attention takes such operands: it multiplies 16 bits, in blocks of 128."""
     tokens, dim = query.shape[2:]
     return keys.dtype == jnp.bfloat16 and tokens % _LANES == 0 and dim % 64 == 0
+
+
+def can_cudnn(query: Array, keys: Array, soft_cap: float | None) -> bool:
+    """Whether cuDNN's attention takes such operands: 16 bits, from compute capability 8.0 on."""
+    capability, dim = compute_capability(), query.shape[3]
+    return (
+        capability is not None
+        and (at_hand() or any(importlib.util.find_spec(name) for name in _CUDA))
+        and capability >= _AMPERE
+        and keys.dtype in (jnp.bfloat16, jnp.float16)
+        and soft_cap is None
+        and dim % 8 == 0
+        and dim <= (256 if capability >= _HOPPER else 128)
+    )
+
+
+def fused(
+    query: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    window: int | None = None,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
+) -> Float[Array, "B H T D"]:
+    """The same by `jax.nn.dot_product_attention`."""
+    kind = query.dtype
+    query, keys, values = (x.astype(keys.dtype).swapaxes(1, 2) for x in (query, keys, values))
+    mixed = jax.nn.dot_product_attention(
+        query, keys, values, is_causal=True, implementation=implementation,
+        local_window_size=None if window is None else (window - 1, 0),
+    )  # fmt: skip
+    return mixed.swapaxes(1, 2).astype(kind)
 
 
 def splash(
@@ -55,10 +96,7 @@ def _kernel(
     heads: int, tokens: int, soft_cap: float | None, window: int | None, interpret: bool
 ) -> Any:
     made, masks = (importlib.import_module(f"{_SPLASH}_{part}") for part in ("kernel", "mask"))
-    shape = (tokens, tokens)
-    seen = masks.CausalMask(shape)
-    if window is not None and window < tokens:
-        seen = masks.LocalMask(shape, window_size=(window - 1, 0), offset=0)
+    seen = _masks()(tokens, window if window is not None and window < tokens else None)
     block = next(size for size in _BLOCKS if tokens % size == 0)
     inner = next(size for size in _BLOCKS if block % size == 0 and size <= 512)
     return made.make_splash_mha(
@@ -66,3 +104,43 @@ def _kernel(
         block_sizes=made.BlockSizes(block_q=block, block_kv=block, block_kv_compute=inner),
         attn_logits_soft_cap=soft_cap, interpret=interpret,
     )  # fmt: skip
+
+
+@functools.cache
+def _masks() -> Any:
+    """Makes what a token of a plain sequence sees, for splash attention.
+
+    That looks at every block of a mask as it is traced: of 131,072 tokens 17 billion entries, 36 s
+    of one core (Zen 3). A block of which all or nothing is seen is one entry here.
+    """
+    masks = importlib.import_module(f"{_SPLASH}_mask")
+
+    def in_blocks(base: Any) -> Any:
+        class Blocks(base):
+            reach: int | None = None
+
+            def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+                queries, keys = (
+                    range(*one.indices(n)) for one, n in zip(index, self.shape, strict=True)
+                )
+                nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
+                reach = self.shape[1] if self.reach is None else self.reach
+                if nearest >= 0 and farthest < reach:
+                    return np.ones((1, 1), bool)
+                if farthest < 0 or nearest >= reach:
+                    return np.zeros((1, 1), bool)
+                return super().__getitem__(index)
+
+        return Blocks
+
+    causal, local = in_blocks(masks.CausalMask), in_blocks(masks.LocalMask)
+
+    def of(tokens: int, window: int | None) -> Any:
+        shape = (tokens, tokens)
+        if window is None:
+            return causal(shape)
+        made = local(shape, window_size=(window - 1, 0), offset=0)
+        made.reach = window
+        return made
+
+    return of

@@ -13,6 +13,7 @@ jax 0.10.2, 2026-11-20, matrices of 1792 × 640:
   a transposed copy of the weight at 0.3 to 0.5.
 """
 
+from collections.abc import Sequence
 from functools import partial, reduce
 
 import jax
@@ -240,9 +241,31 @@ def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Arra
 
 def _columns(table: Array, tokens: Array) -> Array:
     if tokens.size > _FEW_TOKENS or not _on_cpu():
-        return table[tokens].T
+        return _rows_at(table, tokens).T
     rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
     return jnp.stack(rows, axis=1)
+
+
+@jax.custom_batching.custom_vmap
+def _rows_at(table: Array, tokens: Array) -> Array:
+    """Rows of a table. Of a batch of tables they are rows of one long table.
+
+    A TPU's gather from several would first copy all of them.
+    """
+    return table[tokens]
+
+
+@_rows_at.def_vmap
+def _rows_of_each(
+    count: int, batched: Sequence[bool], table: Array, tokens: Array
+) -> tuple[Array, bool]:
+    if not batched[0]:
+        return table[tokens], True
+    own = tokens if batched[1] else jnp.broadcast_to(tokens, (count, *tokens.shape))
+    rows = table.shape[1]
+    own = jnp.where(own < 0, own + rows, own).clip(0, rows - 1)  # as it would be in each
+    first = rows * jnp.arange(count, dtype=own.dtype)[:, None]
+    return table.reshape(-1, table.shape[2])[own + first], True
 
 
 @jax.custom_vjp

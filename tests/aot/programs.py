@@ -1,38 +1,34 @@
-"""Whole programs compiled for TPUs on a machine that has none.
+"""Whole programs compiled for TPUs and GPUs on a machine that has none.
 
     python -m tests.aot.programs v5e --models llama-3.2-1b --methods none chain
 
 What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
 says what a compiler refuses, how long it takes, what memory a program will take and what is in it,
-never how fast it is. It needs the package libtpu.
+never how fast it is. See `specjax.measure.compile_ahead` for what it needs.
 """
 
-import collections
 import contextlib
 import dataclasses
-import functools
 import json
-import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import jax
-import numpy as np
 import tyro
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.platform import DEVICES, traced_for
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
+from specjax.measure.compile_ahead import (
+    Compiled,
+    abstract_request,
+    abstract_target,
+    compiled,
+    hardware,
+    on,
+)
 from specjax.measure.roofline import SHAPES
-from specjax.models.stacking import stacked
-from tests.memory_table import Case, abstract, arguments, drafter_of
+from tests.memory_table import Case, drafter_of, texts_of
 
 METHODS = {"none": "none", "chain": "chain", "specexec": "specexec 63", "pool": "pool"}
-TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 _DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,
           "num_kv_heads": 8, "head_dim": 64}  # fmt: skip
 
@@ -44,102 +40,55 @@ def case_of(model: str, method: str, rows: int = 1, prompt: int = 2048) -> Case:
     )
 
 
-@functools.cache
-def alone_on(device: str) -> NamedSharding:
-    """Lying on a device which is not here; two descriptions of it are not the same to jax."""
-    found = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[device])
-    return NamedSharding(Mesh(np.asarray(found.devices[:1]), ("x",)), P())
-
-
-def on(tree: Any, device: str) -> Any:
-    """Shapes that lie on such a device."""
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=alone_on(device)), tree
-    )
-
-
-def traced(device: str, case: Case, part: str = "generate", stack: bool = True) -> Any:
-    """The trace of a case's program: "generate" as a whole, or its "prefill" or "step"."""
-    with traced_for(DEVICES[device]):
-        target = abstract(case.config, case.dtype)
-        target = jax.eval_shape(stacked, target) if stack else target
-        target, drafter, rows, rule, outputs, slots = arguments(case, drafter_of(case), target)
-        target, drafter, rows = on((target, drafter, rows), device)
-        if part == "generate":
-            return generate_jit.trace(target, drafter, rows, rule, outputs, slots)
-        begun = prefill_jit.trace(target, drafter, rows, slots)
-        if part == "prefill":
-            return begun
-        return step_jit.trace(target, drafter, rule, on(begun.out_info, device))
-
-
-@dataclasses.dataclass
-class Compiled:
-    """What compiling gave: seconds, bytes, and how often each kind of operation is in it."""
-
-    trace_seconds: float
-    lower_seconds: float
-    compile_seconds: float
-    temporary_bytes: int
-    aliased_bytes: int
-    output_bytes: int
-    operations: dict[str, int]
-
-
-def compiled(device: str, case: Case, part: str = "generate", stack: bool = True) -> Compiled:
-    """Compiles a case for a kind of TPU."""
-    begin = time.perf_counter()
-    trace = traced(device, case, part, stack)
-    after_trace = time.perf_counter()
-    with traced_for(DEVICES[device]):
-        lowered = trace.lower(lowering_platforms=("tpu",))
-    after_lower = time.perf_counter()
-    made = lowered.compile()
-    end = time.perf_counter()
-    memory = made.memory_analysis()
-    return Compiled(
-        after_trace - begin, after_lower - after_trace, end - after_lower,
-        memory.temp_size_in_bytes, memory.alias_size_in_bytes, memory.output_size_in_bytes,
-        dict(operations_of(made.as_text())),
-    )  # fmt: skip
-
-
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][\w\-]*)\(", re.MULTILINE)
-COUNTED = ("while", "conditional", "custom-call", "fusion", "copy", "all-reduce", "all-gather")
-
-
-def operations_of(text: str) -> collections.Counter[str]:
-    """How often each operation is in an optimized program."""
-    found = collections.Counter(_OPERATION.findall(text))
-    return collections.Counter({name: found[name] for name in COUNTED if found[name]})
+def made(name: str, case: Case, part: str = "generate", data: int = 1, model: int = 1) -> Compiled:
+    """A case's program compiled for hardware: "generate" as a whole, or its "prefill" or "step"."""
+    found = hardware(name)
+    mesh = found.mesh(data=data, model=model)
+    with traced_for(DEVICES[found.kind]):
+        target = abstract_target(case.config, case.dtype, mesh)
+        drafter = on(drafter_of(case), mesh)
+        asked = abstract_request(target, drafter, texts_of(case), case.rule)
+    if part == "generate":
+        return compiled(found.kind, generate_jit, *asked)
+    begun = (prefill_jit, target, drafter, asked.rows, asked.slots, asked.layout)
+    if part == "prefill":
+        return compiled(found.kind, *begun)
+    with traced_for(DEVICES[found.kind]):
+        state = prefill_jit.trace(*begun[1:]).out_info
+    return compiled(found.kind, step_jit, target, drafter, asked.rule, state, asked.layout)
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What is compiled."""
 
-    device: tyro.conf.Positional[str]
-    """v5e or v6e."""
+    hardware: tyro.conf.Positional[str]
+    """v5e, v5e:2x2, v6e or h100."""
     models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
     methods: tuple[str, ...] = tuple(METHODS)
     parts: tuple[str, ...] = ("generate",)
     """generate, prefill or step."""
     prompt: int = 2048
     rows: int = 1
-    stack: bool = True
-    """Layers of the target in a loop."""
+    data: int = 1
+    """Devices that share rows."""
+    model: int = 1
+    """Devices that share layers."""
     json: str | None = None
     """Where the figures go."""
 
 
-def lines(asked: Asked) -> Iterator[tuple[str, Compiled]]:
-    """A name and what came of it, a program after the other."""
+def lines(asked: Asked) -> Iterator[tuple[str, Compiled | str]]:
+    """A name and what came of it, a program after the other; its error where it is refused."""
     for model in asked.models:
         for method in asked.methods:
             for part in asked.parts:
                 case = case_of(model, method, asked.rows, asked.prompt)
-                found = compiled(asked.device, case, part, asked.stack)
-                yield f"{asked.device} {model} {method} {part}", found
+                name = f"{asked.hardware} {model} {method} {part} {asked.prompt} x {asked.rows}"
+                try:
+                    yield name, made(asked.hardware, case, part, asked.data, asked.model)
+                except Exception as error:  # of a compiler, of whatever kind
+                    yield name, str(error).splitlines()[0]
 
 
 def main() -> None:
@@ -147,6 +96,9 @@ def main() -> None:
     asked = tyro.cli(Asked)
     rows = {}
     for name, found in lines(asked):
+        if isinstance(found, str):
+            print(f"{name}: {found[:300]}", flush=True)
+            continue
         rows[name] = dataclasses.asdict(found)
         print(
             f"{name}: trace {found.trace_seconds:.1f} s, lower {found.lower_seconds:.1f} s, "

@@ -1,0 +1,287 @@
+"""Programs compiled for hardware that is not here: the memory they take, and what is in them.
+
+Nothing is allocated and nothing runs: the arguments are shapes. It says what a compiler refuses,
+how long it takes, what memory a program will take and which collectives it holds; never how fast it
+is. TPUs need the package libtpu, NVIDIA's GPUs the CUDA plugin of jax; neither needs a device.
+"""
+
+import collections
+import dataclasses
+import functools
+import importlib.util
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.platform import DEVICES, traced_for
+from specjax.base.pytree import replace, unchecked
+from specjax.base.sampling import Sampling
+from specjax.decoding.request import Limits, Request, Rows, room
+from specjax.draft.drafter import Drafter
+from specjax.models.config import ModelConfig
+from specjax.models.placement import placement
+from specjax.models.stacking import stacked, stacks
+from specjax.models.transformer import Model, initialize
+from specjax.parallel.mesh import AXES, ROWS, layout_of
+from specjax.verify.rules import AUTO, NAIVE, Rule, find_rule
+
+_H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""What XLA wants to know of an H100 SXM: NVIDIA's published limits of compute capability 9.0."""
+
+
+class Kind(NamedTuple):
+    """A kind of device: bytes of its memory, how many a host has, and what compiles for it.
+
+    `options` are the compiler's.
+    """
+
+    memory_bytes: int
+    topology: str
+    package: str
+    install: str
+    options: Mapping[str, str]
+
+
+_TPU = ("libtpu", "pip install 'specjax[tpu]'", {})
+_CUDA = ("jax_cuda13_plugin", "pip install 'specjax[cuda]'", {"xla_gpu_autotune_level": "0"})
+KINDS = {
+    "v5e": Kind(16 * 10**9, "2x2", *_TPU),
+    "v6e": Kind(32 * 10**9, "2x2", *_TPU),
+    "h100": Kind(80 * 10**9, "1", *_CUDA),
+}
+"""Kinds of devices that programs are compiled for."""
+
+
+class AheadError(ValueError):
+    """Hardware that programs cannot be compiled for here."""
+
+
+class Hardware(NamedTuple):
+    """Devices that are not here: their kind, and a description of each."""
+
+    name: str
+    kind: str
+    devices: tuple[Any, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of each device."""
+        return KINDS[self.kind].memory_bytes
+
+    def mesh(self, *, data: int = 1, model: int = 1, draft: int = 1) -> Mesh:
+        """A mesh of the first devices, with all three axes.
+
+        Raises:
+          AheadError: there are fewer devices.
+        """
+        sizes = data, model, draft
+        if math.prod(sizes) > len(self.devices):
+            raise AheadError(
+                f"the mesh needs {math.prod(sizes)} devices; {self.name} has {len(self.devices)}."
+            )
+        devices = np.asarray(self.devices[: math.prod(sizes)], object).reshape(sizes)
+        return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def hardware(name: str) -> Hardware:
+    """The devices that a name such as "v5e", "v5e:2x2" or "h100" describes.
+
+    Without a size it is one device.
+
+    Raises:
+      AheadError: the kind or its size is unknown, or what compiles for it is not installed.
+    """
+    kind, _, size = name.partition(":")
+    if kind not in KINDS:
+        raise AheadError(f"{name!r} is no known hardware; there are {', '.join(KINDS)}.")
+    found = KINDS[kind]
+    if size and not re.fullmatch(r"\d+(x\d+)*", size):
+        raise AheadError(f"{name!r} is not a kind and a size such as v5e:2x2.")
+    if importlib.util.find_spec(found.package) is None:
+        raise AheadError(
+            f"compiling for {kind} needs {found.package}, which is not installed: {found.install}."
+        )
+    try:
+        devices = _devices(kind, size or found.topology)
+    except Exception as error:  # of a compiler, of whatever kind
+        raise AheadError(f"{name} has no such topology: {str(error).splitlines()[0]}") from error
+    return Hardware(name, kind, devices if size else devices[:1])
+
+
+@functools.cache
+def _devices(kind: str, size: str) -> tuple[Any, ...]:
+    """Descriptions of devices; two of one device are not the same to jax."""
+    if DEVICES[kind].platform == "tpu":
+        made = topologies.get_topology_desc(platform="tpu", topology_name=f"{kind}:{size}")
+    else:
+        count = math.prod(map(int, size.split("x")))
+        made = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=_H100
+        )
+    return tuple(made.devices)
+
+
+def on(tree: Any, mesh: Mesh, spec: P = P()) -> Any:
+    """Shapes that lie on a mesh."""
+    return jax.tree.map(lambda leaf: _placed(leaf, mesh, spec), tree)
+
+
+def _placed(leaf: Any, mesh: Mesh, spec: P) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+
+def abstract(config: ModelConfig, dtype: str = "float32") -> Model:
+    """A model of shapes alone."""
+    return jax.eval_shape(lambda: initialize(jax.random.key(0), config, jnp.dtype(dtype)))
+
+
+def abstract_target(config: ModelConfig, dtype: str, mesh: Mesh) -> Model:
+    """A target of shapes that lie on a mesh as its weights would, stacked where they are.
+
+    Raises:
+      ValueError: the mesh does not divide its heads, key/value heads or features.
+    """
+    placed = placement(config, mesh)
+    model = abstract(placed.config, dtype)
+    if stacks(config):
+        model = jax.eval_shape(stacked, model)
+    lead = (None,) if model.is_stacked else ()
+
+    def lie(path: Sequence[Any], leaf: Any) -> jax.ShapeDtypeStruct:
+        names = [part.name for part in path if hasattr(part, "name")]
+        spec = placed.spec(names[-1])
+        return _placed(leaf, mesh, P(*lead, *spec) if names[0] == "stack" else spec)
+
+    model = jax.tree_util.tree_map_with_path(lie, model)
+    return replace(model, axis=placed.axis, repeats=placed.repeats)
+
+
+class Texts(NamedTuple):
+    """The texts of a request: how many, tokens of their prompts, and new ones at most."""
+
+    rows: int = 1
+    prompt: int = 2048
+    new: int = 128
+    temperature: float = 0.8
+
+
+def abstract_request(target: Model, drafter: Drafter, texts: Texts, rule: str = AUTO) -> Request:
+    """A request of shapes alone, on the mesh of `target` if it is on one."""
+    width, outputs, slots = room(
+        texts.prompt, texts.new, drafter.window, target.config.max_positions
+    )
+    count = texts.rows
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), count))
+    sampling = jax.eval_shape(lambda: Sampling(np.float32(texts.temperature)).rows(count))
+    limits = unchecked(Limits, max_new_tokens=array(count), end_ids=array(count, 0))
+    rows = unchecked(
+        Rows, prompt=array(count, width), length=array(count), key=keys, sampling=sampling,
+        limits=limits, counts=None,
+    )  # fmt: skip
+    layout = layout_of(target, drafter)
+    if layout is not None:
+        rows = on(rows, layout.mesh, ROWS)
+    return Request(target, drafter, rows, rule_of(rule, drafter), outputs, slots, layout)
+
+
+def rule_of(name: str, drafter: Drafter) -> Rule:
+    """The rule that decides."""
+    return NAIVE if drafter.window == 1 else find_rule(name, drafter.construction)
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What compiling gave: seconds, bytes of each device, and how often each operation is in it."""
+
+    trace_seconds: float
+    lower_seconds: float
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    operations: dict[str, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """What a device holds while it runs."""
+        return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.trace_seconds + self.lower_seconds + self.compile_seconds
+
+
+def compiled(kind: str, program: Any, *arguments: Any) -> Compiled:
+    """Traces, lowers and compiles a jitted `program` of shapes that lie on devices of a kind.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the compiler refuses it, for instance as it does not fit.
+    """
+    device = DEVICES[kind]
+    begin = time.perf_counter()
+    with traced_for(device):
+        trace = program.trace(*arguments)
+        after_trace = time.perf_counter()
+        platform = "cuda" if device.platform == "gpu" else device.platform
+        lowered = trace.lower(lowering_platforms=(platform,))
+    after_lower = time.perf_counter()
+    made = lowered.compile(compiler_options=dict(KINDS[kind].options))
+    end = time.perf_counter()
+    memory = made.memory_analysis()
+    return Compiled(
+        after_trace - begin, after_lower - after_trace, end - after_lower,
+        memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes, dict(operations_of(made.as_text())),
+    )  # fmt: skip
+
+
+_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][\w\-]*)\(", re.MULTILINE)
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+COUNTED = ("while", "conditional", "custom-call", "fusion", "copy", *COLLECTIVES)
+
+
+def operations_of(text: str) -> collections.Counter[str]:
+    """How often each operation is in an optimized program; asynchronous ones by their start."""
+    found = collections.Counter(_OPERATION.findall(text))
+    return collections.Counter(
+        {name: n for name in COUNTED if (n := found[name] + found[f"{name}-start"])}
+    )
