@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.platform import DEVICES, at_hand, device_kind, platform, traced_for
 from pallas_kernels.tree_attention import sequence, tree_attention, xla
-from specjax.base import sampling
+from specjax.base import loops, sampling
 from specjax.base.pytree import replace
 from specjax.base.sampling import FULL, GREEDY, LIMITED, Sampling, process
 from specjax.decoding.generate import generate_jit
@@ -15,6 +15,7 @@ from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
 from specjax.models import layers
 from specjax.models.kv_cache import cache_dtype
+from specjax.trees.construction import DISTINCT, DRAWN
 from tests.pairs import KEY, PROMPTS, generate, near, varied_model
 
 KINDS = {
@@ -99,6 +100,34 @@ def test_no_branch_is_chosen_by_data(kind, target, known):
 
 def test_where_nothing_is_known_branches_are(target, known):
     assert branches(target, KINDS[FULL], forget=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("drafts", "widths", "verify"),
+    [(2, (1, 1, 1), "multi-step"), (1, (2, 1, 1), "naive"), (1, (2, 2), "recursive")],
+)
+def test_loops_of_a_static_length_change_no_text(drafts, widths, verify, target):
+    pool = [near(target, number) for number in range(drafts)]
+    drafter = ExpansionDrafter.of(
+        pool, widths, children=DISTINCT if verify == "recursive" else DRAWN
+    )
+    asked = {"sampling": Sampling(np.linspace(0, 1, len(PROMPTS), dtype=np.float32))}
+    asked["verify"] = verify
+    texts, whiles = [], []
+    for name in ("cpu", "tpu"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loops, "platform", lambda name=name: name)
+            jax.clear_caches()
+            texts.append(generate(target, drafter, **asked))
+            request = prepare(KEY, target, drafter, PROMPTS, max_new_tokens=8, **asked)
+            whiles.append(
+                generate_jit.lower(**request._asdict()).as_text().count("stablehlo.while")
+            )
+    jax.clear_caches()
+    for name in ("tokens", "lengths", "steps", "nodes"):
+        np.testing.assert_array_equal(*(getattr(text, name) for text in texts))
+    assert whiles[1] < whiles[0]
+    assert texts[0].tokens_per_step.max() > 1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from pallas_kernels.platform import at_hand, compute_capability, platform
@@ -119,16 +118,14 @@ def _masks() -> Any:
         class Blocks(base):
             reach: int | None = None
 
-            def __getitem__(self, index: tuple[slice, slice]) -> np.ndarray:
+            def __getitem__(self, index: tuple[slice, ...]) -> Any:
                 queries, keys = (
                     range(*one.indices(n)) for one, n in zip(index, self.shape, strict=True)
                 )
                 nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
                 reach = self.shape[1] if self.reach is None else self.reach
-                if nearest >= 0 and farthest < reach:
-                    return np.ones((1, 1), bool)
-                if farthest < 0 or nearest >= reach:
-                    return np.zeros((1, 1), bool)
+                if (nearest >= 0 and farthest < reach) or farthest < 0 or nearest >= reach:
+                    index = tuple(slice(one[0], one[0] + 1) for one in (queries, keys))
                 return super().__getitem__(index)
 
         return Blocks

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.deprecated import renamed, renamed_fields
+from specjax.base.loops import repeated
 from specjax.base.pytree import pytree, replace
 from specjax.trees.widths import Widths, canonical, counts, widest
 
@@ -278,14 +278,14 @@ def tree_attention_mask(tree: TokenTree) -> Bool[Array, "*B N N"]:
     own = jnp.eye(tree.num_slots, dtype=bool)
     above = jnp.maximum(tree.parents, 0)
 
-    def twice_as_far(_: Any, at: tuple[Array, Array]) -> tuple[Array, Array]:
+    def twice_as_far(at: tuple[Array, Array]) -> tuple[Array, Array]:
         seen, above = at
         seen = seen | jnp.take_along_axis(seen, above[..., None], -2)
         return seen, jnp.take_along_axis(above, above, -1)
 
-    doublings = 32 - lax.clz(tree.depth.max())
     none = jnp.broadcast_to(own, (*tree.parents.shape, tree.num_slots))
-    return lax.fori_loop(0, doublings, twice_as_far, (none, above))[0]
+    most = (tree.num_slots - 1).bit_length()  # of the deepest tree there can be
+    return repeated(twice_as_far, (none, above), most, 32 - lax.clz(tree.depth.max()))[0]
 
 
 def draw_tree(

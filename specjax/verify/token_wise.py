@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from specjax.base.loops import bounded_while, repeated
 from specjax.base.pytree import pytree
 from specjax.base.sampling import draw
 from specjax.trees.accepted import Accepted
@@ -90,7 +90,8 @@ def match(tree: TokenTree, choice: Int32[Array, " N"], window: int) -> Accepted:
     parents = jnp.maximum(tree.parents, 0)
     hit = tree.valid & (tree.tokens == choice[parents])
     is_root = tree.parents < 0
-    taken = lax.fori_loop(0, window - 1, lambda _, t: is_root | (hit & t[parents]), is_root)
+    levels = window - 1
+    taken = repeated(lambda t: is_root | (hit & t[parents]), is_root, levels, enough=levels)
     last = jnp.argmax(jnp.where(taken, tree.depth, -1)).astype(jnp.int32)
     return path_to(tree, last, choice[last], window)
 
@@ -118,7 +119,7 @@ def follow(
 
     zero = jnp.int32(0)
     start = jnp.zeros(window, jnp.int32), zero + 1, zero, zero != 0
-    path, count, token, _ = lax.while_loop(lambda at: ~at[3], body, start)
+    path, count, token, _ = bounded_while(lambda at: ~at[3], body, start, window)
     return Accepted(path=path, count=count, token=token)
 
 
@@ -191,5 +192,5 @@ def walk(
         count=root + 1,
         done=root != 0,
     )
-    end = lax.while_loop(lambda at: ~at.done, body, start)
+    end = bounded_while(lambda at: ~at.done, body, start, trials.size + 1)
     return Accepted(path=end.path, count=end.count, token=draw(end.probs, last))
