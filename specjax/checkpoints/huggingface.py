@@ -14,6 +14,7 @@ from jaxtyping import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
+from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import orbax, quantized
 from specjax.checkpoints.files import (
@@ -91,7 +92,7 @@ def load(
 
 def default_dtype() -> str:
     """The dtype of weights where none is named."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    return "float32" if platform() == "cpu" else "bfloat16"
 
 
 @keywords_after(1)

@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +17,7 @@ from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
 from specjax.checkpoints.streaming import HOST, Division, check_offload, division, dtype_of_layers
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
+from specjax.cli.ahead import compile_for, compiled_for, length_of, on_a_cpu, said
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, bytes_of, dtype_of
 from specjax.decoding.request import PROMPT_BUCKETS, room
@@ -44,6 +45,8 @@ def info(options: Info) -> int:
     Raises:
       ValueError: an option is wrong, the pair does not fit, or there is too little memory.
     """
+    if options.compile_for is not None:
+        return compile_for(options)
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
     mesh = devices_for(options.mesh, options.distributed)
@@ -234,7 +237,9 @@ def check_pair(options: CheckPair) -> int:
       ValueError: an option is wrong, or the mesh does not divide the target.
     """
     kind = dtype_of(options.dtype)
-    mesh = devices_for(options.mesh)
+    if options.compile_for is not None:
+        on_a_cpu()
+    mesh = devices_for(options.mesh if options.compile_for is None else None)
     found = named(options.target, ",".join(options.drafts))
     target = huggingface.read_config(found.target.folder, options.positions)[0]
     vocabulary = vocabulary_of(found.target, target)
@@ -251,7 +256,11 @@ def check_pair(options: CheckPair) -> int:
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
-            _on_memory((held, own), _most(target)),
+            *(
+                (_on_memory((held, own), _most(target)),)
+                if options.compile_for is None or not verdict.same
+                else _on_programs(options, found.target, target, draft)
+            ),
         ]
         works = not any(finding.obstacle for finding in findings)
         one = {"draft": _described(files, draft, None), "works": works}
@@ -293,6 +302,22 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
     if not windows:
         return ()
     return (Finding("windows", f"trees grown in several passes have at most {min(windows)} nodes"),)
+
+
+def _on_programs(
+    options: CheckPair, files: Files, target: ModelConfig, draft: ModelConfig
+) -> Iterator[Finding]:
+    """What the programs of a pair take of hardware that is not here; obstacles if they do not fit.
+
+    Where the vocabularies differ there is none to compile.
+    """
+    report = compiled_for(options, files, target, [draft], (1, length_of(None, target)))
+    for one in report["programs"]:
+        yield Finding(
+            f"{report['hardware']}, {one['name']}",
+            said(one, report["memory_bytes"]),
+            not one["fits"],
+        )
 
 
 def _on_memory(loads: tuple[Load, list[Load]], most: int) -> Finding:

@@ -110,6 +110,20 @@ class Offloaded:
         return (self.offload, self.memory) != (None, None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """Hardware that is not here."""
+
+    compile_for: Annotated[
+        str | None,
+        _help(
+            "Compile the programs for hardware that is not here, such as v5e, v5e:2x2, v6e or h100 "
+            "(without a size one device), and say what they take of its memory and whether they "
+            "fit. --mesh is of its devices, by default all along model.",
+        ),
+    ] = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Generate(Context, Hosts, Offloaded):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
@@ -296,7 +310,7 @@ class Verify(Context, Hosts, Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Info(Context, Hosts, Offloaded):
+class Info(Context, Hosts, Offloaded, Ahead):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
@@ -315,7 +329,7 @@ class Info(Context, Hosts, Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckPair(Context, Devices, Offloaded):
+class CheckPair(Context, Devices, Offloaded, Ahead):
     """Say whether drafts can work for a model: their vocabularies, contexts and memory."""
 
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]

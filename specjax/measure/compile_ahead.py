@@ -10,9 +10,10 @@ import dataclasses
 import functools
 import importlib.util
 import math
+import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,13 +26,18 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.platform import DEVICES, traced_for
 from specjax.base.pytree import replace, unchecked
 from specjax.base.sampling import Sampling
+from specjax.checkpoints.pair import Pair
+from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Limits, Request, Rows, room
 from specjax.draft.drafter import Drafter
+from specjax.methods.choice import shipped
+from specjax.methods.method import Setting
+from specjax.methods.registry import build
 from specjax.models.config import ModelConfig
 from specjax.models.placement import placement
 from specjax.models.stacking import stacked, stacks
 from specjax.models.transformer import Model, initialize
-from specjax.parallel.mesh import AXES, ROWS, layout_of
+from specjax.parallel.mesh import AXES, ROWS, check_rows, layout_of
 from specjax.verify.rules import AUTO, NAIVE, Rule, find_rule
 
 _H100 = """
@@ -85,6 +91,16 @@ KINDS = {
 """Kinds of devices that programs are compiled for."""
 
 
+_QUIET = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+"""What libtpu is told where there is no TPU: to ask no host for it, and to warn of nothing."""
+
+
 class AheadError(ValueError):
     """Hardware that programs cannot be compiled for here."""
 
@@ -134,6 +150,8 @@ def hardware(name: str) -> Hardware:
         raise AheadError(
             f"compiling for {kind} needs {found.package}, which is not installed: {found.install}."
         )
+    for flag, value in _QUIET.items():
+        os.environ.setdefault(flag, value)
     try:
         devices = _devices(kind, size or found.topology)
     except Exception as error:  # of a compiler, of whatever kind
@@ -245,6 +263,12 @@ class Compiled:
         return self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
 
     @property
+    def collectives(self) -> dict[str, int]:
+        """What passes between devices, and how often."""
+        counted = self.operations.items()
+        return {name: n for name, n in counted if name.removesuffix("-start") in COLLECTIVES}
+
+    @property
     def seconds(self) -> float:
         """All of it."""
         return self.trace_seconds + self.lower_seconds + self.compile_seconds
@@ -274,14 +298,82 @@ def compiled(kind: str, program: Any, *arguments: Any) -> Compiled:
     )  # fmt: skip
 
 
+class Program(NamedTuple):
+    """A program for the devices of a mesh: what it is, and what came of it or why it is refused."""
+
+    name: str
+    made: Compiled | None
+    refused: str | None
+
+
+def programs(
+    found: Hardware,
+    mesh: Mesh,
+    target: ModelConfig,
+    drafts: Sequence[ModelConfig],
+    dtype: str,
+    texts: Texts,
+) -> Iterator[Program]:
+    """Compiles the whole `generate` of plain decoding, and of what `auto` takes for the drafts.
+
+    That is for greedy rows and for sampled ones.
+
+    Raises:
+      ValueError: the mesh does not divide the target or the rows.
+    """
+    device = DEVICES[found.kind]
+    no_tokenizer: Any = None
+    with traced_for(device):
+        model = abstract_target(target, dtype, mesh)
+        alone = abstract(target, dtype)
+        own = [abstract(_of_vocabulary(each, target), dtype) for each in drafts]
+
+    def asked(setting: Setting, temperature: float) -> Request:
+        with traced_for(device):
+            drafter = jax.eval_shape(
+                lambda t, d: build(setting, Pair(t, no_tokenizer, d)), alone, own
+            )
+            request = abstract_request(
+                model, on(drafter, mesh), texts._replace(temperature=temperature)
+            )
+        check_rows(request.layout, texts.rows)
+        return request
+
+    yield _compiled(found.kind, "plain", asked(Setting(), 0.8))
+    for temperature in (0.0, 0.8) if drafts else ():
+        with traced_for(device):
+            setting = shipped(Pair(alone, no_tokenizer, own), temperature > 0, texts.rows).setting
+        name = f"{setting.label} at temperature {temperature:g}"
+        yield _compiled(found.kind, name, asked(setting, temperature))
+
+
+def _compiled(kind: str, name: str, asked: Request) -> Program:
+    try:
+        return Program(name, compiled(kind, generate_jit, *asked), None)
+    except jax.errors.JaxRuntimeError as error:  # of the compiler
+        return Program(name, None, str(error).splitlines()[0])
+
+
+def _of_vocabulary(draft: ModelConfig, target: ModelConfig) -> ModelConfig:
+    """A draft whose table is made as long as the target's, as it is when it is loaded."""
+    if draft.vocab_size == target.vocab_size:
+        return draft
+    known = min(draft.vocab_size, target.vocab_size)
+    return dataclasses.replace(draft, vocab_size=target.vocab_size, num_known=known)
+
+
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][\w\-]*)\(", re.MULTILINE)
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-COUNTED = ("while", "conditional", "custom-call", "fusion", "copy", *COLLECTIVES)
+COUNTED = (
+    *("while", "conditional", "custom-call", "fusion", "copy"),
+    *(f"{name}{part}" for name in COLLECTIVES for part in ("", "-start")),
+)
 
 
 def operations_of(text: str) -> collections.Counter[str]:
-    """How often each operation is in an optimized program; asynchronous ones by their start."""
+    """How often each operation is in an optimized program.
+
+    Those that end in "-start" go on beside others, up to their "-done".
+    """
     found = collections.Counter(_OPERATION.findall(text))
-    return collections.Counter(
-        {name: n for name in COUNTED if (n := found[name] + found[f"{name}-start"])}
-    )
+    return collections.Counter({name: found[name] for name in COUNTED if found[name]})

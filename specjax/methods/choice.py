@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.platform import platform
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.link import MOST_LEVELS, draft_seconds, link_of
 from specjax.methods import records
@@ -182,8 +183,8 @@ def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:
         return Choice(Setting(), "there is no draft model")
-    platform, kind = jax.default_backend(), "sampling" if sampled else "greedy"
-    setting = setting_of(SHIPPED.get((platform, kind, batch == 1), ELSEWHERE), batch=batch)
+    here, kind = platform(), "sampling" if sampled else "greedy"
+    setting = setting_of(SHIPPED.get((here, kind, batch == 1), ELSEWHERE), batch=batch)
     if not _able(setting, pair, verify):
         setting = setting_of(ELSEWHERE, batch=batch)
-    return Choice(setting, f"the shipped default for {platform}, {kind}")
+    return Choice(setting, f"the shipped default for {here}, {kind}")

@@ -1,0 +1,122 @@
+"""`--compile-for`: what a pair's programs take of hardware that is not here."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from specjax.checkpoints.files import Files
+from specjax.checkpoints.huggingface import read_config
+from specjax.checkpoints.pair import named
+from specjax.cli.options import CheckPair, Info
+from specjax.cli.values import at_least, dtype_of
+from specjax.measure.compile_ahead import Hardware, Program, Texts, hardware, programs
+from specjax.models.config import ModelConfig
+from specjax.models.memory import readable
+from specjax.parallel.mesh import MODEL
+from specjax.parallel.processes import sizes_of
+
+_NEW = 128
+"""New tokens of a text, the most that `generate` makes by default."""
+_LENGTH = 2048 + _NEW
+"""Tokens of a text where none are named."""
+
+
+def compile_for(options: Info) -> int:
+    """Runs `specjax info --compile-for`; gives the exit code, 1 if a program does not fit.
+
+    Configurations are read, weights are not.
+
+    Raises:
+      AheadError: nothing can be compiled for that hardware here.
+      CheckpointError: a folder or file is missing or damaged, or an architecture not supported.
+      ValueError: an option is wrong, or the mesh does not divide the target.
+    """
+    at_least("--batch", options.batch, 1)
+    at_least("--length", options.length or _LENGTH, 2)
+    if options.distributed is not None:
+        raise ValueError("--compile-for compiles in one process; leave out --distributed.")
+    on_a_cpu()
+    found = named(options.model, options.draft)
+    target = read_config(found.target.folder, options.positions)[0]
+    drafts = [read_config(each.folder)[0] for each in found.drafts]
+    size = options.batch, length_of(options.length, target)
+    report = compiled_for(options, found.target, target, drafts, size)
+    print(json.dumps(report)) if options.json else _tell(report)
+    return 0 if all(each["fits"] for each in report["programs"]) else 1
+
+
+def compiled_for(
+    options: Info | CheckPair,
+    files: Files,
+    target: ModelConfig,
+    drafts: Sequence[ModelConfig],
+    size: tuple[int, int],
+) -> dict[str, Any]:
+    """What the programs for `size` (texts at once, tokens of each) take of hardware.
+
+    Raises: see `compile_for`.
+    """
+    if options.offloaded:
+        raise ValueError("--compile-for compiles what is in memory; leave out --offload, --memory.")
+    assert options.compile_for is not None
+    found = hardware(options.compile_for)
+    mesh = found.mesh(**(sizes_of(options.mesh) or {MODEL: len(found.devices)}))
+    dtype = dtype_of(options.dtype) or "bfloat16"
+    rows, length = size
+    new = min(_NEW, length - 1)
+    texts = Texts(rows, length - new, new)
+    made = []
+    for program in programs(found, mesh, target, drafts, dtype, texts):
+        made.append(_of(program, found))
+        print(f"compiled: {program.name}", file=sys.stderr)
+    return {
+        "model": str(files.folder), "hardware": found.name, "devices": mesh.size, "dtype": dtype,
+        "batch": rows, "length": length, "memory_bytes": found.memory_bytes, "programs": made,
+    }  # fmt: skip
+
+
+def length_of(asked: int | None, target: ModelConfig) -> int:
+    """Tokens of a text: those that are asked for, or that many, as far as the target goes."""
+    return min(asked or _LENGTH, target.max_positions)
+
+
+def on_a_cpu() -> None:
+    """Keeps jax off devices that may be here: one that libtpu holds compiles for no other."""
+    jax.config.update("jax_platforms", "cpu")
+
+
+def _of(program: Program, found: Hardware) -> dict[str, Any]:
+    if program.made is None:
+        return {"name": program.name, "fits": False, "refused": program.refused}
+    made = program.made
+    figures = {"total_bytes": made.total_bytes, "seconds": round(made.seconds, 1)}
+    return {
+        "name": program.name, "fits": made.total_bytes <= found.memory_bytes, **figures,
+        **dataclasses.asdict(made), "collectives": made.collectives,
+    }  # fmt: skip
+
+
+def _tell(report: dict[str, Any]) -> None:
+    print(
+        f"{report['model']} in {report['dtype']} for {report['devices']} of {report['hardware']}, "
+        f"{readable(report['memory_bytes'])} each; {report['batch']} x {report['length']:,} tokens"
+    )
+    for one in report["programs"]:
+        print(f"{one['name']}: {said(one, report['memory_bytes'])}")
+
+
+def said(one: dict[str, Any], memory_bytes: int) -> str:
+    """What came of a program, in words."""
+    if "refused" in one:
+        return f"does not compile: {one['refused']}"
+    passed = ", ".join(f"{count} {name}" for name, count in one["collectives"].items())
+    return (
+        f"{'fits' if one['fits'] else 'DOES NOT FIT'}: {readable(one['total_bytes'])} of "
+        f"{readable(memory_bytes)} (weights and arguments {readable(one['argument_bytes'])}, "
+        f"temporaries {readable(one['temporary_bytes'])}); collectives: {passed or 'none'}; "
+        f"compiled in {one['seconds']} s"
+    )
