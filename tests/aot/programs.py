@@ -1,10 +1,11 @@
-"""Whole programs compiled for TPUs on a machine that has none.
+"""Whole programs compiled for TPUs on a machine that has none, or for the device that is here.
 
     python -m tests.aot.programs v5e --models llama-3.2-1b --methods none chain
+    python -m tests.aot.programs here --no-stack
 
 What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
 says what a compiler refuses, how long it takes, what memory a program will take and what is in it,
-never how fast it is. It needs the package libtpu.
+never how fast it is. For a TPU it needs the package libtpu.
 """
 
 import collections
@@ -26,12 +27,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.platform import DEVICES, traced_for
+from specjax.base.output import write_json
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
 from specjax.measure.roofline import SHAPES
 from specjax.models.stacking import stacked
 from tests.memory_table import Case, abstract, arguments, drafter_of
 
 METHODS = {"none": "none", "chain": "chain", "specexec": "specexec 63", "pool": "pool"}
+HERE = "here"
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 _DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,
           "num_kv_heads": 8, "head_dim": 64}  # fmt: skip
@@ -53,14 +56,21 @@ def alone_on(device: str) -> NamedSharding:
 
 def on(tree: Any, device: str) -> Any:
     """Shapes that lie on such a device."""
+    if device == HERE:
+        return tree
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=alone_on(device)), tree
     )
 
 
+def meant_for(device: str) -> contextlib.AbstractContextManager[None]:
+    """Traces for a device of that name, or for the one that is here."""
+    return contextlib.nullcontext() if device == HERE else traced_for(DEVICES[device])
+
+
 def traced(device: str, case: Case, part: str = "generate", stack: bool = True) -> Any:
     """The trace of a case's program: "generate" as a whole, or its "prefill" or "step"."""
-    with traced_for(DEVICES[device]):
+    with meant_for(device):
         target = abstract(case.config, case.dtype)
         target = jax.eval_shape(stacked, target) if stack else target
         target, drafter, rows, rule, outputs, slots = arguments(case, drafter_of(case), target)
@@ -87,12 +97,12 @@ class Compiled:
 
 
 def compiled(device: str, case: Case, part: str = "generate", stack: bool = True) -> Compiled:
-    """Compiles a case for a kind of TPU."""
+    """Compiles a case for a kind of TPU, or for the device that is here."""
     begin = time.perf_counter()
     trace = traced(device, case, part, stack)
     after_trace = time.perf_counter()
-    with traced_for(DEVICES[device]):
-        lowered = trace.lower(lowering_platforms=("tpu",))
+    with meant_for(device):
+        lowered = trace.lower(lowering_platforms=None if device == HERE else ("tpu",))
     after_lower = time.perf_counter()
     made = lowered.compile()
     end = time.perf_counter()
@@ -119,7 +129,7 @@ class Asked:
     """What is compiled."""
 
     device: tyro.conf.Positional[str]
-    """v5e or v6e."""
+    """v5e, v6e or here, whatever that is."""
     models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
     methods: tuple[str, ...] = tuple(METHODS)
     parts: tuple[str, ...] = ("generate",)
@@ -145,7 +155,10 @@ def lines(asked: Asked) -> Iterator[tuple[str, Compiled]]:
 def main() -> None:
     """Prints a line a program."""
     asked = tyro.cli(Asked)
-    rows = {}
+    rows: dict[str, Any] = {}
+    if asked.json is not None:
+        with contextlib.suppress(FileNotFoundError):
+            rows = json.loads(Path(asked.json).read_text(encoding="utf-8"))
     for name, found in lines(asked):
         rows[name] = dataclasses.asdict(found)
         print(
@@ -155,10 +168,8 @@ def main() -> None:
             f"{found.aliased_bytes / 2**20:.0f} MiB, {found.operations}",
             flush=True,
         )
-    if asked.json is not None:
-        with contextlib.suppress(FileNotFoundError):
-            rows = json.loads(Path(asked.json).read_text(encoding="utf-8")) | rows
-        Path(asked.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        if asked.json is not None:
+            write_json(asked.json, rows)
 
 
 if __name__ == "__main__":
