@@ -96,7 +96,7 @@ def _verify(name: str, kernel: str, platforms: tuple[str, ...]) -> Piece:
     return Piece(
         name, (*module, "chain,specexec", "--prompts", "4", "--samples", "1024"),
         (*module, "none", "--prompts", "1", "--max-new-tokens", "8", "--samples", "64"),
-        120, 330, platforms=platforms, needs=_PACKAGES,
+        90, 330, platforms=platforms, needs=_PACKAGES,
     )  # fmt: skip
 
 
@@ -122,12 +122,13 @@ PIECES = (
     _attention("32768", 240, *_MAIN, "--slots", "32768"),
     _attention("8-bits", 90, *_MAIN[:4], "--nodes", "1,64", "--slots", "4096,32768",
                result="attention of 8 bits"),
+    _attention("8-rows", 120, *_MAIN[:2], "--batches", "8", "--nodes", "1,64", "--slots", "4096"),
     _roofline("passes-8b", 90, 300, _SMALL_COSTS, "--shapes", "llama-3.1-8b", "--inflate", ""),
     _roofline("passes-1b", 60, 240, _SMALL_COSTS, "--shapes", "llama-3.2-1b", "--inflate", ""),
     _pair("1B", "0", 120),
     _pair("8B", "0", 180),
     Piece("limits", ("tests.limits", "--json", "{json}"),
-          ("tests.limits", "--json", "{json}", "--small"), 60, 240, needs=("pytest",)),
+          ("tests.limits", "--json", "{json}", "--small"), 45, 240, needs=("pytest",)),
     Piece("shares", (*_BENCH, "--inflate", "1B", "--methods", "chain,specexec", "--temperatures",
                      "0.8", "--limit", "2", "--dtype", "bfloat16"),
           (*_BENCH, "--inflate", "18.5M", "--methods", "chain", "--temperatures", "0", "--limit",
@@ -146,8 +147,6 @@ PIECES = (
           180, 400, needs=_PACKAGES, env=(("JAX_ENABLE_COMPILATION_CACHE", "false"),)),
     _pair("1B", "0.8", 120),
     _pair("8B", "0.8", 180),
-    _attention("8-rows", 180, *_MAIN[:2], "--batches", "8", "--nodes", "1,16,64", "--slots",
-               "4096,32768"),
     _attention("rest", 400),
 )  # fmt: skip
 """All of them; sampled texts and the other shapes are what is left out if time is short."""
