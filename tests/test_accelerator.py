@@ -34,7 +34,7 @@ from tests.accelerator.running import (
     order,
     work,
 )
-from tests.accelerator.tables import goals, tables
+from tests.accelerator.tables import attention, goals, tables
 from tests.aot import programs
 from tests.conftest import QUICKLY
 from tests.test_tree_attention import SHAPES, make
@@ -429,6 +429,23 @@ def attention_row(nodes, slots, name, seconds, over, batch=1, of_peak=0.5):
     return {"model": "bundled", "batch": batch, "nodes": nodes, "slots": slots,
             "implementation": name, "seconds": seconds, "best_peer_over_it": over,
             "of_peak": of_peak}  # fmt: skip
+
+
+def test_a_table_has_a_column_for_every_implementation_and_says_what_failed():
+    rows = [
+        attention_row(16, 4096, "xla", 2e-6, 0.5), attention_row(16, 4096, "cudnn", 1e-6, 1.0),
+        attention_row(16, 4096, "triton", 0.5e-6, 2.0, of_peak=0.75),
+        attention_row(64, 4096, "xla", 4e-6, 1.0),
+        {"model": "bundled", "batch": 1, "nodes": 64, "slots": 4096, "implementation": "hopper",
+         "error": "it did not end in 90 seconds"},
+    ]  # fmt: skip
+    text = attention({"attention": {"rows": rows, "env": {"read_gb_per_second": 3000.0}}})
+    assert text is not None
+    header, _, *lines = text.splitlines()
+    assert "| xla, µs | cudnn, µs | hopper, µs | triton, µs | fastest |" in header
+    assert lines[0] == "| bundled | 1 | 16 | 4096 | 2.0 | 1.0 |  | 0.5 | triton | 2.00 | 75% |"
+    assert "| 4.0 |  | (it did not end in 90 seconds) |  | xla | 1.00 | 50% |" in lines[1]
+    assert lines[-1] == "The same run read 3,000 GB/s."
 
 
 def test_goals_are_held_against_the_worst_of_the_fastest():
