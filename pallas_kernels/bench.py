@@ -39,8 +39,9 @@ _MOST_COPIES = 32
 _ROUNDS = 5
 _SECONDS = 0.02
 _MOST_OFF = 0.02
-PATIENCE = 180
-"""Seconds that one implementation may take on one shape, compilation included."""
+_MOST_HANGS = 2
+PATIENCE = 180.0
+"""Seconds that one implementation may take on one shape, compilation included, by default."""
 
 Attention = Callable[[Any], jax.Array]
 Row = dict[str, Any]
@@ -110,11 +111,15 @@ def seconds(run: Attention, caches: Sequence[Any]) -> float:
 
 
 def measure(
-    shape: Shape, peak: float, keep: Callable[[Row], Any], done: Collection[str] = ()
+    shape: Shape,
+    peak: float,
+    keep: Callable[[Row], Any],
+    done: Collection[str] = (),
+    patience: float = PATIENCE,
 ) -> None:
     """Hands to `keep` a row for every implementation that runs and is not `done`, or its failure.
 
-    One that takes more than `PATIENCE` seconds ends the process, after `keep` has had its row: a
+    One that takes more than `patience` seconds ends the process, after `keep` has had its row: a
     kernel that waits for ever can be stopped in no other way.
     """
     copies = max(1, min(_MOST_COPIES, _ROTATED_BYTES // shape.cache_bytes))
@@ -126,13 +131,13 @@ def measure(
     if jax.default_backend() == "gpu" and shape.bits != 8:
         runs["cudnn"] = cudnn, [jax.jit(joined)(at) for at in caches]
     ragged = jax.block_until_ready(_ragged(caches[0]))
-    with _watched(shape, "xla", keep):
+    with _watched(shape, "xla", keep, patience):
         expected = jax.block_until_ready(jax.jit(xla.tree_attention)(ragged))
     for name in [name for name in runs if name not in done]:
         row: Row = {**shape._asdict(), "implementation": name}
         run, operands = runs[name]
         try:
-            with _watched(shape, name, keep):
+            with _watched(shape, name, keep, patience):
                 if name in IMPLEMENTATIONS:
                     _check(jax.jit(run)(ragged), expected)
                 taken = seconds(run, operands)
@@ -144,11 +149,13 @@ def measure(
 
 
 @contextlib.contextmanager
-def _watched(shape: Shape, name: str, keep: Callable[[Row], Any]) -> Iterator[None]:
-    """Ends the process if an implementation takes longer than `PATIENCE` inside."""
+def _watched(
+    shape: Shape, name: str, keep: Callable[[Row], Any], patience: float
+) -> Iterator[None]:
+    """Ends the process if an implementation takes longer than `patience` seconds inside."""
     row: Row = {**shape._asdict(), "implementation": name, "hangs": True,
-                "error": f"it did not end in {PATIENCE} seconds"}  # fmt: skip
-    watch = threading.Timer(PATIENCE, _end, (keep, row))
+                "error": f"it did not end in {patience:g} seconds"}  # fmt: skip
+    watch = threading.Timer(patience, _end, (keep, row))
     watch.daemon = True
     watch.start()
     try:
@@ -238,26 +245,42 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def write(rows: Sequence[Row]) -> None:
-    """Puts the fastest implementation of every shape into the table that the dispatcher reads."""
+def fastest(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """An entry of the dispatcher's table for every shape: what was the fastest at it."""
     entries = []
     for shape in dict.fromkeys(map(shape_of, rows)):
         own = [row for row in rows if shape_of(row) == shape]
         timed = [r for r in own if "seconds" in r and r["implementation"] in IMPLEMENTATIONS]
         if timed:
-            fastest = min(timed, key=lambda row: row["seconds"])["implementation"]
+            name = min(timed, key=lambda row: row["seconds"])["implementation"]
             at = abstract(shape)
-            entries.append({"kind": tuning.kind_of(at), **tuning.sizes_of(at), "fastest": fastest})
+            entries.append({"kind": tuning.kind_of(at), **tuning.sizes_of(at), "fastest": name})
+    return entries
+
+
+def write(rows: Sequence[Row], device: str | None = None) -> None:
+    """Puts the fastest implementation of every shape into the table that the dispatcher reads.
+
+    `device` is the kind of device that the rows are of, by default the one at hand.
+    """
+    device, entries = device or tuning.device(), fastest(rows)
     new = {_place(entry) for entry in entries}
     table = dict(tuning.measured())
-    kept = [entry for entry in table.get(tuning.device(), []) if _place(entry) not in new]
-    table[tuning.device()] = kept + entries
+    kept = [entry for entry in table.get(device, []) if _place(entry) not in new]
+    table[device] = kept + entries
     tuning.FILE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    tuning.measured.cache_clear()
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, ...]:
     """What an entry was measured at."""
     return tuple(value for name, value in sorted(entry.items()) if name != "fastest")
+
+
+def _hopeless(rows: Sequence[Row]) -> set[str]:
+    """Implementations that hung at two shapes; at more they are not tried."""
+    hung = [row["implementation"] for row in rows if "hangs" in row]
+    return {name for name in hung if hung.count(name) >= _MOST_HANGS}
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -272,6 +295,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--bits", type=int, default=16, choices=(8, 16), help="of the cache")
     parser.add_argument("--seconds", type=float, default=540, help="stop after so long")
+    parser.add_argument("--patience", type=float, default=PATIENCE,
+                        help="seconds of one implementation at one shape")  # fmt: skip
     parser.add_argument("--json", help="write rows here; those that it holds are not run again")
     parser.add_argument("--write", action="store_true", help="let the dispatcher go by the rows")
     return parser.parse_args()
@@ -322,13 +347,16 @@ def main() -> int:
         if file:
             report = {"env": environment(peak), "rows": compared(rows),
                       "owed": [list(shape) for shape in left]}  # fmt: skip
-            file.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            unfinished = file.with_name(f"{file.name}.part")  # the file is whole at any time
+            unfinished.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+            unfinished.replace(file)
 
     while left and time.monotonic() - begin < options.seconds:
         own = [row for row in rows if shape_of(row) == left[0]]
         done = {row["implementation"] for row in own if "seconds" in row or "hangs" in row}
+        done |= _hopeless(rows)
         if not any("hangs" in row for row in own if row["implementation"] == "xla"):
-            measure(left[0], peak, keep, done)  # all are checked against XLA's
+            measure(left[0], peak, keep, done, options.patience)  # all are checked against XLA's
         del left[0]
         save()
     save()

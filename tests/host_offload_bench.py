@@ -11,11 +11,9 @@ only copies.
 """
 
 import dataclasses
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ import tyro
 from jax import lax
 
 from pallas_kernels.tree_attention import Prefix
+from specjax.base.output import write_json
 from specjax.checkpoints.hosted import HostLayers, on_host
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
@@ -139,8 +138,8 @@ def passes(target: StreamedModel, scan: bool, columns: tuple[int, ...]) -> dict[
     return found
 
 
-def measured(asked: Asked) -> dict[str, Any]:
-    """All figures."""
+def measured(asked: Asked, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """All figures; those so far are handed to `keep` again and again."""
     with jax.default_device(jax.devices("cpu")[0]):
         pair = load_pair("bundled", dtype="float32")
         whole = in_dtype(inflate(pair.target, count_of(asked.parameters)), jnp.bfloat16)
@@ -176,6 +175,7 @@ def measured(asked: Asked) -> dict[str, Any]:
             plain = found["rows"][f"T = {temperature:g} plain"]["tokens_per_second"]
             row["over_plain"] = row["tokens_per_second"] / plain
             print(temperature, name, *(f"{each:.3f}" for each in row.values()), flush=True)
+            keep(found | {"complete": False})
     found["passes"] = passes(target, asked.scan, asked.columns)
     print(*(f"{name}: {each:.4f} s" for name, each in found["passes"].items()), sep="\n")
     return found
@@ -184,9 +184,12 @@ def measured(asked: Asked) -> dict[str, Any]:
 def main() -> None:
     """Prints the figures, and writes them."""
     asked = tyro.cli(Asked)
-    found = measured(asked)
-    if asked.json is not None:
-        Path(asked.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+    def keep(found: dict[str, Any]) -> None:
+        if asked.json is not None:
+            write_json(asked.json, found)
+
+    keep(measured(asked, keep))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
 """What the limits of a distribution cost, beside the softmax alone and a sort of its scores; and in
 a step.
 
-    python -m tests.limits
+    python -m tests.limits --json limits.json
 
 Medians of milliseconds. The steps are those of tiny models with a large vocabulary, temperature
 0.8, one row: what is not their sampling is small.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 from jax import lax
 
+from specjax.base.output import write_json
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.request import prepare
@@ -23,7 +26,8 @@ from tests.conftest import tiny_model
 from tests.pairs import near
 
 LARGE = 128_256
-SHAPES = ((1, 1, 4096), (1, 17, 4096), (1, 1, LARGE), (1, 17, LARGE), (8, 9, LARGE))
+SMALL = ((1, 1, 4096), (1, 17, 4096))
+SHAPES = (*SMALL, (1, 1, LARGE), (1, 17, LARGE), (8, 9, LARGE))
 LIMITS = {
     "softmax": {},
     "top-k 40": {"top_k": 40},
@@ -60,18 +64,36 @@ def told(found: dict[str, float]) -> str:
     return "  ".join(f"{name} {taken:.2f}" for name, taken in found.items())
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Prints a line a measurement, and writes all that are made after each."""
+    parser = argparse.ArgumentParser(prog="python -m tests.limits")
+    parser.add_argument("--json", help="where the figures go")
+    parser.add_argument("--small", action="store_true", help="4,096 tokens and plain steps alone")
+    options = parser.parse_args()
     where = environment()
     print(", ".join(f"{name} {where[name]}" for name in ("cpu", "cpu_count", "jax", "date")))
-    for shape in SHAPES:
+    rows: list[dict[str, Any]] = []
+
+    def keep(what: str, found: dict[str, float]) -> None:
+        print(what, told(found), sep="  ", flush=True)
+        rows.append({"what": what, "milliseconds": found})
+        if options.json:
+            write_json(options.json, {"env": where, "rows": rows})
+
+    for shape in SMALL if options.small else SHAPES:
         logits = 3 * jax.random.normal(jax.random.key(0), shape)
         found = {"sort": milliseconds(partial(lax.sort, dimension=2), logits)}
         for name, limits in LIMITS.items():
-            rows = Sampling(temperature=0.8, **limits).rows(shape[0])
-            found[name] = milliseconds(process, logits, rows)
-        print(*shape, told(found), sep="  ", flush=True)
-    target = tiny_model(scale=3.0, vocab_size=LARGE, max_positions=512)
+            rows_of = Sampling(temperature=0.8, **limits).rows(shape[0])
+            found[name] = milliseconds(process, logits, rows_of)
+        keep(" x ".join(map(str, shape)), found)
+    vocabulary = 4096 if options.small else LARGE
+    target = tiny_model(scale=3.0, vocab_size=vocabulary, max_positions=512)
     pair = Pair(target, None, [near(target, 1, 0.1)])
-    for method in METHODS:
+    for method in METHODS[: 1 if options.small else None]:
         found = {name: of_a_step(pair, method, limits) for name, limits in LIMITS.items()}
-        print(f"a step of {method}", told(found), sep="  ", flush=True)
+        keep(f"a step of {method}", found)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ regular expression for the whole of `file::test[case]`, without the folder and `
 import re
 
 PATTERNS = (
+    r"test_accelerator::test_what_needs_no_model_runs_here",
     r"test_bench::test_a_cache_and_an_output_that_refuse_lose_nothing\[(head -1|/dev/full)\]",
     r"test_bench::test_a_cache_that_refuses_is_a_line",
     r"test_bench::test_a_run_that_is_ended_leaves_its_rows",
@@ -70,6 +71,7 @@ PATTERNS = (
     r"test_readme::test_the_first_command_needs_no_extra",
     r"test_records::test_processes_that_remember_at_once_lose_nothing",
     r"test_roofline::test_a_pass_is_held_against_weights_and_cache_read_once",
+    r"test_roofline::test_a_part_of_what_there_is_to_measure_of_a_pair\[costs-.*",
     r"test_roofline::test_the_peer_says_what_we_say",
     r"test_roofline::test_the_command_measures_shapes_and_the_grown_pair",
     r"test_sampled_distribution::test_sampled_distribution_is_that_of_plain_decoding"

@@ -75,9 +75,8 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
 def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, capsys):
     ended = []
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "PATIENCE", 0)
         patch.setattr(bench.os, "_exit", ended.append)
-        bench.measure(SMALL._replace(nodes=1), 1e9, ended.append)
+        bench.measure(SMALL._replace(nodes=1), 1e9, ended.append, patience=0.0)
     hung, code, *_ = ended
     assert (hung["implementation"], hung["hangs"], code) == ("xla", True, 3)
     assert "it did not end in 0 seconds" in capsys.readouterr().err
@@ -90,6 +89,33 @@ def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, c
     assert run(monkeypatch, *flags) == 0
     found = json.loads(file.read_text())
     assert (found["rows"], found["owed"]) == ([hung], [])
+
+
+def test_what_hung_at_two_shapes_is_not_tried_at_a_third(tmp_path, monkeypatch):
+    file = tmp_path / "rows.json"
+    env = {"device": tuning.device(), "jax": jax.__version__}
+    hung = [{**SMALL._replace(nodes=nodes)._asdict(), "implementation": "xla", "hangs": True,
+             "error": "it did not end"} for nodes in (1, 16)]  # fmt: skip
+    flags = ("--models", "bundled", "--batches", "1", "--nodes", "64", "--slots", "512",
+             "--dtype", "float32", "--json", str(file))  # fmt: skip
+    for rows, measured in ((hung, 0), (hung[:1], 1)):
+        file.write_text(json.dumps({"env": env, "rows": rows, "owed": []}))
+        assert run(monkeypatch, *flags) == 0
+        assert len(json.loads(file.read_text())["rows"]) == len(rows) + measured
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_rows_of_another_device_are_written_under_its_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FILE", tmp_path / "measured.json")
+    tuning.FILE.write_text("{}")
+    tuning.measured.cache_clear()
+    row = {**SMALL._asdict(), "implementation": "triton", "seconds": 1.0}
+    bench.write([row], "NVIDIA H100 80GB HBM3")
+    bench.write([row | {"implementation": "xla", "nodes": 16}], "NVIDIA H100 80GB HBM3")
+    (device,) = tuning.measured()
+    assert device == "NVIDIA H100 80GB HBM3"
+    assert [entry["fastest"] for entry in tuning.measured()[device]] == ["triton", "xla"]
+    tuning.measured.cache_clear()
 
 
 def test_a_failure_is_kept_and_tried_again_while_its_shape_is_owed(tmp_path, monkeypatch):

@@ -80,6 +80,21 @@ def test_the_command_measures_shapes_and_the_grown_pair(tmp_path, monkeypatch, c
     assert capsys.readouterr().out.count("\n") == len(rows)
 
 
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [("costs", ["pass", "plain step"]), ("generations", ["none", "none", "transformers"])],
+)
+def test_a_part_of_what_there_is_to_measure_of_a_pair(parts, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr("specjax.measure.transformers_baseline.available", lambda: False)
+    file = tmp_path / "rows.json"
+    flags = ["--shapes", "", "--inflate", "18.5M", "--parts", parts, "--nodes", "1", "--slots",
+             "32", "--methods", "none", "--temperatures", "0", "--limit", "1",
+             "--max-new-tokens", "9"]  # fmt: skip
+    assert main(["roofline", *flags, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["what"] for row in rows] == ["read bandwidth", *expected]
+
+
 def test_models_that_there_is_no_time_for_are_owed(capsys):
     assert main(["roofline", "--shapes", "qwen3-4b", "--inflate", "1B", "--seconds", "0"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -91,6 +106,8 @@ def test_models_that_there_is_no_time_for_are_owed(capsys):
 def test_what_cannot_be_is_one_sentence(capsys):
     assert main(["roofline", "--shapes", "moon"]) == 2
     assert "no shape 'moon'; there are llama-3.1-8b, " in capsys.readouterr().err
+    assert main(["roofline", "--parts", "costs,moon"]) == 2
+    assert "--parts has 'moon'; there are costs and generations." in capsys.readouterr().err
     assert main(["roofline", "--nodes", "0"]) == 2
     assert "--nodes is 0; it must be at least 1." in capsys.readouterr().err
 

@@ -404,6 +404,8 @@ class Roofline:
     """Nodes of the trees whose passes are timed."""
     slots: int | None = None
     """Tokens in the cache of those passes; by default 512 on a CPU, else 4096."""
+    parts: str = "costs,generations"
+    """What of the grown pair is measured, separated by commas; costs are passes and plain steps."""
     methods: str = "chain,specexec"
     """Methods to run end to end, separated by commas."""
     temperatures: str = "0,0.8"

@@ -20,10 +20,11 @@ from specjax.cli.values import (
     check_target_file,
     count_of,
     dtype_of,
+    items,
     temperatures_in,
 )
 from specjax.measure import prompts, timing
-from specjax.measure.roofline import SHAPES, Generations, costs, of_pair
+from specjax.measure.roofline import SHAPES, Generations, costs, costs_of_pair, generations
 from specjax.models.inflate import inflate
 from specjax.models.transformer import initialize
 
@@ -31,6 +32,7 @@ Row = dict[str, Any]
 """A row as plain values, with the model that it is of."""
 
 _ON_A_CPU = {"shapes": "", "inflate": "100M", "slots": 512}
+PARTS = ("costs", "generations")
 _ELSEWHERE = {"shapes": "llama-3.1-8b,llama-3.2-1b", "inflate": "1B,8B", "slots": 4096}
 
 
@@ -93,7 +95,7 @@ def measured(options: Roofline) -> Iterator[Row]:
     shapes = options.shapes if options.shapes is not None else _default(on_cpu, "shapes")
     sizes = options.inflate if options.inflate is not None else _default(on_cpu, "inflate")
     slots = int(_default(on_cpu, "slots")) if options.slots is None else options.slots
-    nodes = budgets_of(options.nodes, "--nodes")
+    nodes, parts = budgets_of(options.nodes, "--nodes"), _parts(options)
     at_least("--slots", options.slots, 1)
     dtype, bandwidth = dtype_of(options.dtype) or default_dtype(), read_bandwidth()
     yield {"what": "read bandwidth", "gb_per_second": bandwidth / 1e9}
@@ -111,11 +113,29 @@ def measured(options: Roofline) -> Iterator[Row]:
         if time.monotonic() - begin > options.seconds:
             yield {"model": name, "what": "owed"}
             continue
-        pair = load_pair("bundled", None, dtype="float32")
+        # Growing rounds nothing; on a CPU plain decoding is in both dtypes.
+        pair = load_pair("bundled", None, dtype="float32" if on_cpu else dtype)
         pair = pair._replace(target=inflate(pair.target, count_of(size)))
         work = _generations(options, pair)
-        for row in of_pair(pair, nodes, slots, bandwidth, work, dtype):
-            yield {"model": name, **row.report()}
+        if "costs" in parts:
+            for row in costs_of_pair(pair, nodes, slots, bandwidth, dtype):
+                yield {"model": name, **row.report()}
+        if "generations" in parts:
+            for row in generations(pair, work, dtype):
+                yield {"model": name, **row.report()}
+
+
+def _parts(options: Roofline) -> tuple[str, ...]:
+    """What is measured of the grown pair.
+
+    Raises:
+      ValueError: something else is named.
+    """
+    named = items(options.parts, str, "--parts")
+    for name in named:
+        if name not in PARTS:
+            raise ValueError(f"--parts has {name!r}; there are {' and '.join(PARTS)}.")
+    return named
 
 
 def _generations(options: Roofline, pair: Pair) -> Generations:

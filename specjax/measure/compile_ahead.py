@@ -6,6 +6,7 @@ is. TPUs need the package libtpu, NVIDIA's GPUs the CUDA plugin of jax; neither 
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -101,6 +102,10 @@ _QUIET = {
 """What libtpu is told where there is no TPU: to ask no host for it, and to warn of nothing."""
 
 
+HERE = "here"
+"""The device at hand, whatever it is."""
+
+
 class AheadError(ValueError):
     """Hardware that programs cannot be compiled for here."""
 
@@ -114,8 +119,14 @@ class Hardware(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each device."""
+        """Memory of each device; 0 if it is at hand and does not say."""
+        if self.kind == HERE:
+            return (self.devices[0].memory_stats() or {}).get("bytes_limit", 0)
         return KINDS[self.kind].memory_bytes
+
+    def traced(self) -> contextlib.AbstractContextManager[None]:
+        """Traces for such a device."""
+        return contextlib.nullcontext() if self.kind == HERE else traced_for(DEVICES[self.kind])
 
     def mesh(self, *, data: int = 1, model: int = 1, draft: int = 1) -> Mesh:
         """A mesh of the first devices, with all three axes.
@@ -141,6 +152,8 @@ def hardware(name: str) -> Hardware:
       AheadError: the kind or its size is unknown, or what compiles for it is not installed.
     """
     kind, _, size = name.partition(":")
+    if name == HERE:
+        return Hardware(name, kind, tuple(jax.devices()))
     if kind not in KINDS:
         raise AheadError(f"{name!r} is no known hardware; there are {', '.join(KINDS)}.")
     found = KINDS[kind]
@@ -274,21 +287,23 @@ class Compiled:
         return self.trace_seconds + self.lower_seconds + self.compile_seconds
 
 
-def compiled(kind: str, program: Any, *arguments: Any) -> Compiled:
-    """Traces, lowers and compiles a jitted `program` of shapes that lie on devices of a kind.
+def compiled(found: Hardware, program: Any, *arguments: Any) -> Compiled:
+    """Traces, lowers and compiles a jitted `program` of shapes that lie on such devices.
 
     Raises:
       jax.errors.JaxRuntimeError: the compiler refuses it, for instance as it does not fit.
     """
-    device = DEVICES[kind]
+    platforms = options = None
+    if found.kind != HERE:
+        platform, options = DEVICES[found.kind].platform, dict(KINDS[found.kind].options)
+        platforms = ("cuda" if platform == "gpu" else platform,)
     begin = time.perf_counter()
-    with traced_for(device):
+    with found.traced():
         trace = program.trace(*arguments)
         after_trace = time.perf_counter()
-        platform = "cuda" if device.platform == "gpu" else device.platform
-        lowered = trace.lower(lowering_platforms=(platform,))
+        lowered = trace.lower(lowering_platforms=platforms)
     after_lower = time.perf_counter()
-    made = lowered.compile(compiler_options=dict(KINDS[kind].options))
+    made = lowered.compile(compiler_options=options)
     end = time.perf_counter()
     memory = made.memory_analysis()
     return Compiled(
@@ -321,15 +336,14 @@ def programs(
     Raises:
       ValueError: the mesh does not divide the target or the rows.
     """
-    device = DEVICES[found.kind]
     no_tokenizer: Any = None
-    with traced_for(device):
+    with found.traced():
         model = abstract_target(target, dtype, mesh)
         alone = abstract(target, dtype)
         own = [abstract(_of_vocabulary(each, target), dtype) for each in drafts]
 
     def asked(setting: Setting, temperature: float) -> Request:
-        with traced_for(device):
+        with found.traced():
             drafter = jax.eval_shape(
                 lambda t, d: build(setting, Pair(t, no_tokenizer, d)), alone, own
             )
@@ -339,17 +353,17 @@ def programs(
         check_rows(request.layout, texts.rows)
         return request
 
-    yield _compiled(found.kind, "plain", asked(Setting(), 0.8))
+    yield _compiled(found, "plain", asked(Setting(), 0.8))
     for temperature in (0.0, 0.8) if drafts else ():
-        with traced_for(device):
+        with found.traced():
             setting = shipped(Pair(alone, no_tokenizer, own), temperature > 0, texts.rows).setting
         name = f"{setting.label} at temperature {temperature:g}"
-        yield _compiled(found.kind, name, asked(setting, temperature))
+        yield _compiled(found, name, asked(setting, temperature))
 
 
-def _compiled(kind: str, name: str, asked: Request) -> Program:
+def _compiled(found: Hardware, name: str, asked: Request) -> Program:
     try:
-        return Program(name, compiled(kind, generate_jit, *asked), None)
+        return Program(name, compiled(found, generate_jit, *asked), None)
     except jax.errors.JaxRuntimeError as error:  # of the compiler
         return Program(name, None, str(error).splitlines()[0])
 

@@ -21,7 +21,7 @@ from specjax.measure import timing, transformers_baseline
 from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import FailedRow, GenerationRow, PassRow, PlainStepRow, RooflineRow
-from specjax.measure.workload import Workload
+from specjax.measure.workload import PLAIN_DTYPES, Workload
 from specjax.methods import registry
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
@@ -104,12 +104,17 @@ class Generations(NamedTuple):
 
 
 def generations(pair: Pair, work: Generations, dtype: str) -> Iterator[RooflineRow]:
-    """Rows of `bench` for the pair, then of transformers over the same weights."""
+    """Rows of `bench` for the pair, then of transformers over the same weights.
+
+    Plain decoding runs in both dtypes on a CPU alone: elsewhere half the bytes are the faster.
+    """
     names = [name for name in registry.names_of(work.methods, pair) if name != "none"]
     settings = [registry.setting_of(name, drafts=len(pair.drafts)) for name in names]
+    plain = PLAIN_DTYPES if jax.default_backend() == "cpu" else (dtype,)
     workload = Workload(
-        work.prompts, {1: settings}, work.temperatures, (dtype,), work.max_new_tokens
-    )
+        work.prompts, {1: settings}, work.temperatures, (dtype,), work.max_new_tokens,
+        plain_dtypes=plain,
+    )  # fmt: skip
     found = Bencher(workload, pair).rows(1)
     for row in found:
         yield GenerationRow(
@@ -143,20 +148,13 @@ def _peers(pair: Pair, work: Generations, dtype: str) -> Iterator[RooflineRow]:
             )
 
 
-def of_pair(
-    pair: Pair,
-    nodes: tuple[int, ...],
-    slots: int,
-    bandwidth: float,
-    work: Generations,
-    dtype: str,
+def costs_of_pair(
+    pair: Pair, nodes: tuple[int, ...], slots: int, bandwidth: float, dtype: str
 ) -> Iterator[RooflineRow]:
-    """The costs of a pair's target, then its generations."""
+    """The costs of a pair's target, below as many cached tokens as its context holds."""
     longest = pair.target.config.max_positions
     model = in_dtype(pair.target, dtype)
-    yield from costs(model, nodes, min(slots, longest - _STEPS - 1 - max(nodes)), bandwidth)
-    del model
-    yield from generations(pair, work, dtype)
+    return costs(model, nodes, min(slots, longest - _STEPS - 1 - max(nodes)), bandwidth)
 
 
 def costs(

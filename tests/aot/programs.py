@@ -1,6 +1,7 @@
-"""Whole programs compiled for TPUs and GPUs on a machine that has none.
+"""Whole programs compiled for TPUs and GPUs on a machine that has none, or for what is here.
 
     python -m tests.aot.programs v5e --models llama-3.2-1b --methods none chain
+    python -m tests.aot.programs here
 
 What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
 says what a compiler refuses, how long it takes, what memory a program will take and what is in it,
@@ -12,10 +13,11 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tyro
 
-from pallas_kernels.platform import DEVICES, traced_for
+from specjax.base.output import write_json
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
 from specjax.measure.compile_ahead import (
     Compiled,
@@ -44,18 +46,18 @@ def made(name: str, case: Case, part: str = "generate", data: int = 1, model: in
     """A case's program compiled for hardware: "generate" as a whole, or its "prefill" or "step"."""
     found = hardware(name)
     mesh = found.mesh(data=data, model=model)
-    with traced_for(DEVICES[found.kind]):
+    with found.traced():
         target = abstract_target(case.config, case.dtype, mesh)
         drafter = on(drafter_of(case), mesh)
         asked = abstract_request(target, drafter, texts_of(case), case.rule)
     if part == "generate":
-        return compiled(found.kind, generate_jit, *asked)
-    begun = (prefill_jit, target, drafter, asked.rows, asked.slots, asked.layout)
+        return compiled(found, generate_jit, *asked)
+    begun = target, drafter, asked.rows, asked.slots, asked.layout
     if part == "prefill":
-        return compiled(found.kind, *begun)
-    with traced_for(DEVICES[found.kind]):
-        state = prefill_jit.trace(*begun[1:]).out_info
-    return compiled(found.kind, step_jit, target, drafter, asked.rule, state, asked.layout)
+        return compiled(found, prefill_jit, *begun)
+    with found.traced():
+        state = prefill_jit.trace(*begun).out_info
+    return compiled(found, step_jit, target, drafter, asked.rule, state, asked.layout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Asked:
     """What is compiled."""
 
     hardware: tyro.conf.Positional[str]
-    """v5e, v5e:2x2, v6e or h100."""
+    """v5e, v5e:2x2, v6e, h100, or here for the device at hand."""
     models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
     methods: tuple[str, ...] = tuple(METHODS)
     parts: tuple[str, ...] = ("generate",)
@@ -94,7 +96,10 @@ def lines(asked: Asked) -> Iterator[tuple[str, Compiled | str]]:
 def main() -> None:
     """Prints a line a program."""
     asked = tyro.cli(Asked)
-    rows = {}
+    rows: dict[str, Any] = {}
+    if asked.json is not None:
+        with contextlib.suppress(FileNotFoundError):
+            rows = json.loads(Path(asked.json).read_text(encoding="utf-8"))
     for name, found in lines(asked):
         if isinstance(found, str):
             print(f"{name}: {found[:300]}", flush=True)
@@ -107,10 +112,8 @@ def main() -> None:
             f"{found.aliased_bytes / 2**20:.0f} MiB, {found.operations}",
             flush=True,
         )
-    if asked.json is not None:
-        with contextlib.suppress(FileNotFoundError):
-            rows = json.loads(Path(asked.json).read_text(encoding="utf-8")) | rows
-        Path(asked.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        if asked.json is not None:
+            write_json(asked.json, rows)
 
 
 if __name__ == "__main__":
