@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.platform import DEVICES, traced_for
-from specjax.base.pytree import replace, unchecked
+from specjax.base.pytree import unchecked
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.generate import generate_jit
@@ -217,7 +217,8 @@ def abstract_target(config: ModelConfig, dtype: str, mesh: Mesh) -> Model:
         return _placed(leaf, mesh, P(*lead, *spec) if names[0] == "stack" else spec)
 
     model = jax.tree_util.tree_map_with_path(lie, model)
-    return replace(model, axis=placed.axis, repeats=placed.repeats)
+    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
+    return unchecked(Model, **{**fields, "axis": placed.axis, "repeats": placed.repeats})
 
 
 class Texts(NamedTuple):
@@ -259,7 +260,10 @@ def rule_of(name: str, drafter: Drafter) -> Rule:
 
 @dataclasses.dataclass
 class Compiled:
-    """What compiling gave: seconds, bytes of each device, and how often each operation is in it."""
+    """What compiling gave: seconds, bytes of each device, and how often each operation is in it.
+
+    Of its loops (`while`) so many are `counted_loops`, whose length is known as they are compiled.
+    """
 
     trace_seconds: float
     lower_seconds: float
@@ -269,6 +273,7 @@ class Compiled:
     aliased_bytes: int
     temporary_bytes: int
     operations: dict[str, int]
+    counted_loops: int
 
     @property
     def total_bytes(self) -> int:
@@ -305,11 +310,11 @@ def compiled(found: Hardware, program: Any, *arguments: Any) -> Compiled:
     after_lower = time.perf_counter()
     made = lowered.compile(compiler_options=options)
     end = time.perf_counter()
-    memory = made.memory_analysis()
+    memory, text = made.memory_analysis(), made.as_text()
     return Compiled(
         after_trace - begin, after_lower - after_trace, end - after_lower,
         memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes, dict(operations_of(made.as_text())),
+        memory.temp_size_in_bytes, dict(operations_of(text)), len(_COUNTED_LOOP.findall(text)),
     )  # fmt: skip
 
 
@@ -377,6 +382,7 @@ def _of_vocabulary(draft: ModelConfig, target: ModelConfig) -> ModelConfig:
 
 
 _OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][\w\-]*)\(", re.MULTILINE)
+_COUNTED_LOOP = re.compile(r" while\(.*known_trip_count")
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 COUNTED = (
     *("while", "conditional", "custom-call", "fusion", "copy"),

@@ -1,0 +1,168 @@
+"""Kernels and programs compiled for hardware that is not here.
+
+pip install -e '.[tpu]'   # and '.[cuda]', 4 GB
+JAX_PLATFORMS=cpu pytest tests/aot -m "slow or not slow"
+"""
+
+import importlib.util
+import os
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import shapes
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from specjax.measure.compile_ahead import KINDS, compiled, hardware, on
+from specjax.models.kv_cache import KVCache
+from tests.aot.programs import case_of, made
+from tests.memory_table import drafter_of, plan_of
+
+SMALL = "llama-3.2-1b"
+HAND = "JAX_PLATFORMS is not cpu" if os.environ.get("JAX_PLATFORMS") != "cpu" else None
+
+
+def missing(kind):
+    """Why nothing is compiled for a kind of device here."""
+    package = KINDS[kind].package
+    found = importlib.util.find_spec(package) is not None
+    return HAND if found else f"the package {package} is not installed, which compiles for {kind}"
+
+
+def of_kind(kind, *more):
+    reason = missing(kind)
+    return pytest.param(
+        kind, *more, marks=pytest.mark.skipif(reason is not None, reason=reason or "it is here")
+    )
+
+
+pytestmark = pytest.mark.slow
+EVERY = [of_kind(kind) for kind in KINDS]
+NAMED = [
+    of_kind(kind, name, model)
+    for kind, names in {"v5e": ["tpu"], "v6e": ["tpu"], "h100": ["hopper", "triton"]}.items()
+    for name in names
+    for model in shapes.MODELS
+]
+
+
+@pytest.mark.parametrize(("kind", "implementation", "model"), NAMED)
+def test_every_named_shape_of_the_kernel_compiles(kind, implementation, model):
+    own = [shape for shape in shapes.named() if shape.model == model]
+    assert len(own) > 20
+    found = hardware(kind)
+    kernel = jax.jit(IMPLEMENTATIONS[implementation].run)
+    for shape in own:
+        made = compiled(found, kernel, on(shapes.abstract(shape), found.mesh()))
+        assert made.operations["custom-call"]
+        assert made.temporary_bytes < shape.cache_bytes
+
+
+def planned(kind, case):
+    with hardware(kind).traced():
+        return plan_of(case, drafter_of(case))
+
+
+LOOPS = {"none": 0, "chain": 0, "specexec": 1, "pool": 0}
+"""Of a step that the data ends: growth."""
+COUNTED = {"none": 1, "chain": 2, "specexec": 4, "pool": 6}
+"""More loops of a step on a TPU, whose text does not say which are counted: layers, the walk of a
+pool's rule, and gathers that are compiled as loops."""
+
+
+@pytest.mark.parametrize("method", LOOPS)
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_step_has_no_branch_and_copies_no_cache(kind, method):
+    case = case_of(SMALL, method)
+    found = made(kind, case, "step")
+    assert found.operations.get("conditional", 0) == 0
+    loops = found.operations.get("while", 0)
+    if kind == "h100":
+        assert loops - found.counted_loops == LOOPS[method]
+    else:
+        assert loops <= LOOPS[method] + COUNTED[method]
+    plan = planned(kind, case)
+    assert found.temporary_bytes <= 1.25 * plan.trees
+    assert found.aliased_bytes >= plan.caches + plan.draft_caches
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_prefill_takes_what_is_planned(kind):
+    case = case_of(SMALL, "none")
+    found = made(kind, case, "prefill")
+    # A TPU runs layers as a loop.
+    assert found.operations.get("while", 0) == (kind != "h100")
+    assert found.operations.get("conditional", 0) == 0
+    plan = planned(kind, case)
+    assert found.temporary_bytes <= 1.25 * plan.prompts
+
+
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_a_layer_sums_twice_on_a_mesh(kind):
+    found = made(f"{kind}:2x2", case_of(SMALL, "none"), "step", model=4)
+    # Embeddings, and in the loop over layers attention and the MLP; logits are gathered.
+    assert sum(found.collectives.values()) <= 4
+    assert found.collectives["all-reduce"] + found.collectives.get("all-reduce-start", 0) >= 3
+
+
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_a_kernel_that_needs_too_much_memory_is_refused(kind):
+    size = 2**14
+
+    def kernel(x_ref, o_ref, held):
+        held[...] = x_ref[...]
+        o_ref[...] = held[...]
+
+    @jax.jit
+    def called(x):
+        whole = pl.BlockSpec((size, 1024), lambda: (0, 0))
+        return pl.pallas_call(
+            kernel, out_shape=x, in_specs=[whole], out_specs=whole,
+            scratch_shapes=[pltpu.VMEM((size, 1024), jnp.float32)],
+        )(x)  # fmt: skip
+
+    found = hardware(kind)
+    x = jax.ShapeDtypeStruct((size, 1024), jnp.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"(?i)vmem|memory"):
+        compiled(found, called, on(x, found.mesh()))
+
+
+def planted(kind, patch, rows=1):
+    """A plain step of a program with a defect."""
+    case = case_of(SMALL, "none", rows)
+    jax.clear_caches()
+    with patch:
+        found = made(kind, case, "step")
+    jax.clear_caches()
+    return found, planned(kind, case)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_copy_of_the_cache_would_be_seen(kind):
+    keep = KVCache.keep
+
+    def copied(self, *rest):
+        made = keep(self, *rest)
+        return jax.tree.map(lambda x: x + jnp.flip(x) if x.ndim > 3 else x, made)
+
+    found, plan = planted(kind, mock.patch.object(KVCache, "keep", copied), rows=8)
+    assert found.temporary_bytes > 1.25 * plan.trees
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_branch_would_be_seen(kind):
+    keep = KVCache.keep
+
+    def branched(self, new, path, count):
+        def twice(cache):
+            return jax.tree.map(lambda x: x * 2, cache)
+
+        made = keep(self, new, path, count)
+        return lax.cond(count.sum() > 3, twice, lambda cache: cache, made)
+
+    found, _ = planted(kind, mock.patch.object(KVCache, "keep", branched))
+    assert found.operations["conditional"] >= 1
