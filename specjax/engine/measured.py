@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.cache import cache_folder, locked
 from specjax.base.machine import cpu_digest
 from specjax.base.output import read_json, write_json
 from specjax.engine.device import Measured, Plan
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
-from specjax.methods.records import cache_folder, locked
 from specjax.trees.widths import is_number
 
 _FILE, _LOCK = "step_costs.json", "step_costs.lock"
