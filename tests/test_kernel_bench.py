@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from pallas_kernels import bench, shapes
-from pallas_kernels.tree_attention import tuning
+from pallas_kernels.tree_attention import measuring, tuning
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 
 SMALL = shapes.Shape("bundled", 1, 2, 512, "float32")
@@ -19,8 +19,8 @@ def run(monkeypatch, *arguments):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(bench, "_SECONDS", 1e-4)
-    monkeypatch.setattr(bench, "_ROTATED_BYTES", 2**21)
+    monkeypatch.setattr(measuring, "_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "ROTATED_BYTES", 2**21)
 
 
 def test_rows_hold_what_was_measured():
@@ -75,7 +75,7 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
 def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, capsys):
     ended = []
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "PATIENCE", 0)
+        patch.setattr(measuring, "PATIENCE", 0)
         patch.setattr(bench.os, "_exit", ended.append)
         bench.measure(SMALL._replace(nodes=1), 1e9, ended.append)
     hung, code, *_ = ended
