@@ -135,6 +135,16 @@ def under_vmap(at):
     return jax.vmap(call)(jax.tree.map(lambda x: x[None], at))[0]
 
 
+@contextlib.contextmanager
+def no_transfers():
+    """Of any thread."""
+    jax.config.update("jax_transfer_guard", "disallow")
+    try:
+        yield
+    finally:
+        jax.config.update("jax_transfer_guard", None)
+
+
 PLACES = {
     "eager": call,
     "jit": jax.jit(call),
@@ -152,8 +162,7 @@ def test_the_fastest_is_measured_once_wherever_a_call_is_traced(place, accelerat
     at = operands()
     expected = reference.tree_attention(at)
     asked = jax.tree.map(lambda x: x[None], at) if place == "vmap of jit" else at
-    guard = jax.transfer_guard("disallow") if place == "no transfers" else contextlib.nullcontext()
-    with guard:
+    with no_transfers() if place == "no transfers" else contextlib.nullcontext():
         found = PLACES[place](asked)
     np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5)
     assert sorted(accelerator.timed) == ["fast", "slow", "xla"]
@@ -206,12 +215,18 @@ def test_what_is_kept_is_not_measured_again_until_it_is_forgotten(accelerator):
     assert sorted(accelerator.timed) == ["fast", "slow", "xla"]
 
 
+NEARER = {"xla": 3.0, "fast": 2.0, "slow": 1.0}
+
+
 def test_a_choice_stays_for_the_process_whatever_others_keep(accelerator):
-    assert choice() == "fast"
-    accelerator.file.write_text("{}")
-    accelerator.seconds["slow"] = 5e-7
-    assert choice() == choice(nodes=6) == "fast"
-    assert len(accelerator.timed) == 3
+    assert choice() == choice(nodes=16) == "fast"  # which is near
+    nearer = accelerator.entries()[0] | {"nodes": 16, "seconds": dict(NEARER)}
+    device, versions = tuning.device(), kept.versions()
+    accelerator.file.write_text(json.dumps({device: {versions: [nearer]}}))
+    assert choice() == choice(nodes=6) == choice(nodes=16) == "fast"
+    accelerator.restart()
+    assert choice(nodes=16) == "slow"
+    assert accelerator.timed == []
 
 
 def test_forgetting_reaches_programs_that_are_compiled(accelerator):
