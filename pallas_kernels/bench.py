@@ -12,7 +12,6 @@ import datetime
 import functools
 import json
 import os
-import statistics
 import sys
 import threading
 import time
@@ -23,27 +22,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Bool, Float
 
-from pallas_kernels.dispatch import ImplementationError, pick
 from pallas_kernels.machine import read_bandwidth
 from pallas_kernels.shapes import MODELS, Shape, abstract, make, named
-from pallas_kernels.tree_attention import tuning, xla
-from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from pallas_kernels.tree_attention import measuring, tuning, xla
+from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.operands import Operands
 
 _PEERS = ("xla", "cudnn")
-_ROTATED_BYTES = 2**28
 _MOST_COPIES = 32
-_ROUNDS = 5
-_SECONDS = 0.02
-_MOST_OFF = 0.02
 _MOST_HANGS = 2
-PATIENCE = 180.0
-"""Seconds that one implementation may take on one shape, compilation included, by default."""
 
-Attention = Callable[[Any], jax.Array]
 Row = dict[str, Any]
 
 
@@ -74,63 +64,27 @@ def cudnn(at: Joined) -> Float[jax.Array, "B H T D"]:
     return out.swapaxes(1, 2)
 
 
-def candidates(at: Operands) -> dict[str, Attention]:
-    """What runs on this platform on such operands."""
-    found: dict[str, Attention] = {}
-    for name in IMPLEMENTATIONS:
-        if name != "reference":
-            try:
-                found[name] = pick("tree_attention", name, True, IMPLEMENTATIONS, at)
-            except ImplementationError:
-                continue
-    return found
-
-
-def seconds(run: Attention, caches: Sequence[Any]) -> float:
-    """The median time of one call, over calls that take turns among the caches."""
-
-    @jax.jit
-    def loop(caches: Sequence[Any], turns: int | jax.Array) -> jax.Array:
-        def turn(_: jax.Array, query: jax.Array) -> jax.Array:
-            for at in caches:  # each call waits for the one before, and nothing is done once
-                at, query = lax.optimization_barrier((at, query))
-                query = (at.query + 1e-6 * run(at._replace(query=query))).astype(query.dtype)
-            return query
-
-        return lax.fori_loop(0, turns, turn, caches[0].query)
-
-    def timed(turns: int) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(loop(caches, turns))
-        return time.perf_counter() - begin
-
-    timed(1)
-    turns = max(2, round(_SECONDS / timed(1)))
-    timed(turns)
-    return statistics.median(timed(turns) for _ in range(_ROUNDS)) / turns / len(caches)
-
-
 def measure(
     shape: Shape,
     peak: float,
     keep: Callable[[Row], Any],
     done: Collection[str] = (),
-    patience: float = PATIENCE,
+    patience: float = measuring.PATIENCE,
 ) -> None:
     """Hands to `keep` a row for every implementation that runs and is not `done`, or its failure.
 
     One that takes more than `patience` seconds ends the process, after `keep` has had its row: a
     kernel that waits for ever can be stopped in no other way.
     """
-    copies = max(1, min(_MOST_COPIES, _ROTATED_BYTES // shape.cache_bytes))
+    copies = max(1, min(_MOST_COPIES, measuring.ROTATED_BYTES // shape.cache_bytes))
     keys = jax.random.split(jax.random.key(1), copies)
     caches = [jax.jit(functools.partial(make, shape))(key) for key in keys]
-    runs: dict[str, tuple[Attention, Sequence[Any]]] = {
-        name: (run, caches) for name, run in candidates(caches[0]).items()
+    runs: dict[str, tuple[Callable[[Any], jax.Array], Sequence[Any]]] = {
+        name: (run, caches) for name, run in measuring.candidates(caches[0]).items()
     }
     if jax.default_backend() == "gpu" and shape.bits != 8:
         runs["cudnn"] = cudnn, [jax.jit(joined)(at) for at in caches]
-    ragged = jax.block_until_ready(_ragged(caches[0]))
+    ragged = jax.block_until_ready(measuring.ragged(caches[0]))
     with _watched(shape, "xla", keep, patience):
         expected = jax.block_until_ready(jax.jit(xla.tree_attention)(ragged))
     for name in [name for name in runs if name not in done]:
@@ -139,10 +93,10 @@ def measure(
         try:
             with _watched(shape, name, keep, patience):
                 if name in IMPLEMENTATIONS:
-                    _check(jax.jit(run)(ragged), expected)
-                taken = seconds(run, operands)
+                    measuring.check(jax.jit(run)(ragged), expected)
+                taken = measuring.seconds(run, operands)
         except Exception as error:
-            keep(row | {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"})
+            keep(row | {"error": measuring.reason(error)})
             continue
         rate = shape.moved_bytes / taken
         keep(row | {"seconds": taken, "gb_per_second": rate / 1e9, "of_peak": rate / peak})
@@ -190,25 +144,6 @@ def compared(rows: Sequence[Row]) -> list[Row]:
 def shape_of(row: Row) -> Shape:
     """The shape a row was measured at."""
     return Shape(*(row[name] for name in Shape._fields))
-
-
-def _ragged(at: Operands) -> Operands:
-    """The operands with rows of unequal length, and nothing that counts past them."""
-    assert at.prefix is not None
-    rows, slots = at.query.shape[0], at.slots
-    length = jnp.asarray([slots - 1 - (row * 37) % slots for row in range(rows)], jnp.int32)
-    return at._replace(prefix=at.prefix._replace(length=length))
-
-
-def _check(found: jax.Array, expected: jax.Array) -> None:
-    """Refuses to time what computes something else.
-
-    Raises:
-      ValueError: the two differ by more than 2 % of the largest entry.
-    """
-    off = jnp.abs(found.astype(jnp.float32) - expected).max() / jnp.abs(expected).max()
-    if not off < _MOST_OFF:
-        raise ValueError(f"it differs from XLA's by {float(off):.3f} of the largest entry")
 
 
 def environment(peak: float) -> dict[str, Any]:
@@ -295,7 +230,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--bits", type=int, default=16, choices=(8, 16), help="of the cache")
     parser.add_argument("--seconds", type=float, default=540, help="stop after so long")
-    parser.add_argument("--patience", type=float, default=PATIENCE,
+    parser.add_argument("--patience", type=float, default=measuring.PATIENCE,
                         help="seconds of one implementation at one shape")  # fmt: skip
     parser.add_argument("--json", help="write rows here; those that it holds are not run again")
     parser.add_argument("--write", action="store_true", help="let the dispatcher go by the rows")

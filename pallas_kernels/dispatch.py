@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels.platform import platform
 
 
-class ImplementationError(RuntimeError):
+class ImplementationError(ValueError):
     """A named implementation does not exist or cannot run here."""
 
 
@@ -40,12 +40,9 @@ def pick(
       ImplementationError: `name` is forced and there is no such implementation, or it cannot run
         on this platform or on such operands.
     """
-    if name not in available:
-        raise ImplementationError(
-            f"{op} has no implementation {name!r}; there are {', '.join(sorted(available))}."
-        )
+    check_known(op, name, available)
     found = available[name]
-    reason = _unable(found, interpret) or found.unable(operands)
+    reason = unable(found, operands, interpret)
     if reason is None:
         return found.interpreted if interpret and found.interpreted else found.run
     if not forced:
@@ -53,8 +50,25 @@ def pick(
     raise ImplementationError(f"{op} cannot run as {name!r} here: {reason}.")
 
 
-def _unable(found: Implementation, interpret: bool) -> str | None:
-    """Why an implementation cannot run on this platform."""
+def check_known(op: str, name: str, available: Mapping[str, Implementation]) -> None:
+    """Checks that there is an implementation of this name.
+
+    Raises:
+      ImplementationError: there is none.
+    """
+    if name not in available:
+        raise ImplementationError(
+            f"{op} has no implementation {name!r}; there are {', '.join(sorted(available))}."
+        )
+
+
+def unable(found: Implementation, operands: Any, interpret: bool = False) -> str | None:
+    """Why an implementation cannot run on such operands here, or None."""
+    return unable_here(found, interpret) or found.unable(operands)
+
+
+def unable_here(found: Implementation, interpret: bool = False) -> str | None:
+    """Why an implementation cannot run on this platform, or None."""
     if found.platforms is None or interpret or platform() in found.platforms:
         return None
     return f"it needs {' or '.join(found.platforms)}, and this is {platform()}"

@@ -1,7 +1,7 @@
 """Named shapes of real models, and operands of random numbers in them."""
 
 import random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,33 +72,63 @@ def named() -> list[Shape]:
 
 def abstract(shape: Shape) -> Operands:
     """The shapes and dtypes of the operands, with no arrays behind them."""
-    return jax.eval_shape(lambda: make(shape, jax.random.key(0)))
+    heads, dtype = shape.heads, jnp.dtype(shape.dtype)
+    cached = jnp.dtype("int8") if shape.bits == 8 else dtype
+
+    def of(dtype: jnp.dtype, *size: int) -> Any:
+        return jax.ShapeDtypeStruct((shape.batch, *size), dtype)
+
+    scale = of(jnp.dtype("float32"), heads.kv, shape.slots)
+    prefix = Prefix(
+        of(cached, heads.kv, heads.dim, shape.slots),
+        of(cached, heads.kv, shape.slots, heads.dim),
+        of(jnp.dtype("int32")),
+        (scale, scale) if shape.bits == 8 else None,
+    )
+    block = of(dtype, heads.kv, shape.nodes, heads.dim)
+    tree_mask = of(jnp.dtype("bool"), shape.nodes, shape.nodes)
+    return Operands(of(dtype, heads.query, shape.nodes, heads.dim), block, block, tree_mask, prefix)
 
 
 def make(shape: Shape, key: jax.Array) -> Operands:
     """Random operands with full caches; the tree is a chain of 16 nodes with branches at random."""
-    heads, dtype = shape.heads, jnp.dtype(shape.dtype)
+    return alike(abstract(shape), key)
+
+
+def alike(at: Operands, key: jax.Array) -> Operands:
+    """Random operands of the shapes and dtypes of `at`, which may have no arrays behind them.
+
+    Caches are full. The tree is a chain of 16 nodes with branches at random, of which the nodes
+    are the last ones; with a window each sees the prefix from a slot of its first half on.
+    """
     keys = jax.random.split(key, 5)
+    rows, _, nodes, _ = at.query.shape
+    columns = at.tree_mask.shape[-1]
 
-    def normal(n: int, *size: int) -> jax.Array:
-        return jax.random.normal(keys[n], (shape.batch, *size), dtype)
+    def normal(n: int, like: Any) -> jax.Array:
+        return jax.random.normal(keys[n], like.shape, like.dtype)
 
-    cached = (
-        normal(3, heads.kv, heads.dim, shape.slots),
-        normal(4, heads.kv, shape.slots, heads.dim),
-    )
-    length = jnp.full(shape.batch, shape.slots, jnp.int32)
-    prefix = Prefix(*cached, length)
-    if shape.bits == 8:
-        (past, of_keys), (values, of_values) = quantized(cached[0], 2), quantized(cached[1])
-        prefix = Prefix(past, values, length, (of_keys, of_values))
+    prefix, first = at.prefix, at.first
+    if prefix is not None:
+        length = jnp.full(rows, at.slots, prefix.length.dtype)
+        if prefix.scales is None:
+            prefix = Prefix(normal(3, prefix.keys), normal(4, prefix.values), length)
+        else:
+            wide = (like.update(dtype=at.block_keys.dtype) for like in map(_shape_of, prefix[:2]))
+            past, values = (normal(3 + n, like) for n, like in enumerate(wide))
+            (past, of_keys), (values, of_values) = quantized(past, 2), quantized(values)
+            prefix = Prefix(past, values, length, (of_keys, of_values))
+    if first is not None:
+        first = jax.random.randint(keys[0], first.shape, 0, at.slots // 2 + 1, first.dtype)
+    seen = _ancestors(columns)[columns - nodes :]
     return Operands(
-        normal(0, heads.query, shape.nodes, heads.dim),
-        normal(1, heads.kv, shape.nodes, heads.dim),
-        normal(2, heads.kv, shape.nodes, heads.dim),
-        jnp.broadcast_to(_ancestors(shape.nodes), (shape.batch, *[shape.nodes] * 2)),
-        prefix,
-    )
+        normal(0, at.query), normal(1, at.block_keys), normal(2, at.block_values),
+        jnp.broadcast_to(seen, at.tree_mask.shape), prefix, first, at.soft_cap,
+    )  # fmt: skip
+
+
+def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _ancestors(nodes: int) -> jax.Array:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 import specjax
+from pallas_kernels.cache import cache_folder
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import files as folder
@@ -20,7 +21,6 @@ from specjax.checkpoints import huggingface
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli import generate, info
-from specjax.methods import records
 from tests.folders import answer, own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
@@ -269,10 +269,10 @@ def test_an_unknown_flag_gets_one_sentence_and_code_2(arguments, sentence, capsy
 
 
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    assert records.cache_folder() == tmp_path / "cache"
+    assert cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SPECJAX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert records.cache_folder() == tmp_path / "specjax"
+    assert cache_folder() == tmp_path / "specjax"
 
 
 @pytest.mark.parametrize("lost", ["in a callback of the collector", "in a finalizer"])

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from pallas_kernels import bench, shapes
-from pallas_kernels.tree_attention import tuning
+from pallas_kernels.tree_attention import measuring, tuning
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 
 SMALL = shapes.Shape("bundled", 1, 2, 512, "float32")
@@ -19,8 +19,8 @@ def run(monkeypatch, *arguments):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(bench, "_SECONDS", 1e-4)
-    monkeypatch.setattr(bench, "_ROTATED_BYTES", 2**21)
+    monkeypatch.setattr(measuring, "_SECONDS", 1e-4)
+    monkeypatch.setattr(measuring, "ROTATED_BYTES", 2**21)
 
 
 def test_rows_hold_what_was_measured():

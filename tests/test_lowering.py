@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import shapes
 from pallas_kernels.platform import DEVICES, traced_for
 from pallas_kernels.tree_attention import hopper, tpu, triton
+from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 KERNELS = {"tpu": ("tpu", tpu), "hopper": ("cuda", hopper), "triton": ("cuda", triton)}
@@ -54,3 +55,23 @@ def test_windows_and_caps_are_lowered(name):
     with a_device(platform):
         traced = jax.jit(lambda at: module.tree_attention(at._replace(soft_cap=30.0))).trace(at)
         assert "custom_call" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_sixteen_layers_hold_a_kernel_once(name):
+    """It is traced and lowered once for a shape: the second copy is that of the first layer's."""
+    at, run = shapes.abstract(shapes.Shape("llama-3.1-8b", 1, 16, 512)), IMPLEMENTATIONS[name].run
+
+    def held(layers):
+        def program(at):
+            query = at.query
+            for _ in range(layers):
+                query = run(at._replace(query=query))
+            return query
+
+        platform, _ = KERNELS[name]
+        with a_device(platform):
+            traced = jax.jit(program).trace(at).lower(lowering_platforms=(platform,))
+        return traced.as_text().count("tpu_custom_call" if platform == "tpu" else "custom_call @")
+
+    assert 1 <= held(16) <= 2 * held(1)

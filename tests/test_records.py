@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels.cache import cache_folder
 from specjax.base import machine
 from specjax.methods import records, registry
 from specjax.methods.records import Measured, Run
@@ -73,7 +74,7 @@ def test_processes_that_remember_at_once_lose_nothing(tmp_path):
     assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
     held = json.loads(records.file().read_text())
     assert held.keys() == {f"{number} {record}" for number in range(4) for record in range(10)}
-    assert sorted(os.listdir(records.cache_folder())) == ["measured.json", "measured.lock"]
+    assert sorted(os.listdir(cache_folder())) == ["measured.json", "measured.lock"]
 
 
 def test_where_there_are_no_locks_measurements_are_kept_all_the_same(monkeypatch):
@@ -95,13 +96,13 @@ def homeless(monkeypatch):
 
 
 def test_without_a_home_there_is_no_cache(homeless, monkeypatch):
-    assert records.cache_folder() is None
+    assert cache_folder() is None
     assert records.file() is None
     assert records.recall("pair") == []
     with pytest.raises(OSError, match="there is no home folder; name one with SPECJAX_CACHE"):
         records.remember("pair", run())
     monkeypatch.setenv("SPECJAX_CACHE", "~/cache")
-    assert records.cache_folder() is None
+    assert cache_folder() is None
 
 
 USE = """

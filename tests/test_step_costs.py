@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 import pytest
 
+from pallas_kernels.cache import cache_folder
 from specjax.engine.device import Measured, Plan
 from specjax.engine.measured import name_of, recall, remember
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
-from specjax.methods.records import cache_folder
 from tests.conftest import tiny_model
 from tests.folders import own_cache
 

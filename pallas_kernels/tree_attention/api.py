@@ -1,47 +1,15 @@
 """The entry point of tree attention: picks an implementation by platform and shape."""
 
 import functools
-import importlib
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import reference, sequence, tpu, tuning, xla
+from pallas_kernels.tree_attention import sequence, tuning, xla
+from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS, folding
 from pallas_kernels.tree_attention.operands import Operands, Prefix
-
-
-def _later(file: str, name: str) -> Callable[..., Any]:
-    """A function of a kernel's file, which is imported when it is called.
-
-    Mosaic GPU takes a while and packages that a CPU has no need of, and newer versions of jax are
-    to drop Triton's lowering.
-    """
-
-    def call(at: Operands, **options: Any) -> Any:
-        found = importlib.import_module(f"pallas_kernels.tree_attention.{file}")
-        return getattr(found, name)(at, **options)
-
-    return call
-
-
-IMPLEMENTATIONS = {
-    "reference": Implementation(reference.tree_attention),
-    "xla": Implementation(xla.tree_attention),
-    "tpu": Implementation(tpu.tree_attention, platforms=("tpu",), interpreted=tpu.interpreted),
-    "hopper": Implementation(
-        _later("hopper", "tree_attention"), _later("hopper", "unable"), ("gpu",),
-        interpreted=_later("hopper", "interpreted"),
-    ),
-    "triton": Implementation(
-        _later("triton", "tree_attention"), platforms=("gpu",),
-        interpreted=functools.partial(_later("triton", "tree_attention"), interpret=True),
-    ),
-}  # fmt: skip
 
 
 @functools.partial(jax.named_call, name="tree_attention")
@@ -83,15 +51,23 @@ def tree_attention(
                 f"tree_mask=None takes no prefix and as many keys ({block_keys.shape[2]}) "
                 f"as queries ({query.shape[2]})."
             )
-        if implementation is None:
+        if implementation is None and tuning.named() != "xla":
             return sequence.causal(query, block_keys, block_values, soft_cap, window)
-        if implementation == "xla":
+        if implementation in (None, "xla"):
             return xla.causal(query, block_keys, block_values, soft_cap, window)
         rows, tokens = query.shape[0], query.shape[2]
         plain = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
         tree_mask = jnp.broadcast_to(plain, (rows, tokens, tokens))
     at = Operands(query, block_keys, block_values, tree_mask, prefix, first, soft_cap)
-    name, forced = implementation or tuning.choice(at), implementation is not None
-    if prefix is not None and not (name == "xla" and xla.reads_rows_in_place()):
-        at = at._replace(prefix=prefix.taken())
-    return dispatch.pick("tree_attention", name, forced, IMPLEMENTATIONS, at, interpret)(at)
+    return _run(at, implementation or tuning.named(), interpret)
+
+
+def _run(at: Operands, named: str | None, interpret: bool) -> Float[Array, "B H T D"]:
+    """What the named implementation gives, or the one chosen for such operands."""
+    name = named or tuning.choice(at)
+    if at.prefix is not None and not (name == "xla" and xla.reads_rows_in_place()):
+        at = at._replace(prefix=at.prefix.taken())
+    run = dispatch.pick("tree_attention", name, named is not None, IMPLEMENTATIONS, at, interpret)
+    if IMPLEMENTATIONS[name].platforms is None or run is IMPLEMENTATIONS["xla"].run:
+        return run(at)
+    return folding(run, functools.partial(_run, named=named, interpret=interpret))(at)

@@ -8,6 +8,7 @@ from typing import Any
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Bench
 from specjax.cli.outcome import Sheet, remember
 from specjax.cli.tables import table
@@ -46,6 +47,7 @@ def bench(options: Bench) -> int:
     """
     workload_of(options)
     mesh = devices_for(options.mesh)
+    use_kernels(options.kernels)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
     pair = load_pair(
@@ -82,7 +84,8 @@ def bench(options: Bench) -> int:
 def _leave(options: Bench, bencher: Bencher, sheet: Sheet) -> int:
     """Writes and remembers what was measured, then prints it: nobody may be there to read."""
     written = [sheet.finish()]
-    if options.verify == AUTO:  # with another rule other methods may be the fastest
+    # With another rule or other kernels other methods may be the fastest.
+    if options.verify == options.kernels == AUTO:
         date = sheet.env["date"]
         remember(sheet.rows, bencher.pair, bencher.targets, date, MIXED)
     if file := options.png:

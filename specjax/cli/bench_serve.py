@@ -29,6 +29,7 @@ from specjax.checkpoints.huggingface import (
 )
 from specjax.checkpoints.pair import named
 from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.cli.kernels import check_kernels
 from specjax.cli.load_report import LoadSheet, table
 from specjax.cli.options import BenchServe
 from specjax.cli.values import (
@@ -143,6 +144,7 @@ def measurement_of(options: BenchServe) -> Measurement:
     for name in ("json", "png"):
         check_target_file(f"--{name}", getattr(options, name))
     check_shape(options.shape)
+    check_kernels(options.kernels)
     dtype_of(options.dtype)
     if options.inflate is not None:
         count_of(options.inflate)
@@ -286,6 +288,7 @@ def flags_of(measurement: Measurement, folder: Path) -> list[str]:
     draft, stage = options.draft, options.stage
     if options.inflate and options.model == "bundled" and draft in (None, "bundled"):
         draft, stage = "bundled", stage or "bundled/ngram,bundled/stage2"
+    flags += ["--kernels", options.kernels]
     for name, value in (("dtype", options.dtype), ("draft", draft), ("stage", stage)):
         if value is not None:
             flags += [f"--{name}", value]

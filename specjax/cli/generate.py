@@ -13,6 +13,7 @@ from rich.text import Text
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Generate
 from specjax.cli.values import at_least, bytes_of, check_seed, dtype_of, widths_of
 from specjax.decoding.generate import steps_on_host
@@ -44,6 +45,7 @@ def generate(options: Generate) -> int:
     _check(options)
     prompt = _read() if options.prompt == "-" else prompts.checked(options.prompt, "the prompt")
     mesh = devices_for(options.mesh, options.distributed)
+    use_kernels(options.kernels)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage, mesh=mesh,
         positions=options.positions, offload=options.offload,
@@ -103,6 +105,7 @@ def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
 
 def _check(options: Generate) -> None:
     check_method(options.method, AUTO)
+    check_kernels(options.kernels)
     check_rule(options.verify)
     at_least("--max-new-tokens", options.max_new_tokens, 1)
     check_seed(options.seed)

@@ -124,8 +124,22 @@ class Ahead:
     ] = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Which kernels run."""
+
+    kernels: Annotated[
+        str,
+        _help(
+            "The implementation of tree attention: auto takes the fastest, which is measured where "
+            "an accelerator runs a shape for the first time, xla is XLA's own everywhere; or one "
+            "of tpu, hopper and triton."
+        ),
+    ] = "auto"
+
+
 @dataclasses.dataclass(frozen=True)
-class Generate(Context, Hosts, Offloaded):
+class Generate(Context, Hosts, Offloaded, Kernels):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
@@ -172,7 +186,7 @@ class Generate(Context, Hosts, Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench(Context, Devices, Offloaded):
+class Bench(Context, Devices, Offloaded, Kernels):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
     prompts: str | None = None
@@ -235,7 +249,7 @@ class Bench(Context, Devices, Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune(Offloaded):
+class Tune(Offloaded, Kernels):
     """Find the fastest method, shape and budget for this machine and these prompts."""
 
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -268,7 +282,7 @@ class Tune(Offloaded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(Context, Hosts, Offloaded):
+class Verify(Context, Hosts, Offloaded, Kernels):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
@@ -388,7 +402,7 @@ class Inflate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofline:
+class Roofline(Kernels):
     """Hold passes, plain steps and generations against the bandwidth measured in the same run."""
 
     shapes: Annotated[
@@ -425,7 +439,7 @@ class Roofline:
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Context, Devices):
+class Serve(Context, Devices, Kernels):
     """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
 
     model: str = "bundled"
@@ -482,7 +496,7 @@ class Serve(Context, Devices):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchServe:
+class BenchServe(Kernels):
     """Measure a server under load: settings at rates of requests, and its own choice of them."""
 
     prompts: str | None = None

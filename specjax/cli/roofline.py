@@ -13,6 +13,7 @@ from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import is_stream, tried, write_json
 from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Roofline
 from specjax.cli.values import (
     at_least,
@@ -91,6 +92,7 @@ def measured(options: Roofline) -> Iterator[Row]:
     Raises:
       ValueError: an option is wrong, or no prompt fits.
     """
+    use_kernels(options.kernels)
     begin, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
     shapes = options.shapes if options.shapes is not None else _default(on_cpu, "shapes")
     sizes = options.inflate if options.inflate is not None else _default(on_cpu, "inflate")

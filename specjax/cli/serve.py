@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.generate import say
+from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Serve
 from specjax.cli.values import at_least, dtype_of, items, widths_of
 from specjax.draft.drafter import Drafter
@@ -48,9 +49,11 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         raise ValueError(
             f"serve needs {error.name}, which is not installed: pip install 'specjax[serve]'."
         ) from error
+    mesh = devices_for(options.mesh)
+    use_kernels(options.kernels)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
-        mesh=devices_for(options.mesh), positions=options.positions,
+        mesh=mesh, positions=options.positions,
     )  # fmt: skip
     engine = Engine(
         pair.target,
@@ -121,6 +124,7 @@ def _keys_of(options: Serve) -> tuple[str, ...]:
 
 def _check(options: Serve) -> None:
     check_method(options.method, AUTO)
+    check_kernels(options.kernels)
     check_rule(options.verify)
     for name in ("rows", "max_waiting", "max_waiting_tokens"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)

@@ -8,10 +8,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+import pallas_kernels
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import load_pair
+from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Tune
 from specjax.cli.values import (
     at_least,
@@ -44,6 +46,8 @@ def tune(options: Tune) -> int:
       ValueError: an option or a prompt file is wrong, or no prompt fits.
     """
     temperatures, choices = _check(options)
+    use_kernels(options.kernels)
+    pallas_kernels.forget()
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
     native = load_pair(

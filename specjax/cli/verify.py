@@ -3,6 +3,7 @@
 import json
 
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Verify
 from specjax.cli.values import at_least, bytes_of, check_seed, widths_of
 from specjax.measure import prompts
@@ -35,7 +36,9 @@ def verify(options: Verify) -> int:
     widths_of(options.tree)
     check_seed(options.seed)
     checks = checks_of(options)
+    check_kernels(options.kernels)
     mesh = devices_for(options.mesh, options.distributed)
+    use_kernels(options.kernels)
     pair = load_pair(
         options.model,
         options.draft,

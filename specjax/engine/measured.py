@@ -9,12 +9,13 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.cache import cache_folder, locked
+from pallas_kernels.tree_attention import tuning
 from specjax.base.machine import cpu_digest
 from specjax.base.output import read_json, write_json
 from specjax.engine.device import Measured, Plan
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
-from specjax.methods.records import cache_folder, locked
 from specjax.trees.widths import is_number
 
 _FILE, _LOCK = "step_costs.json", "step_costs.lock"
@@ -32,6 +33,8 @@ def name_of(models: Any, plan: Plan, slots: int) -> str:
         jax.devices()[0].device_kind, cpu_digest(), f"{os.cpu_count()} cores",
         f"jax {jax.__version__}", *shapes, str(jax.tree.structure(models)), repr(plan), str(slots),
     )  # fmt: skip
+    if (kernels := tuning.named()) is not None:
+        parts += (f"kernels {kernels}",)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 

@@ -1,19 +1,19 @@
 """What was measured on this machine, kept in the user's cache folder."""
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
 import math
 import os
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from pallas_kernels.cache import cache_folder, locked
 from specjax.base.machine import cpu_digest, cpu_model
 from specjax.base.output import read_json, write_json
 from specjax.methods.method import Setting
@@ -52,20 +52,6 @@ class Run:
     def of(self, setting: Setting) -> Measured | None:
         """What was measured of a setting, if it ran."""
         return next((each for each in self.measured if each.setting == setting), None)
-
-
-def cache_folder() -> Path | None:
-    """`$SPECJAX_CACHE`, else `specjax` in `$XDG_CACHE_HOME` or `~/.cache`.
-
-    None where there is no home folder, as for a user whom a container does not know.
-    """
-    try:
-        if own := os.environ.get("SPECJAX_CACHE"):
-            return Path(own).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    except RuntimeError:
-        return None
-    return Path(base) / "specjax"
 
 
 def file() -> Path | None:
@@ -161,20 +147,6 @@ def remember(name: str, run: Run) -> Path:
         found = {key: [_written(each) for each in kept] for key, kept in held.items()}
         write_json(folder / _FILE, found)
     return folder / _FILE
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Holds a lock that one process has at a time, where the system has such locks."""
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        yield
-        return
-    with path.open("a") as lock:
-        with contextlib.suppress(OSError):  # some network file systems have none
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _written(run: Run) -> dict[str, Any]:

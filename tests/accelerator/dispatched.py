@@ -1,10 +1,9 @@
-"""A command of `specjax` with other kernels than those of the dispatcher's own table.
+"""A command of `specjax` with what was the fastest in rows of `pallas_kernels.bench`.
 
     python -m tests.accelerator.dispatched rows.json roofline --shapes llama-3.2-1b
-    python -m tests.accelerator.dispatched triton verify
 
-Either what was the fastest in the rows of `pallas_kernels.bench`, as after its `--write`, or one
-implementation wherever it can run.
+They are taken for the dispatcher's own table, as after `--write`; shapes that are far from all of
+them are measured as they are met.
 """
 
 import json
@@ -16,12 +15,9 @@ from pallas_kernels.tree_attention import tuning
 from specjax.cli.main import main
 
 
-def choose(kernels: str) -> None:
-    """Lets the dispatcher go by a file of rows, or take one implementation."""
-    if not kernels.endswith(".json"):
-        tuning.choice = lambda at: kernels
-        return
-    rows = json.loads(Path(kernels).read_text("utf-8"))["rows"]
+def choose(file: str) -> None:
+    """Lets the dispatcher go by a file of rows."""
+    rows = json.loads(Path(file).read_text("utf-8"))["rows"]
     table = {tuning.device(): bench.fastest(rows)}
     tuning.measured = lambda: table
 

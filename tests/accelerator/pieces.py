@@ -92,7 +92,7 @@ def _pair(size: str, temperature: str, seconds: float) -> Piece:
 
 
 def _verify(name: str, kernel: str, platforms: tuple[str, ...]) -> Piece:
-    module = ("tests.accelerator.dispatched", kernel, "verify", "--json", "--methods")
+    module = ("specjax", "verify", "--kernels", kernel, "--json", "--methods")
     return Piece(
         name, (*module, "chain,specexec", "--prompts", "4", "--samples", "1024"),
         (*module, "none", "--prompts", "1", "--max-new-tokens", "8", "--samples", "64"),
@@ -111,6 +111,7 @@ _MAIN = (
 _BENCH = ("specjax", "bench", "--batch", "1", "--profile", "--prompts", "{prompts}", "--json",
           "{json}")  # fmt: skip
 _OFFLOAD = ("tests.host_offload_bench", "{prompts}", "--json", "{json}")
+_FIRST = ("specjax", "generate", "def fibonacci(n):", "--json", "--max-new-tokens", "64")
 _PROGRAMS = ("tests.aot.programs", "here", "--json", "{json}")
 
 PIECES = (
@@ -140,6 +141,8 @@ PIECES = (
           150, 330, needs=_PACKAGES),
     _verify("verify-triton", "triton", ("gpu",)),
     _verify("verify-xla", "xla", ()),
+    Piece("first-start", _FIRST, _FIRST, 60, 240, needs=_PACKAGES,
+          env=(("SPECJAX_CACHE", "empty"), ("JAX_ENABLE_COMPILATION_CACHE", "false"))),
     Piece("compile", (*_PROGRAMS, "--models", "llama-3.2-1b", "llama-3.1-8b", "--methods", "none",
                       "chain", "specexec"),
           (*_PROGRAMS, "--models", "llama-3.2-1b", "--methods", "none", "--parts", "step",
