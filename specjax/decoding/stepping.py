@@ -62,7 +62,9 @@ def read(
     target: Model, rows: Rows, slots: int, target_top_k: int
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
     """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
-    x, new = trunk(target, rows.prompt, positions_of(rows), None, None)
+    # A stack's keys and values are not copied into a cache, they become one.
+    whole = slots if target.is_stacked else None
+    x, new = trunk(target, rows.prompt, positions_of(rows), None, None, slots=whole)
     return after_prompts(target, rows, slots, target_top_k, x, new)
 
 
@@ -74,13 +76,17 @@ def positions_of(rows: Rows) -> Int32[Array, "B T"]:
 def after_prompts(
     target: Model, rows: Rows, slots: int, target_top_k: int, x: Float[Array, "E C"], new: NewKV
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
-    """What `read` gives, of a pass over the prompts."""
-    count = rows.prompt.shape[0]
-    dtype = cache_dtype(target.embedding.dtype)
-    cache = empty_cache(target.config, count, slots, dtype, target.kv_heads, target.is_stacked)
+    """What `read` gives, of a pass over the prompts; a stack's `new` lies as in a cache already."""
+    count, length = rows.prompt.shape[0], rows.length - 1
+    if target.is_stacked:
+        cache = KVCache((new[0][0],), (new[0][1],), length)
+    else:
+        dtype = cache_dtype(target.embedding.dtype)
+        empty = empty_cache(target.config, count, slots, dtype, target.kv_heads)
+        cache = empty.keep(new, None, length)
     made = jnp.zeros(count, jnp.int32)
     state = DecodeState(
-        cache=cache.keep(new, None, rows.length - 1),
+        cache=cache,
         draft=(),
         last=jnp.take_along_axis(rows.prompt, rows.length[:, None] - 1, axis=1)[:, 0],
         key=rows.key,

@@ -59,6 +59,16 @@ class KVCache:
         return replace(self, keys=tuple(keys), values=tuple(values), length=self.length + count)
 
 
+def in_slots(
+    new: tuple[Float[Array, "B K T D"], Float[Array, "B K T D"]], slots: int
+) -> tuple[Float[Array, "B K D S"], Float[Array, "B K S D"]]:
+    """Keys and values of a pass as a cache has them, of whose `slots` they are the first."""
+    key, value = new[0].swapaxes(2, 3), new[1]
+    free = (0, slots - value.shape[2])
+    own, heads, whole = (0, 0), (0, 0), (0, 0)
+    return jnp.pad(key, (own, heads, whole, free)), jnp.pad(value, (own, heads, free, whole))
+
+
 def cache_dtype(weights: jnp.dtype) -> jnp.dtype:
     """The dtype of keys and values: the weights', but float32 on CPU, where it is faster."""
     return jnp.dtype("float32" if platform() == "cpu" else weights)

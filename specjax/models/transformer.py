@@ -13,7 +13,7 @@ from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
-from specjax.models.kv_cache import KVCache, NewKV, cache_dtype
+from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots
 from specjax.models.packing import Packing
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
@@ -299,10 +299,12 @@ def trunk(
     block: NewKV | None = None,
     dtype: jnp.dtype | None = None,
     packing: Packing | None = None,
+    slots: int | None = None,
 ) -> tuple[Float[Array, "E C"], NewKV]:
     """All layers: the normed hidden columns and the new keys and values.
 
-    Columns are `C = B·T`, row-major, or those of `packing`.
+    Columns are `C = B·T`, row-major, or those of `packing`. With `slots` the new keys and values of
+    stacked layers lie as in a cache of so many, of which they are the first.
     """
     config = model.config
     entering = tokens, positions
@@ -319,7 +321,7 @@ def trunk(
     }
     if model.stack is not None:
         (view,) = views.values()
-        x, new = _looped(model, model.stack, x, view, cache, block, dtype, packing)
+        x, new = _looped(model, model.stack, x, view, cache, block, dtype, packing, slots)
         return final_norm(model, x), new
     made = []
     for index, weights in enumerate(model.layers):
@@ -343,6 +345,7 @@ def _looped(
     block: NewKV | None,
     dtype: jnp.dtype | None,
     packing: Packing | None,
+    slots: int | None,
 ) -> tuple[Float[Array, "E C"], NewKV]:
     """All stacked layers; the new keys and values are stacked as the cache's are."""
     mask, angles = view
@@ -355,7 +358,8 @@ def _looped(
         if cache is not None:
             keys, values = held
             prefix = Prefix(keys, values, cache.length, rows=cache.rows)
-        return apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
+        x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
+        return x, new if slots is None else in_slots(new, slots)
 
     x, new = lax.scan(one, x, (stack, held, earlier))
     return x, (new,)
