@@ -1,6 +1,7 @@
 """What `specjax info` and `check-pair` say, and drafts whose tables are padded otherwise."""
 
 import dataclasses
+import importlib.util
 import json
 import shutil
 
@@ -254,3 +255,40 @@ def test_a_plan_is_near_what_the_compiler_takes():
     rows, width = request.rows.prompt.shape
     planned = memory.plan(memory.load_of(target), [], rows, width, request.slots, 1).beside_weights
     assert 0.5 < planned / taken < 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["v7"], "'v7' is no known hardware; there are v5e, v6e, h100."),
+        (["v5e:2by2"], "'v5e:2by2' is not a kind and a size such as v5e:2x2."),
+        (["v5e"], "v5e needs libtpu, which is not installed: pip install 'specjax[tpu]'."),
+        (["h100"], "needs jax_cuda13_plugin, which is not installed: pip install 'specjax[cuda]'."),
+        (["here", "--mesh", "model=99"], "the mesh needs 99 devices; here has"),
+        (["here", "--offload", "disk"], "leave out --offload, --memory."),
+        (["here", "--length", "1"], "--length is 1; it must be at least 2."),
+    ],
+)
+def test_what_cannot_be_compiled_for_is_said_in_a_sentence(options, words, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    absent = ("libtpu", "jax_cuda13_plugin")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in absent else find(n))
+    assert main(["info", "--compile-for", *options]) == 2
+    said = capsys.readouterr()
+    assert words in said.err
+    assert not said.out
+    assert len(said.err.splitlines()) == 1
+
+
+def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
+    names = ["--model", str(folders / "target"), "--draft", str(folders / "same")]
+    code = main(["info", *names, "--compile-for", "here", "--length", "40", "--dtype", "float32"])
+    said = capsys.readouterr()
+    assert code == 0
+    title, *lines = said.out.splitlines()
+    assert "in float32 for 1 of here, " in title
+    assert title.endswith("GiB each; 1 x 40 tokens")
+    assert [line.split(":")[0] for line in lines] == [
+        "plain", "specexec 15 at temperature 0", "chain 1,1,1,1,1,1,1 at temperature 0.8",
+    ]  # fmt: skip
+    assert all("weights and arguments" in line for line in lines)

@@ -34,6 +34,7 @@ from specjax.draft.drafter import Drafter
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
 from specjax.methods.registry import build
+from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.placement import placement
 from specjax.models.stacking import stacked, stacks
@@ -119,9 +120,9 @@ class Hardware(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of each device; 0 if it is at hand and does not say."""
+        """Memory of each device; what one at hand has to spare, 0 if that is not known."""
         if self.kind == HERE:
-            return (self.devices[0].memory_stats() or {}).get("bytes_limit", 0)
+            return memory.available(None) or 0
         return KINDS[self.kind].memory_bytes
 
     def traced(self) -> contextlib.AbstractContextManager[None]:
@@ -310,11 +311,11 @@ def compiled(found: Hardware, program: Any, *arguments: Any) -> Compiled:
     after_lower = time.perf_counter()
     made = lowered.compile(compiler_options=options)
     end = time.perf_counter()
-    memory, text = made.memory_analysis(), made.as_text()
+    taken, text = made.memory_analysis(), made.as_text()
     return Compiled(
         after_trace - begin, after_lower - after_trace, end - after_lower,
-        memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.alias_size_in_bytes,
-        memory.temp_size_in_bytes, dict(operations_of(text)), len(_COUNTED_LOOP.findall(text)),
+        taken.argument_size_in_bytes, taken.output_size_in_bytes, taken.alias_size_in_bytes,
+        taken.temp_size_in_bytes, dict(operations_of(text)), len(_COUNTED_LOOP.findall(text)),
     )  # fmt: skip
 
 

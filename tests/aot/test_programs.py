@@ -5,6 +5,7 @@ JAX_PLATFORMS=cpu pytest tests/aot -m "slow or not slow"
 """
 
 import importlib.util
+import json
 import os
 from unittest import mock
 
@@ -17,10 +18,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import shapes
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from specjax.checkpoints.huggingface import save_model
+from specjax.cli.main import main
 from specjax.measure.compile_ahead import KINDS, compiled, hardware, on
 from specjax.models.kv_cache import KVCache
 from tests.aot.programs import case_of, made
+from tests.conftest import tiny_model
 from tests.memory_table import drafter_of, plan_of
+from tests.pairs import near
 
 SMALL = "llama-3.2-1b"
 HAND = "JAX_PLATFORMS is not cpu" if os.environ.get("JAX_PLATFORMS") != "cpu" else None
@@ -166,3 +171,46 @@ def test_a_branch_would_be_seen(kind):
 
     found, _ = planted(kind, mock.patch.object(KVCache, "keep", branched))
     assert found.operations["conditional"] >= 1
+
+
+@pytest.fixture
+def pair(tmp_path):
+    target = tiny_model(vocab_size=128)
+    save_model(target, tmp_path / "target", dtype="float32")
+    save_model(near(target, 1), tmp_path / "draft", dtype="float32")
+    return tmp_path / "target", tmp_path / "draft"
+
+
+def asked(capsys, *command):
+    code = main([*map(str, command), "--compile-for", "v5e", "--json"])
+    return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_info_compiles_what_a_pair_would_run(kind, pair, capsys, monkeypatch):
+    target, draft = pair
+    command = "info", "--model", target, "--draft", draft, "--length", 100
+    code, report = asked(capsys, *command)
+    assert code == 0
+    assert (report["hardware"], report["devices"], report["dtype"]) == (kind, 1, "bfloat16")
+    names = [one["name"] for one in report["programs"]]
+    assert names[0] == "plain"
+    assert [name.rsplit(" ", 1)[1] for name in names[1:]] == ["0", "0.8"]
+    for one in report["programs"]:
+        assert one["fits"]
+        held = one["argument_bytes"] + one["temporary_bytes"]
+        assert 0 < one["argument_bytes"] < one["total_bytes"] < held + 10_000
+    small = KINDS[kind]._replace(memory_bytes=1000)
+    monkeypatch.setitem(KINDS, kind, small)
+    code, report = asked(capsys, *command[:3], "--length", 100)
+    assert code == 1
+    assert not report["programs"][0]["fits"]
+
+
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_check_pair_compiles_too(kind, pair, capsys):
+    code, report = asked(capsys, "check-pair", *pair)
+    found = report["drafts"][0]["findings"]
+    assert code == 0
+    assert [one["what"].split(",")[0] for one in found if "v5e" in one["what"]] == [kind] * 3
+    assert not any(one["what"] == "memory" for one in found)
