@@ -1,10 +1,12 @@
 """Whether an implementation of tree attention is right on the device at hand.
 
     python -m tests.accelerator.kernels hopper --json hopper.json
+    python -m tests.accelerator.kernels prompts --json prompts.json
 
-The cases are those of the kernels' suite: NaN in every slot past a row's length, ragged rows,
-windows, capped scores, caches of 8 bits. Each is held against the definition, computed on the CPU,
-with the suite's tolerance. Nothing is interpreted.
+"prompts" is what attention of plain sequences takes there. The other cases are those of the
+kernels' suite: NaN in every slot past a row's length, ragged rows, windows, capped scores, caches
+of 8 bits. Each is held against the definition, computed on the CPU, with the suite's tolerance.
+Nothing is interpreted.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.dispatch import ImplementationError
-from pallas_kernels.tree_attention import reference, tree_attention
+from pallas_kernels.tree_attention import reference, sequence, tree_attention, xla
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.operands import Operands
 from specjax.base.output import write_json
@@ -24,6 +26,9 @@ from tests.test_tree_attention import SHAPES, make, tolerance
 
 BOUNDED = ("several tiles", "earlier levels", "head of 256", "more nodes than a mask has words")
 OF_8_BITS = ("several tiles", "one key/value head", "head of 96")
+PROMPTS = "prompts"
+OFF_OF_PROMPTS = 2e-2
+"""The largest difference of an output of about 1: a few roundings to bfloat16."""
 LENGTHS = ([0, 0, 0], [64, 64, 64], [1, 63, 2])
 
 
@@ -79,17 +84,51 @@ def row_of(case: str, at: Operands, implementation: str) -> dict[str, Any]:
     return row | {"passed": off <= 1, "error_over_tolerance": off}
 
 
+def prompts() -> Iterator[tuple[str, tuple[jax.Array, ...], int | None]]:
+    """A name, queries, keys and values of plain sequences, and a window or none."""
+    for tokens, dim, window in ((96, 64, None), (384, 64, 37), (512, 128, None), (2048, 64, None)):
+        keys = jax.random.split(jax.random.key(tokens), 3)
+        query = jax.random.normal(keys[0], (2, 8, tokens, dim))
+        rest = (jax.random.normal(key, (2, 2, tokens, dim), jnp.bfloat16) for key in keys[1:])
+        yield f"{tokens} tokens, heads of {dim}, window {window}", (query, *rest), window
+
+
+def row_of_prompt(case: str, at: tuple[jax.Array, ...], window: int | None) -> dict[str, Any]:
+    """Whether attention of a plain sequence is right: within the rounding of 16 bits."""
+    query, *rest = at
+    wide = (each.astype(jnp.float32) for each in rest)
+    expected = np.asarray(xla.causal(query, *wide, None, window))
+    put = jax.device_put(at, jax.devices()[0])
+    row = {"case": case, "implementation": PROMPTS}
+    try:
+        found = jax.jit(lambda q, k, v: sequence.causal(q, k, v, None, window))(*put)
+    except Exception as error:  # whatever a compiler raises, the others go on
+        return row | {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
+    off = float(np.abs(np.asarray(found) - expected).max() / OFF_OF_PROMPTS)
+    return row | {"passed": off <= 1, "error_over_tolerance": off}
+
+
+def rows_of(implementation: str, limit: int | None) -> Iterator[dict[str, Any]]:
+    """What came of so many cases, one after the other."""
+    if implementation == PROMPTS:
+        for case in list(prompts())[:limit]:
+            yield row_of_prompt(*case)
+        return
+    for name, at in list(cases())[:limit]:
+        yield row_of(name, at, implementation)
+
+
 def main() -> None:
     """Prints a row a case, and writes all that are done after each."""
     parser = argparse.ArgumentParser(prog="python -m tests.accelerator.kernels")
-    parser.add_argument("implementation", choices=sorted(IMPLEMENTATIONS))
+    parser.add_argument("implementation", choices=[*sorted(IMPLEMENTATIONS), PROMPTS])
     parser.add_argument("--json", required=True)
     parser.add_argument("--limit", type=int, help="so many cases")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with jax.default_device(jax.devices("cpu")[0]):
-        for case, at in list(cases())[: options.limit]:
-            rows.append(row_of(case, at, options.implementation))
+        for row in rows_of(options.implementation, options.limit):
+            rows.append(row)
             print(rows[-1], flush=True)
             write_json(options.json, {"complete": False, "rows": rows})
     write_json(options.json, {"complete": True, "rows": rows})

@@ -116,6 +116,7 @@ _PROGRAMS = ("tests.aot.programs", "here", "--json", "{json}")
 
 PIECES = (
     _kernels("xla", 45),
+    _kernels("prompts", 45),
     _kernels("hopper", 60, ("gpu",)),
     _kernels("triton", 60, ("gpu",)),
     _kernels("tpu", 60, ("tpu",)),
