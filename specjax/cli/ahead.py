@@ -13,7 +13,7 @@ from specjax.checkpoints.huggingface import read_config
 from specjax.checkpoints.pair import named
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, dtype_of
-from specjax.measure.compile_ahead import Hardware, Program, Texts, hardware, programs
+from specjax.measure.compile_ahead import HERE, Hardware, Program, Texts, hardware, programs
 from specjax.models.config import ModelConfig
 from specjax.models.memory import readable
 from specjax.parallel.mesh import MODEL
@@ -39,7 +39,7 @@ def compile_for(options: Info) -> int:
     at_least("--length", options.length or _LENGTH, 2)
     if options.distributed is not None:
         raise ValueError("--compile-for compiles in one process; leave out --distributed.")
-    on_a_cpu()
+    on_a_cpu(options)
     found = named(options.model, options.draft)
     target = read_config(found.target.folder, options.positions)[0]
     drafts = [read_config(each.folder)[0] for each in found.drafts]
@@ -84,9 +84,10 @@ def length_of(asked: int | None, target: ModelConfig) -> int:
     return min(asked or _LENGTH, target.max_positions)
 
 
-def on_a_cpu() -> None:
+def on_a_cpu(options: Info | CheckPair) -> None:
     """Keeps jax off devices that may be here: one that libtpu holds compiles for no other."""
-    jax.config.update("jax_platforms", "cpu")
+    if options.compile_for not in (None, HERE):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _of(program: Program, found: Hardware) -> dict[str, Any]:

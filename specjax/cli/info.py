@@ -237,8 +237,7 @@ def check_pair(options: CheckPair) -> int:
       ValueError: an option is wrong, or the mesh does not divide the target.
     """
     kind = dtype_of(options.dtype)
-    if options.compile_for is not None:
-        on_a_cpu()
+    on_a_cpu(options)
     mesh = devices_for(options.mesh if options.compile_for is None else None)
     found = named(options.target, ",".join(options.drafts))
     target = huggingface.read_config(found.target.folder, options.positions)[0]

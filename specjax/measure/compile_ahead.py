@@ -71,9 +71,14 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 class Kind(NamedTuple):
-    """A kind of device: bytes of its memory, how many a host has, and what compiles for it.
+    """A kind of device: what compiles for it, and how.
 
-    `options` are the compiler's.
+    Attributes:
+      memory_bytes: what programs may take, as its compiler says.
+      topology: the smallest that can be described.
+      package: what compiles for it.
+      install: the command that installs that.
+      options: the compiler's.
     """
 
     memory_bytes: int
@@ -86,9 +91,9 @@ class Kind(NamedTuple):
 _TPU = ("libtpu", "pip install 'specjax[tpu]'", {})
 _CUDA = ("jax_cuda13_plugin", "pip install 'specjax[cuda]'", {"xla_gpu_autotune_level": "0"})
 KINDS = {
-    "v5e": Kind(16 * 10**9, "2x2", *_TPU),
-    "v6e": Kind(32 * 10**9, "2x2", *_TPU),
-    "h100": Kind(80 * 10**9, "1", *_CUDA),
+    "v5e": Kind(int(15.75 * 2**30), "2x2", *_TPU),
+    "v6e": Kind(int(31.25 * 2**30), "2x2", *_TPU),
+    "h100": Kind(84_942_979_072, "1", *_CUDA),
 }
 """Kinds of devices that programs are compiled for."""
 
