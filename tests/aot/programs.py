@@ -28,7 +28,7 @@ from specjax.measure.compile_ahead import (
     on,
 )
 from specjax.measure.roofline import SHAPES
-from tests.memory_table import Case, drafter_of, texts_of
+from tests.memory_table import Case, drafter_of, plan_of, texts_of
 
 METHODS = {"none": "none", "chain": "chain", "specexec": "specexec 63", "pool": "pool"}
 _DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,
@@ -80,6 +80,13 @@ class Asked:
     """Where the figures go."""
 
 
+def over_plan(name: str, case: Case, found: Compiled) -> float:
+    """What a whole generate takes beside the weights over what is planned, of one device."""
+    with hardware(name).traced():
+        planned = plan_of(case, drafter_of(case)).beside_weights
+    return (found.temporary_bytes + found.output_bytes) / planned
+
+
 def lines(asked: Asked) -> Iterator[tuple[str, Compiled | str]]:
     """A name and what came of it, a program after the other; its error where it is refused."""
     for model in asked.models:
@@ -105,11 +112,18 @@ def main() -> None:
             print(f"{name}: {found[:300]}", flush=True)
             continue
         rows[name] = dataclasses.asdict(found)
+        beside = ""
+        if " generate " in name and asked.data == asked.model == 1:
+            _, model, method, *_ = name.split()
+            case = case_of(model, method, asked.rows, asked.prompt)
+            rows[name]["over_plan"] = over_plan(asked.hardware, case, found)
+            beside = f", {rows[name]['over_plan']:.2f} of the plan"
         print(
             f"{name}: trace {found.trace_seconds:.1f} s, lower {found.lower_seconds:.1f} s, "
             f"compile {found.compile_seconds:.1f} s, temporaries "
-            f"{found.temporary_bytes / 2**20:.0f} MiB, aliased "
-            f"{found.aliased_bytes / 2**20:.0f} MiB, {found.operations}",
+            f"{found.temporary_bytes / 2**20:.0f} MiB{beside}, aliased "
+            f"{found.aliased_bytes / 2**20:.0f} MiB, {found.counted_loops} counted loops, "
+            f"{found.operations}",
             flush=True,
         )
         if asked.json is not None:
