@@ -12,11 +12,16 @@ from importlib.metadata import version
 # `long_running` have the first (see below), and processes of their own. What is measured and
 # certified (`specjax bench`, `specjax verify`) is compiled as usual. jax 0.10 can emit fusions in
 # an older way too, which takes half the time (a loop of trees 2.4 s instead of 5.9); later ones
-# know one way only.
+# know one way only. A program is compiled in one part, not in 32 for as many cores: two workers
+# have none to spare, and the parts take a sixth more of what there is.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_backend_optimization_level=1"
-    + (" --xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else ""),
+    + (
+        " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        if version("jax").startswith("0.10.")
+        else ""
+    ),
 )
 
 # A GPU kernel's interpreter runs its three warpgroups as programs that wait for one another; with
