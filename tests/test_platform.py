@@ -85,9 +85,7 @@ def test_what_is_known_of_rows_changes_no_text(kind, widths, target, known):
 
 def lowered(target, drafter, **asked):
     """The text of the program that `generate` runs, which is traced once for both."""
-    request = prepare(
-        KEY, target, drafter, PROMPTS, max_new_tokens=NEW, stop_at_eos=False, **asked
-    )
+    request = prepare(KEY, target, drafter, PROMPTS, max_new_tokens=NEW, stop_at_eos=False, **asked)
     return generate_jit.lower(**request._asdict()).as_text()
 
 
