@@ -72,7 +72,11 @@ class Row:
     @property
     def decodes(self) -> bool:
         """Whether it takes part in steps: those that fly may not give all its tokens."""
-        return self.ticket is not None and not self.reads and self.left > self.flying
+        return (
+            self.ticket is not None
+            and self.left > self.flying
+            and self.filled >= len(self.ticket.request.prompt)
+        )
 
 
 class Admission(NamedTuple):
@@ -271,16 +275,19 @@ class Scheduler:
     @property
     def decoding(self) -> tuple[Row, ...]:
         """The rows of the next step."""
-        return tuple(row for row in self.rows if row.decodes)
+        return tuple([row for row in self.rows if row.decodes])
 
     def step(self, size: int) -> StepPlan:
         """The next step, in a program of `size` rows; it is flying from here on."""
         rows = self.decoding
-        others = sorted(
-            (row for row in self.rows if not row.decodes), key=lambda row: len(row.tokens)
-        )
         for row in rows:
             row.flying += 1
+        if size == len(rows):
+            return StepPlan(rows, ())
+        taken = {row.number for row in rows}
+        others = sorted(
+            (row for row in self.rows if row.number not in taken), key=lambda row: len(row.tokens)
+        )
         return StepPlan(rows, tuple(row.number for row in others[: size - len(rows)]))
 
     def landed(self, row: Row, tokens: Sequence[int]) -> None:
