@@ -17,6 +17,7 @@ from typing import Any
 
 import tyro
 
+import pallas_kernels
 from specjax.base.output import write_json
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
 from specjax.measure.compile_ahead import (
@@ -76,6 +77,8 @@ class Asked:
     """Devices that share rows."""
     model: int = 1
     """Devices that share layers."""
+    kernels: str = "auto"
+    """The implementation of tree attention; auto is XLA's where nothing is measured."""
     json: str | None = None
     """Where the figures go."""
 
@@ -103,6 +106,8 @@ def lines(asked: Asked) -> Iterator[tuple[str, Compiled | str]]:
 def main() -> None:
     """Prints a line a program."""
     asked = tyro.cli(Asked)
+    with hardware(asked.hardware).traced():
+        pallas_kernels.use(asked.kernels)
     rows: dict[str, Any] = {}
     if asked.json is not None:
         with contextlib.suppress(FileNotFoundError):

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+import pallas_kernels
 from pallas_kernels import shapes
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.checkpoints.huggingface import save_model
@@ -94,6 +95,28 @@ def test_a_step_has_no_branch_and_copies_no_cache(kind, method):
     plan = planned(kind, case)
     assert found.temporary_bytes <= 1.25 * plan.trees
     assert found.aliased_bytes >= plan.caches + plan.draft_caches
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [of_kind("v5e", "tpu"), of_kind("h100", "hopper"), of_kind("h100", "triton")],
+)
+def test_a_step_with_kernels_has_one_a_layer(kind, name):
+    case = case_of(SMALL, "none")
+    plain = made(kind, case, "step")
+    with hardware(kind).traced():
+        pallas_kernels.use(name)
+    try:
+        found = made(kind, case, "step")
+    finally:
+        pallas_kernels.use("auto")
+    layers = case.config.num_layers if kind == "h100" else 1  # in a loop
+    more = found.operations["custom-call"] - plain.operations.get("custom-call", 0)
+    assert more == layers
+    assert found.operations.get("conditional", 0) == 0
+    plan = planned(kind, case)
+    assert found.temporary_bytes <= 1.25 * plan.trees
+    assert found.aliased_bytes >= plan.caches
 
 
 @pytest.mark.parametrize("kind", EVERY)
