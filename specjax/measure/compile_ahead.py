@@ -99,13 +99,15 @@ KINDS = {
 
 
 _QUIET = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
 }
-"""What libtpu is told where there is no TPU: to ask no host for it, and to warn of nothing."""
+"""What libtpu is told where there is no TPU: that several processes may have it, to ask no host for
+one, and to warn of nothing."""
 
 
 HERE = "here"
