@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
+from pallas_kernels.cache import replace_file
 from pallas_kernels.machine import read_bandwidth
 from pallas_kernels.shapes import MODELS, Shape, abstract, make, named
 from pallas_kernels.tree_attention import measuring, tuning, xla
@@ -282,9 +283,7 @@ def main() -> int:
         if file:
             report = {"env": environment(peak), "rows": compared(rows),
                       "owed": [list(shape) for shape in left]}  # fmt: skip
-            unfinished = file.with_name(f"{file.name}.part")  # the file is whole at any time
-            unfinished.write_text(json.dumps(report, indent=1) + "\n", "utf-8")
-            unfinished.replace(file)
+            replace_file(file, json.dumps(report, indent=1) + "\n")
 
     while left and time.monotonic() - begin < options.seconds:
         own = [row for row in rows if shape_of(row) == left[0]]

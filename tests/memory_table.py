@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decoding.generate import generate_jit
-from specjax.decoding.request import Room, room
+from specjax.decoding.request import Room, room, rule_of
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
-from specjax.measure.compile_ahead import Texts, abstract, abstract_request, rule_of
+from specjax.measure.compile_ahead import Texts, abstract, abstract_request
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.memory import readable

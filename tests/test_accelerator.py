@@ -20,7 +20,7 @@ from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.cli.main import _options
 from tests import host_offload_bench
 from tests.accelerator import __main__ as command
-from tests.accelerator import dispatched, kernels
+from tests.accelerator import kernels
 from tests.accelerator.pieces import CALL_SECONDS, PIECES, Piece
 from tests.accelerator.running import (
     DONE,
@@ -270,13 +270,13 @@ def test_every_piece_fits_into_a_call_and_can_be_named():
 @pytest.mark.parametrize("small", [False, True])
 def test_every_command_is_one_that_is_understood(small, monkeypatch):
     """None of the larger ones can run here, but their flags are read."""
-    names = {"json": "json.json", "attention": "attention.json", "prompts": "p", "seconds": "9"}
+    names = {"json": "json.json", "prompts": "p", "seconds": "9"}
     for piece in PIECES:
         module, *flags = (
             part.format_map(names) for part in (piece.small if small else piece.command)
         )
-        if module in ("specjax", "tests.accelerator.dispatched"):
-            _options(flags if module == "specjax" else flags[1:])
+        if module == "specjax":
+            _options(flags)
         elif module == "pallas_kernels.bench":
             monkeypatch.setattr("sys.argv", ["bench", *flags])
             assert bench._wanted(bench._options())
@@ -285,18 +285,6 @@ def test_every_command_is_one_that_is_understood(small, monkeypatch):
             assert tyro.cli(asked.Asked, args=flags).json == "json.json"
         else:
             assert module in ("tests.accelerator.kernels", "tests.limits")
-
-
-def test_kernels_are_chosen_by_rows(tmp_path, monkeypatch):
-    at = make(SHAPES["groups of five"], jnp.bfloat16)
-    monkeypatch.setattr(tuning, "measured", tuning.measured)  # so that it comes back
-    row = {"model": "bundled", "batch": 1, "nodes": 16, "slots": 512, "dtype": "bfloat16",
-           "bits": 16}  # fmt: skip
-    rows = [row | {"implementation": name, "seconds": s} for name, s in (("xla", 2), ("triton", 1))]
-    file = tmp_path / "rows.json"
-    file.write_text(json.dumps({"rows": rows}))
-    dispatched.choose(str(file))
-    assert tuning.choice(at) == "triton"
 
 
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch):

@@ -280,13 +280,40 @@ def test_what_cannot_be_compiled_for_is_said_in_a_sentence(options, words, capsy
     assert len(said.err.splitlines()) == 1
 
 
+def test_quantized_models_are_not_compiled_ahead(folders, capsys):
+    target, packed = str(folders / "target"), str(folders / "packed")
+    assert main(["quantize", target, packed, "--bits", "8"]) == 0
+    capsys.readouterr()
+    assert main(["info", "--model", packed, "--compile-for", "here"]) == 2
+    words = "--compile-for compiles models in float32 or bfloat16; " + packed + " is quantized."
+    assert words in capsys.readouterr().err
+
+
+def test_plain_decoding_is_compiled_once_for_several_drafts(folders, capsys):
+    drafts = [str(folders / name) for name in ("other", "same", "small")]
+    options = ["--compile-for", "here", "--dtype", "float32", "--json"]
+    assert main(["check-pair", str(folders / "target"), *drafts, *options]) == 1
+    report = json.loads(capsys.readouterr().out)
+    found = [
+        [each["what"] for each in one["findings"] if each["what"].startswith("here")]
+        for one in report["drafts"]
+    ]
+    assert found[0] == []  # of another vocabulary
+    assert [what.split(", ")[1].split(" ")[0] for what in found[1]] == [
+        "plain",
+        "specexec",
+        "chain",
+    ]
+    assert [what.split(", ")[1].split(" ")[0] for what in found[2]] == ["specexec", "chain"]
+
+
 def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
     names = ["--model", str(folders / "target"), "--draft", str(folders / "same")]
     code = main(["info", *names, "--compile-for", "here", "--length", "40", "--dtype", "float32"])
     said = capsys.readouterr()
     assert code == 0
     title, *lines = said.out.splitlines()
-    assert "in float32 for 1 of here, " in title
+    assert "in float32 for 1 device of here, " in title
     assert title.endswith("GiB each; 1 x 40 tokens")
     assert [line.split(":")[0] for line in lines] == [
         "plain", "specexec 15 at temperature 0", "chain 1,1,1,1,1,1,1 at temperature 0.8",

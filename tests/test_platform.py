@@ -162,7 +162,7 @@ def test_fused_attention_is_attention_of_plain_sequences(window):
 
 @pytest.mark.parametrize(("tokens", "window"), [(768, None), (768, 1), (768, 130), (768, 511)])
 def test_blocks_of_a_mask_are_those_that_the_whole_mask_has(tokens, window):
-    mask = sequence._masks()(tokens, window)
+    mask = sequence.plain_mask(tokens, window)
     whole = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
     kinds = set()
     for row in range(0, tokens, 128):

@@ -95,7 +95,7 @@ def _kernel(
     heads: int, tokens: int, soft_cap: float | None, window: int | None, interpret: bool
 ) -> Any:
     made, masks = (importlib.import_module(f"{_SPLASH}_{part}") for part in ("kernel", "mask"))
-    seen = _masks()(tokens, window if window is not None and window < tokens else None)
+    seen = plain_mask(tokens, window)
     block = next(size for size in _BLOCKS if tokens % size == 0)
     inner = next(size for size in _BLOCKS if block % size == 0 and size <= 512)
     return made.make_splash_mha(
@@ -105,39 +105,31 @@ def _kernel(
     )  # fmt: skip
 
 
-@functools.cache
-def _masks() -> Any:
-    """Makes what a token of a plain sequence sees, for splash attention.
+def plain_mask(tokens: int, window: int | None) -> Any:
+    """What tokens of a plain sequence see, for splash attention."""
+    left = None if window is None or window >= tokens else window - 1
+    return _blockwise()((tokens, tokens), window_size=(left, 0), offset=0)
 
-    That looks at every block of a mask as it is traced: of 131,072 tokens 17 billion entries, 36 s
-    of one core (Zen 3). A block of which all or nothing is seen is one entry here.
+
+@functools.cache
+def _blockwise() -> Any:
+    """Jax's local mask, whose blocks are a single entry where all or nothing of them is seen.
+
+    Splash attention looks at every block of a mask as it is traced: of 131,072 tokens that were 17
+    billion entries, 36 s of one core (Zen 3).
     """
     masks = importlib.import_module(f"{_SPLASH}_mask")
 
-    def in_blocks(base: Any) -> Any:
-        class Blocks(base):
-            reach: int | None = None
+    class Blockwise(masks.LocalMask):
+        def __getitem__(self, index: tuple[slice, ...]) -> Any:
+            queries, keys = (
+                range(*one.indices(n)) for one, n in zip(index, self.shape, strict=True)
+            )
+            nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
+            left = self.window_size[0]
+            left = self.shape[1] if left is None else left
+            if (nearest >= 0 and farthest <= left) or farthest < 0 or nearest > left:
+                index = tuple(slice(one[0], one[0] + 1) for one in (queries, keys))
+            return super().__getitem__(index)
 
-            def __getitem__(self, index: tuple[slice, ...]) -> Any:
-                queries, keys = (
-                    range(*one.indices(n)) for one, n in zip(index, self.shape, strict=True)
-                )
-                nearest, farthest = queries[0] - keys[-1], queries[-1] - keys[0]
-                reach = self.shape[1] if self.reach is None else self.reach
-                if (nearest >= 0 and farthest < reach) or farthest < 0 or nearest >= reach:
-                    index = tuple(slice(one[0], one[0] + 1) for one in (queries, keys))
-                return super().__getitem__(index)
-
-        return Blocks
-
-    causal, local = in_blocks(masks.CausalMask), in_blocks(masks.LocalMask)
-
-    def of(tokens: int, window: int | None) -> Any:
-        shape = (tokens, tokens)
-        if window is None:
-            return causal(shape)
-        made = local(shape, window_size=(window - 1, 0), offset=0)
-        made.reach = window
-        return made
-
-    return of
+    return Blockwise

@@ -8,8 +8,9 @@ from typing import Any
 
 import jax
 
+from specjax.checkpoints import quantized
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.huggingface import read_config
+from specjax.checkpoints.huggingface import default_dtype, read_config
 from specjax.checkpoints.pair import named
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, dtype_of
@@ -19,9 +20,9 @@ from specjax.models.memory import readable
 from specjax.parallel.mesh import MODEL
 from specjax.parallel.processes import sizes_of
 
-_NEW = 128
-"""New tokens of a text, the most that `generate` makes by default."""
-_LENGTH = 2048 + _NEW
+NEW = 128
+"""New tokens of a text: what `generate` makes by default."""
+_LENGTH = 2048 + NEW
 """Tokens of a text where none are named."""
 
 
@@ -31,9 +32,9 @@ def compile_for(options: Info) -> int:
     Configurations are read, weights are not.
 
     Raises:
-      AheadError: nothing can be compiled for that hardware here.
       CheckpointError: a folder or file is missing or damaged, or an architecture not supported.
-      ValueError: an option is wrong, or the mesh does not divide the target.
+      ValueError: an option is wrong, nothing can be compiled for that hardware here, the model is
+        quantized, or the mesh does not divide it.
     """
     at_least("--batch", options.batch, 1)
     at_least("--length", options.length or _LENGTH, 2)
@@ -55,22 +56,30 @@ def compiled_for(
     target: ModelConfig,
     drafts: Sequence[ModelConfig],
     size: tuple[int, int],
+    plain: bool = True,
 ) -> dict[str, Any]:
     """What the programs for `size` (texts at once, tokens of each) take of hardware.
+
+    With `plain` decoding that is among them.
 
     Raises: see `compile_for`.
     """
     if options.offloaded:
         raise ValueError("--compile-for compiles what is in memory; leave out --offload, --memory.")
+    if quantized.layouts_in(files.folder):
+        raise ValueError(
+            f"--compile-for compiles models in float32 or bfloat16; {files.folder} is quantized."
+        )
     assert options.compile_for is not None
     found = hardware(options.compile_for)
     mesh = found.mesh(**(sizes_of(options.mesh) or {MODEL: len(found.devices)}))
-    dtype = dtype_of(options.dtype) or "bfloat16"
+    with found.traced():
+        dtype = dtype_of(options.dtype) or default_dtype()
     rows, length = size
-    new = min(_NEW, length - 1)
+    new = min(NEW, length - 1)
     texts = Texts(rows, length - new, new)
     made = []
-    for program in programs(found, mesh, target, drafts, dtype, texts):
+    for program in programs(found, mesh, target, drafts, dtype, texts, plain):
         made.append(_of(program, found))
         print(f"compiled: {program.name}", file=sys.stderr)
     return {
@@ -93,31 +102,36 @@ def on_a_cpu(options: Info | CheckPair) -> None:
 def _of(program: Program, found: Hardware) -> dict[str, Any]:
     if program.made is None:
         return {"name": program.name, "fits": False, "refused": program.refused}
-    made = program.made
+    made, most = program.made, found.memory_bytes
     figures = {"total_bytes": made.total_bytes, "seconds": round(made.seconds, 1)}
     return {
-        "name": program.name, "fits": made.total_bytes <= found.memory_bytes, **figures,
+        "name": program.name, "fits": most is None or made.total_bytes <= most, **figures,
         **dataclasses.asdict(made), "collectives": made.collectives,
     }  # fmt: skip
 
 
 def _tell(report: dict[str, Any]) -> None:
+    devices = f"{report['devices']} device{'s' * (report['devices'] > 1)} of {report['hardware']}"
     print(
-        f"{report['model']} in {report['dtype']} for {report['devices']} of {report['hardware']}, "
-        f"{readable(report['memory_bytes'])} each; {report['batch']} x {report['length']:,} tokens"
+        f"{report['model']} in {report['dtype']} for {devices}, {_memory(report['memory_bytes'])} "
+        f"each; {report['batch']} x {report['length']:,} tokens"
     )
     for one in report["programs"]:
         print(f"{one['name']}: {said(one, report['memory_bytes'])}")
 
 
-def said(one: dict[str, Any], memory_bytes: int) -> str:
+def _memory(size: int | None) -> str:
+    return "unknown memory" if size is None else readable(size)
+
+
+def said(one: dict[str, Any], memory_bytes: int | None) -> str:
     """What came of a program, in words."""
     if "refused" in one:
         return f"does not compile: {one['refused']}"
     passed = ", ".join(f"{count} {name}" for name, count in one["collectives"].items())
     return (
         f"{'fits' if one['fits'] else 'DOES NOT FIT'}: {readable(one['total_bytes'])} of "
-        f"{readable(memory_bytes)} (weights and arguments {readable(one['argument_bytes'])}, "
+        f"{_memory(memory_bytes)} (weights and arguments {readable(one['argument_bytes'])}, "
         f"temporaries {readable(one['temporary_bytes'])}); collectives: {passed or 'none'}; "
         f"compiled in {one['seconds']} s"
     )

@@ -17,7 +17,7 @@ from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
 from specjax.checkpoints.streaming import HOST, Division, check_offload, division, dtype_of_layers
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
-from specjax.cli.ahead import compile_for, compiled_for, length_of, on_a_cpu, said
+from specjax.cli.ahead import NEW, compile_for, compiled_for, length_of, on_a_cpu, said
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, bytes_of, dtype_of
 from specjax.decoding.request import PROMPT_BUCKETS, room
@@ -29,9 +29,6 @@ from specjax.models.memory import Load, Plan, readable
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import quantized_as
 from specjax.parallel.processes import devices_for
-
-_NEW = 128
-"""New tokens of a text that memory is reckoned for: what `generate` makes by default."""
 
 _NODES = 16
 """Nodes of the trees that `check-pair` reckons with, root included."""
@@ -130,8 +127,8 @@ def _most(target: ModelConfig) -> int:
 
 
 def _plan(loads: tuple[Load, list[Load]], rows: int, nodes: int, length: int) -> Plan:
-    """The memory of texts of which the last `_NEW` tokens at most are new, as it is rounded up."""
-    new = min(_NEW, max(1, length - 1))
+    """The memory of texts of which the last `NEW` tokens at most are new, as it is rounded up."""
+    new = min(NEW, max(1, length - 1))
     positions = loads[0].placed.config.max_positions
     width, _, slots = room(max(1, length - new), new, nodes, positions)
     return memory.plan(*loads, rows, width, slots, nodes)
@@ -243,6 +240,7 @@ def check_pair(options: CheckPair) -> int:
     target = huggingface.read_config(found.target.folder, options.positions)[0]
     vocabulary = vocabulary_of(found.target, target)
     report = {"target": _described(found.target, target, kind), "drafts": []}
+    plain = True  # compiled with the first draft alone
     held = _loads((found.target, target), [], kind, mesh)[0]
     if options.offloaded:
         held = _offloaded(options, found.target, target, mesh)[0]
@@ -255,12 +253,12 @@ def check_pair(options: CheckPair) -> int:
             _on_ends(target, draft),
             _on_context(target, draft),
             *_on_windows(draft),
-            *(
-                (_on_memory((held, own), _most(target)),)
-                if options.compile_for is None or not verdict.same
-                else _on_programs(options, found.target, target, draft)
-            ),
         ]
+        if options.compile_for is None:
+            findings.append(_on_memory((held, own), _most(target)))
+        elif verdict.same:
+            findings += _on_programs(options, found.target, target, draft, plain)
+            plain = False
         works = not any(finding.obstacle for finding in findings)
         one = {"draft": _described(files, draft, None), "works": works}
         report["drafts"].append(one | {"findings": [each._asdict() for each in findings]})
@@ -304,13 +302,14 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
 
 
 def _on_programs(
-    options: CheckPair, files: Files, target: ModelConfig, draft: ModelConfig
+    options: CheckPair, files: Files, target: ModelConfig, draft: ModelConfig, plain: bool
 ) -> Iterator[Finding]:
     """What the programs of a pair take of hardware that is not here; obstacles if they do not fit.
 
-    Where the vocabularies differ there is none to compile.
+    With `plain` decoding that is among them.
     """
-    report = compiled_for(options, files, target, [draft], (1, length_of(None, target)))
+    size = 1, length_of(None, target)
+    report = compiled_for(options, files, target, [draft], size, plain)
     for one in report["programs"]:
         yield Finding(
             f"{report['hardware']}, {one['name']}",

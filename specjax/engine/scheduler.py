@@ -72,11 +72,7 @@ class Row:
     @property
     def decodes(self) -> bool:
         """Whether it takes part in steps: those that fly may not give all its tokens."""
-        return (
-            self.ticket is not None
-            and self.left > self.flying
-            and self.filled >= len(self.ticket.request.prompt)
-        )
+        return self.ticket is not None and self.left > self.flying and not self.reads
 
 
 class Admission(NamedTuple):

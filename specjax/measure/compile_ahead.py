@@ -27,9 +27,10 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.platform import DEVICES, traced_for
 from specjax.base.pytree import unchecked
 from specjax.base.sampling import Sampling
+from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.generate import generate_jit
-from specjax.decoding.request import Limits, Request, Rows, room
+from specjax.decoding.request import Limits, Request, Rows, room, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
@@ -40,15 +41,16 @@ from specjax.models.placement import placement
 from specjax.models.stacking import stacked, stacks
 from specjax.models.transformer import Model, initialize
 from specjax.parallel.mesh import AXES, ROWS, check_rows, layout_of
-from specjax.verify.rules import AUTO, NAIVE, Rule, find_rule
+from specjax.verify.rules import AUTO
 
-_H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
+_H100_BYTES = 84_942_979_072
+_H100 = f"""
+gpu_device_info {{
+  cuda_compute_capability {{ major: 9 }}
   core_count: 132
   fpus_per_core: 128
   clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
+  device_memory_size: {_H100_BYTES}
   memory_bandwidth: 3352320000000
   l2_cache_size: 52428800
   threads_per_warp: 32
@@ -62,9 +64,9 @@ gpu_device_info {
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
+dnn_version_info {{ major: 9 minor: 10 }}
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 """What XLA wants to know of an H100 SXM: NVIDIA's published limits of compute capability 9.0."""
@@ -93,7 +95,7 @@ _CUDA = ("jax_cuda13_plugin", "pip install 'specjax[cuda]'", {"xla_gpu_autotune_
 KINDS = {
     "v5e": Kind(int(15.75 * 2**30), "2x2", *_TPU),
     "v6e": Kind(int(31.25 * 2**30), "2x2", *_TPU),
-    "h100": Kind(84_942_979_072, "1", *_CUDA),
+    "h100": Kind(_H100_BYTES, "1", *_CUDA),
 }
 """Kinds of devices that programs are compiled for."""
 
@@ -114,22 +116,18 @@ HERE = "here"
 """The device at hand, whatever it is."""
 
 
-class AheadError(ValueError):
-    """Hardware that programs cannot be compiled for here."""
-
-
 class Hardware(NamedTuple):
-    """Devices that are not here: their kind, and a description of each."""
+    """Devices to compile for: their kind, and a description of each, or those at hand."""
 
     name: str
     kind: str
     devices: tuple[Any, ...]
 
     @property
-    def memory_bytes(self) -> int:
-        """Memory of each device; what one at hand has to spare, 0 if that is not known."""
+    def memory_bytes(self) -> int | None:
+        """Memory of each device; what one at hand has to spare, None if that is not known."""
         if self.kind == HERE:
-            return memory.available(None) or 0
+            return memory.available(None)
         return KINDS[self.kind].memory_bytes
 
     def traced(self) -> contextlib.AbstractContextManager[None]:
@@ -140,11 +138,11 @@ class Hardware(NamedTuple):
         """A mesh of the first devices, with all three axes.
 
         Raises:
-          AheadError: there are fewer devices.
+          ValueError: there are fewer devices.
         """
         sizes = data, model, draft
         if math.prod(sizes) > len(self.devices):
-            raise AheadError(
+            raise ValueError(
                 f"the mesh needs {math.prod(sizes)} devices; {self.name} has {len(self.devices)}."
             )
         devices = np.asarray(self.devices[: math.prod(sizes)], object).reshape(sizes)
@@ -157,18 +155,18 @@ def hardware(name: str) -> Hardware:
     Without a size it is one device.
 
     Raises:
-      AheadError: the kind or its size is unknown, or what compiles for it is not installed.
+      ValueError: the kind or its size is unknown, or what compiles for it is not installed.
     """
     kind, _, size = name.partition(":")
     if name == HERE:
         return Hardware(name, kind, tuple(jax.devices()))
     if kind not in KINDS:
-        raise AheadError(f"{name!r} is no known hardware; there are {', '.join(KINDS)}.")
+        raise ValueError(f"{name!r} is no known hardware; there are {', '.join(KINDS)}.")
     found = KINDS[kind]
     if size and not re.fullmatch(r"\d+(x\d+)*", size):
-        raise AheadError(f"{name!r} is not a kind and a size such as v5e:2x2.")
+        raise ValueError(f"{name!r} is not a kind and a size such as v5e:2x2.")
     if importlib.util.find_spec(found.package) is None:
-        raise AheadError(
+        raise ValueError(
             f"compiling for {kind} needs {found.package}, which is not installed: {found.install}."
         )
     for flag, value in _QUIET.items():
@@ -176,7 +174,7 @@ def hardware(name: str) -> Hardware:
     try:
         devices = _devices(kind, size or found.topology)
     except Exception as error:  # of a compiler, of whatever kind
-        raise AheadError(f"{name} has no such topology: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{name} has no such topology: {str(error).splitlines()[0]}") from error
     return Hardware(name, kind, devices if size else devices[:1])
 
 
@@ -261,11 +259,6 @@ def abstract_request(target: Model, drafter: Drafter, texts: Texts, rule: str = 
     return Request(target, drafter, rows, rule_of(rule, drafter), outputs, slots, layout)
 
 
-def rule_of(name: str, drafter: Drafter) -> Rule:
-    """The rule that decides."""
-    return NAIVE if drafter.window == 1 else find_rule(name, drafter.construction)
-
-
 @dataclasses.dataclass
 class Compiled:
     """What compiling gave: seconds, bytes of each device, and how often each operation is in it.
@@ -339,21 +332,24 @@ def programs(
     mesh: Mesh,
     target: ModelConfig,
     drafts: Sequence[ModelConfig],
-    dtype: str,
+    dtype: str | None,
     texts: Texts,
+    plain: bool = True,
 ) -> Iterator[Program]:
     """Compiles the whole `generate` of plain decoding, and of what `auto` takes for the drafts.
 
-    That is for greedy rows and for sampled ones.
+    That is for greedy rows and for sampled ones. Dtypes are as when a pair is loaded there: `dtype`
+    is the target's. Without `plain` decoding, what the drafts are for alone.
 
     Raises:
       ValueError: the mesh does not divide the target or the rows.
     """
     no_tokenizer: Any = None
     with found.traced():
-        model = abstract_target(target, dtype, mesh)
-        alone = abstract(target, dtype)
-        own = [abstract(_of_vocabulary(each, target), dtype) for each in drafts]
+        small = default_dtype()
+        model = abstract_target(target, dtype or small, mesh)
+        alone = abstract(target, dtype or small)
+        own = [abstract(_of_vocabulary(each, target), small) for each in drafts]
 
     def asked(setting: Setting, temperature: float) -> Request:
         with found.traced():
@@ -366,7 +362,8 @@ def programs(
         check_rows(request.layout, texts.rows)
         return request
 
-    yield _compiled(found, "plain", asked(Setting(), 0.8))
+    if plain:
+        yield _compiled(found, "plain", asked(Setting(), 0.8))
     for temperature in (0.0, 0.8) if drafts else ():
         with found.traced():
             setting = shipped(Pair(alone, no_tokenizer, own), temperature > 0, texts.rows).setting

@@ -80,19 +80,15 @@ def empty_cache(
     slots: int,
     dtype: jnp.dtype,
     heads: int | None = None,
-    stacked: bool = False,
 ) -> KVCache:
     """A cache of `slots` slots for each of `rows` rows, holding nothing.
 
-    `heads` are the key/value heads that a device has, by default all. With `stacked` it is that of
-    a model with stacked layers.
+    `heads` are the key/value heads that a device has, by default all. Layers are not stacked.
     """
     heads = heads or config.num_kv_heads
     shape = (rows, heads, config.head_dim, slots)
     turned = (rows, heads, slots, config.head_dim)
-    each = range(1 if stacked else config.num_layers)
-    if stacked:
-        shape, turned = (config.num_layers, *shape), (config.num_layers, *turned)
+    each = range(config.num_layers)
     return KVCache(
         keys=tuple(jnp.zeros(shape, dtype) for _ in each),
         values=tuple(jnp.zeros(turned, dtype) for _ in each),

@@ -15,9 +15,8 @@ class Piece(NamedTuple):
 
     Attributes:
       name: as `--only` takes it.
-      command: a module and its arguments. {json} is the file it writes, {attention} one with the
-        rows of attention so far, {prompts} one with prompts of one compiled size, {seconds} the
-        time it has.
+      command: a module and its arguments. {json} is the file it writes, {prompts} one with
+        prompts of one compiled size, {seconds} the time it has.
       small: the arguments of a run that only shows that it works, on a CPU too.
       seconds: an estimate.
       most: it is ended after so long; one that goes on where it stopped then waits for the others.
@@ -75,8 +74,8 @@ def _attention(name: str, seconds: float, *flags: str, result: str = "attention"
 
 
 def _roofline(name: str, seconds: float, most: float, small: tuple[str, ...], *flags: str) -> Piece:
-    """`specjax roofline` with the kernels that were the fastest; its memory is for torch too."""
-    module = ("tests.accelerator.dispatched", "{attention}", "roofline")
+    """`specjax roofline`, which measures the kernels that it needs; its memory is for torch too."""
+    module = ("specjax", "roofline")
     ends = ("--json", "{json}", "--seconds", "1e9")
     return Piece(name, (*module, *flags, *ends), (*module, *small, *ends), seconds, most,
                  needs=_PACKAGES, env=(("XLA_PYTHON_CLIENT_PREALLOCATE", "false"),))  # fmt: skip

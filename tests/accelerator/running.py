@@ -269,10 +269,9 @@ def _command(place: Place, piece: Piece, folder: Path, seconds: float) -> list[s
     The files that it reads are written into the folder.
     """
     results = place.state["results"]
-    files = {name: f"{name}.json" for name in ("json", "attention")} | {"prompts": "prompts.jsonl"}
+    files = {"json": "json.json", "prompts": "prompts.jsonl"}
     if piece.goes_on and piece.key in results:
         write_json(folder / files["json"], results[piece.key])
-    write_json(folder / files["attention"], results.get("attention") or {"rows": []})
     bundled = (_ROOT / "specjax" / "prompts.jsonl").read_text("utf-8").splitlines(keepends=True)
     (folder / files["prompts"]).write_text("".join(bundled[line] for line in _PROMPTS), "utf-8")
     filled = files | {"seconds": f"{max(1.0, seconds - MARGIN_SECONDS):.0f}"}

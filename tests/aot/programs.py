@@ -90,17 +90,17 @@ def over_plan(name: str, case: Case, found: Compiled) -> float:
     return (found.temporary_bytes + found.output_bytes) / planned
 
 
-def lines(asked: Asked) -> Iterator[tuple[str, Compiled | str]]:
-    """A name and what came of it, a program after the other; its error where it is refused."""
+def lines(asked: Asked) -> Iterator[tuple[str, Case, Compiled | str]]:
+    """A name, its case and what came of it, or the error where it is refused, one after another."""
     for model in asked.models:
         for method in asked.methods:
             for part in asked.parts:
                 case = case_of(model, method, asked.rows, asked.prompt)
                 name = f"{asked.hardware} {model} {method} {part} {asked.prompt} x {asked.rows}"
                 try:
-                    yield name, made(asked.hardware, case, part, asked.data, asked.model)
+                    yield name, case, made(asked.hardware, case, part, asked.data, asked.model)
                 except Exception as error:  # of a compiler, of whatever kind
-                    yield name, str(error).splitlines()[0]
+                    yield name, case, str(error).splitlines()[0]
 
 
 def main() -> None:
@@ -112,15 +112,13 @@ def main() -> None:
     if asked.json is not None:
         with contextlib.suppress(FileNotFoundError):
             rows = json.loads(Path(asked.json).read_text(encoding="utf-8"))
-    for name, found in lines(asked):
+    for name, case, found in lines(asked):
         if isinstance(found, str):
             print(f"{name}: {found[:300]}", flush=True)
             continue
         rows[name] = dataclasses.asdict(found)
         beside = ""
         if " generate " in name and asked.data == asked.model == 1:
-            _, model, method, *_ = name.split()
-            case = case_of(model, method, asked.rows, asked.prompt)
             rows[name]["over_plan"] = over_plan(asked.hardware, case, found)
             beside = f", {rows[name]['over_plan']:.2f} of the plan"
         print(
