@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -309,7 +310,8 @@ def compiled(found: Hardware, program: Any, *arguments: Any) -> Compiled:
         after_trace = time.perf_counter()
         lowered = trace.lower(lowering_platforms=platforms)
     after_lower = time.perf_counter()
-    made = lowered.compile(compiler_options=options)
+    with _compiled_anew():
+        made = lowered.compile(compiler_options=options)
     end = time.perf_counter()
     taken, text = made.memory_analysis(), made.as_text()
     return Compiled(
@@ -317,6 +319,22 @@ def compiled(found: Hardware, program: Any, *arguments: Any) -> Compiled:
         taken.argument_size_in_bytes, taken.output_size_in_bytes, taken.alias_size_in_bytes,
         taken.temp_size_in_bytes, dict(operations_of(text)), len(_COUNTED_LOOP.findall(text)),
     )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _compiled_anew() -> Iterator[None]:
+    """Leaves out the cache of compiled programs, whose seconds would be those of reading a file.
+
+    Programs for hardware that is not here cannot even be read from it.
+    """
+    used = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks once whether there is one
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", used)
+        compilation_cache.reset_cache()
 
 
 class Program(NamedTuple):
