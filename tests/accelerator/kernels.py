@@ -62,12 +62,13 @@ def error_over_tolerance(at: Operands, implementation: str) -> float:
     share = tolerance(at.block_keys.dtype, at.query.shape[-1], at.tree_mask.shape[-1] + at.slots)
     allowed = share * np.abs(expected).max() * (1 if soft_cap is None else 2)
     put = jax.device_put(at._replace(soft_cap=None), jax.devices()[0])
-    found = jax.jit(
-        lambda at: tree_attention(
-            at.query, at.block_keys, at.block_values, at.tree_mask, at.prefix, first=at.first,
-            soft_cap=soft_cap, implementation=implementation,
-        )
-    )(put)  # fmt: skip
+    with jax.default_device(jax.devices()[0]):  # Triton's lowering asks the default device
+        found = jax.jit(
+            lambda at: tree_attention(
+                at.query, at.block_keys, at.block_values, at.tree_mask, at.prefix, first=at.first,
+                soft_cap=soft_cap, implementation=implementation,
+            )
+        )(put)  # fmt: skip
     off = np.abs(np.asarray(found, np.float32) - expected)
     return float(off.max() / allowed) if np.isfinite(off).all() else float("inf")
 
@@ -101,7 +102,8 @@ def row_of_prompt(case: str, at: tuple[jax.Array, ...], window: int | None) -> d
     put = jax.device_put(at, jax.devices()[0])
     row = {"case": case, "implementation": PROMPTS}
     try:
-        found = jax.jit(lambda q, k, v: sequence.causal(q, k, v, None, window))(*put)
+        with jax.default_device(jax.devices()[0]):
+            found = jax.jit(lambda q, k, v: sequence.causal(q, k, v, None, window))(*put)
     except Exception as error:  # whatever a compiler raises, the others go on
         return row | {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
     off = float(np.abs(np.asarray(found) - expected).max() / OFF_OF_PROMPTS)
