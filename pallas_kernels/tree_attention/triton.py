@@ -3,7 +3,7 @@
 A program holds some nodes of one key/value head with all its query heads, and walks with a running
 softmax in float32 over its share of the keys: of the row's live slots and of the block's columns.
 The shares of few rows are merged by their log-sum-exp. Tiles at or past a row's length, and
-what a power of two has beyond a head's features, are not read.
+what a power of two, or the least of 16, has beyond a head's features, are not read.
 """
 
 import functools
@@ -22,6 +22,9 @@ from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
 _LOW = -1e30
 _MOST_QUERIES = 64
 _KEYS = 64
+_FEATURES = (
+    16  # a product over fewer, in 16 bits, is computed wrongly (seen on an H100, jax 0.11.2)
+)
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
 
@@ -53,7 +56,7 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
     tiles = pl.cdiv(reach, tile)
     splits = splits_of(rows * kv_heads * tiles, at.slots, _PROGRAMS)
 
-    wide = pl.next_power_of_2(dim)
+    wide = max(_FEATURES, pl.next_power_of_2(dim))
     spare = ((0, 0), (0, 0), (0, tiles * tile - reach), (0, wide - dim))
     query = jnp.pad(folded(at).reshape(rows, kv_heads, reach, dim), spare)
     operands = [query, at.block_keys, seen_values(at), at.tree_mask.astype(jnp.int8)]
