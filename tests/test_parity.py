@@ -34,8 +34,13 @@ def golden(case):
     """Tokens of two rows, the logits that transformers gave after each, and how near is equal."""
     with np.load(GOLDEN / f"{case}.npz") as held:
         tokens, logits = held["tokens"], held["logits"]
-    # About ten chained reductions of up to 60 terms; the logits' own size sets the scale.
-    return tokens, logits, 40 * np.finfo(np.float32).eps * np.abs(logits).max()
+    # About ten chained reductions of up to 60 terms; the logits' own size, before they are capped,
+    # sets the scale.
+    size = np.abs(logits).max()
+    config = json.loads((GOLDEN / case / "config.json").read_text("utf-8"))
+    if cap := config.get("final_logit_softcapping"):
+        size = cap * np.arctanh(size / cap)
+    return tokens, logits, 40 * np.finfo(np.float32).eps * size
 
 
 def loaded(case, mesh=None):

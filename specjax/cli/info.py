@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.cpu_matmul import products
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
@@ -156,6 +157,7 @@ def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> 
         **sizes,
         "total_bytes": needed.total,
         "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
+        "products": products(),
     }
 
 

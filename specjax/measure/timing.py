@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
+from pallas_kernels.cpu_matmul import products
 from specjax.base.machine import cpu_model
 from specjax.base.pytree import replace
 from specjax.decoding import stepping
@@ -222,6 +223,7 @@ def environment() -> dict[str, Any]:
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "specjax": _version(),
+        "products": products(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -22,9 +22,10 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
+from pallas_kernels.cpu_matmul import cpu_matmul, unable
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
-from specjax.models.quantized import PackedWeight
+from specjax.models.quantized import INTEGER, PackedWeight
 from specjax.models.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
@@ -42,7 +43,9 @@ def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
-    columns = x.shape[1]
+    inputs, columns = x.shape
+    if weight.dtype == dtype and unable(weight, inputs, columns) is None:
+        return cpu_matmul(weight, x, rounded=dtype == jnp.bfloat16)
     short = dtype == jnp.bfloat16 and columns < _MIN_BF16_COLUMNS and _on_cpu()
     if short:
         x = jnp.pad(x, ((0, 0), (0, _MIN_BF16_COLUMNS - columns)))
@@ -103,9 +106,43 @@ def linear(
     float32 first. Differentiable in reverse mode, of a packed weight in `x` alone.
     """
     kind = jnp.dtype(dtype or weight.dtype)
-    if isinstance(weight, PackedWeight):
-        return _packed_linear(weight, x, kind)
-    return _linear(weight, x, kind)
+    if not isinstance(weight, PackedWeight):
+        return _linear(weight, x, kind)
+    x = x if weight.order is None else x[weight.order]
+    return (
+        _coded_linear(weight, x, kind)
+        if _takes_codes(weight, x)
+        else _packed_linear(weight, x, kind)
+    )
+
+
+def _takes_codes(weight: PackedWeight, x: Array) -> bool:
+    """Whether `cpu_matmul` multiplies the codes as they are."""
+    inputs, columns = x.shape
+    symmetric = weight.form == INTEGER and weight.zero is None
+    return symmetric and unable(weight.values, inputs, columns, weight.scale) is None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _coded_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
+    return cpu_matmul(weight.values, x, weight.scale, rounded=dtype == jnp.bfloat16)
+
+
+def _coded_linear_forward(
+    weight: PackedWeight, x: Array, dtype: jnp.dtype
+) -> tuple[Array, tuple[PackedWeight, Array]]:
+    return _coded_linear(weight, x, dtype), (weight, x)
+
+
+def _coded_linear_backward(
+    dtype: jnp.dtype, saved: tuple[PackedWeight, Array], grad: Array
+) -> tuple[PackedWeight | None, Array]:
+    weight, x = saved
+    _, back = jax.vjp(lambda x: _packed_linear(weight, x, dtype), x)
+    return None, *back(grad)
+
+
+_coded_linear.defvjp(_coded_linear_forward, _coded_linear_backward)
 
 
 def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
@@ -116,7 +153,6 @@ def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
     cores, 2026-11-25). Two codes of a byte are never brought beside each other, which takes as
     long again.
     """
-    x = x if weight.order is None else x[weight.order]
     strides = weight.strides
 
     def product(own: PackedWeight) -> Array:
@@ -160,6 +196,8 @@ def fast_columns(columns: int, dtype: jnp.dtype) -> int:
     17 / 25 / 32 columns took 32 / 31 / 27 / 37 / 50 / 44 in float32 and 17 / 21 / 25 / 38 / 34 /
     29 in bfloat16 (2 cores, 2026-11-21).
     """
+    if unable(jax.ShapeDtypeStruct((1, 1), dtype), 1, columns) is None:
+        return columns
     exact = _MIN_BF16_COLUMNS if dtype == jnp.float32 else 2 * _MIN_BF16_COLUMNS
     return columns if columns <= exact or not _on_cpu() else -(-columns // 16) * 16
 

@@ -1,0 +1,10 @@
+"""Weights times a few columns on a CPU: a product in C++, which XLA calls.
+
+Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It is there where
+`pip install` found a C++17 compiler; `status` says whether it is, and why not.
+"""
+
+from pallas_kernels.cpu_matmul.api import MOST_COLUMNS, cpu_matmul, products, unable
+from pallas_kernels.cpu_matmul.library import select, status
+
+__all__ = ["MOST_COLUMNS", "cpu_matmul", "products", "select", "status", "unable"]

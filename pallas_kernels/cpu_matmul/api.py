@@ -1,0 +1,139 @@
+"""The product as a function of jax arrays: inside jit, loops, `vmap` and `shard_map`."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Num
+
+from pallas_kernels.cpu_matmul import reference
+from pallas_kernels.cpu_matmul.library import CODED, PLAIN, status
+from pallas_kernels.platform import platform
+from pallas_kernels.tree_attention.tuning import named
+
+MOST_COLUMNS = 64
+"""From there on XLA's product is as fast."""
+_XLA = "xla"
+_GROUPED_BY = 32
+
+
+def unable(
+    weights: jax.ShapeDtypeStruct | Array,
+    inputs: int,
+    columns: int,
+    scale: jax.ShapeDtypeStruct | Array | None = None,
+) -> str | None:
+    """Why a product cannot run as `cpu_matmul` where it is traced; None if it can.
+
+    Args:
+      weights: `[O, I]` of float32 or bfloat16, or codes: uint8 of 8 bits `[O, I]`, or of 4 bits
+        `[O, I / 2]`. Shapes and dtypes count alone.
+      inputs: `I`.
+      columns: of x.
+      scale: `[O, G]` of codes; float32 or bfloat16.
+    """
+    if platform() != "cpu":
+        return f"it needs a CPU, and this is {platform()}"
+    if named() == _XLA:
+        return "XLA's forms are asked for"
+    if (reason := status().reason) is not None:
+        return reason
+    if not 1 <= columns <= MOST_COLUMNS:
+        return f"it takes 1 to {MOST_COLUMNS} columns, not {columns}"
+    return _unable_of(weights, inputs, scale)
+
+
+def _unable_of(weights: jax.ShapeDtypeStruct | Array, inputs: int, scale: object) -> str | None:
+    held = weights.shape[-1]
+    if scale is None:
+        known = weights.dtype in (jnp.float32, jnp.bfloat16) and held == inputs
+        return None if known else f"it takes float32 and bfloat16, not {weights.dtype}"
+    assert isinstance(scale, jax.ShapeDtypeStruct | jax.Array)
+    if weights.dtype != jnp.uint8 or held not in (inputs, inputs / 2):
+        return "codes are bytes, one or half of one for each input"
+    if scale.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"scales are float32 or bfloat16, not {scale.dtype}"
+    groups = scale.shape[-1]
+    if groups == 1:
+        return None
+    if held == inputs:
+        return f"codes of 8 bits have a scale a row, not {groups}"
+    fits = inputs % groups == 0 and inputs // groups % _GROUPED_BY == 0
+    return None if fits else f"groups are of multiples of {_GROUPED_BY} inputs"
+
+
+def products() -> str:
+    """Which product of weights and columns runs where it is traced, and why, as a person reads it.
+
+    Such as "cpu_matmul (avx512_bf16), up to 64 columns".
+    """
+    if platform() == "cpu" and named() != _XLA:
+        return status().line
+    return "XLA's"
+
+
+def cpu_matmul(
+    weights: Num[Array, "*lead O B"],
+    x: Float[Array, "*lead I N"],
+    scale: Num[Array, "*lead O G"] | None = None,
+    *,
+    rounded: bool = False,
+) -> Float[Array, "*lead O N"]:
+    """`weights @ x` with sums in float32, for each of the first dimensions.
+
+    Codes stand for `scale · (code - middle)`, the middle being 128 or 8. What a column gives does
+    not depend on the others, nor on the number of threads, to the bit.
+
+    Args:
+      weights: see `unable`.
+      x: float32, 1 to 64 columns.
+      scale: of codes.
+      rounded: whether x is rounded to bfloat16, and so are the numbers that codes stand for.
+
+    Raises:
+      ValueError: it cannot run so (`unable`), or weights of float32 would have to be rounded.
+    """
+    if rounded and weights.dtype == jnp.float32:
+        raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
+    shape = weights.shape[-2:]
+    one = jax.ShapeDtypeStruct(shape, weights.dtype)
+    of_one = None if scale is None else jax.ShapeDtypeStruct(scale.shape[-2:], scale.dtype)
+    if (reason := unable(one, x.shape[-2], x.shape[-1], of_one)) is not None:
+        raise ValueError(f"cpu_matmul cannot run here: {reason}.")
+    coded = () if scale is None else (scale,)
+    return _product(rounded, weights, coded, x.astype(jnp.float32))
+
+
+def _product(rounded: bool, weights: Array, scale: tuple[Array, ...], x: Array) -> Array:
+    made = jax.ShapeDtypeStruct((*weights.shape[:-1], x.shape[-1]), jnp.float32)
+
+    @jax.custom_batching.custom_vmap
+    def call(weights: Array, scale: tuple[Array, ...], x: Array) -> Array:
+        run = jax.ffi.ffi_call(CODED if scale else PLAIN, made)
+        return run(weights, *scale, x, rounded=rounded)
+
+    call.def_vmap(partial(_of_each, rounded))
+    return call(weights, scale, x)
+
+
+def _of_each(
+    rounded: bool, count: int, batched: Sequence, weights: Array, scale: tuple, x: Array
+) -> tuple[Array, bool]:
+    """Under `vmap`: columns of one matrix are beside each other, matrices behind one another."""
+    of_weights, of_scale, of_x = batched
+    if of_weights or any(of_scale):
+
+        def each(array: Array, is_batched: bool) -> Array:
+            return array if is_batched else jnp.broadcast_to(array, (count, *array.shape))
+
+        scale = tuple(map(each, scale, of_scale))
+        return _product(rounded, each(weights, of_weights), scale, each(x, of_x)), True
+    inputs, columns = x.shape[-2:]
+    beside = jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-2], inputs, count * columns)
+    if count * columns <= MOST_COLUMNS:
+        made = _product(rounded, weights, scale, beside)
+    else:
+        made = reference.matmul(weights, beside, *scale, rounded=rounded)
+    made = made.reshape(*made.shape[:-1], count, columns)
+    return jnp.moveaxis(made, -2, 0), True

@@ -1,0 +1,60 @@
+// x86-64 with AVX2 and FMA.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma")
+#endif
+#include <immintrin.h>
+
+#include "float_forms.h"
+
+namespace specjax {
+namespace {
+
+struct Avx2 {
+  static constexpr int kWidth = 8, kRows = 3, kRowsOfFew = 4;
+  using Vector = __m256;
+  static Vector zero() { return _mm256_setzero_ps(); }
+  static Vector load(const float* at) { return _mm256_loadu_ps(at); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+  static Vector rounded(Vector a) {  // numbers alone: a scale times a code
+    __m256i bits = _mm256_castps_si256(a), last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    bits = _mm256_add_epi32(bits, _mm256_add_epi32(last, _mm256_set1_epi32(0x7fff)));
+    return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static void store(float* to, Vector a) { _mm256_storeu_ps(to, a); }
+  static void totals(const Vector* sums, float* to) {
+    __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
+    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+  }
+  static void pair(const uint8_t* at, Vector& even, Vector& odd) {
+    __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+    even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  }
+  static Vector codes(const uint8_t* at, float scale) {
+    Vector numbers = widen(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+    return _mm256_fmsub_ps(numbers, _mm256_set1_ps(scale), _mm256_set1_ps(128.0f * scale));
+  }
+  static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
+    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)), mask = _mm_set1_epi8(15);
+    Vector each = _mm256_set1_ps(scale), middle = _mm256_set1_ps(8.0f * scale);
+    even = _mm256_fmsub_ps(widen(_mm_and_si128(bytes, mask)), each, middle);
+    odd = _mm256_fmsub_ps(widen(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask)), each, middle);
+  }
+  static Vector widen(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
+};
+
+}  // namespace
+
+const Form* avx2_form(const Call& call) { return float_form<Avx2>(call.format); }
+
+}  // namespace specjax
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+#include "matmul.h"
+const specjax::Form* specjax::avx2_form(const Call&) { return nullptr; }
+#endif

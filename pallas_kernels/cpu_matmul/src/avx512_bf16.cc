@@ -1,0 +1,93 @@
+// x86-64 with AVX512-BF16: products of pairs of bfloat16, summed in float32.
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), apply_to = function)
+#else
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+#endif
+#include "avx512_vectors.h"
+
+namespace specjax {
+namespace {
+
+inline __m512bh bits(const uint8_t* at) { return (__m512bh)_mm512_loadu_si512(at); }
+inline __m512bh pairs(__m512 first, __m512 second) { return _mm512_cvtne2ps_pbh(second, first); }
+
+struct Bfloat16Pairs {
+  using Scales = NoScale;
+  using Weights = __m512bh;
+  using X = __m512bh;
+  using Sum = __m512;
+  static constexpr int kBlock = 32, kBytes = 64, kReadyBytes = 64, kXBytes = 64, kRows = 6, kRowsOfFew = 8;
+  static void pack(const float* turned, uint8_t* to) {
+    __m512bh both = pairs(_mm512_loadu_ps(turned), _mm512_loadu_ps(turned + 16));
+    std::memcpy(to, &both, 64);
+  }
+  static X load_x(const uint8_t* at) { return bits(at); }
+  static Weights load(const uint8_t* at, const Scales&, int64_t) { return bits(at); }
+  static Weights ready(const uint8_t* at) { return bits(at); }
+  static void store(const Weights& w, uint8_t* to) { std::memcpy(to, &w, 64); }
+  static void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
+  static void dot(Sum& sum, const Weights& w, const X& x) { sum = _mm512_dpbf16_ps(sum, w, x); }
+  static void totals(const Sum* sums, float* to) { Avx512::totals(sums, to); }
+};
+
+// Codes of 8 bits times their scale are rounded to bfloat16.
+struct Int8Pairs : Bfloat16Pairs {
+  using Scales = RowScale;
+  static constexpr int kBytes = 32;
+  static Weights load(const uint8_t* at, const Scales& of_row, int64_t) {
+    return pairs(Avx512::codes(at, of_row.scale), Avx512::codes(at + 16, of_row.scale));
+  }
+};
+
+// Codes of 4 bits, of groups of 64 or more, times their scale are rounded to bfloat16: the inputs of even places, then those of odd ones.
+struct Int4Pairs {
+  using Scales = GroupScales;
+  struct Weights { __m512bh even, odd; };
+  using X = Weights;
+  using Sum = __m512;
+  static constexpr int kBlock = 64, kBytes = 32, kReadyBytes = 128, kXBytes = 128, kRows = 6, kRowsOfFew = 8;
+  static void pack(const float* turned, uint8_t* to) {
+    uint16_t numbers[2][32];
+    for (int i = 0; i < 64; i++) numbers[i % 2][i / 2] = rounded_bits(turned[i]);
+    std::memcpy(to, numbers, 128);
+  }
+  static X load_x(const uint8_t* at) { return ready(at); }
+  static Weights load(const uint8_t* at, const Scales& scales, int64_t block) {
+    __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+    // Looked up by the lowest 5 bits of each lane, of which the fifth is another code's: both halves are alike.
+    __m512 of_codes = Avx512::of_codes(scales.at(block * kBlock));
+    __m512i numbers = (__m512i)pairs(of_codes, of_codes);
+    return {(__m512bh)_mm512_permutexvar_epi16(bytes, numbers),
+            (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), numbers)};
+  }
+  static Weights ready(const uint8_t* at) { return {bits(at), bits(at + 64)}; }
+  static void store(const Weights& w, uint8_t* to) { std::memcpy(to, &w, 128); }
+  static void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
+  static void dot(Sum& sum, const Weights& w, const X& x) {
+    sum = _mm512_dpbf16_ps(_mm512_dpbf16_ps(sum, w.even, x.even), w.odd, x.odd);
+  }
+  static void totals(const Sum* sums, float* to) { Avx512::totals(sums, to); }
+};
+
+}  // namespace
+
+const Form* avx512_bf16_form(const Call& call) {
+  static constexpr Form bfloat16 = Driver<Bfloat16Pairs>::form(), int8 = Driver<Int8Pairs>::form(),
+                        int4 = Driver<Int4Pairs>::form();
+  bool whole = call.groups == 1 || call.inputs / (call.groups ? call.groups : 1) % Int4Pairs::kBlock == 0;
+  if (call.rounded && call.format == kBfloat16) return &bfloat16;
+  if (call.rounded && call.format == kInt8) return &int8;
+  if (call.rounded && call.format == kInt4 && whole) return &int4;
+  return float_form<Avx512>(call.format);
+}
+
+}  // namespace specjax
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+#else
+#include "matmul.h"
+const specjax::Form* specjax::avx512_bf16_form(const Call&) { return nullptr; }
+#endif

@@ -1,0 +1,82 @@
+#include "dispatch.h"
+
+#include <cstring>
+
+namespace specjax {
+namespace {
+
+using Find = const Form* (*)(const Call&);
+
+struct Kind {
+  const char* name;
+  Find find;
+  bool (*there)();
+};
+
+#if defined(__x86_64__)
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
+#else
+bool has_avx2() { return false; }
+bool has_avx512() { return false; }
+bool has_avx512_bf16() { return false; }
+#endif
+#if defined(__aarch64__)
+bool has_neon() { return true; }
+#else
+bool has_neon() { return false; }
+#endif
+bool always() { return true; }
+
+const Kind kKinds[] = {  // the best first
+    {"avx512_bf16", avx512_bf16_form, has_avx512_bf16},
+    {"avx512", avx512_form, has_avx512},
+    {"avx2", avx2_form, has_avx2},
+    {"neon", neon_form, has_neon},
+    {"portable", portable_form, always},
+};
+
+const Kind* best() {
+  for (const Kind& kind : kKinds)
+    if (kind.there()) return &kind;
+  return nullptr;
+}
+
+std::atomic<const Kind*> chosen{nullptr};
+
+const Kind* current() {
+  const Kind* kind = chosen.load(std::memory_order_acquire);
+  if (kind == nullptr) {
+    kind = best();
+    chosen.store(kind, std::memory_order_release);
+  }
+  return kind;
+}
+
+}  // namespace
+
+const Form* form_for(const Call& call) { return current()->find(call); }
+
+const char* selected() { return current()->name; }
+
+bool select(const char* name) {
+  if (std::strcmp(name, "best") == 0) {
+    chosen.store(best(), std::memory_order_release);
+    return true;
+  }
+  for (const Kind& kind : kKinds) {
+    if (std::strcmp(name, kind.name) == 0 && kind.there()) {
+      chosen.store(&kind, std::memory_order_release);
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace specjax

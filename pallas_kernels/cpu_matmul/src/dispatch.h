@@ -1,0 +1,75 @@
+// Which form runs, and a product on several threads.
+#ifndef SPECJAX_CPU_MATMUL_DISPATCH_H_
+#define SPECJAX_CPU_MATMUL_DISPATCH_H_
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <thread>
+
+#include "matmul.h"
+
+namespace specjax {
+
+// The form that was selected, or else the best of this processor.
+const Form* form_for(const Call&);
+const char* selected();
+// Selects a form by name for the whole process; "best" is what is there without. False if this processor lacks it.
+bool select(const char* name);
+
+// Rows are claimed in chunks by whoever comes: the caller, which returns when all are done, and up to
+// `helpers` others. One that comes late finds nothing left, so that nobody waits for a thread to be free.
+struct Work {
+  Call call;
+  const Form* form;
+  std::unique_ptr<uint8_t, void (*)(void*)> packed{nullptr, std::free};
+  int64_t chunk = 1;
+  std::atomic<int64_t> next{0}, done{0};
+
+  void take() {
+    for (;;) {
+      int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
+      if (begin >= call.outputs) return;
+      int64_t end = begin + chunk < call.outputs ? begin + chunk : call.outputs;
+      form->rows(call, packed.get(), begin, end);
+      done.fetch_add(end - begin, std::memory_order_release);
+    }
+  }
+};
+
+constexpr int64_t kAlone = 1 << 18;  // bytes of weights times a share of the columns below which one thread does all
+constexpr int64_t kChunkBytes = 1 << 17;
+
+// `schedule(f)` runs f() on another thread, some time. False where memory is short.
+template <class Schedule>
+bool multiply(const Call& call, int64_t threads, Schedule&& schedule) {
+  if (call.outputs == 0 || call.columns == 0) return true;
+  auto work = std::make_shared<Work>();
+  work->call = call;
+  work->form = form_for(call);
+  size_t bytes = (work->form->packed_bytes(call) + kAlign - 1) / kAlign * kAlign;
+  work->packed.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, bytes ? bytes : kAlign)));
+  if (!work->packed) return false;
+  work->form->pack(call, work->packed.get());
+  int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
+  int64_t cost = row_bytes * call.outputs * (1 + call.columns / 8);
+  int64_t helpers = cost < kAlone ? 0 : threads - 1;
+  if (helpers <= 0) {
+    work->chunk = call.outputs;
+  } else {
+    int64_t rows = kChunkBytes / row_bytes, fair = call.outputs / (4 * threads);
+    rows = rows < fair ? rows : fair;
+    work->chunk = (rows > 24 ? rows : 24) / 24 * 24;  // whole tiles of every form
+    int64_t chunks = (call.outputs + work->chunk - 1) / work->chunk;
+    helpers = helpers < chunks - 1 ? helpers : chunks - 1;
+  }
+  for (int64_t i = 0; i < helpers; i++) schedule([work] { work->take(); });
+  work->take();
+  for (int spins = 0; work->done.load(std::memory_order_acquire) < call.outputs; spins++)
+    if (spins > 1000) std::this_thread::yield();
+  return true;
+}
+
+}  // namespace specjax
+
+#endif  // SPECJAX_CPU_MATMUL_DISPATCH_H_

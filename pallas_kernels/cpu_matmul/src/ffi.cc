@@ -1,0 +1,115 @@
+// What XLA calls, and what Python asks by ctypes.
+#include <cstdint>
+#include <string>
+
+#include "dispatch.h"
+#include "xla/ffi/api/ffi.h"
+
+#define SPECJAX_EXPORT extern "C" __attribute__((visibility("default")))
+
+SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul(XLA_FFI_CallFrame*);
+SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul_coded(XLA_FFI_CallFrame*);
+
+namespace specjax {
+namespace {
+
+namespace ffi = xla::ffi;
+
+std::string shape_of(const ffi::AnyBuffer& buffer) {
+  std::string shape;
+  for (int64_t size : buffer.dimensions()) shape += (shape.empty() ? "[" : ", ") + std::to_string(size);
+  return shape.empty() ? "[]" : shape + "]";
+}
+
+// weights [..., outputs, what a row holds] times x [..., inputs, columns], for each of the first dimensions.
+ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::AnyBuffer x,
+                   bool rounded, ffi::Result<ffi::AnyBuffer> out) {
+  auto held = weights.dimensions(), given = x.dimensions(), made = out->dimensions();
+  size_t rank = held.size();
+  auto refused = [&](const char* why) {
+    return ffi::Error::InvalidArgument("cpu_matmul: weights of " + shape_of(weights) + " times " + shape_of(x) +
+                                       " as " + shape_of(*out) + ": " + why + ".");
+  };
+  if (rank < 2 || given.size() != rank || made.size() != rank) return refused("they differ in their dimensions");
+  int64_t count = 1;
+  for (size_t i = 0; i + 2 < rank; i++) {
+    if (held[i] != given[i] || held[i] != made[i]) return refused("they differ in their first dimensions");
+    count *= held[i];
+  }
+  Call call{};
+  call.outputs = held[rank - 2], call.inputs = given[rank - 2], call.columns = given[rank - 1];
+  call.rounded = rounded;
+  if (made[rank - 2] != call.outputs || made[rank - 1] != call.columns) return refused("the result has another shape");
+  if (call.columns > kMostColumns) return refused("there are more than 64 columns");
+  int64_t row = held[rank - 1];
+  switch (weights.element_type()) {
+    case ffi::F32: call.format = kFloat32; break;
+    case ffi::BF16: call.format = kBfloat16; break;
+    case ffi::U8: call.format = row == call.inputs ? kInt8 : kInt4; break;
+    default: return refused("weights are float32, bfloat16, or bytes of codes");
+  }
+  if ((call.format == kInt4 ? 2 * row : row) != call.inputs) return refused("a row has other inputs");
+  bool coded = call.format == kInt8 || call.format == kInt4;
+  if (coded != (scale != nullptr)) return refused("codes have scales, and others have none");
+  int64_t scale_bytes = 0;
+  if (coded) {
+    auto scales = scale->dimensions();
+    bool known = scale->element_type() == ffi::F32 || scale->element_type() == ffi::BF16;
+    if (!known || scales.size() != rank || scales[rank - 2] != call.outputs)
+      return refused("scales are float32 or bfloat16, some for each row");
+    call.groups = scales[rank - 1];
+    call.scale_is_bfloat16 = scale->element_type() == ffi::BF16;
+    bool whole = call.groups == 1;
+    bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % 32 == 0;
+    if (call.format == kInt8 ? !whole : !(whole || fits)) return refused("there is another number of scales");
+    scale_bytes = call.outputs * call.groups * (call.scale_is_bfloat16 ? 2 : 4);
+  }
+  for (int64_t i = 0; i < count; i++) {
+    call.weights = static_cast<const uint8_t*>(weights.untyped_data()) + i * call.outputs * call.row_bytes();
+    if (coded) call.scale = static_cast<const uint8_t*>(scale->untyped_data()) + i * scale_bytes;
+    call.x = static_cast<const float*>(x.untyped_data()) + i * call.inputs * call.columns;
+    call.out = static_cast<float*>(out->untyped_data()) + i * call.outputs * call.columns;
+    if (!multiply(call, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_matmul: no memory for a copy of the columns.");
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error plain(ffi::ThreadPool pool, ffi::AnyBuffer weights, ffi::AnyBuffer x, bool rounded,
+                 ffi::Result<ffi::AnyBuffer> out) {
+  return product(pool, weights, nullptr, x, rounded, out);
+}
+
+ffi::Error coded(ffi::ThreadPool pool, ffi::AnyBuffer weights, ffi::AnyBuffer scale, ffi::AnyBuffer x, bool rounded,
+                 ffi::Result<ffi::AnyBuffer> out) {
+  return product(pool, weights, &scale, x, rounded, out);
+}
+
+}  // namespace
+}  // namespace specjax
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul, specjax::plain,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Attr<bool>("rounded")
+                                  .Ret<xla::ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul_coded, specjax::coded,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Attr<bool>("rounded")
+                                  .Ret<xla::ffi::AnyBuffer>());
+
+// Raised where a call changes, so that a library of other sources is not taken.
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 1; }
+
+SPECJAX_EXPORT int specjax_cpu_matmul_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
+
+SPECJAX_EXPORT int specjax_cpu_matmul_select(const char* name) { return specjax::select(name) ? 1 : 0; }

@@ -1,0 +1,108 @@
+// Arithmetic in float32 on vectors `V`, which widens codes and bfloat16 as it reads them.
+//
+// A `V` says: kWidth, kRows, kRowsOfFew; Vector, zero(), load(const float*), store(float*, Vector),
+// fma(a, b, c), rounded(Vector) to bfloat16, totals(const Vector[4], float[4]); pair(const uint8_t*, &even, &odd)
+// of 2 * kWidth bfloat16; codes(const uint8_t*, scale) of kWidth bytes and nibbles(const uint8_t*, scale, &even,
+// &odd), the numbers that they stand for.
+#include "tile.h"
+
+namespace specjax {
+namespace {
+
+template <class V>
+struct Float32 {
+  using Vector = typename V::Vector;
+  using Scales = NoScale;
+  using Weights = Vector;
+  using X = Vector;
+  using Sum = Vector;
+  static constexpr int kBlock = V::kWidth, kBytes = 4 * V::kWidth, kReadyBytes = kBytes, kXBytes = kBytes;
+  static constexpr int kRows = V::kRows, kRowsOfFew = V::kRowsOfFew;
+  static void pack(const float* turned, uint8_t* to) { std::memcpy(to, turned, kXBytes); }
+  static X load_x(const uint8_t* at) { return V::load(reinterpret_cast<const float*>(at)); }
+  static Weights load(const uint8_t* at, const Scales&, int64_t) { return ready(at); }
+  static Weights ready(const uint8_t* at) { return V::load(reinterpret_cast<const float*>(at)); }
+  static void store(const Weights& w, uint8_t* to) { V::store(reinterpret_cast<float*>(to), w); }
+  static void clear(Sum& sum) { sum = V::zero(); }
+  static void dot(Sum& sum, const Weights& w, const X& x) { sum = V::fma(w, x, sum); }
+  static void totals(const Sum* sums, float* to) { V::totals(sums, to); }
+};
+
+template <class V>
+struct Int8 : Float32<V> {
+  using Scales = RowScale;
+  static constexpr int kBytes = V::kWidth;
+  static typename V::Vector load(const uint8_t* at, const Scales& of_row, int64_t) {
+    typename V::Vector w = V::codes(at, of_row.scale);
+    return of_row.rounded ? V::rounded(w) : w;
+  }
+};
+
+// Two vectors a block: the inputs of even places, then those of odd ones.
+template <class V>
+struct Bfloat16 {
+  using Vector = typename V::Vector;
+  using Scales = NoScale;
+  struct Weights { Vector even, odd; };
+  using X = Weights;
+  using Sum = Vector;
+  static constexpr int kBlock = 2 * V::kWidth, kBytes = 4 * V::kWidth, kReadyBytes = kBytes;
+  static constexpr int kXBytes = 8 * V::kWidth, kRows = V::kRows, kRowsOfFew = V::kRowsOfFew;
+  static void pack(const float* turned, uint8_t* to) {
+    auto out = reinterpret_cast<float*>(to);
+    for (int i = 0; i < V::kWidth; i++) {
+      out[i] = turned[2 * i];
+      out[V::kWidth + i] = turned[2 * i + 1];
+    }
+  }
+  static X load_x(const uint8_t* at) { return ready(at); }
+  static Weights load(const uint8_t* at, const Scales&, int64_t) {
+    Weights w;
+    V::pair(at, w.even, w.odd);
+    return w;
+  }
+  static Weights ready(const uint8_t* at) {
+    auto numbers = reinterpret_cast<const float*>(at);
+    return {V::load(numbers), V::load(numbers + V::kWidth)};
+  }
+  static void store(const Weights& w, uint8_t* to) {
+    auto out = reinterpret_cast<float*>(to);
+    V::store(out, w.even);
+    V::store(out + V::kWidth, w.odd);
+  }
+  static void clear(Sum& sum) { sum = V::zero(); }
+  static void dot(Sum& sum, const Weights& w, const X& x) {
+    sum = V::fma(w.odd, x.odd, V::fma(w.even, x.even, sum));
+  }
+  static void totals(const Sum* sums, float* to) { V::totals(sums, to); }
+};
+
+template <class V>
+struct Int4 : Bfloat16<V> {
+  using typename Bfloat16<V>::Weights;
+  using Scales = GroupScales;
+  static constexpr int kBytes = V::kWidth, kReadyBytes = 8 * V::kWidth;
+  static Weights load(const uint8_t* at, const Scales& scales, int64_t block) {
+    Weights w;
+    V::nibbles(at, scales.at(block * Bfloat16<V>::kBlock), w.even, w.odd);
+    if (scales.rounded) {
+      w.even = V::rounded(w.even);
+      w.odd = V::rounded(w.odd);
+    }
+    return w;
+  }
+};
+
+template <class V>
+const Form* float_form(Format format) {
+  static constexpr Form forms[kFormats] = {
+      Driver<Float32<V>>::form(),
+      Driver<Bfloat16<V>>::form(),
+      Driver<Int8<V>>::form(),
+      Driver<Int4<V>>::form(),
+  };
+  return &forms[format];
+}
+
+}  // namespace
+}  // namespace specjax

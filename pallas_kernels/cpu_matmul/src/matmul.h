@@ -1,0 +1,55 @@
+// Weights times few columns, float32 sums: what a call is, and what a form for one kind of processor offers.
+#ifndef SPECJAX_CPU_MATMUL_H_
+#define SPECJAX_CPU_MATMUL_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace specjax {
+
+enum Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFormats = 4 };
+
+// out[o, n] = sum over i of weights[o, i] * x[i, n], rows after one another in memory.
+// Codes stand for scale * (code - middle), middle 128 or 8; of two in a byte the first has the lower bits.
+// Those of 8 bits have a scale a row, those of 4 bits one for each group of inputs, a multiple of 32 of them.
+struct Call {
+  Format format;
+  bool rounded;  // x to bfloat16, and the numbers that codes stand for
+  int64_t outputs, inputs, columns;
+  const uint8_t* weights;
+  const void* scale;  // [outputs, groups], of codes alone
+  bool scale_is_bfloat16;
+  int64_t groups;
+  const float* x;
+  float* out;
+
+  int64_t row_bytes() const {
+    switch (format) {
+      case kFloat32: return inputs * 4;
+      case kBfloat16: return inputs * 2;
+      case kInt8: return inputs;
+      default: return inputs / 2;
+    }
+  }
+};
+
+// A form for one format. `pack` lays x out as `rows` reads it; `rows` computes some of the outputs.
+struct Form {
+  size_t (*packed_bytes)(const Call&);
+  void (*pack)(const Call&, uint8_t* packed);
+  void (*rows)(const Call&, const uint8_t* packed, int64_t begin, int64_t end);
+};
+
+// Whether the processor at hand runs them is asked elsewhere; null where its family does not.
+const Form* portable_form(const Call&);
+const Form* avx2_form(const Call&);
+const Form* avx512_form(const Call&);
+const Form* avx512_bf16_form(const Call&);
+const Form* neon_form(const Call&);
+
+constexpr size_t kAlign = 64;
+constexpr int64_t kMostColumns = 64;
+
+}  // namespace specjax
+
+#endif  // SPECJAX_CPU_MATMUL_H_

@@ -1,0 +1,58 @@
+// 64-bit Arm, all of which have NEON.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+
+#include "float_forms.h"
+
+namespace specjax {
+namespace {
+
+struct Neon {
+  static constexpr int kWidth = 8, kRows = 3, kRowsOfFew = 4;
+  struct Vector { float32x4_t a, b; };
+  static Vector zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
+  static Vector load(const float* at) { return {vld1q_f32(at), vld1q_f32(at + 4)}; }
+  static Vector fma(Vector a, Vector b, Vector c) { return {vfmaq_f32(c.a, a.a, b.a), vfmaq_f32(c.b, a.b, b.b)}; }
+  static Vector rounded(Vector a) { return {rounded(a.a), rounded(a.b)}; }
+  static float32x4_t rounded(float32x4_t a) {  // numbers alone: a scale times a code
+    uint32x4_t bits = vreinterpretq_u32_f32(a), last = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    bits = vaddq_u32(bits, vaddq_u32(last, vdupq_n_u32(0x7fff)));
+    return vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000u)));
+  }
+  static void store(float* to, Vector a) {
+    vst1q_f32(to, a.a);
+    vst1q_f32(to + 4, a.b);
+  }
+  static void totals(const Vector* sums, float* to) {
+    for (int c = 0; c < 4; c++) to[c] = vaddvq_f32(vaddq_f32(sums[c].a, sums[c].b));
+  }
+  static void pair(const uint8_t* at, Vector& even, Vector& odd) {
+    uint32x4_t low = vreinterpretq_u32_u8(vld1q_u8(at)), high = vreinterpretq_u32_u8(vld1q_u8(at + 16));
+    uint32x4_t mask = vdupq_n_u32(0xffff0000u);
+    even = {vreinterpretq_f32_u32(vshlq_n_u32(low, 16)), vreinterpretq_f32_u32(vshlq_n_u32(high, 16))};
+    odd = {vreinterpretq_f32_u32(vandq_u32(low, mask)), vreinterpretq_f32_u32(vandq_u32(high, mask))};
+  }
+  static Vector codes(const uint8_t* at, float scale) { return scaled(vld1_u8(at), 128.0f, scale); }
+  static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
+    uint8x8_t bytes = vld1_u8(at);
+    even = scaled(vand_u8(bytes, vdup_n_u8(15)), 8.0f, scale);
+    odd = scaled(vshr_n_u8(bytes, 4), 8.0f, scale);
+  }
+  static Vector scaled(uint8x8_t codes, float middle, float scale) {
+    uint16x8_t wide = vmovl_u8(codes);
+    float32x4_t a = vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+    float32x4_t b = vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)));
+    float32x4_t zero = vdupq_n_f32(middle);
+    return {vmulq_n_f32(vsubq_f32(a, zero), scale), vmulq_n_f32(vsubq_f32(b, zero), scale)};
+  }
+};
+
+}  // namespace
+
+const Form* neon_form(const Call& call) { return float_form<Neon>(call.format); }
+
+}  // namespace specjax
+#else
+#include "matmul.h"
+const specjax::Form* specjax::neon_form(const Call&) { return nullptr; }
+#endif

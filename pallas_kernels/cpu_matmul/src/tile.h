@@ -1,0 +1,225 @@
+// The loops that all forms share. Included by one file a processor family, which defines how blocks of
+// weights are read and multiplied; everything is local to that file, so that no other runs its instructions.
+//
+// An arithmetic `M` says, for blocks of inputs:
+//   kBlock inputs of a block; kBytes of its weights in a row; kReadyBytes of them as they are multiplied;
+//   kXBytes of a packed column; kRows of a tile of kColumns columns, kRowsOfFew of one of fewer
+//   Scales, what is known of a row; Weights load(bytes, scales, block), Weights ready(bytes), store(weights, bytes)
+//   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, floats)
+//
+// Which sums a product is made of does not depend on the number of columns or threads: nor does any bit of it.
+#include <cstdlib>
+#include <cstring>
+
+#include "matmul.h"
+
+namespace specjax {
+namespace {
+
+constexpr int kColumns = 4;  // of a tile
+
+inline float widened(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+
+// To the nearest bfloat16, ties to even, as bits.
+inline uint16_t rounded_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Of a row of weights that has none.
+struct NoScale {
+  void read(const Call&, int64_t) {}
+};
+
+// The scales of a row's groups, and whether weights are rounded to bfloat16 when they have theirs.
+struct GroupScales {
+  const void* scale;
+  bool bfloat16, rounded;
+  int64_t group;  // its inputs
+  void read(const Call& call, int64_t row) {
+    bfloat16 = call.scale_is_bfloat16;
+    rounded = call.rounded;
+    group = call.inputs / call.groups;
+    scale = static_cast<const uint8_t*>(call.scale) + row * call.groups * (bfloat16 ? 2 : 4);
+  }
+  float at(int64_t input) const {
+    int64_t g = input / group;
+    return bfloat16 ? widened(static_cast<const uint16_t*>(scale)[g]) : static_cast<const float*>(scale)[g];
+  }
+};
+
+// One scale a row.
+struct RowScale {
+  float scale;
+  bool rounded;
+  void read(const Call& call, int64_t row) {
+    GroupScales of_group;
+    of_group.read(call, row);
+    scale = of_group.at(0);
+    rounded = call.rounded;
+  }
+};
+
+// A block of inputs of all columns, turned: `turned[c * kBlock + i]`, zeros past the last input.
+template <int kBlock>
+inline void turn(const Call& call, int64_t block, float* turned) {
+  int64_t begin = block * kBlock, count = call.inputs - begin, columns = call.columns;
+  if (count > kBlock) count = kBlock;
+  const float* x = call.x + begin * columns;
+  if (columns == 1) {
+    std::memcpy(turned, x, count * 4);
+  } else {
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t c = 0; c < columns; c++) turned[c * kBlock + i] = x[i * columns + c];
+  }
+  for (int64_t c = 0; c < columns && count < kBlock; c++)
+    std::memset(turned + c * kBlock + count, 0, (kBlock - count) * 4);
+  if (call.rounded)
+    for (int64_t i = 0; i < columns * kBlock; i++) turned[i] = widened(rounded_bits(turned[i]));
+}
+
+template <class M>
+struct Driver {
+  static constexpr bool kCoded = M::kReadyBytes != M::kBytes;
+
+  static int64_t blocks(const Call& call) { return ceil_div(call.inputs, M::kBlock); }
+
+  static size_t packed_bytes(const Call& call) { return blocks(call) * M::kXBytes * call.columns; }
+
+  static void pack(const Call& call, uint8_t* packed) {
+    alignas(kAlign) float turned[kMostColumns * M::kBlock];
+    int64_t stride = blocks(call) * M::kXBytes;
+    for (int64_t b = 0; b < blocks(call); b++) {
+      turn<M::kBlock>(call, b, turned);
+      for (int64_t c = 0; c < call.columns; c++)
+        M::pack(turned + c * M::kBlock, packed + c * stride + b * M::kXBytes);
+    }
+  }
+
+  // Rows of weights that are multiplied together.
+  template <int R>
+  struct Strip {
+    int64_t begin, count;
+    typename M::Scales scales[R];
+    const uint8_t* rows[R];
+    const uint8_t* ready[R];  // the same as they are multiplied, where they were codes
+    alignas(kAlign) uint8_t tail[R][M::kBytes];  // what is left behind the last whole block, and zeros
+    const uint8_t* ahead;  // lines that are fetched meanwhile, so many a block
+    int lines;
+  };
+
+  template <int R, int C, bool kReady>
+  static void tile(const Call& call, const Strip<R>& strip, const uint8_t* x, int64_t column, const uint8_t* ahead) {
+    typename M::Sum sums[R][kColumns];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+      for (int c = 0; c < kColumns; c++) M::clear(sums[r][c]);
+    int64_t whole = call.inputs / M::kBlock, all = blocks(call), stride = all * M::kXBytes;
+    for (int64_t b = 0; b < all; b++) {
+      for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      typename M::Weights weights[R];
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        if (kReady) {
+          weights[r] = M::ready(strip.ready[r] + b * M::kReadyBytes);
+        } else {
+          weights[r] = M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], b);
+        }
+      }
+#pragma GCC unroll 4
+      for (int c = 0; c < C; c++) {
+        typename M::X columns = M::load_x(x + c * stride + b * M::kXBytes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) M::dot(sums[r][c], weights[r], columns);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++) {
+      if (r >= strip.count) break;
+      float totals[kColumns];
+      M::totals(sums[r], totals);
+      std::memcpy(call.out + (strip.begin + r) * call.columns + column, totals, 4 * C);
+    }
+  }
+
+  template <int R, bool kReady>
+  static void tiles(const Call& call, const Strip<R>& strip, const uint8_t* packed) {
+    int64_t stride = blocks(call) * M::kXBytes;
+    for (int64_t c = 0; c < call.columns; c += kColumns) {
+      const uint8_t* x = packed + c * stride;
+      const uint8_t* ahead = strip.ahead + c / kColumns * blocks(call) * strip.lines * 64;
+      switch (call.columns - c) {
+        case 1: tile<R, 1, kReady>(call, strip, x, c, ahead); break;
+        case 2: tile<R, 2, kReady>(call, strip, x, c, ahead); break;
+        case 3: tile<R, 3, kReady>(call, strip, x, c, ahead); break;
+        default: tile<R, 4, kReady>(call, strip, x, c, ahead);
+      }
+    }
+  }
+
+  // Rows times all columns. Rows past the end are the last one again, and are not written.
+  template <int R>
+  static void strips(const Call& call, const uint8_t* packed, int64_t begin, int64_t end, uint8_t* scratch) {
+    int64_t row_bytes = call.row_bytes(), whole = call.inputs / M::kBlock, all = blocks(call);
+    int64_t left = row_bytes - whole * M::kBytes;
+    Strip<R> strip;
+    for (; begin < end; begin += R) {
+      strip.begin = begin;
+      strip.count = end - begin < R ? end - begin : R;
+      for (int r = 0; r < R; r++) {
+        int64_t row = begin + (r < strip.count ? r : strip.count - 1);
+        strip.rows[r] = call.weights + row * row_bytes;
+        if (left > 0) {
+          std::memcpy(strip.tail[r], strip.rows[r] + whole * M::kBytes, left);
+          std::memset(strip.tail[r] + left, 0, M::kBytes - left);
+        }
+        strip.scales[r].read(call, row);
+      }
+      // Where there are several tiles the weights of the next rows are fetched meanwhile.
+      int64_t tiles_of_it = ceil_div(call.columns, kColumns);
+      bool fetch = begin + 2 * R <= end;
+      strip.lines = fetch ? static_cast<int>(ceil_div(ceil_div(R * M::kBytes, 64), tiles_of_it)) : 0;
+      strip.ahead = call.weights + (begin + R) * row_bytes;
+      if (kCoded && scratch != nullptr) {
+        for (int r = 0; r < R; r++) {
+          uint8_t* ready = scratch + r * all * M::kReadyBytes;
+          for (int64_t b = 0; b < all; b++)
+            M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], b),
+                     ready + b * M::kReadyBytes);
+          strip.ready[r] = ready;
+        }
+        tiles<R, kCoded>(call, strip, packed);
+      } else {
+        tiles<R, false>(call, strip, packed);
+      }
+    }
+  }
+
+  static void rows(const Call& call, const uint8_t* packed, int64_t begin, int64_t end) {
+    if (call.columns < kColumns) {
+      strips<M::kRowsOfFew>(call, packed, begin, end, nullptr);
+    } else if (!kCoded || call.columns <= 2 * kColumns) {
+      strips<M::kRows>(call, packed, begin, end, nullptr);
+    } else {
+      size_t bytes = M::kRows * blocks(call) * M::kReadyBytes;
+      auto scratch = static_cast<uint8_t*>(std::aligned_alloc(kAlign, (bytes + kAlign - 1) / kAlign * kAlign));
+      strips<M::kRows>(call, packed, begin, end, scratch);  // slower without, and right
+      std::free(scratch);
+    }
+  }
+
+  static constexpr Form form() { return {packed_bytes, pack, rows}; }
+};
+
+}  // namespace
+}  // namespace specjax

@@ -1,0 +1,128 @@
+// Every form that this processor has, over sizes that do not divide, on several threads: for the sanitizers.
+// Buffers end where what is in them ends. Exits with 1 and a line at the first wrong number.
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "dispatch.h"
+
+namespace {
+
+using namespace specjax;
+
+uint32_t state = 1;
+uint32_t number() { return state = state * 1664525u + 1013904223u; }
+float real() { return static_cast<float>(static_cast<int32_t>(number()) >> 8) / 8388608.0f; }
+float of_bits(uint16_t bits) {
+  uint32_t wide = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &wide, 4);
+  return value;
+}
+uint16_t upper(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+// Threads that come late, as those of a pool that is busy: they are started one by one.
+struct Threads {
+  std::vector<std::thread> all;
+  void schedule(std::function<void()> task) { all.emplace_back(std::move(task)); }
+  ~Threads() {
+    for (auto& thread : all) thread.join();
+  }
+};
+
+bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64_t inputs, int64_t columns,
+           int64_t groups, int64_t threads) {
+  Call call{};
+  call.format = format, call.rounded = rounded;
+  call.outputs = outputs, call.inputs = inputs, call.columns = columns, call.groups = groups;
+  call.scale_is_bfloat16 = true;
+  std::vector<uint8_t> weights(outputs * call.row_bytes());
+  std::vector<uint16_t> scale(outputs * groups);
+  std::vector<float> x(inputs * columns), out(outputs * columns, NAN);
+  for (auto& each : x) each = real();
+  for (auto& each : scale) each = upper(0.01f + 0.01f * std::fabs(real()));
+  std::vector<double> numbers(outputs * inputs);
+  for (int64_t o = 0; o < outputs; o++) {
+    for (int64_t i = 0; i < inputs; i++) {
+      int64_t at = o * inputs + i;
+      double& stands_for = numbers[at];
+      if (format == kFloat32) {
+        float value = real();
+        std::memcpy(&weights[4 * at], &value, 4);
+        stands_for = value;
+      } else if (format == kBfloat16) {
+        uint16_t bits = upper(real());
+        std::memcpy(&weights[2 * at], &bits, 2);
+        stands_for = of_bits(bits);
+      } else {
+        int code = number() >> (format == kInt8 ? 24 : 28);
+        if (format == kInt8) weights[at] = static_cast<uint8_t>(code);
+        else weights[at / 2] = static_cast<uint8_t>(weights[at / 2] | code << (i % 2 ? 4 : 0));
+        float value = (code - (format == kInt8 ? 128 : 8)) * of_bits(scale[o * groups + i / (inputs / groups)]);
+        stands_for = rounded ? of_bits(upper(value)) : value;
+      }
+    }
+  }
+  call.weights = weights.data(), call.scale = scale.data(), call.x = x.data(), call.out = out.data();
+  {
+    Threads pool;
+    if (!multiply(call, threads, [&](auto task) { pool.schedule(task); })) return false;
+  }
+  double most = 0, off = 0;
+  for (int64_t o = 0; o < outputs; o++) {
+    for (int64_t c = 0; c < columns; c++) {
+      double sum = 0, size = 0;
+      for (int64_t i = 0; i < inputs; i++) {
+        float value = x[i * columns + c];
+        double product = numbers[o * inputs + i] * (rounded ? of_bits(upper(value)) : value);
+        sum += product, size += std::fabs(product);
+      }
+      most = std::fmax(most, size);
+      double error = std::fabs(sum - out[o * columns + c]);
+      off = error > off || std::isnan(error) ? error : off;
+    }
+  }
+  double allowed = 1e-6 * (most > 0 ? most : 1);
+  if (off <= allowed) return true;
+  std::printf("%s: format %d rounded %d, %ld x %ld times %ld, %ld groups, %ld threads: off by %g of %g\n", form,
+              static_cast<int>(format), rounded, static_cast<long>(outputs), static_cast<long>(inputs),
+              static_cast<long>(columns), static_cast<long>(groups), static_cast<long>(threads), off, most);
+  return false;
+}
+
+}  // namespace
+
+int main() {
+  int forms = 0;
+  for (const char* form : {"portable", "neon", "avx2", "avx512", "avx512_bf16"}) {
+    if (!select(form)) continue;
+    forms++;
+    for (int format = 0; format < kFormats; format++) {
+      for (int rounded = 0; rounded < 2; rounded++) {
+        for (int64_t inputs : {2, 30, 64, 96, 130, 192}) {
+          for (int64_t outputs : {1, 5, 24, 61}) {
+            for (int64_t columns : {1, 2, 3, 4, 5, 8, 9, 17, 64}) {
+              std::vector<int64_t> groups = {1};
+              if (format == kInt4 && inputs % 32 == 0) groups.push_back(inputs / 32);
+              if (format == kInt4 && inputs % 64 == 0) groups.push_back(inputs / 64);
+              for (int64_t count : groups)
+                if (!agree(form, static_cast<Format>(format), rounded, outputs, inputs, columns, count, 1)) return 1;
+            }
+          }
+        }
+        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 3, 1, 4)) return 1;
+        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 16, 1, 4)) return 1;
+      }
+    }
+  }
+  std::printf("%d forms agree\n", forms);
+  return 0;
+}

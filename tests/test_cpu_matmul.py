@@ -1,0 +1,320 @@
+"""The product of weights with few columns on a CPU, in every form that this processor has."""
+
+import importlib.machinery
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from pallas_kernels.cpu_matmul import MOST_COLUMNS, cpu_matmul, library, reference, unable
+from pallas_kernels.cpu_matmul.library import Status
+from specjax.models import layers
+from specjax.models.quantized import packed
+
+FORMS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
+SOURCES = Path(library.__file__).parent / "src"
+KINDS = {
+    "float32": (32, False, None), "bfloat16": (16, True, None),
+    "bfloat16 times float32": (16, False, None),
+    "int8": (8, False, None), "int8 times bfloat16": (8, True, None),
+    "int4": (4, False, None), "int4 times bfloat16": (4, True, None),
+    "int4 of groups of 32": (4, False, 32), "int4 of groups of 32 times bfloat16": (4, True, 32),
+    "int4 of groups of 64": (4, False, 64), "int4 of groups of 64 times bfloat16": (4, True, 64),
+}  # fmt: skip
+"""Bits of a weight, whether x is rounded, and the inputs of a group where it is not a row."""
+_NONE = library.status().form is None
+needs_it = pytest.mark.skipif(_NONE, reason=library.status().line)
+
+
+def here() -> list[str]:
+    found = []
+    for form in () if _NONE else FORMS:
+        try:
+            library.select(form)
+        except ValueError:
+            continue
+        finally:
+            library.select(None)
+        found.append(form)
+    return found
+
+
+@pytest.fixture(params=here() or [pytest.param("none", marks=needs_it)])
+def form(request):
+    library.select(request.param)
+    yield request.param
+    library.select(None)
+
+
+def operands(kind, outputs, inputs, columns, seed=0):
+    """Weights, scales or None, x, and whether it is rounded."""
+    bits, rounded, group = KINDS[kind]
+    random = np.random.default_rng(seed)
+    x = jnp.asarray(random.normal(size=(inputs, columns)), jnp.float32)
+    if bits >= 16:
+        dtype = jnp.float32 if bits == 32 else jnp.bfloat16
+        return jnp.asarray(random.normal(size=(outputs, inputs)), dtype), None, x, rounded
+    codes = random.integers(0, 256, (outputs, inputs * bits // 8))
+    scale = 0.01 + 0.01 * random.random((outputs, inputs // (group or inputs)))
+    dtype = jnp.bfloat16 if seed % 2 == 0 else jnp.float32
+    return jnp.asarray(codes, jnp.uint8), jnp.asarray(scale, dtype), x, rounded
+
+
+def exact(weights, scale, x, rounded):
+    """The product in float64, and for each of its entries the sum of the terms' sizes."""
+    numbers = weights if scale is None else reference.unpacked(weights, scale, x.shape[0])
+    if rounded:
+        numbers, x = (lax.reduce_precision(each, 8, 7) for each in (numbers, x))
+    numbers, x = (np.asarray(each.astype(jnp.float32), np.float64) for each in (numbers, x))
+    return numbers @ x, np.abs(numbers) @ np.abs(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_product(form, kind):
+    """Odd numbers of rows and inputs: rows begin at any byte, and end in the middle of a block."""
+    group = KINDS[kind][2] or 2
+    for outputs, inputs, columns in (
+        (1, 2, 1), (7, 66, 2), (24, 64, 3), (61, 130, 4), (50, 258, 5), (33, 320, 8), (13, 98, 9),
+        (130, 192, 16), (25, 1026, 31), (10, 64, MOST_COLUMNS),
+    ):  # fmt: skip
+        inputs = -(-inputs // group) * group
+        at = operands(kind, outputs, inputs, columns, seed=columns)
+        found = cpu_matmul(at[0], at[2], at[1], rounded=at[3])
+        expected, size = exact(*at)
+        assert found.dtype == jnp.float32
+        assert found.shape == expected.shape
+        assert np.all(np.abs(np.asarray(found) - expected) <= 1e-6 * size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_column_does_not_depend_on_the_others(form, kind):
+    """To the bit: a tree's root gives what plain decoding gives. Large enough for two threads."""
+    weights, scale, x, rounded = operands(kind, 1500, 512, MOST_COLUMNS)
+    whole = np.asarray(cpu_matmul(weights, x, scale, rounded=rounded))
+    for first, columns in ((0, 1), (5, 2), (7, 3), (10, 4), (20, 7), (32, 16), (3, 40)):
+        own = cpu_matmul(weights, x[:, first : first + columns], scale, rounded=rounded)
+        np.testing.assert_array_equal(whole[:, first : first + columns], np.asarray(own))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_number_stays_in_its_row_and_column(form, kind):
+    weights, scale, x, rounded = operands(kind, 30, 70 if KINDS[kind][2] is None else 128, 6)
+    x = x.at[3, 2].set(jnp.nan).at[-1, 4].set(jnp.inf)
+    rows = [11] if scale is None else []
+    for row in rows:
+        weights = weights.at[row, -1].set(jnp.nan)
+    found = np.asarray(cpu_matmul(weights, x, scale, rounded=rounded))
+    expected = np.asarray(reference.matmul(weights, x, scale, rounded=rounded))
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
+    np.testing.assert_array_equal(np.isposinf(found), np.isposinf(expected))
+    assert np.isnan(found[:, 2]).all()
+    assert np.isfinite(np.delete(found, rows, axis=0)[:, [0, 1, 3, 5]]).all()
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_tiny_numbers_are_kept_or_are_zero(form, kind):
+    """Some processors take denormal numbers of bfloat16 for 0."""
+    weights, _, x, rounded = operands(kind, 9, 64, 5)
+    for size in (1e-39, 1e-30, 1e-20):
+        found = np.asarray(cpu_matmul(weights, size * x, rounded=rounded))
+        expected, terms = exact(weights, None, size * x, rounded)
+        assert np.all(np.abs(found - expected) <= 1e-6 * terms + 64 * 1.2e-38)
+    assert not np.asarray(cpu_matmul(weights, 0 * x, rounded=rounded)).any()
+
+
+@needs_it
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4 of groups of 64"])
+def test_it_runs_in_jit_loops_and_vmap(kind):
+    weights, scale, x, rounded = operands(kind, 40, 64, 3)
+
+    def call(weights, scale, x):
+        return cpu_matmul(weights, x, scale, rounded=rounded)
+
+    once = np.asarray(call(weights, scale, x))
+    np.testing.assert_array_equal(np.asarray(jax.jit(call)(weights, scale, x)), once)
+    looped = lax.fori_loop(0, 3, lambda i, made: made + call(weights, scale, x + 0 * made[0]), once)
+    np.testing.assert_allclose(np.asarray(looped), 4 * once, rtol=1e-6)
+    several = jnp.stack([x, 2 * x, -x])
+    by_x = jax.vmap(call, (None, None, 0))(weights, scale, several)
+    np.testing.assert_array_equal(np.asarray(by_x[2]), np.asarray(call(weights, scale, -x)))
+    twice = jax.vmap(jax.vmap(call, (None, None, 0)), (None, None, 1))(
+        weights, scale, several[:, None]
+    )
+    np.testing.assert_array_equal(np.asarray(twice[0]), np.asarray(by_x))
+    many = jnp.stack([x] * 30)  # more columns than it takes: XLA's product
+    wide = jax.vmap(call, (None, None, 0))(weights, scale, many)
+    np.testing.assert_allclose(np.asarray(wide[7]), once, rtol=1e-4, atol=1e-4)
+    pool = [operands(kind, 40, 64, 3, seed=2 * n) for n in range(3)]
+    stacked = [None if part[0] is None else jnp.stack(part) for part in zip(*pool, strict=True)]
+    axes = 0, None if scale is None else 0
+    of_each = jax.vmap(call, (*axes, 0))(*stacked[:3])
+    of_same = jax.vmap(call, (*axes, None))(*stacked[:2], x)
+    for n, own in enumerate(pool):
+        np.testing.assert_array_equal(np.asarray(of_each[n]), np.asarray(call(*own[:3])))
+        np.testing.assert_array_equal(np.asarray(of_same[n]), np.asarray(call(*own[:2], x)))
+
+
+@needs_it
+def test_it_runs_on_a_mesh():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    weights, _, x, _ = operands("float32", 64, 96, 5)
+
+    def call(weights, x):
+        return cpu_matmul(weights, x)
+
+    spread = jax.shard_map(
+        call, mesh=mesh, in_specs=(P("model"), P()), out_specs=P("model"), check_vma=False
+    )
+    held = jax.device_put(weights, NamedSharding(mesh, P("model")))
+    np.testing.assert_array_equal(
+        np.asarray(jax.jit(spread)(held, x)), np.asarray(call(weights, x))
+    )
+
+
+@needs_it
+def test_linear_is_it_unless_xla_is_asked_for():
+    weight, x = jnp.ones((32, 64)), jnp.ones((64, 4))
+
+    def program():
+        return jax.jit(lambda weight, x: layers.linear(weight, x)).lower(weight, x).as_text()
+
+    try:
+        assert "specjax_cpu_matmul" in program()
+        pallas_kernels.use("xla")
+        assert "specjax_cpu_matmul" not in program()
+    finally:
+        pallas_kernels.use("auto")
+    more = jnp.ones((64, MOST_COLUMNS + 1))
+    text = jax.jit(lambda weight, x: layers.linear(weight, x)).lower(weight, more).as_text()
+    assert "specjax_cpu_matmul" not in text
+
+
+@needs_it
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, None), (4, 32)])
+def test_packed_weights_are_multiplied_as_they_are(bits, group):
+    matrix = np.random.default_rng(bits).normal(size=(48, 64)).astype(np.float32)
+    weight = jax.tree.map(jnp.asarray, packed(matrix, bits, group))
+    x = jax.random.normal(jax.random.key(0), (64, 5))
+    expected = np.asarray(weight.unpacked() @ x)
+    assert "specjax_cpu_matmul_coded" in jax.jit(layers.linear).lower(weight, x).as_text()
+    np.testing.assert_allclose(np.asarray(layers.linear(weight, x)), expected, rtol=1e-4, atol=1e-4)
+    ordered = weight.changed(order=jnp.arange(63, -1, -1, dtype=jnp.int32))
+    turned = layers.linear(ordered, x[::-1])
+    np.testing.assert_allclose(np.asarray(turned), expected, rtol=1e-4, atol=1e-4)
+
+    def total(x):
+        return jnp.sum(jnp.sin(layers.linear(weight, x)))
+
+    by_hand = np.asarray(weight.unpacked().T @ jnp.cos(jnp.asarray(expected)))
+    np.testing.assert_allclose(np.asarray(jax.grad(total)(x)), by_hand, rtol=1e-3, atol=1e-3)
+
+
+def test_what_it_does_not_take_is_said():
+    def shape(*sizes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    if _NONE:
+        assert unable(shape(8, 64), 64, 1) == library.status().reason
+        return
+    codes = shape(8, 64, dtype=jnp.uint8)
+    assert unable(shape(8, 64), 64, 1) is None
+    assert unable(shape(8, 64), 64, 65) == "it takes 1 to 64 columns, not 65"
+    assert "not float16" in (unable(shape(8, 64, dtype=jnp.float16), 64, 1) or "")
+    assert unable(codes, 64, 1, shape(8, 1)) is None
+    assert unable(codes, 64, 1, shape(8, 2)) == "codes of 8 bits have a scale a row, not 2"
+    assert unable(codes, 128, 1, shape(8, 4)) is None
+    assert unable(codes, 128, 1, shape(8, 8)) == "groups are of multiples of 32 inputs"
+    assert "scales are" in (unable(codes, 64, 1, shape(8, 1, dtype=jnp.float16)) or "")
+    assert "codes are bytes" in (unable(codes, 100, 1, shape(8, 1)) or "")
+    with pytest.raises(ValueError, match="cpu_matmul cannot run here: it takes 1 to 64 columns"):
+        cpu_matmul(jnp.ones((8, 64)), jnp.ones((64, 65)))
+    with pytest.raises(ValueError, match="rounds no weights of float32"):
+        cpu_matmul(jnp.ones((8, 64)), jnp.ones((64, 1)), rounded=True)
+    with pytest.raises(ValueError, match="this processor has no form 'moon' of cpu_matmul"):
+        library.select("moon")
+
+
+@needs_it
+@pytest.mark.parametrize(
+    ("name", "shapes", "made", "error"),
+    [
+        (library.PLAIN, ((8, 64), (63, 2)), (8, 2), "a row has other inputs"),
+        (library.PLAIN, ((8, 64), (64, 2)), (9, 2), "the result has another shape"),
+        (library.PLAIN, ((8, 64), (64, 65)), (8, 65), "more than 64 columns"),
+        (library.PLAIN, ((8, 64), (3, 64, 2)), (8, 2), "they differ in their dimensions"),
+        (library.PLAIN, ((2, 8, 64), (3, 64, 2)), (2, 8, 2), "differ in their first dimensions"),
+        (library.CODED, ((8, 64), (8, 1), (64, 2)), (8, 2), "codes have scales"),
+    ],
+)
+def test_a_call_of_other_shapes_is_refused_before_anything_is_read(name, shapes, made, error):
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(made, jnp.float32))
+    with pytest.raises(Exception, match=error):
+        jax.block_until_ready(call(*(jnp.ones(shape) for shape in shapes), rounded=False))
+
+
+def test_whatever_is_wrong_with_the_library_xlas_product_runs(monkeypatch, tmp_path):
+    def status_of(folder) -> Status:
+        library._library.cache_clear()
+        monkeypatch.setattr(library, "__file__", str(folder / "library.py"))
+        return library.status()
+
+    suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
+    kept = library._library
+    try:
+        missing = status_of(tmp_path)
+        assert missing.form is None
+        assert missing.line.startswith("XLA's: cpu_matmul was not built")
+        (tmp_path / f"_native{suffix}").write_text("no library")
+        broken = status_of(tmp_path)
+        assert "cpu_matmul does not load" in broken.line
+        assert "pip install specjax again" in broken.line
+        assert unable(jnp.ones((8, 64)), 64, 1) == broken.reason
+        ones = layers.linear(jnp.ones((8, 64)), jnp.ones((64, 1)))
+        np.testing.assert_array_equal(np.asarray(ones), np.full((8, 1), 64.0))
+        if not _NONE:
+            monkeypatch.undo()
+            monkeypatch.setattr(library, "_VERSION", 0)
+            library._library.cache_clear()
+            assert "it is of version 1, and 0 is needed" in library.status().line
+            monkeypatch.undo()
+
+            def refuse(*_, **__):
+                raise RuntimeError("API version 9.9 is incompatible with 0.3.\nmore")
+
+            monkeypatch.setattr(jax.ffi, "register_ffi_target", refuse)
+            library._library.cache_clear()
+            assert "(API version 9.9 is incompatible with 0.3)" in library.status().line
+    finally:
+        monkeypatch.undo()
+        kept.cache_clear()
+    assert library.status().form is None if _NONE else library.status().reason is None
+
+
+def test_where_there_is_a_compiler_it_was_built():
+    if sys.platform != "win32" and any(map(shutil.which, ("c++", "g++", "clang++"))):
+        assert library.status().form is not None, library.status().line
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(sanitizer, tmp_path):
+    """Every form that this processor has, in a program of its own."""
+    files = [Path(__file__).parent / "cpu_matmul_check.cc"]
+    files += [file for file in sorted(SOURCES.glob("*.cc")) if file.name != "ffi.cc"]
+    program = tmp_path / "check"
+    flags = [f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined", "-pthread"]
+    command = ["c++", "-std=c++17", "-O1", "-w", *flags, f"-I{SOURCES}", *map(str, files)]
+    subprocess.run([*command, "-o", str(program)], check=True)
+    made = subprocess.run([str(program)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout + made.stderr[-3000:]
+    assert made.stdout == f"{len(here())} forms agree\n"
