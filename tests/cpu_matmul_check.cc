@@ -1,6 +1,8 @@
 // Every form that this processor has, over sizes that do not divide, on several threads: for the sanitizers.
 // Buffers end where what is in them ends. Exits with 1 and a line at the first wrong number.
+#include <algorithm>
 #include <cmath>
+#include <condition_variable>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -29,17 +31,47 @@ uint16_t upper(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
 }
 
-// Threads that come late, as those of a pool that is busy: they are started one by one.
-struct Threads {
-  std::vector<std::thread> all;
-  void schedule(std::function<void()> task) { all.emplace_back(std::move(task)); }
-  ~Threads() {
-    for (auto& thread : all) thread.join();
+// A pool that outlives products, as XLA's does: threads that have helped wait for the next one.
+struct Pool {
+  std::mutex mutex;
+  std::condition_variable woken;
+  std::vector<std::function<void()>> tasks;
+  std::vector<std::thread> threads;
+  bool ends = false;
+
+  explicit Pool(int count) {
+    for (int i = 0; i < count; i++) threads.emplace_back([this] { run(); });
+  }
+  void schedule(std::function<void()> task) {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      tasks.push_back(std::move(task));
+    }
+    woken.notify_one();
+  }
+  void run() {
+    for (;;) {
+      std::unique_lock<std::mutex> lock(mutex);
+      woken.wait(lock, [this] { return ends || !tasks.empty(); });
+      if (tasks.empty()) return;
+      auto task = std::move(tasks.back());
+      tasks.pop_back();
+      lock.unlock();
+      task();
+    }
+  }
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      ends = true;
+    }
+    woken.notify_all();
+    for (auto& thread : threads) thread.join();
   }
 };
 
 bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64_t inputs, int64_t columns,
-           int64_t groups, int64_t threads) {
+           int64_t groups, int64_t threads, Pool& pool) {
   Call call{};
   call.format = format, call.rounded = rounded;
   call.outputs = outputs, call.inputs = inputs, call.columns = columns, call.groups = groups;
@@ -72,10 +104,7 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
     }
   }
   call.weights = weights.data(), call.scale = scale.data(), call.x = x.data(), call.out = out.data();
-  {
-    Threads pool;
-    if (!multiply(call, threads, [&](auto task) { pool.schedule(task); })) return false;
-  }
+  if (!multiply(call, threads, [&](auto task) { pool.schedule(task); })) return false;
   double most = 0, off = 0;
   for (int64_t o = 0; o < outputs; o++) {
     for (int64_t c = 0; c < columns; c++) {
@@ -98,10 +127,35 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
   return false;
 }
 
+// Two callers at once, each of which hands products to whoever waits.
+bool busy(const char* form, Pool& pool) {
+  std::atomic<bool> right{true};
+  auto caller = [&](int seed) {
+    Call call{};
+    call.format = kFloat32, call.outputs = 300, call.inputs = 256, call.columns = 1 + seed;
+    std::vector<float> weights(call.outputs * call.inputs, 0.5f), x(call.inputs * call.columns, 1.0f);
+    std::vector<float> out(call.outputs * call.columns);
+    call.weights = reinterpret_cast<const uint8_t*>(weights.data()), call.x = x.data(), call.out = out.data();
+    for (int i = 0; i < 300; i++) {
+      std::fill(out.begin(), out.end(), 0.0f);
+      if (!multiply(call, 3, [&](auto task) { pool.schedule(task); })) right = false;
+      for (float each : out)
+        if (each != 128.0f) right = false;
+      if (i % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // as long as nobody waits
+    }
+  };
+  std::thread other(caller, 0);
+  caller(7);
+  other.join();
+  if (!right) std::printf("%s: wrong when two products run at once\n", form);
+  return right;
+}
+
 }  // namespace
 
 int main() {
   int forms = 0;
+  Pool pool(3);
   for (const char* form : {"portable", "neon", "avx2", "avx512", "avx512_bf16"}) {
     if (!select(form)) continue;
     forms++;
@@ -114,14 +168,15 @@ int main() {
               if (format == kInt4 && inputs % 32 == 0) groups.push_back(inputs / 32);
               if (format == kInt4 && inputs % 64 == 0) groups.push_back(inputs / 64);
               for (int64_t count : groups)
-                if (!agree(form, static_cast<Format>(format), rounded, outputs, inputs, columns, count, 1)) return 1;
+                if (!agree(form, static_cast<Format>(format), rounded, outputs, inputs, columns, count, 1, pool)) return 1;
             }
           }
         }
-        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 3, 1, 4)) return 1;
-        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 16, 1, 4)) return 1;
+        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 3, 1, 4, pool)) return 1;
+        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 16, 1, 4, pool)) return 1;
       }
     }
+    if (!busy(form, pool)) return 1;
   }
   std::printf("%d forms agree\n", forms);
   return 0;

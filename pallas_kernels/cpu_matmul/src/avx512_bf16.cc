@@ -19,6 +19,7 @@ struct Bfloat16Pairs {
   using X = __m512bh;
   using Sum = __m512;
   static constexpr int kBlock = 32, kBytes = 64, kReadyBytes = 64, kXBytes = 64, kRows = 6, kRowsOfFew = 8;
+  static constexpr int kMostAsCodes = kColumns;
   static void pack(const float* turned, uint8_t* to) {
     __m512bh both = pairs(_mm512_loadu_ps(turned), _mm512_loadu_ps(turned + 16));
     std::memcpy(to, &both, 64);
@@ -48,6 +49,7 @@ struct Int4Pairs {
   using X = Weights;
   using Sum = __m512;
   static constexpr int kBlock = 64, kBytes = 32, kReadyBytes = 128, kXBytes = 128, kRows = 6, kRowsOfFew = 8;
+  static constexpr int kMostAsCodes = kColumns;
   static void pack(const float* turned, uint8_t* to) {
     uint16_t numbers[2][32];
     for (int i = 0; i < 64; i++) numbers[i % 2][i / 2] = rounded_bits(turned[i]);

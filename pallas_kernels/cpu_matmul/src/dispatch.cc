@@ -3,6 +3,9 @@
 #include <cstring>
 
 namespace specjax {
+
+Waiting waiting;
+
 namespace {
 
 using Find = const Form* (*)(const Call&);

@@ -4,6 +4,7 @@
 // An arithmetic `M` says, for blocks of inputs:
 //   kBlock inputs of a block; kBytes of its weights in a row; kReadyBytes of them as they are multiplied;
 //   kXBytes of a packed column; kRows of a tile of kColumns columns, kRowsOfFew of one of fewer
+//   kMostAsCodes: columns up to which codes are read anew for each tile; for more they are unpacked once
 //   Scales, what is known of a row; Weights load(bytes, scales, block), Weights ready(bytes), store(weights, bytes)
 //   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, floats)
 //
@@ -208,7 +209,7 @@ struct Driver {
   static void rows(const Call& call, const uint8_t* packed, int64_t begin, int64_t end) {
     if (call.columns < kColumns) {
       strips<M::kRowsOfFew>(call, packed, begin, end, nullptr);
-    } else if (!kCoded || call.columns <= 2 * kColumns) {
+    } else if (!kCoded || call.columns <= M::kMostAsCodes) {
       strips<M::kRows>(call, packed, begin, end, nullptr);
     } else {
       size_t bytes = M::kRows * blocks(call) * M::kReadyBytes;
