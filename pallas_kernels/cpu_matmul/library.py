@@ -12,6 +12,7 @@ PLAIN, CODED = "specjax_cpu_matmul", "specjax_cpu_matmul_coded"
 _VERSION = 1
 _PORTABLE = "portable"
 _NAME = "_native"
+_ANEW = "pip install --no-build-isolation specjax builds it for the jaxlib that is here"
 
 
 class Status(NamedTuple):
@@ -53,12 +54,15 @@ def _library() -> _Library:
         library.specjax_cpu_matmul_select.argtypes = [ctypes.c_char_p]
         if (version := library.specjax_cpu_matmul_version()) != _VERSION:
             raise ValueError(f"it is of version {version}, and {_VERSION} is needed")
+        # A handler that jax refuses once its CPUs are known is refused here; before, it would be
+        # refused when they are asked for, and there would be no CPU at all.
+        jax.local_devices(backend="cpu")
         for name in (PLAIN, CODED):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # whatever jax raises, XLA's product is there
         reason = str(error).strip().splitlines()[0].rstrip(".")
-        return _Library(None, f"cpu_matmul does not load ({reason}); pip install specjax again")
+        return _Library(None, f"cpu_matmul does not load ({reason}); {_ANEW}")
     return _Library(library, None)
 
 
