@@ -34,12 +34,12 @@ from specjax.cli.values import count_of
 from specjax.decoding.request import Request, prepare
 from specjax.measure import prompts, timing
 from specjax.methods import registry
+from specjax.models.config import MATRICES
 from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype, packed
 from specjax.models.transformer import Model
 from tests.llama_server_bench import export
 
-MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 _TRIES = 20
 _SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
 

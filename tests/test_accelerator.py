@@ -284,7 +284,11 @@ def test_every_command_is_one_that_is_understood(small, monkeypatch):
             asked = host_offload_bench if "host" in module else programs
             assert tyro.cli(asked.Asked, args=flags).json == "json.json"
         else:
-            assert module in ("tests.accelerator.kernels", "tests.limits")
+            assert module in (
+                "tests.accelerator.kernels",
+                "tests.accelerator.trace",
+                "tests.limits",
+            )
 
 
 def test_a_kernel_that_is_wrong_is_seen(monkeypatch):

@@ -4,7 +4,15 @@ Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It
 `pip install` found a C++17 compiler; `status` says whether it is, and why not.
 """
 
-from pallas_kernels.cpu_matmul.api import MOST_COLUMNS, cpu_matmul, products, unable
-from pallas_kernels.cpu_matmul.library import select, status
+from pallas_kernels.cpu_matmul.api import cpu_matmul, products, unable, unable_here
+from pallas_kernels.cpu_matmul.library import MOST_COLUMNS, select, status
 
-__all__ = ["MOST_COLUMNS", "cpu_matmul", "products", "select", "status", "unable"]
+__all__ = [
+    "MOST_COLUMNS",
+    "cpu_matmul",
+    "products",
+    "select",
+    "status",
+    "unable",
+    "unable_here",
+]

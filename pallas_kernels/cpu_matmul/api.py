@@ -5,34 +5,20 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.cpu_matmul import reference
-from pallas_kernels.cpu_matmul.library import CODED, PLAIN, status
+from pallas_kernels.cpu_matmul.library import CODED, MOST_COLUMNS, PLAIN, status
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.tuning import named
 
-MOST_COLUMNS = 64
-"""From there on XLA's product is as fast."""
 _XLA = "xla"
 _GROUPED_BY = 32
+_Operand = jax.ShapeDtypeStruct | Array
 
 
-def unable(
-    weights: jax.ShapeDtypeStruct | Array,
-    inputs: int,
-    columns: int,
-    scale: jax.ShapeDtypeStruct | Array | None = None,
-) -> str | None:
-    """Why a product cannot run as `cpu_matmul` where it is traced; None if it can.
-
-    Args:
-      weights: `[O, I]` of float32 or bfloat16, or codes: uint8 of 8 bits `[O, I]`, or of 4 bits
-        `[O, I / 2]`. Shapes and dtypes count alone.
-      inputs: `I`.
-      columns: of x.
-      scale: `[O, G]` of codes; float32 or bfloat16.
-    """
+def unable_here(columns: int) -> str | None:
+    """Why no product of so many columns runs as `cpu_matmul` where it is traced, or None."""
     if platform() != "cpu":
         return f"it needs a CPU, and this is {platform()}"
     if named() == _XLA:
@@ -41,15 +27,29 @@ def unable(
         return reason
     if not 1 <= columns <= MOST_COLUMNS:
         return f"it takes 1 to {MOST_COLUMNS} columns, not {columns}"
-    return _unable_of(weights, inputs, scale)
+    return None
 
 
-def _unable_of(weights: jax.ShapeDtypeStruct | Array, inputs: int, scale: object) -> str | None:
+def unable(
+    weights: _Operand, inputs: int, columns: int, scale: _Operand | None = None
+) -> str | None:
+    """Why a product cannot run as `cpu_matmul` where it is traced; None if it can.
+
+    Args:
+      weights: `[..., O, I]` of float32 or bfloat16, or codes: uint8 of 8 bits `[..., O, I]`, or of
+        4 bits `[..., O, I / 2]`. Shapes and dtypes count alone.
+      inputs: `I`.
+      columns: of x.
+      scale: `[..., O, G]` of codes; float32 or bfloat16.
+    """
+    return unable_here(columns) or _unable_of(weights, inputs, scale)
+
+
+def _unable_of(weights: _Operand, inputs: int, scale: _Operand | None) -> str | None:
     held = weights.shape[-1]
     if scale is None:
         known = weights.dtype in (jnp.float32, jnp.bfloat16) and held == inputs
         return None if known else f"it takes float32 and bfloat16, not {weights.dtype}"
-    assert isinstance(scale, jax.ShapeDtypeStruct | jax.Array)
     if weights.dtype != jnp.uint8 or held not in (inputs, inputs / 2):
         return "codes are bytes, one or half of one for each input"
     if scale.dtype not in (jnp.float32, jnp.bfloat16):
@@ -96,10 +96,7 @@ def cpu_matmul(
     """
     if rounded and weights.dtype == jnp.float32:
         raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
-    shape = weights.shape[-2:]
-    one = jax.ShapeDtypeStruct(shape, weights.dtype)
-    of_one = None if scale is None else jax.ShapeDtypeStruct(scale.shape[-2:], scale.dtype)
-    if (reason := unable(one, x.shape[-2], x.shape[-1], of_one)) is not None:
+    if (reason := unable(weights, x.shape[-2], x.shape[-1], scale)) is not None:
         raise ValueError(f"cpu_matmul cannot run here: {reason}.")
     coded = () if scale is None else (scale,)
     return _product(rounded, weights, coded, x.astype(jnp.float32))
@@ -120,7 +117,9 @@ def _product(rounded: bool, weights: Array, scale: tuple[Array, ...], x: Array) 
 def _of_each(
     rounded: bool, count: int, batched: Sequence, weights: Array, scale: tuple, x: Array
 ) -> tuple[Array, bool]:
-    """Under `vmap`: columns of one matrix are beside each other, matrices behind one another."""
+    """Under `vmap`: columns of one matrix lie beside each other, or go one after the other where
+    they are too many; matrices lie behind one another.
+    """
     of_weights, of_scale, of_x = batched
     if of_weights or any(of_scale):
 
@@ -130,10 +129,9 @@ def _of_each(
         scale = tuple(map(each, scale, of_scale))
         return _product(rounded, each(weights, of_weights), scale, each(x, of_x)), True
     inputs, columns = x.shape[-2:]
+    if count * columns > MOST_COLUMNS:
+        return lax.map(partial(_product, rounded, weights, scale), x), True
     beside = jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-2], inputs, count * columns)
-    if count * columns <= MOST_COLUMNS:
-        made = _product(rounded, weights, scale, beside)
-    else:
-        made = reference.matmul(weights, beside, *scale, rounded=rounded)
+    made = _product(rounded, weights, scale, beside)
     made = made.reshape(*made.shape[:-1], count, columns)
     return jnp.moveaxis(made, -2, 0), True

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import jax
 
 PLAIN, CODED = "specjax_cpu_matmul", "specjax_cpu_matmul_coded"
+MOST_COLUMNS = 64
+"""That it takes at a time; wider products are XLA's."""
 _VERSION = 1
 _PORTABLE = "portable"
 _NAME = "_native"
@@ -31,7 +33,7 @@ class Status(NamedTuple):
     def line(self) -> str:
         """It as a person reads it."""
         if self.reason is None:
-            return f"cpu_matmul ({self.form}), up to 64 columns"
+            return f"cpu_matmul ({self.form}), up to {MOST_COLUMNS} columns"
         return f"XLA's: {self.reason}"
 
 
@@ -72,16 +74,12 @@ def status() -> Status:
     if library is None:
         return Status(None, reason)
     form = library.specjax_cpu_matmul_selected().decode()
-    if form == _PORTABLE and not _forced():
+    if form == _PORTABLE and not _selected:
         return Status(form, "this processor has neither AVX2 nor NEON")
     return Status(form, None)
 
 
-_selected: list[str] = []
-
-
-def _forced() -> bool:
-    return bool(_selected)
+_selected = False  # whether `select` named the form that runs
 
 
 def select(form: str | None) -> None:
@@ -92,9 +90,10 @@ def select(form: str | None) -> None:
     Raises:
       ValueError: this processor or installation does not have it.
     """
+    global _selected
     library, reason = _library()
     if library is None:
         raise ValueError(f"no form {form!r} of cpu_matmul: {reason}.")
     if not library.specjax_cpu_matmul_select((form or "best").encode()):
         raise ValueError(f"this processor has no form {form!r} of cpu_matmul.")
-    _selected[:] = [] if form is None else [form]
+    _selected = form is not None

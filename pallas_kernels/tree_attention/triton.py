@@ -22,9 +22,7 @@ from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
 _LOW = -1e30
 _MOST_QUERIES = 64
 _KEYS = 64
-_FEATURES = (
-    16  # a product over fewer, in 16 bits, is computed wrongly (seen on an H100, jax 0.11.2)
-)
+_FEATURES = 16  # a product over fewer of 16 bits was wrong on an H100 (jax 0.11.2)
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.cpu_matmul import cpu_matmul, unable
+from pallas_kernels.cpu_matmul import cpu_matmul, unable, unable_here
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
 from specjax.models.quantized import INTEGER, PackedWeight
@@ -109,11 +109,9 @@ def linear(
     if not isinstance(weight, PackedWeight):
         return _linear(weight, x, kind)
     x = x if weight.order is None else x[weight.order]
-    return (
-        _coded_linear(weight, x, kind)
-        if _takes_codes(weight, x)
-        else _packed_linear(weight, x, kind)
-    )
+    if _takes_codes(weight, x):
+        return _coded_linear(weight, x, kind)
+    return _packed_linear(weight, x, kind)
 
 
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
@@ -196,10 +194,10 @@ def fast_columns(columns: int, dtype: jnp.dtype) -> int:
     17 / 25 / 32 columns took 32 / 31 / 27 / 37 / 50 / 44 in float32 and 17 / 21 / 25 / 38 / 34 /
     29 in bfloat16 (2 cores, 2026-11-21).
     """
-    if unable(jax.ShapeDtypeStruct((1, 1), dtype), 1, columns) is None:
+    if not _on_cpu() or unable_here(columns) is None:
         return columns
     exact = _MIN_BF16_COLUMNS if dtype == jnp.float32 else 2 * _MIN_BF16_COLUMNS
-    return columns if columns <= exact or not _on_cpu() else -(-columns // 16) * 16
+    return columns if columns <= exact else -(-columns // 16) * 16
 
 
 def normed(

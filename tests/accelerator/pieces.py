@@ -111,6 +111,7 @@ _BENCH = ("specjax", "bench", "--batch", "1", "--profile", "--prompts", "{prompt
           "{json}")  # fmt: skip
 _OFFLOAD = ("tests.host_offload_bench", "{prompts}", "--json", "{json}")
 _FIRST = ("specjax", "generate", "def fibonacci(n):", "--json", "--max-new-tokens", "64")
+_TRACE = ("tests.accelerator.trace",)
 _PROGRAMS = ("tests.aot.programs", "here", "--json", "{json}")
 
 PIECES = (
@@ -128,6 +129,9 @@ PIECES = (
     _roofline("passes-1b", 60, 240, _SMALL_COSTS, "--shapes", "llama-3.2-1b", "--inflate", ""),
     _pair("1B", "0", 70),
     _pair("8B", "0", 100),
+    Piece("trace", (*_TRACE, "--json", "{json}"),
+          (*_TRACE, "--json", "{json}", "--shape", "llama-3.2-1b", "--layers", "1", "--nodes", "8",
+           "--slots", "32"), 60, 180),
     Piece("limits", ("tests.limits", "--json", "{json}"),
           ("tests.limits", "--json", "{json}", "--small"), 45, 240, needs=("pytest",)),
     Piece("shares", (*_BENCH, "--inflate", "1B", "--methods", "chain,specexec", "--temperatures",

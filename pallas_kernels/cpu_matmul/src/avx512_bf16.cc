@@ -20,6 +20,7 @@ struct Bfloat16Pairs {
   using Sum = __m512;
   static constexpr int kBlock = 32, kBytes = 64, kReadyBytes = 64, kXBytes = 64, kRows = 6, kRowsOfFew = 8;
   static constexpr int kMostAsCodes = kColumns;
+  static constexpr bool kPacksBfloat16 = true;
   static void pack(const float* turned, uint8_t* to) {
     __m512bh both = pairs(_mm512_loadu_ps(turned), _mm512_loadu_ps(turned + 16));
     std::memcpy(to, &both, 64);
@@ -50,6 +51,7 @@ struct Int4Pairs {
   using Sum = __m512;
   static constexpr int kBlock = 64, kBytes = 32, kReadyBytes = 128, kXBytes = 128, kRows = 6, kRowsOfFew = 8;
   static constexpr int kMostAsCodes = kColumns;
+  static constexpr bool kPacksBfloat16 = true;
   static void pack(const float* turned, uint8_t* to) {
     uint16_t numbers[2][32];
     for (int i = 0; i < 64; i++) numbers[i % 2][i / 2] = rounded_bits(turned[i]);
@@ -78,11 +80,11 @@ struct Int4Pairs {
 const Form* avx512_bf16_form(const Call& call) {
   static constexpr Form bfloat16 = Driver<Bfloat16Pairs>::form(), int8 = Driver<Int8Pairs>::form(),
                         int4 = Driver<Int4Pairs>::form();
-  bool whole = call.groups == 1 || call.inputs / (call.groups ? call.groups : 1) % Int4Pairs::kBlock == 0;
-  if (call.rounded && call.format == kBfloat16) return &bfloat16;
-  if (call.rounded && call.format == kInt8) return &int8;
-  if (call.rounded && call.format == kInt4 && whole) return &int4;
-  return float_form<Avx512>(call.format);
+  if (!call.rounded) return float_form<Avx512>(call.format);
+  if (call.format == kBfloat16) return &bfloat16;
+  if (call.format == kInt8) return &int8;
+  bool fits = call.format == kInt4 && (call.groups == 1 || call.inputs / call.groups % Int4Pairs::kBlock == 0);
+  return fits ? &int4 : float_form<Avx512>(call.format);
 }
 
 }  // namespace specjax

@@ -108,8 +108,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul_coded, specjax::coded,
 // Raised where a call changes, so that a library of other sources is not taken.
 SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 1; }
 
-SPECJAX_EXPORT int specjax_cpu_matmul_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
-
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 
 SPECJAX_EXPORT int specjax_cpu_matmul_select(const char* name) { return specjax::select(name) ? 1 : 0; }

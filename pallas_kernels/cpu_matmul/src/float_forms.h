@@ -18,6 +18,7 @@ struct Float32 {
   using Sum = Vector;
   static constexpr int kBlock = V::kWidth, kBytes = 4 * V::kWidth, kReadyBytes = kBytes, kXBytes = kBytes;
   static constexpr int kRows = V::kRows, kRowsOfFew = V::kRowsOfFew, kMostAsCodes = 2 * kColumns;
+  static constexpr bool kPacksBfloat16 = false;
   static void pack(const float* turned, uint8_t* to) { std::memcpy(to, turned, kXBytes); }
   static X load_x(const uint8_t* at) { return V::load(reinterpret_cast<const float*>(at)); }
   static Weights load(const uint8_t* at, const Scales&, int64_t) { return ready(at); }
@@ -49,6 +50,7 @@ struct Bfloat16 {
   static constexpr int kBlock = 2 * V::kWidth, kBytes = 4 * V::kWidth, kReadyBytes = kBytes;
   static constexpr int kXBytes = 8 * V::kWidth, kRows = V::kRows, kRowsOfFew = V::kRowsOfFew;
   static constexpr int kMostAsCodes = 2 * kColumns;
+  static constexpr bool kPacksBfloat16 = false;
   static void pack(const float* turned, uint8_t* to) {
     auto out = reinterpret_cast<float*>(to);
     for (int i = 0; i < V::kWidth; i++) {

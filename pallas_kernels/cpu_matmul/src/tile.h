@@ -3,7 +3,7 @@
 //
 // An arithmetic `M` says, for blocks of inputs:
 //   kBlock inputs of a block; kBytes of its weights in a row; kReadyBytes of them as they are multiplied;
-//   kXBytes of a packed column; kRows of a tile of kColumns columns, kRowsOfFew of one of fewer
+//   kXBytes of a packed column, kPacksBfloat16 if `pack` rounds it; kRows of a tile of kColumns columns, kRowsOfFew of one of fewer
 //   kMostAsCodes: columns up to which codes are read anew for each tile; for more they are unpacked once
 //   Scales, what is known of a row; Weights load(bytes, scales, block), Weights ready(bytes), store(weights, bytes)
 //   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, floats)
@@ -72,7 +72,7 @@ struct RowScale {
 
 // A block of inputs of all columns, turned: `turned[c * kBlock + i]`, zeros past the last input.
 template <int kBlock>
-inline void turn(const Call& call, int64_t block, float* turned) {
+inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
   int64_t begin = block * kBlock, count = call.inputs - begin, columns = call.columns;
   if (count > kBlock) count = kBlock;
   const float* x = call.x + begin * columns;
@@ -84,7 +84,7 @@ inline void turn(const Call& call, int64_t block, float* turned) {
   }
   for (int64_t c = 0; c < columns && count < kBlock; c++)
     std::memset(turned + c * kBlock + count, 0, (kBlock - count) * 4);
-  if (call.rounded)
+  if (rounded)
     for (int64_t i = 0; i < columns * kBlock; i++) turned[i] = widened(rounded_bits(turned[i]));
 }
 
@@ -100,7 +100,7 @@ struct Driver {
     alignas(kAlign) float turned[kMostColumns * M::kBlock];
     int64_t stride = blocks(call) * M::kXBytes;
     for (int64_t b = 0; b < blocks(call); b++) {
-      turn<M::kBlock>(call, b, turned);
+      turn<M::kBlock>(call, b, turned, call.rounded && !M::kPacksBfloat16);
       for (int64_t c = 0; c < call.columns; c++)
         M::pack(turned + c * M::kBlock, packed + c * stride + b * M::kXBytes);
     }
@@ -186,7 +186,7 @@ struct Driver {
         }
         strip.scales[r].read(call, row);
       }
-      // Where there are several tiles the weights of the next rows are fetched meanwhile.
+      // The weights of the next rows are fetched meanwhile.
       int64_t tiles_of_it = ceil_div(call.columns, kColumns);
       bool fetch = begin + 2 * R <= end;
       strip.lines = fetch ? static_cast<int>(ceil_div(ceil_div(R * M::kBytes, 64), tiles_of_it)) : 0;
