@@ -1,5 +1,6 @@
 """The certificate passes on a lossless pair, and fails on a rigged one."""
 
+import contextlib
 import dataclasses
 from functools import partial
 
@@ -44,6 +45,13 @@ def chosen(pair):
     return [Prompt(text, pair.tokenizer(text).input_ids) for text in texts]
 
 
+def drawn_by(pair, options):
+    """The third part of the certificate that `specjax verify` would give."""
+    checks = checks_of(options)
+    drawn = certificate.with_rules(pair, settings_of(options, pair), checks)
+    return certificate.distribution_part(pair, drawn, checks)
+
+
 @pytest.fixture
 def fresh_programs():
     """Programs that were compiled with what a test replaces are forgotten on both sides."""
@@ -52,7 +60,14 @@ def fresh_programs():
     jax.clear_caches()
 
 
-def test_a_lossless_pair_is_certified(capsys):
+def test_a_lossless_pair_is_certified(capsys, monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def counted(what):
+        yield lambda count, of: seen.append((count, of))
+
+    monkeypatch.setattr(verify, "counted", counted)
     flags = ["--methods", "pool", "--tree", "1,1", "--prompts", "2", "--max-new-tokens", "8"]
     flags += ["--samples", "300", "--verify", "naive,multi-step,traversal"]
     found = answer(capsys, "verify", *flags)
@@ -64,6 +79,7 @@ def test_a_lossless_pair_is_certified(capsys):
     tests = found["sampled"]["law"]["tests"]
     assert {test["rule"] for test in tests} == {"multi-step", "naive"}
     assert {test["token"].split()[0] for test in tests} == {"first", "second", "steps"}
+    assert seen == [(count, 4) for count in range(5)]  # two parts, and two rules that are lossless
 
 
 @pytest.mark.parametrize(
@@ -104,7 +120,7 @@ def test_a_biased_accept_probability_fails_the_distribution(
 ):
     options = dataclasses.replace(SMALL, verify=named)
     monkeypatch.setattr(rules, name, lossy)
-    found = certificate.distribution_part(pair, settings_of(options, pair), checks_of(options))
+    found = drawn_by(pair, options)
     assert not found.passed
     assert {one.rule for one in found.tests} == {"naive", wrong}
     assert {one.rule for one in found.failed} == {wrong}
@@ -144,7 +160,7 @@ def test_noise_shared_by_rows_fails_the_distribution(
     monkeypatch.setattr(stepping, "verify_tree", verify_tree)
     monkeypatch.setattr(ExpansionDrafter, "propose", proposed)
     options = dataclasses.replace(SMALL, verify=named)
-    found = certificate.distribution_part(pair, settings_of(options, pair), checks_of(options))
+    found = drawn_by(pair, options)
     assert {one.token for one in found.failed} >= caught
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.base import sampling
 from specjax.base.pytree import replace
 from specjax.base.sampling import (
     Purpose,
@@ -53,9 +54,11 @@ def softmax(scores):
     return weights / weights.sum()
 
 
-def probs_of(logits, **parameters):
-    rows = Sampling(**parameters).rows(len(logits))
-    return np.asarray(jax.jit(process)(jnp.asarray(logits, jnp.float32)[:, None], rows))[:, 0]
+def probs_of(logits, platform="cpu", **parameters):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "platform", lambda: platform)
+        rows = Sampling(**parameters).rows(len(logits))  # whose kind tells programs apart
+        return np.asarray(jax.jit(process)(jnp.asarray(logits, jnp.float32)[:, None], rows))[:, 0]
 
 
 PARAMETERS = st.tuples(
@@ -136,24 +139,28 @@ def test_ties_at_the_edge_of_top_k_are_kept():
 EXTREMES = [-np.inf, -3e38, -2.5, -1e-30, -0.0, 0.0, 1e-30, 1.0, np.nextafter(np.float32(1), 2)]
 
 
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @settings(deadline=None, max_examples=200, derandomize=True)
-@given(st.lists(st.sampled_from(EXTREMES), min_size=6, max_size=6), st.integers(1, 7))
-def test_the_edge_of_top_k_is_a_score_to_the_last_bit(scores, k):
+@given(
+    scores=st.lists(st.sampled_from(EXTREMES), min_size=6, max_size=6), k=st.integers(1, 7)
+)  # fmt: skip
+def test_the_edge_of_top_k_is_a_score_to_the_last_bit(platform, scores, k):
     """Among others infinite ones, a zero of either sign, and the next number after another."""
     logits = np.array([[*scores, 0.5]], np.float32)  # one of them is finite
     expected = logits[0] >= np.sort(logits[0])[-k]
-    p = probs_of(logits, temperature=1.0, top_k=k)[0]
+    p = probs_of(logits, platform, temperature=1.0, top_k=k)[0]
     np.testing.assert_array_equal(p > 0, expected & (logits[0] > -80))
 
 
-def test_the_edge_of_top_p_is_a_score_to_the_last_bit():
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_the_edge_of_top_p_is_a_score_to_the_last_bit(platform):
     """What is all but equal to the edge is not; what is equal is kept, and what has no mass not."""
     near = np.nextafter(np.float32(1), 0)
     logits = np.array([[1.0, near, 1.0, near, -np.inf, 3.0, -200.0]], np.float32)
     e = np.exp(np.float64([3, 1]))
     share = (e[0] + e[1] * np.arange(5)) / (e[0] + 4 * e[1])  # of the first ones, as they are kept
     for top_p, kept in ((0.9 * share[0], 1), (share[0] + 0.01, 3), (share[2] + 0.01, 5), (1.0, 5)):
-        p = probs_of(logits, temperature=1.0, top_p=top_p)[0]
+        p = probs_of(logits, platform, temperature=1.0, top_p=top_p)[0]
         expected = np.flatnonzero(logits[0] >= np.sort(logits[0])[-kept])
         assert np.flatnonzero(p).tolist() == expected.tolist(), top_p
 

@@ -23,6 +23,7 @@ _LOW = -1e30
 _MOST_QUERIES = 64
 _KEYS = 64
 _FEATURES = 16  # a product over fewer of 16 bits was wrong on an H100 (jax 0.11.2)
+_WIDEST = 512  # bytes of a head's features, for three stages
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 
 
@@ -94,12 +95,21 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
             pl.BlockSpec((None, None, None, tile), lambda i, k, b: (b, k, i // tiles, i % tiles)),
         ],
         out_shape=partial(shape, wide, at.query.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=_stages(wide, at)),
         interpret=interpret,
         name="tree_attention",
     )(*operands)  # fmt: skip
     mixed = merged(out, lse)[:, :, :reach, :dim]
     return mixed.reshape(rows, heads, tokens, dim).astype(at.query.dtype)
+
+
+def _stages(wide: int, at: Operands) -> int:
+    """How many tiles of keys and values are loaded while one is worked on, and that one.
+
+    With three stages float32 heads of 256 needed 276 KiB of shared memory, where an H100 has 227.
+    """
+    read = at.block_keys if at.prefix is None else at.prefix.keys
+    return 3 if wide * max(at.query.dtype.itemsize, read.dtype.itemsize) <= _WIDEST else 2
 
 
 def _kernel(static: _Static, *refs: Any) -> None:

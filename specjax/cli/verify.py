@@ -2,6 +2,7 @@
 
 import json
 
+from specjax.base.progress import counted
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Verify
@@ -57,7 +58,8 @@ def verify(options: Verify) -> int:
         pair.target.config.max_positions,
         options.max_new_tokens,
     )
-    found = certificate(pair, settings, chosen, checks)
+    with counted("methods checked") as told:
+        found = certificate(pair, settings, chosen, checks, told)
     name = quantized_as(pair.target)
     report = found.report() | {"quantization": name}
     print(json.dumps(report) if options.json else summary(found))

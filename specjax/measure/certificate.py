@@ -2,8 +2,8 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from specjax.methods.method import PLAIN, Setting
 from specjax.models.transformer import Model
 from specjax.verify.rules import AUTO, NAIVE, RULES, find_rule
 
+_T = TypeVar("_T")
 TOLERANCE = 1e-4
 """A gap, between two logits or a threshold and its uniform, that rounding may close: passes of
 different numbers of tokens round differently."""
@@ -241,14 +242,14 @@ def _gap(
 
 
 def greedy_part(
-    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
+    pair: Pair, settings: Iterable[Setting], chosen: Sequence[Prompt], checks: Checks
 ) -> Section:
     """At temperature 0 every method gives the tokens of plain decoding."""
     return _section(pair, settings, chosen, checks, 0.0)
 
 
 def naive_part(
-    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
+    pair: Pair, settings: Iterable[Setting], chosen: Sequence[Prompt], checks: Checks
 ) -> Section:
     """With one seed the naive rule gives the tokens of plain sampling."""
     return _section(pair, settings, chosen, checks, TEMPERATURE)
@@ -256,7 +257,7 @@ def naive_part(
 
 def _section(
     pair: Pair,
-    settings: Sequence[Setting],
+    settings: Iterable[Setting],
     chosen: Sequence[Prompt],
     checks: Checks,
     temperature: float,
@@ -267,15 +268,15 @@ def _section(
 
 
 def distribution_part(
-    pair: Pair, settings: Sequence[Setting], checks: Checks
+    pair: Pair, drawn: Iterable[tuple[Setting, str]], checks: Checks
 ) -> DistributionSection:
-    """Tokens of many continuations follow the target's distribution, whatever the step before
-    drew.
+    """Tokens of many continuations, `drawn` by a setting under a rule, follow the target's
+    distribution, whatever the step before drew.
     """
     prompt = pair.tokenizer(_PROMPT).input_ids
     tests = [
         test
-        for setting, rule in with_rules(pair, settings, checks)
+        for setting, rule in drawn
         for test in _distribution_tests(pair, setting, rule, prompt, checks)
     ]
     return DistributionSection(tuple(tests), checks.samples)
@@ -335,7 +336,11 @@ def with_rules(
 
 
 def certificate(
-    pair: Pair, settings: Sequence[Setting], chosen: Sequence[Prompt], checks: Checks
+    pair: Pair,
+    settings: Sequence[Setting],
+    chosen: Sequence[Prompt],
+    checks: Checks,
+    told: Callable[[int, int], None] = lambda count, of: None,
 ) -> Certificate:
     """The whole certificate.
 
@@ -344,6 +349,8 @@ def certificate(
       settings: the settings that are checked.
       chosen: the prompts that the greedy and the naive part continue.
       checks: how much is checked.
+      told: is called with how many methods, a method counted once in each part and under each
+        rule, of how many are checked.
 
     Returns:
       Its three parts; `passed` says whether every one holds.
@@ -351,8 +358,17 @@ def certificate(
     Raises:
       ValueError: no rule is lossless for the trees of the settings.
     """
+    drawn = with_rules(pair, settings, checks)
+    done, of = itertools.count(1), 2 * len(settings) + len(drawn)
+
+    def each(things: Sequence[_T]) -> Iterator[_T]:
+        for thing in things:
+            yield thing
+            told(next(done), of)
+
+    told(0, of)
     return Certificate(
-        greedy=greedy_part(pair, settings, chosen, checks),
-        naive=naive_part(pair, settings, chosen, checks),
-        distribution=distribution_part(pair, settings, checks),
+        greedy=greedy_part(pair, each(settings), chosen, checks),
+        naive=naive_part(pair, each(settings), chosen, checks),
+        distribution=distribution_part(pair, each(drawn), checks),
     )

@@ -27,6 +27,7 @@ from tests.aot.programs import case_of, made
 from tests.conftest import tiny_model
 from tests.memory_table import drafter_of, plan_of
 from tests.pairs import near
+from tests.test_tree_attention import SHAPES, make
 
 SMALL = "llama-3.2-1b"
 HAND = "JAX_PLATFORMS is not cpu" if os.environ.get("JAX_PLATFORMS") != "cpu" else None
@@ -65,6 +66,13 @@ def test_every_named_shape_of_the_kernel_compiles(kind, implementation, model):
         assert made.operations["custom-call"]
         if shape.slots == max(shapes.SLOTS):  # of fewer, what few rows' shares leave may be more
             assert made.temporary_bytes < shape.cache_bytes
+
+
+@pytest.mark.parametrize("kind", [of_kind("h100")])
+def test_wide_heads_of_float32_fit_in_shared_memory(kind):
+    at = make(SHAPES["head of 256"], jnp.float32)
+    found = hardware(kind)
+    assert compiled(found, jax.jit(IMPLEMENTATIONS["triton"].run), on(at, found.mesh()))
 
 
 def planned(kind, case):
