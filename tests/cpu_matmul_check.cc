@@ -127,6 +127,63 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
   return false;
 }
 
+bool attends(const char* form, int64_t nodes, int64_t columns, int64_t slots, int64_t dim, bool first, int64_t threads,
+             Pool& pool) {
+  Attention call{};
+  call.rows = 2, call.heads = 6, call.kv_heads = 2, call.nodes = nodes, call.columns = columns;
+  call.slots = slots, call.dim = dim, call.scale = 1 / std::sqrt(static_cast<float>(dim));
+  auto drawn = [](int64_t count) {
+    std::vector<float> made(count);
+    for (auto& each : made) each = real();
+    return made;
+  };
+  auto query = drawn(12 * dim * nodes), block_keys = drawn(4 * columns * dim), block_values = drawn(4 * columns * dim);
+  auto keys = drawn(4 * dim * slots), values = drawn(4 * dim * slots);
+  std::vector<float> out(query.size(), NAN);
+  std::vector<uint8_t> seen(2 * nodes * columns);
+  std::vector<int32_t> length = {static_cast<int32_t>(slots), static_cast<int32_t>(slots / 2)}, from(2 * nodes);
+  for (auto& each : seen) each = number() >> 31;
+  for (int64_t t = 0; t < 2 * nodes; t++) seen[t * columns + columns - 1] = 1;
+  for (auto& each : from) each = static_cast<int32_t>(number() % (slots + 2)) - 1;
+  call.query = query.data(), call.block_keys = block_keys.data(), call.block_values = block_values.data();
+  call.tree_mask = seen.data(), call.out = out.data();
+  if (slots > 0) call.keys = keys.data(), call.values = values.data(), call.length = length.data();
+  if (first && slots > 0) call.first = from.data();
+  if (!attend(call, threads, [&](auto task) { pool.schedule(task); })) return false;
+  double off = 0;
+  for (int64_t b = 0; b < 2; b++)
+    for (int64_t h = 0; h < 6; h++)
+      for (int64_t t = 0; t < nodes; t++) {
+        int64_t head = b * 2 + h / 3, live = slots > 0 ? length[b] : 0;
+        auto at = [&](int64_t d) { return ((h * dim + d) * 2 + b) * nodes + t; };
+        std::vector<double> mixed(dim, 0.0);
+        double total = 0;
+        auto add = [&](auto key, auto value) {
+          double score = 0;
+          for (int64_t d = 0; d < dim; d++) score += static_cast<double>(query[at(d)]) * key(d);
+          double weight = std::exp(score * call.scale);
+          total += weight;
+          for (int64_t d = 0; d < dim; d++) mixed[d] += weight * value(d);
+        };
+        for (int64_t s = 0; s < live; s++)
+          if (call.first == nullptr || s >= from[b * nodes + t])
+            add([&](int64_t d) { return keys[(head * dim + d) * slots + s]; },
+                [&](int64_t d) { return values[(head * slots + s) * dim + d]; });
+        for (int64_t m = 0; m < columns; m++)
+          if (seen[(b * nodes + t) * columns + m])
+            add([&](int64_t d) { return block_keys[(head * columns + m) * dim + d]; },
+                [&](int64_t d) { return block_values[(head * columns + m) * dim + d]; });
+        for (int64_t d = 0; d < dim; d++) {
+          double error = std::fabs(mixed[d] / total - out[at(d)]);
+          off = error > off || std::isnan(error) ? error : off;
+        }
+      }
+  if (off <= 1e-5) return true;
+  std::printf("%s: attention of %ld nodes, %ld columns, %ld slots, %ld features off by %g\n", form,
+              static_cast<long>(nodes), static_cast<long>(columns), static_cast<long>(slots), static_cast<long>(dim), off);
+  return false;
+}
+
 // Two callers at once, each of which hands products to whoever waits.
 bool busy(const char* form, Pool& pool) {
   std::atomic<bool> right{true};
@@ -176,6 +233,12 @@ int main() {
         if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 16, 1, 4, pool)) return 1;
       }
     }
+    for (int64_t slots : {0, 1, 16, 37, 64, 150})
+      for (int64_t dim : {16, 48, 64})
+        for (int64_t nodes : {1, 2, 7, 30})
+          for (bool first : {false, true})
+            if (!attends(form, nodes, nodes + 3, slots, dim, first, 1 + nodes % 2 * 3, pool)) return 1;
+    if (!attends(form, 40, 40, 700, 64, true, 4, pool)) return 1;
     if (!busy(form, pool)) return 1;
   }
   std::printf("%d forms agree\n", forms);

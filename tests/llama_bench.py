@@ -60,8 +60,8 @@ class Bench:
     """Tokens of a continuation."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "int8")
     """Of the target's weights; drafts are of float32 where that is, and of bfloat16 elsewhere."""
-    methods: tuple[str, ...] = ("none", "chain", "specexec")
-    """That are measured here."""
+    methods: tuple[str, ...] = ("none", "chain", "specexec", "specexec:7")
+    """That are measured here, some with a budget."""
     temperatures: tuple[float, ...] = (0.0, 0.8)
     """Of the texts."""
     drafted: tuple[int, ...] = (4, 8)
@@ -96,7 +96,8 @@ def requests(
     bench: Bench, pair: Pair, method: str, temperature: float, texts: list[list[int]]
 ) -> list[tuple[Request, Request]]:
     """For each text the request, and the same for its first token alone, one program for both."""
-    setting = registry.setting_of(method, drafts=1)
+    name, _, budget = method.partition(":")
+    setting = registry.setting_of(name, drafts=1, budget=int(budget) if budget else None)
     drafter = None if method == "none" else registry.build(setting, pair)
     found = []
     for text in texts:

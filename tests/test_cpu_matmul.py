@@ -288,7 +288,7 @@ def test_whatever_is_wrong_with_the_library_xlas_product_runs(monkeypatch, tmp_p
             monkeypatch.undo()
             monkeypatch.setattr(library, "_VERSION", 0)
             library._library.cache_clear()
-            assert "it is of version 1, and 0 is needed" in library.status().line
+            assert "it is of version 2, and 0 is needed" in library.status().line
             monkeypatch.undo()
 
             def refuse(*_, **__):

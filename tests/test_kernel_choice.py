@@ -859,8 +859,8 @@ def test_a_kernel_that_is_not_there_is_a_sentence(command, tmp_path, capsys):
     more = {"generate": ["text"], "tune": [str(tmp_path / "tuned.json")]}.get(command, [])
     assert main([command, *more, "--kernels", "abacus"]) == 2
     assert capsys.readouterr().err == (
-        "specjax: --kernels is 'abacus'; it must be auto or one of hopper, reference, tpu, triton, "
-        "xla.\n"
+        "specjax: --kernels is 'abacus'; it must be auto or one of cpu, hopper, reference, tpu, "
+        "triton, xla.\n"
     )
     if command != "bench-serve":  # whose server says it
         assert main([command, *more, "--kernels", "hopper"]) == 2

@@ -126,7 +126,7 @@ def attention(request):
         try:
             return run(at, request.param, plain)
         except ImplementationError as error:
-            if request.param != "hopper":
+            if request.param not in ("hopper", "cpu"):
                 raise
             pytest.skip(str(error))
 
@@ -372,7 +372,7 @@ def test_the_fastest_measured_is_taken_where_it_can_run(monkeypatch):
     table = {tuning.device(): [near | {"fastest": "reference"}, far | {"fastest": "triton"}]}
     monkeypatch.setattr(tuning, "measured", lambda: table)
     assert tuning.choice(at) == "reference"
-    assert tuning.choice(make(SHAPES["several tiles"], jnp.float32)) == "xla"  # not measured
+    assert tuning.choice(make(SHAPES["one key/value head"], jnp.float32)) == "xla"  # not measured
     table[tuning.device()].reverse()
     near["fastest"] = "triton"
     table[tuning.device()] = [near]

@@ -18,8 +18,8 @@ Attention = Callable[[Operands], jax.Array]
 def _later(file: str, name: str) -> Callable[..., Any]:
     """A function of a kernel's file, which is imported when it is called.
 
-    Mosaic GPU takes a while and packages that a CPU has no need of, and newer versions of jax are
-    to drop Triton's lowering.
+    Mosaic GPU takes a while and packages that a CPU has no need of, newer versions of jax are to
+    drop Triton's lowering, and a CPU's library asks this package what is named.
     """
 
     def call(at: Operands, **options: Any) -> Any:
@@ -51,6 +51,7 @@ def traced_once(run: Attention, name: str) -> Attention:
 IMPLEMENTATIONS = {
     "reference": Implementation(reference.tree_attention),
     "xla": Implementation(xla.tree_attention),
+    "cpu": Implementation(_later("cpu", "tree_attention"), _later("cpu", "unable"), ("cpu",)),
     "tpu": Implementation(
         traced_once(tpu.tree_attention, "tpu"), platforms=("tpu",), interpreted=tpu.interpreted
     ),

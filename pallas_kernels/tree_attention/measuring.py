@@ -36,7 +36,8 @@ _T = TypeVar("_T")
 def able(at: Operands) -> tuple[str, ...]:
     """The names of what runs here on such operands, XLA's first; the definition is none of them.
 
-    What cannot even be asked, as a package that it needs is missing, is none of them either.
+    Nor is "cpu", which runs wherever it can: on a CPU nothing is measured. What cannot even be
+    asked, as a package that it needs is missing, is none of them either.
     """
 
     def can_run(name: str) -> bool:
@@ -45,7 +46,8 @@ def able(at: Operands) -> tuple[str, ...]:
         except Exception:
             return False
 
-    names = sorted(IMPLEMENTATIONS.keys() - {"reference"}, key=lambda name: (name != "xla", name))
+    tried = IMPLEMENTATIONS.keys() - {"reference", "cpu"}
+    names = sorted(tried, key=lambda name: (name != "xla", name))
     return tuple(filter(can_run, names))
 
 

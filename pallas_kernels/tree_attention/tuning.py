@@ -80,10 +80,11 @@ def choice(at: Operands) -> str:
 
     A measurement counts that is near (`NEAR`), shipped or kept; without one the implementations are
     measured now. Where that cannot be, the nearest that there is counts, or else it is "xla". On a
-    CPU nothing is measured here. Once chosen for a bucket it stays until the process ends.
+    CPU nothing is measured here: it is "cpu" where that can run. Once chosen for a bucket it stays
+    until the process ends.
     """
     if platform() == "cpu":
-        return _shipped(at)
+        return "cpu" if dispatch.unable(IMPLEMENTATIONS["cpu"], at) is None else _shipped(at)
     if _runs_elsewhere():
         return "xla"
     bucket = bucket_of(at)

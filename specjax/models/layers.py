@@ -243,11 +243,23 @@ def capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape
 def rotary_angles(
     positions: Int32[Array, "B T"], features: int, theta: float, stretch: Stretch | None = None
 ) -> tuple[Float[Array, "half B T"], Float[Array, "half B T"]]:
-    """Cosine and sine of each position's rotary angles, one per pair of features."""
+    """Cosine and sine of each position's rotary angles, one per pair of features.
+
+    XLA:CPU would compute them anew for each head of each layer, in which 80 of the 100 us go that
+    queries of 16 nodes and 20 heads are rotated in; what a branch computes it does not.
+    """
     frequency = jnp.asarray(frequencies(features, theta, stretch))
-    angle = frequency[:, None, None] * positions.astype(jnp.float32)
     magnitude = 1.0 if stretch is None else stretch.magnitude
-    return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
+
+    def made(positions: Array) -> tuple[Array, Array]:
+        angle = frequency[:, None, None] * positions.astype(jnp.float32)
+        return magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
+
+    if not _on_cpu() or 0 in (positions.size, features):
+        return made(positions)
+    none = jnp.zeros((features // 2, *positions.shape), jnp.float32)
+    always = positions.reshape(-1)[0] < jnp.iinfo(jnp.int32).max
+    return lax.cond(always, made, lambda _: (none, none), positions)
 
 
 def rotate(

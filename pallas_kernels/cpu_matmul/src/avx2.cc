@@ -11,6 +11,13 @@
 
 namespace specjax {
 namespace {
+constexpr int kLanes = 8, kTile = 4, kAcross = 2;
+}
+}  // namespace specjax
+#include "attention_loops.h"
+
+namespace specjax {
+namespace {
 
 struct Avx2 {
   static constexpr int kWidth = 8, kRows = 3, kRowsOfFew = 4;
@@ -48,6 +55,8 @@ struct Avx2 {
 
 }  // namespace
 
+bool avx2_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
+
 const Form* avx2_form(const Call& call) { return float_form<Avx2>(call.format); }
 
 }  // namespace specjax
@@ -55,6 +64,8 @@ const Form* avx2_form(const Call& call) { return float_form<Avx2>(call.format); 
 #pragma clang attribute pop
 #endif
 #else
+#include "attention.h"
 #include "matmul.h"
 const specjax::Form* specjax::avx2_form(const Call&) { return nullptr; }
+bool specjax::avx2_attention(const Attention&, int64_t, int64_t) { return false; }
 #endif

@@ -7,11 +7,25 @@
 #endif
 #include "avx512_vectors.h"
 
-const specjax::Form* specjax::avx512_form(const Call& call) { return float_form<Avx512>(call.format); }
+namespace specjax {
+namespace {
+constexpr int kLanes = 16, kTile = 5, kAcross = 4;
+}
+}  // namespace specjax
+#include "attention_loops.h"
+
+namespace specjax {
+
+const Form* avx512_form(const Call& call) { return float_form<Avx512>(call.format); }
+bool avx512_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
+
+}  // namespace specjax
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif
 #else
+#include "attention.h"
 #include "matmul.h"
 const specjax::Form* specjax::avx512_form(const Call&) { return nullptr; }
+bool specjax::avx512_attention(const Attention&, int64_t, int64_t) { return false; }
 #endif

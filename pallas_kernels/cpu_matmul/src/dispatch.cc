@@ -13,6 +13,7 @@ using Find = const Form* (*)(const Call&);
 struct Kind {
   const char* name;
   Find find;
+  AttentionForm attention;
   bool (*there)();
 };
 
@@ -38,11 +39,11 @@ bool has_neon() { return false; }
 bool always() { return true; }
 
 const Kind kKinds[] = {  // the best first
-    {"avx512_bf16", avx512_bf16_form, has_avx512_bf16},
-    {"avx512", avx512_form, has_avx512},
-    {"avx2", avx2_form, has_avx2},
-    {"neon", neon_form, has_neon},
-    {"portable", portable_form, always},
+    {"avx512_bf16", avx512_bf16_form, avx512_attention, has_avx512_bf16},
+    {"avx512", avx512_form, avx512_attention, has_avx512},
+    {"avx2", avx2_form, avx2_attention, has_avx2},
+    {"neon", neon_form, neon_attention, has_neon},
+    {"portable", portable_form, portable_attention, always},
 };
 
 const Kind* best() {
@@ -65,6 +66,8 @@ const Kind* current() {
 }  // namespace
 
 const Form* form_for(const Call& call) { return current()->find(call); }
+
+AttentionForm attention_form() { return current()->attention; }
 
 const char* selected() { return current()->name; }
 

@@ -9,12 +9,14 @@
 #include <thread>
 #include <utility>
 
+#include "attention.h"
 #include "matmul.h"
 
 namespace specjax {
 
 // The form that was selected, or else the best of this processor.
 const Form* form_for(const Call&);
+AttentionForm attention_form();
 const char* selected();
 // Selects a form by name for the whole process; "best" is what is there without. False if this processor lacks it.
 bool select(const char* name);
@@ -27,23 +29,43 @@ inline void pause() {
 #endif
 }
 
-// Rows are claimed in chunks by whoever comes: the caller, which returns when all are done, and up to
+// Units are claimed in chunks by whoever comes: the caller, which returns when all are done, and up to
 // `helpers` others. One that comes late finds nothing left, so that nobody waits for a thread to be free.
 struct Work {
-  Call call;
-  const Form* form;
-  std::unique_ptr<uint8_t, void (*)(void*)> packed{nullptr, std::free};
-  int64_t chunk = 1;
+  int64_t units = 0, chunk = 1;
   std::atomic<int64_t> next{0}, done{0};
+
+  virtual ~Work() = default;
+  virtual void run(int64_t begin, int64_t end) = 0;
 
   void take() {
     for (;;) {
       int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
-      if (begin >= call.outputs) return;
-      int64_t end = begin + chunk < call.outputs ? begin + chunk : call.outputs;
-      form->rows(call, packed.get(), begin, end);
+      if (begin >= units) return;
+      int64_t end = begin + chunk < units ? begin + chunk : units;
+      run(begin, end);
       done.fetch_add(end - begin, std::memory_order_release);
     }
+  }
+};
+
+// The outputs of a product.
+struct Product : Work {
+  Call call;
+  const Form* form;
+  std::unique_ptr<uint8_t, void (*)(void*)> packed{nullptr, std::free};
+
+  void run(int64_t begin, int64_t end) override { form->rows(call, packed.get(), begin, end); }
+};
+
+// The heads of attention, some queries each.
+struct Heads : Work {
+  Attention call;
+  AttentionForm form;
+  std::atomic<bool> short_of_memory{false};
+
+  void run(int64_t begin, int64_t end) override {
+    if (!form(call, begin, end)) short_of_memory.store(true, std::memory_order_relaxed);
   }
 };
 
@@ -120,11 +142,22 @@ extern Waiting waiting;
 constexpr int64_t kAlone = 1 << 18;  // bytes of weights times a share of the columns below which one thread does all
 constexpr int64_t kChunkBytes = 1 << 17;
 
-// `schedule(f)` runs f() on another thread, some time. False where memory is short.
+// Does all of it, with up to `helpers` others: `schedule(f)` runs f() on another thread, some time.
+template <class Schedule>
+void all_of(const std::shared_ptr<Work>& work, int64_t helpers, Schedule&& schedule) {
+  int64_t chunks = (work->units + work->chunk - 1) / work->chunk;
+  helpers = helpers < chunks - 1 ? helpers : chunks - 1;
+  for (int64_t i = waiting.give(work, helpers); i < helpers; i++) schedule([work] { waiting.help(work); });
+  work->take();
+  for (int spins = 0; work->done.load(std::memory_order_acquire) < work->units; spins++)
+    spins > 1000 ? std::this_thread::yield() : pause();
+}
+
+// False where memory is short.
 template <class Schedule>
 bool multiply(const Call& call, int64_t threads, Schedule&& schedule) {
   if (call.outputs == 0 || call.columns == 0) return true;
-  auto work = std::make_shared<Work>();
+  auto work = std::make_shared<Product>();
   work->call = call;
   work->form = form_for(call);
   size_t bytes = (work->form->packed_bytes(call) + kAlign - 1) / kAlign * kAlign;
@@ -134,20 +167,29 @@ bool multiply(const Call& call, int64_t threads, Schedule&& schedule) {
   int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
   int64_t cost = row_bytes * call.outputs * (1 + call.columns / 8);
   int64_t helpers = cost < kAlone ? 0 : threads - 1;
-  if (helpers <= 0) {
-    work->chunk = call.outputs;
-  } else {
+  work->units = work->chunk = call.outputs;
+  if (helpers > 0) {
     int64_t rows = kChunkBytes / row_bytes, fair = call.outputs / (4 * threads);
     rows = rows < fair ? rows : fair;
     work->chunk = (rows > 24 ? rows : 24) / 24 * 24;  // whole tiles of every form
-    int64_t chunks = (call.outputs + work->chunk - 1) / work->chunk;
-    helpers = helpers < chunks - 1 ? helpers : chunks - 1;
   }
-  for (int64_t i = waiting.give(work, helpers); i < helpers; i++) schedule([work] { waiting.help(work); });
-  work->take();
-  for (int spins = 0; work->done.load(std::memory_order_acquire) < call.outputs; spins++)
-    spins > 1000 ? std::this_thread::yield() : pause();
+  all_of(work, helpers, schedule);
   return true;
+}
+
+// False where memory is short.
+template <class Schedule>
+bool attend(const Attention& call, int64_t threads, Schedule&& schedule) {
+  if (call.units() == 0 || call.dim == 0) return true;
+  auto work = std::make_shared<Heads>();
+  work->call = call;
+  work->form = attention_form();
+  work->units = call.units();
+  int64_t seen = call.columns * call.rows;
+  for (int64_t row = 0; call.keys != nullptr && row < call.rows; row++) seen += call.length[row];
+  int64_t cost = seen * call.kv_heads * call.dim * 8 * (1 + call.queries() / 8);
+  all_of(work, cost < kAlone ? 0 : threads - 1, schedule);
+  return !work->short_of_memory.load(std::memory_order_relaxed);
 }
 
 }  // namespace specjax

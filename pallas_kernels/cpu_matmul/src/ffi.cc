@@ -1,5 +1,8 @@
 // What XLA calls, and what Python asks by ctypes.
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "dispatch.h"
@@ -9,6 +12,7 @@
 
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul(XLA_FFI_CallFrame*);
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul_coded(XLA_FFI_CallFrame*);
+SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_attention(XLA_FFI_CallFrame*);
 
 namespace specjax {
 namespace {
@@ -85,6 +89,60 @@ ffi::Error coded(ffi::ThreadPool pool, ffi::AnyBuffer weights, ffi::AnyBuffer sc
   return product(pool, weights, &scale, x, rounded, out);
 }
 
+bool is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
+  auto own = buffer.dimensions();
+  return buffer.element_type() == type && std::equal(own.begin(), own.end(), shape.begin(), shape.end());
+}
+
+// `past` are the keys, values and lengths of a prefix, and the first slots that nodes see; or fewer, or none.
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer block_keys, ffi::AnyBuffer block_values,
+                     ffi::AnyBuffer tree_mask, ffi::RemainingArgs past, ffi::Result<ffi::AnyBuffer> out) {
+  auto refused = [&](const char* what) {
+    return ffi::Error::InvalidArgument("cpu_attention: queries of " + shape_of(query) + " and keys of " +
+                                       shape_of(block_keys) + ": " + what + ".");
+  };
+  auto asked = query.dimensions(), held = block_keys.dimensions();
+  if (asked.size() != 4 || held.size() != 4) return refused("they have four dimensions");
+  Attention call{};
+  call.rows = asked[0], call.heads = asked[1], call.nodes = asked[2], call.dim = asked[3];
+  call.kv_heads = held[1], call.columns = held[2];
+  if (call.kv_heads == 0 || call.heads % call.kv_heads != 0) return refused("their heads do not divide");
+  if (call.dim % kFeatures != 0) return refused("features are a multiple of 16");
+  auto f32 = ffi::F32;
+  if (!is(query, f32, {call.rows, call.heads, call.nodes, call.dim}) ||
+      !is(*out, f32, {call.rows, call.heads, call.nodes, call.dim}) ||
+      !is(block_keys, f32, {call.rows, call.kv_heads, call.columns, call.dim}) ||
+      !is(block_values, f32, {call.rows, call.kv_heads, call.columns, call.dim}) ||
+      !is(tree_mask, ffi::PRED, {call.rows, call.nodes, call.columns}))
+    return refused("the block does not fit");
+  call.query = static_cast<const float*>(query.untyped_data());
+  call.block_keys = static_cast<const float*>(block_keys.untyped_data());
+  call.block_values = static_cast<const float*>(block_values.untyped_data());
+  call.tree_mask = static_cast<const uint8_t*>(tree_mask.untyped_data());
+  call.out = static_cast<float*>(out->untyped_data());
+  call.scale = 1 / std::sqrt(static_cast<float>(call.dim));
+  if (past.size() != 0 && past.size() != 3 && past.size() != 4) return refused("a prefix is keys, values and lengths");
+  if (past.size() > 0) {
+    auto keys = past.get<ffi::AnyBuffer>(0), values = past.get<ffi::AnyBuffer>(1), length = past.get<ffi::AnyBuffer>(2);
+    if (!keys || !values || !length || keys->dimensions().size() != 4) return refused("there is no prefix");
+    call.slots = keys->dimensions()[3];
+    if (!is(*keys, f32, {call.rows, call.kv_heads, call.dim, call.slots}) ||
+        !is(*values, f32, {call.rows, call.kv_heads, call.slots, call.dim}) || !is(*length, ffi::S32, {call.rows}))
+      return refused("the prefix does not fit");
+    call.keys = static_cast<const float*>(keys->untyped_data());
+    call.values = static_cast<const float*>(values->untyped_data());
+    call.length = static_cast<const int32_t*>(length->untyped_data());
+    if (past.size() == 4) {
+      auto first = past.get<ffi::AnyBuffer>(3);
+      if (!first || !is(*first, ffi::S32, {call.rows, call.nodes})) return refused("`first` does not fit");
+      call.first = static_cast<const int32_t*>(first->untyped_data());
+    }
+  }
+  if (!attend(call, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_attention: no memory for scores.");
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace specjax
 
@@ -105,8 +163,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul_coded, specjax::coded,
                                   .Attr<bool>("rounded")
                                   .Ret<xla::ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
+                                  .Ret<xla::ffi::AnyBuffer>());
+
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 1; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 2; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 

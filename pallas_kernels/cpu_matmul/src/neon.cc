@@ -6,6 +6,13 @@
 
 namespace specjax {
 namespace {
+constexpr int kLanes = 4, kTile = 4, kAcross = 4;
+}
+}  // namespace specjax
+#include "attention_loops.h"
+
+namespace specjax {
+namespace {
 
 struct Neon {
   static constexpr int kWidth = 8, kRows = 3, kRowsOfFew = 4;
@@ -49,10 +56,14 @@ struct Neon {
 
 }  // namespace
 
+bool neon_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
+
 const Form* neon_form(const Call& call) { return float_form<Neon>(call.format); }
 
 }  // namespace specjax
 #else
+#include "attention.h"
 #include "matmul.h"
 const specjax::Form* specjax::neon_form(const Call&) { return nullptr; }
+bool specjax::neon_attention(const Attention&, int64_t, int64_t) { return false; }
 #endif

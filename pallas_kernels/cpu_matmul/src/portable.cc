@@ -3,6 +3,13 @@
 
 namespace specjax {
 namespace {
+constexpr int kLanes = 4, kTile = 4, kAcross = 2;
+}
+}  // namespace specjax
+#include "attention_loops.h"
+
+namespace specjax {
+namespace {
 
 struct Portable {
   static constexpr int kWidth = 4, kRows = 2, kRowsOfFew = 2;
@@ -47,6 +54,8 @@ struct Portable {
 };
 
 }  // namespace
+
+bool portable_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
 const Form* portable_form(const Call& call) { return float_form<Portable>(call.format); }
 

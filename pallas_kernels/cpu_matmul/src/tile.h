@@ -11,6 +11,7 @@
 // Which sums a product is made of does not depend on the number of columns or threads: nor does any bit of it.
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "matmul.h"
 
@@ -18,6 +19,10 @@ namespace specjax {
 namespace {
 
 constexpr int kColumns = 4;  // of a tile
+
+// A processor reads ahead within a page. Rows that are shorter are read one after the other where few columns leave
+// time for it: of 640 bfloat16, 195 MB in 5.9 ms, eight at a time in 7.2 (2 cores of a Zen 4, 2026-11-26).
+constexpr int64_t kPage = 4096;
 
 inline float widened(uint16_t bits) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -91,6 +96,10 @@ inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
 template <class M>
 struct Driver {
   static constexpr bool kCoded = M::kReadyBytes != M::kBytes;
+  static constexpr bool kInGroups = std::is_same<typename M::Scales, GroupScales>::value;  // bound by arithmetic
+
+  template <int R>
+  static constexpr int kBlocksOfALine = R * M::kBytes < 64 ? 64 / (R * M::kBytes) : 1;
 
   static int64_t blocks(const Call& call) { return ceil_div(call.inputs, M::kBlock); }
 
@@ -127,7 +136,8 @@ struct Driver {
       for (int c = 0; c < kColumns; c++) M::clear(sums[r][c]);
     int64_t whole = call.inputs / M::kBlock, all = blocks(call), stride = all * M::kXBytes;
     for (int64_t b = 0; b < all; b++) {
-      for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+      if (b % kBlocksOfALine<R> == 0)
+        for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
       typename M::Weights weights[R];
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
@@ -207,7 +217,9 @@ struct Driver {
   }
 
   static void rows(const Call& call, const uint8_t* packed, int64_t begin, int64_t end) {
-    if (call.columns < kColumns) {
+    if (call.columns < kColumns && !kInGroups && call.row_bytes() <= kPage) {
+      strips<1>(call, packed, begin, end, nullptr);
+    } else if (call.columns < kColumns) {
       strips<M::kRowsOfFew>(call, packed, begin, end, nullptr);
     } else if (!kCoded || call.columns <= M::kMostAsCodes) {
       strips<M::kRows>(call, packed, begin, end, nullptr);
