@@ -90,6 +90,26 @@ def test_it_runs_in_loops_and_vmap():
 
 
 @needs_it
+def test_gradients_are_those_of_xlas_form():
+    at = make(SHAPES["earlier levels"], jnp.float32, [64, 64, 64])
+
+    def grads(implementation, vmapped=False):
+        def loss(query, keys, values):
+            own = at._replace(query=query, block_keys=keys, block_values=values)
+            return jnp.square(tree_attention(*own[:5], implementation=implementation)).sum()
+
+        grad = jax.grad(loss, (0, 1, 2))
+        if not vmapped:
+            return jax.jit(grad)(*at[:3])
+        several = [jnp.stack([x, 2 * x]) for x in at[:3]]
+        return [x[0] for x in jax.jit(jax.vmap(grad))(*several)]
+
+    for vmapped in (False, True):
+        for found, expected in zip(grads("cpu", vmapped), grads("xla"), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@needs_it
 def test_it_runs_on_a_mesh():
     devices = jax.devices()
     if len(devices) < 2:

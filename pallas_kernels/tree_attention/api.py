@@ -8,7 +8,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.tree_attention import sequence, tuning, xla
-from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS, folding
+from pallas_kernels.tree_attention.implementations import (
+    IMPLEMENTATIONS,
+    differentiable,
+    folding,
+)
 from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 
@@ -70,4 +74,5 @@ def _run(at: Operands, named: str | None, interpret: bool) -> Float[Array, "B H 
     run = dispatch.pick("tree_attention", name, named is not None, IMPLEMENTATIONS, at, interpret)
     if IMPLEMENTATIONS[name].platforms is None or run is IMPLEMENTATIONS["xla"].run:
         return run(at)
-    return folding(run, functools.partial(_run, named=named, interpret=interpret))(at)
+    folded = folding(run, functools.partial(_run, named=named, interpret=interpret))
+    return differentiable(folded, IMPLEMENTATIONS["xla"].run)(at)

@@ -66,6 +66,28 @@ IMPLEMENTATIONS = {
 }  # fmt: skip
 
 
+def differentiable(run: Attention, alike: Attention) -> Attention:
+    """`run` with the gradients of `alike`: no kernel has to have its own."""
+
+    def call(at: Operands) -> jax.Array:
+        soft_cap = at.soft_cap
+
+        @jax.custom_vjp
+        def own(at: Operands) -> jax.Array:
+            return run(at._replace(soft_cap=soft_cap))
+
+        def forward(at: Operands) -> tuple[jax.Array, Operands]:
+            return own(at), at
+
+        def backward(at: Operands, grad: jax.Array) -> tuple[Operands]:
+            return jax.vjp(lambda at: alike(at._replace(soft_cap=soft_cap)), at)[1](grad)
+
+        own.defvjp(forward, backward)
+        return own(at._replace(soft_cap=None))
+
+    return call
+
+
 def folding(run: Attention, again: Attention) -> Attention:
     """`run`, and under `vmap` `again` of all rows in one call: no kernel has to be batched."""
 
