@@ -1,4 +1,4 @@
-"""Builds products and attention for CPUs (`pallas_kernels/cpu_matmul`) where it can: in C++17.
+"""Builds what runs on CPUs alone (`pallas_kernels/cpu_matmul/src`) where there is a C++17 compiler.
 
 Everything else about the package is in pyproject.toml. Without a compiler, or where building
 fails, the package is installed without it. SPECJAX_NO_EXTENSION=1 leaves it out.
