@@ -99,7 +99,7 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
         if (format == kInt8) weights[at] = static_cast<uint8_t>(code);
         else weights[at / 2] = static_cast<uint8_t>(weights[at / 2] | code << (i % 2 ? 4 : 0));
         float value = (code - (format == kInt8 ? 128 : 8)) * of_bits(scale[o * groups + i / (inputs / groups)]);
-        stands_for = rounded ? of_bits(upper(value)) : value;
+        stands_for = rounded && format == kInt4 ? of_bits(upper(value)) : value;
       }
     }
   }

@@ -75,11 +75,17 @@ def operands(kind, outputs, inputs, columns, seed=0):
 
 def exact(weights, scale, x, rounded):
     """The product in float64, and for each of its entries the sum of the terms' sizes."""
-    numbers = weights if scale is None else reference.unpacked(weights, scale, x.shape[0])
+    after = np.ones(1)
+    if scale is None:
+        numbers = weights
+    elif weights.shape[1] == x.shape[0]:  # 8 bits: the sums are scaled
+        numbers, after = weights.astype(jnp.float32) - 128, np.asarray(scale, np.float64)
+    else:
+        numbers = reference.unpacked(weights, scale, x.shape[0])
     if rounded:
         numbers, x = (lax.reduce_precision(each, 8, 7) for each in (numbers, x))
     numbers, x = (np.asarray(each.astype(jnp.float32), np.float64) for each in (numbers, x))
-    return numbers @ x, np.abs(numbers) @ np.abs(x)
+    return after * (numbers @ x), after * (np.abs(numbers) @ np.abs(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -103,21 +103,25 @@ def test_symmetric_zeros_are_the_middle_whatever_the_version_is_called(named, st
 def test_products_in_blocks_of_rows_are_the_same(layout, dtype, folder, monkeypatch):
     rewrite(folder, layout)
     weight = load_model(folder, dtype=dtype).layers[0].up
-    whole, x = (
-        dequantized(weight).astype(dtype),
-        jnp.sin(jnp.arange(weight.shape[1] * 5.0)).reshape(-1, 5),
-    )
+    x = jnp.sin(jnp.arange(weight.shape[1] * 5.0)).reshape(-1, 5)
+    scale = jnp.ones_like(weight.scale)
+    alike = weight.changed(scale=scale) if weight.is_scaled_after else weight
+    after = weight.scale.astype(jnp.float32) if weight.is_scaled_after else 1.0
+    whole = dequantized(alike).astype(dtype)
 
-    def gradient(weight):
-        return jax.grad(lambda x: layers.linear(weight, x).sum())(x)
+    def expected(x):
+        return after * layers.linear(whole, x)
+
+    def gradient(product):
+        return jax.grad(lambda x: product(x).sum())(x)
 
     for size in (1, 4 * weight.shape[1] * 3, 1 << 20):  # a row, a few, all of them
         monkeypatch.setattr(layers, "_UNPACKED_BYTES", size)
         near = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
-        near(layers.linear(weight, x), layers.linear(whole, x))
+        near(layers.linear(weight, x), expected(x))
         several = jax.vmap(layers.linear, (None, 0))(weight, jnp.stack([x, 2 * x]))
-        near(several[1], 2 * layers.linear(whole, x))
-        near(gradient(weight), gradient(whole))
+        near(several[1], 2 * expected(x))
+        near(gradient(partial(layers.linear, weight)), gradient(expected))
 
 
 def test_blocks_are_equal_and_small():

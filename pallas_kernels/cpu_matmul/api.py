@@ -82,14 +82,16 @@ def cpu_matmul(
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` with sums in float32, for each of the first dimensions.
 
-    Codes stand for `scale · (code - middle)`, the middle being 128 or 8. What a column gives does
+    Codes stand for `scale · (code - middle)`, the middle being 128 or 8; of those of 8 bits the sums
+    are scaled. What a column gives does
     not depend on the others, nor on the number of threads, to the bit.
 
     Args:
       weights: see `unable`.
       x: float32, 1 to 64 columns.
       scale: of codes.
-      rounded: whether x is rounded to bfloat16, and so are the numbers that codes stand for.
+      rounded: whether x is rounded to bfloat16, and so are the numbers that codes of 4 bits stand
+        for.
 
     Raises:
       ValueError: it cannot run so (`unable`), or weights of float32 would have to be rounded.

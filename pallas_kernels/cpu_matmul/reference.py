@@ -20,6 +20,11 @@ def unpacked(
     return numbers.reshape(*scale.shape[:-1], inputs)
 
 
+def is_scaled_after(codes: Num[Array, "*lead O B"], inputs: int) -> bool:
+    """Whether it is products that are scaled: of 8 bits, whose codes bfloat16 holds exactly."""
+    return codes.shape[-1] == inputs
+
+
 def matmul(
     weights: Num[Array, "*lead O B"],
     x: Float[Array, "*lead I N"],
@@ -28,10 +33,14 @@ def matmul(
     rounded: bool = False,
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` in float32; `rounded` rounds both to bfloat16 first."""
-    if scale is not None:
+    after = 1.0
+    if scale is not None and is_scaled_after(weights, x.shape[-2]):
+        weights, after = weights.astype(jnp.float32) - MIDDLE[8], scale.astype(jnp.float32)
+    elif scale is not None:
         weights = unpacked(weights, scale, x.shape[-2])
     if rounded:  # and really so: XLA:CPU would fold the cast away
         weights, x = (lax.reduce_precision(each, 8, 7) for each in (weights, x))
-    return jnp.matmul(
+    made = jnp.matmul(
         weights.astype(jnp.float32), x.astype(jnp.float32), precision=lax.Precision.HIGHEST
     )
+    return after * made

@@ -103,7 +103,7 @@ def linear(
     """`weight @ x` with float32 accumulation and a float32 result.
 
     Operands are rounded to `dtype`, by default the weight's own; a packed weight is unpacked to
-    float32 first. Differentiable in reverse mode, of a packed weight in `x` alone.
+    float32 first, and of 8 bits with a scale a row it is the product that is scaled. Differentiable in reverse mode, of a packed weight in `x` alone.
     """
     kind = jnp.dtype(dtype or weight.dtype)
     if not isinstance(weight, PackedWeight):
@@ -157,7 +157,8 @@ def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
         parts: list[Array] = [
             _linear(own.columns_from(n), x[n::strides], dtype) for n in range(strides)
         ]
-        return reduce(jnp.add, parts)
+        made = reduce(jnp.add, parts)
+        return made * own.scale.astype(jnp.float32) if own.is_scaled_after else made
 
     blocks = _blocks_of(weight, dtype) if _on_cpu() else 1
     if blocks == 1:

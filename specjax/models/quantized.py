@@ -78,12 +78,25 @@ class PackedWeight:
         return self.changed(**{name: change(part) for name, part in self.rows.items()})
 
     @property
+    def is_scaled_after(self) -> bool:
+        """Whether it is products that are scaled and not the matrix: in 8 bits with a scale a row.
+
+        The codes' own numbers are exact in 16 bits, which scaled ones are not.
+        """
+        return self.bits == 8 and self.scale.shape[1] == 1
+
+    @property
     def strides(self) -> int:
         """In how many parts `columns_from` gives the matrix: a byte's codes each in another."""
         return 8 // self.bits if self.group % (8 // self.bits) == 0 else 1
 
     def columns_from(self, first: int) -> Float[Array, "O J"]:
-        """The columns `first`, `first + strides`, ... of the matrix, in float32."""
+        """The columns `first`, `first + strides`, ... of the matrix, in float32.
+
+        They are not scaled where products are (`is_scaled_after`).
+        """
+        if self.is_scaled_after:
+            return self._numbers(self.values[:, None])[:, 0]
         if self.strides == 1:
             return self.unpacked()
         return self._scaled(self.values & 15 if first == 0 else self.values >> 4)

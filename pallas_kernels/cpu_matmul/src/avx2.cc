@@ -20,7 +20,7 @@ namespace specjax {
 namespace {
 
 struct Avx2 {
-  static constexpr int kWidth = 8, kRows = 3, kRowsOfFew = 4;
+  static constexpr int kWidth = 8, kRows = 3, kRowsOfOne = 4;
   using Vector = __m256;
   static Vector zero() { return _mm256_setzero_ps(); }
   static Vector load(const float* at) { return _mm256_loadu_ps(at); }
@@ -31,18 +31,18 @@ struct Avx2 {
     return _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static void store(float* to, Vector a) { _mm256_storeu_ps(to, a); }
-  static void totals(const Vector* sums, float* to) {
+  static void totals(const Vector* sums, const float* scales, float* to) {
     __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(sums[0], sums[1]), _mm256_hadd_ps(sums[2], sums[3]));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+    _mm_storeu_ps(to, _mm_mul_ps(sum, _mm_loadu_ps(scales)));
   }
   static void pair(const uint8_t* at, Vector& even, Vector& odd) {
     __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
     even = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
     odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
-  static Vector codes(const uint8_t* at, float scale) {
-    Vector numbers = widen(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
-    return _mm256_fmsub_ps(numbers, _mm256_set1_ps(scale), _mm256_set1_ps(128.0f * scale));
+  static Vector codes(const uint8_t* at) {
+    return _mm256_sub_ps(widen(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))), _mm256_set1_ps(128.0f));
   }
   static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
     __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)), mask = _mm_set1_epi8(15);

@@ -18,7 +18,7 @@ struct Bfloat16Pairs {
   using Weights = __m512bh;
   using X = __m512bh;
   using Sum = __m512;
-  static constexpr int kBlock = 32, kBytes = 64, kReadyBytes = 64, kXBytes = 64, kRows = 6, kRowsOfFew = 8;
+  static constexpr int kBlock = 32, kBytes = 64, kReadyBytes = 64, kXBytes = 64, kRows = 6, kRowsOfOne = 8;
   static constexpr int kMostAsCodes = kColumns;
   static constexpr bool kPacksBfloat16 = true;
   static void pack(const float* turned, uint8_t* to) {
@@ -31,15 +31,23 @@ struct Bfloat16Pairs {
   static void store(const Weights& w, uint8_t* to) { std::memcpy(to, &w, 64); }
   static void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
   static void dot(Sum& sum, const Weights& w, const X& x) { sum = _mm512_dpbf16_ps(sum, w, x); }
-  static void totals(const Sum* sums, float* to) { Avx512::totals(sums, to); }
+  static void totals(const Sum* sums, const float* scales, float* to) { Avx512::totals(sums, scales, to); }
 };
 
-// Codes of 8 bits times their scale are rounded to bfloat16.
+// Codes of 8 bits, which are integers that bfloat16 holds exactly.
 struct Int8Pairs : Bfloat16Pairs {
   using Scales = RowScale;
   static constexpr int kBytes = 32;
-  static Weights load(const uint8_t* at, const Scales& of_row, int64_t) {
-    return pairs(Avx512::codes(at, of_row.scale), Avx512::codes(at + 16, of_row.scale));
+  // Two codes a lane. Either becomes the last bits of a float of which they are the units, and which less 128 is the
+  // number; its lower half is 0.
+  static Weights load(const uint8_t* at, const Scales&, int64_t) {
+    __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
+    __m512i first = _mm512_set1_epi32(0x4b000000), second = _mm512_set1_epi32(0x47000000);  // 2 to the 23rd and 15th
+    __m512i even = _mm512_ternarylogic_epi32(both, _mm512_set1_epi32(0xff), first, 0xea);  // a and b, or c
+    __m512i odd = _mm512_ternarylogic_epi32(both, _mm512_set1_epi32(0xff00), second, 0xea);
+    __m512 low = _mm512_sub_ps(_mm512_castsi512_ps(even), _mm512_set1_ps(8388608.0f + 128));
+    __m512 high = _mm512_sub_ps(_mm512_castsi512_ps(odd), _mm512_set1_ps(32768.0f + 128));
+    return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
   }
 };
 
@@ -49,7 +57,7 @@ struct Int4Pairs {
   struct Weights { __m512bh even, odd; };
   using X = Weights;
   using Sum = __m512;
-  static constexpr int kBlock = 64, kBytes = 32, kReadyBytes = 128, kXBytes = 128, kRows = 6, kRowsOfFew = 8;
+  static constexpr int kBlock = 64, kBytes = 32, kReadyBytes = 128, kXBytes = 128, kRows = 6, kRowsOfOne = 8;
   static constexpr int kMostAsCodes = kColumns;
   static constexpr bool kPacksBfloat16 = true;
   static void pack(const float* turned, uint8_t* to) {
@@ -72,7 +80,7 @@ struct Int4Pairs {
   static void dot(Sum& sum, const Weights& w, const X& x) {
     sum = _mm512_dpbf16_ps(_mm512_dpbf16_ps(sum, w.even, x.even), w.odd, x.odd);
   }
-  static void totals(const Sum* sums, float* to) { Avx512::totals(sums, to); }
+  static void totals(const Sum* sums, const float* scales, float* to) { Avx512::totals(sums, scales, to); }
 };
 
 }  // namespace

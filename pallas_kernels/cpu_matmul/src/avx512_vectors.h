@@ -7,7 +7,7 @@ namespace specjax {
 namespace {
 
 struct Avx512 {
-  static constexpr int kWidth = 16, kRows = 6, kRowsOfFew = 8;
+  static constexpr int kWidth = 16, kRows = 6, kRowsOfOne = 8;
   using Vector = __m512;
   static Vector zero() { return _mm512_setzero_ps(); }
   static Vector load(const float* at) { return _mm512_loadu_ps(at); }
@@ -18,21 +18,22 @@ struct Avx512 {
     return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static void store(float* to, Vector a) { _mm512_storeu_ps(to, a); }
-  static void totals(const Vector* sums, float* to) {
+  static void totals(const Vector* sums, const float* scales, float* to) {
     Vector a = _mm512_add_ps(_mm512_unpacklo_ps(sums[0], sums[1]), _mm512_unpackhi_ps(sums[0], sums[1]));
     Vector b = _mm512_add_ps(_mm512_unpacklo_ps(sums[2], sums[3]), _mm512_unpackhi_ps(sums[2], sums[3]));
     Vector all = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
     __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-    _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    _mm_storeu_ps(to, _mm_mul_ps(sum, _mm_loadu_ps(scales)));
   }
   static void pair(const uint8_t* at, Vector& even, Vector& odd) {
     __m512i both = _mm512_loadu_si512(at);
     even = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
     odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
-  static Vector codes(const uint8_t* at, float scale) {
+  static Vector codes(const uint8_t* at) {
     __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-    return _mm512_fmsub_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(scale), _mm512_set1_ps(128.0f * scale));
+    return _mm512_sub_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(128.0f));
   }
   static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
     __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));

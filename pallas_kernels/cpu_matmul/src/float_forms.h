@@ -1,8 +1,8 @@
 // Arithmetic in float32 on vectors `V`, which widens codes and bfloat16 as it reads them.
 //
-// A `V` says: kWidth, kRows, kRowsOfFew; Vector, zero(), load(const float*), store(float*, Vector),
-// fma(a, b, c), rounded(Vector) to bfloat16, totals(const Vector[4], float[4]); pair(const uint8_t*, &even, &odd)
-// of 2 * kWidth bfloat16; codes(const uint8_t*, scale) of kWidth bytes and nibbles(const uint8_t*, scale, &even,
+// A `V` says: kWidth, kRows, kRowsOfOne; Vector, zero(), load(const float*), store(float*, Vector),
+// fma(a, b, c), rounded(Vector) to bfloat16, totals(const Vector[4], scales, float[4]); pair(const uint8_t*, &even, &odd)
+// of 2 * kWidth bfloat16; codes(const uint8_t*), the numbers of kWidth bytes, and nibbles(const uint8_t*, scale, &even,
 // &odd), the numbers that they stand for.
 #include "tile.h"
 
@@ -17,7 +17,7 @@ struct Float32 {
   using X = Vector;
   using Sum = Vector;
   static constexpr int kBlock = V::kWidth, kBytes = 4 * V::kWidth, kReadyBytes = kBytes, kXBytes = kBytes;
-  static constexpr int kRows = V::kRows, kRowsOfFew = V::kRowsOfFew, kMostAsCodes = 2 * kColumns;
+  static constexpr int kRows = V::kRows, kRowsOfOne = V::kRowsOfOne, kMostAsCodes = 2 * kColumns;
   static constexpr bool kPacksBfloat16 = false;
   static void pack(const float* turned, uint8_t* to) { std::memcpy(to, turned, kXBytes); }
   static X load_x(const uint8_t* at) { return V::load(reinterpret_cast<const float*>(at)); }
@@ -26,17 +26,14 @@ struct Float32 {
   static void store(const Weights& w, uint8_t* to) { V::store(reinterpret_cast<float*>(to), w); }
   static void clear(Sum& sum) { sum = V::zero(); }
   static void dot(Sum& sum, const Weights& w, const X& x) { sum = V::fma(w, x, sum); }
-  static void totals(const Sum* sums, float* to) { V::totals(sums, to); }
+  static void totals(const Sum* sums, const float* scales, float* to) { V::totals(sums, scales, to); }
 };
 
 template <class V>
 struct Int8 : Float32<V> {
   using Scales = RowScale;
   static constexpr int kBytes = V::kWidth;
-  static typename V::Vector load(const uint8_t* at, const Scales& of_row, int64_t) {
-    typename V::Vector w = V::codes(at, of_row.scale);
-    return of_row.rounded ? V::rounded(w) : w;
-  }
+  static typename V::Vector load(const uint8_t* at, const Scales&, int64_t) { return V::codes(at); }
 };
 
 // Two vectors a block: the inputs of even places, then those of odd ones.
@@ -48,7 +45,7 @@ struct Bfloat16 {
   using X = Weights;
   using Sum = Vector;
   static constexpr int kBlock = 2 * V::kWidth, kBytes = 4 * V::kWidth, kReadyBytes = kBytes;
-  static constexpr int kXBytes = 8 * V::kWidth, kRows = V::kRows, kRowsOfFew = V::kRowsOfFew;
+  static constexpr int kXBytes = 8 * V::kWidth, kRows = V::kRows, kRowsOfOne = V::kRowsOfOne;
   static constexpr int kMostAsCodes = 2 * kColumns;
   static constexpr bool kPacksBfloat16 = false;
   static void pack(const float* turned, uint8_t* to) {
@@ -77,7 +74,7 @@ struct Bfloat16 {
   static void dot(Sum& sum, const Weights& w, const X& x) {
     sum = V::fma(w.odd, x.odd, V::fma(w.even, x.even, sum));
   }
-  static void totals(const Sum* sums, float* to) { V::totals(sums, to); }
+  static void totals(const Sum* sums, const float* scales, float* to) { V::totals(sums, scales, to); }
 };
 
 template <class V>

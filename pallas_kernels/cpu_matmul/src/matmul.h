@@ -11,10 +11,10 @@ enum Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFormats 
 
 // out[o, n] = sum over i of weights[o, i] * x[i, n], rows after one another in memory.
 // Codes stand for scale * (code - middle), middle 128 or 8; of two in a byte the first has the lower bits.
-// Those of 8 bits have a scale a row, those of 4 bits one for each group of inputs, a multiple of 32 of them.
+// Those of 8 bits have a scale a row, which its sums are multiplied by; those of 4 bits one for each group of inputs, a multiple of 32 of them.
 struct Call {
   Format format;
-  bool rounded;  // x to bfloat16, and the numbers that codes stand for
+  bool rounded;  // x to bfloat16, and the numbers that codes of 4 bits stand for
   int64_t outputs, inputs, columns;
   const uint8_t* weights;
   const void* scale;  // [outputs, groups], of codes alone

@@ -15,7 +15,7 @@ namespace specjax {
 namespace {
 
 struct Neon {
-  static constexpr int kWidth = 8, kRows = 3, kRowsOfFew = 4;
+  static constexpr int kWidth = 8, kRows = 3, kRowsOfOne = 4;
   struct Vector { float32x4_t a, b; };
   static Vector zero() { return {vdupq_n_f32(0), vdupq_n_f32(0)}; }
   static Vector load(const float* at) { return {vld1q_f32(at), vld1q_f32(at + 4)}; }
@@ -30,8 +30,8 @@ struct Neon {
     vst1q_f32(to, a.a);
     vst1q_f32(to + 4, a.b);
   }
-  static void totals(const Vector* sums, float* to) {
-    for (int c = 0; c < 4; c++) to[c] = vaddvq_f32(vaddq_f32(sums[c].a, sums[c].b));
+  static void totals(const Vector* sums, const float* scales, float* to) {
+    for (int c = 0; c < 4; c++) to[c] = scales[c] * vaddvq_f32(vaddq_f32(sums[c].a, sums[c].b));
   }
   static void pair(const uint8_t* at, Vector& even, Vector& odd) {
     uint32x4_t low = vreinterpretq_u32_u8(vld1q_u8(at)), high = vreinterpretq_u32_u8(vld1q_u8(at + 16));
@@ -39,7 +39,7 @@ struct Neon {
     even = {vreinterpretq_f32_u32(vshlq_n_u32(low, 16)), vreinterpretq_f32_u32(vshlq_n_u32(high, 16))};
     odd = {vreinterpretq_f32_u32(vandq_u32(low, mask)), vreinterpretq_f32_u32(vandq_u32(high, mask))};
   }
-  static Vector codes(const uint8_t* at, float scale) { return scaled(vld1_u8(at), 128.0f, scale); }
+  static Vector codes(const uint8_t* at) { return scaled(vld1_u8(at), 128.0f, 1.0f); }
   static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
     uint8x8_t bytes = vld1_u8(at);
     even = scaled(vand_u8(bytes, vdup_n_u8(15)), 8.0f, scale);

@@ -12,7 +12,7 @@ namespace specjax {
 namespace {
 
 struct Portable {
-  static constexpr int kWidth = 4, kRows = 2, kRowsOfFew = 2;
+  static constexpr int kWidth = 4, kRows = 2, kRowsOfOne = 2;
   struct Vector { float v[kWidth]; };
   static Vector zero() { return {}; }
   static Vector load(const float* at) {
@@ -29,8 +29,8 @@ struct Portable {
     return a;
   }
   static void store(float* to, Vector a) { std::memcpy(to, a.v, sizeof(a.v)); }
-  static void totals(const Vector* sums, float* to) {
-    for (int c = 0; c < 4; c++) to[c] = (sums[c].v[0] + sums[c].v[1]) + (sums[c].v[2] + sums[c].v[3]);
+  static void totals(const Vector* sums, const float* scales, float* to) {
+    for (int c = 0; c < 4; c++) to[c] = scales[c] * ((sums[c].v[0] + sums[c].v[1]) + (sums[c].v[2] + sums[c].v[3]));
   }
   static void pair(const uint8_t* at, Vector& even, Vector& odd) {
     for (int i = 0; i < kWidth; i++) {
@@ -40,9 +40,9 @@ struct Portable {
       odd.v[i] = widened(bits[1]);
     }
   }
-  static Vector codes(const uint8_t* at, float scale) {
+  static Vector codes(const uint8_t* at) {
     Vector a;
-    for (int i = 0; i < kWidth; i++) a.v[i] = static_cast<float>(at[i] - 128) * scale;
+    for (int i = 0; i < kWidth; i++) a.v[i] = static_cast<float>(at[i] - 128);
     return a;
   }
   static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {

@@ -3,15 +3,15 @@
 //
 // An arithmetic `M` says, for blocks of inputs:
 //   kBlock inputs of a block; kBytes of its weights in a row; kReadyBytes of them as they are multiplied;
-//   kXBytes of a packed column, kPacksBfloat16 if `pack` rounds it; kRows of a tile of kColumns columns, kRowsOfFew of one of fewer
+//   kXBytes of a packed column, kPacksBfloat16 if `pack` rounds it; kRows of a tile of kColumns columns
+//   kRowsOfOne that are multiplied together with one column, and half as many with two or three
 //   kMostAsCodes: columns up to which codes are read anew for each tile; for more they are unpacked once
 //   Scales, what is known of a row; Weights load(bytes, scales, block), Weights ready(bytes), store(weights, bytes)
-//   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, floats)
+//   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, their scales, floats)
 //
 // Which sums a product is made of does not depend on the number of columns or threads: nor does any bit of it.
 #include <cstdlib>
 #include <cstring>
-#include <type_traits>
 
 #include "matmul.h"
 
@@ -19,10 +19,6 @@ namespace specjax {
 namespace {
 
 constexpr int kColumns = 4;  // of a tile
-
-// A processor reads ahead within a page. Rows that are shorter are read one after the other where few columns leave
-// time for it: of 640 bfloat16, 195 MB in 5.9 ms, eight at a time in 7.2 (2 cores of a Zen 4, 2026-11-26).
-constexpr int64_t kPage = 4096;
 
 inline float widened(uint16_t bits) {
   uint32_t wide = static_cast<uint32_t>(bits) << 16;
@@ -44,35 +40,36 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Of a row of weights that has none.
 struct NoScale {
   void read(const Call&, int64_t) {}
+  float of_sums() const { return 1; }
 };
 
 // The scales of a row's groups, and whether weights are rounded to bfloat16 when they have theirs.
 struct GroupScales {
-  const void* scale;
+  const void* scales;
   bool bfloat16, rounded;
   int64_t group;  // its inputs
   void read(const Call& call, int64_t row) {
     bfloat16 = call.scale_is_bfloat16;
     rounded = call.rounded;
     group = call.inputs / call.groups;
-    scale = static_cast<const uint8_t*>(call.scale) + row * call.groups * (bfloat16 ? 2 : 4);
+    scales = static_cast<const uint8_t*>(call.scale) + row * call.groups * (bfloat16 ? 2 : 4);
   }
   float at(int64_t input) const {
     int64_t g = input / group;
-    return bfloat16 ? widened(static_cast<const uint16_t*>(scale)[g]) : static_cast<const float*>(scale)[g];
+    return bfloat16 ? widened(static_cast<const uint16_t*>(scales)[g]) : static_cast<const float*>(scales)[g];
   }
+  float of_sums() const { return 1; }
 };
 
-// One scale a row.
+// One scale a row, by which its sums are multiplied.
 struct RowScale {
-  float scale;
-  bool rounded;
+  float of_row;
   void read(const Call& call, int64_t row) {
     GroupScales of_group;
     of_group.read(call, row);
-    scale = of_group.at(0);
-    rounded = call.rounded;
+    of_row = of_group.at(0);
   }
+  float of_sums() const { return of_row; }
 };
 
 // A block of inputs of all columns, turned: `turned[c * kBlock + i]`, zeros past the last input.
@@ -96,7 +93,6 @@ inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
 template <class M>
 struct Driver {
   static constexpr bool kCoded = M::kReadyBytes != M::kBytes;
-  static constexpr bool kInGroups = std::is_same<typename M::Scales, GroupScales>::value;  // bound by arithmetic
 
   template <int R>
   static constexpr int kBlocksOfALine = R * M::kBytes < 64 ? 64 / (R * M::kBytes) : 1;
@@ -120,6 +116,7 @@ struct Driver {
   struct Strip {
     int64_t begin, count;
     typename M::Scales scales[R];
+    float of_sums[R][kColumns];  // what a row's sums are multiplied by
     const uint8_t* rows[R];
     const uint8_t* ready[R];  // the same as they are multiplied, where they were codes
     alignas(kAlign) uint8_t tail[R][M::kBytes];  // what is left behind the last whole block, and zeros
@@ -158,7 +155,7 @@ struct Driver {
     for (int r = 0; r < R; r++) {
       if (r >= strip.count) break;
       float totals[kColumns];
-      M::totals(sums[r], totals);
+      M::totals(sums[r], strip.of_sums[r], totals);
       std::memcpy(call.out + (strip.begin + r) * call.columns + column, totals, 4 * C);
     }
   }
@@ -195,6 +192,7 @@ struct Driver {
           std::memset(strip.tail[r] + left, 0, M::kBytes - left);
         }
         strip.scales[r].read(call, row);
+        for (float& each : strip.of_sums[r]) each = strip.scales[r].of_sums();
       }
       // The weights of the next rows are fetched meanwhile.
       int64_t tiles_of_it = ceil_div(call.columns, kColumns);
@@ -216,11 +214,72 @@ struct Driver {
     }
   }
 
+  // Rows times fewer than kColumns columns, which leave little time to wait for weights. Each of the rows that are
+  // multiplied together is from another part of them, and is followed by its neighbour: a processor reads ahead within
+  // a page that is read in order, and within several pages at once.
+  template <int C>
+  static void few(const Call& call, const uint8_t* packed, int64_t begin, int64_t end) {
+    constexpr int R = C == 1 ? M::kRowsOfOne : M::kRowsOfOne / 2, kSums = (R * C + 3) / 4 * 4, kLine = kBlocksOfALine<1>;
+    int64_t row_bytes = call.row_bytes(), whole = call.inputs / M::kBlock, stride = blocks(call) * M::kXBytes;
+    int64_t left = row_bytes - whole * M::kBytes, part = ceil_div(end - begin, R);
+    for (int64_t i = 0; i < part; i++) {
+      typename M::Sum sums[kSums];
+      typename M::Scales scales[R];
+      float of_sums[kSums] = {};
+      const uint8_t *rows[R], *x = packed;
+#pragma GCC unroll 32
+      for (int s = 0; s < kSums; s++) M::clear(sums[s]);
+      for (int r = 0; r < R; r++) {  // behind the end the last row again, which is not written
+        int64_t row = begin + r * part + i < end ? begin + r * part + i : end - 1;
+        rows[r] = call.weights + row * row_bytes;
+        scales[r].read(call, row);
+        for (int c = 0; c < C; c++) of_sums[r * C + c] = scales[r].of_sums();
+      }
+      auto block = [&](int64_t b) {
+        typename M::Weights weights[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+          weights[r] = M::load(rows[r], scales[r], b);
+          rows[r] += M::kBytes;
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < C; c++) {
+          typename M::X column = M::load_x(x + c * stride);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) M::dot(sums[r * C + c], weights[r], column);
+        }
+        x += M::kXBytes;
+      };
+      int64_t ahead = begin + (R - 1) * part + i + 1 < call.outputs ? row_bytes : 0, b = 0;
+      for (; b + kLine <= whole; b += kLine) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 2
+          for (int line = 0; line < M::kBytes * kLine; line += 64) __builtin_prefetch(rows[r] + (ahead + line), 0, 2);
+#pragma GCC unroll 4
+        for (int line = 0; line < kLine; line++) block(b + line);
+      }
+      for (; b < whole; b++) block(b);
+      if (left > 0) {
+        uint8_t tail[R][M::kBytes] = {};
+        for (int r = 0; r < R; r++) rows[r] = static_cast<uint8_t*>(std::memcpy(tail[r], rows[r], left));
+        block(whole);
+      }
+      float totals[kSums];
+#pragma GCC unroll 8
+      for (int s = 0; s < kSums; s += 4) M::totals(sums + s, of_sums + s, totals + s);
+      for (int r = 0; r < R && begin + r * part + i < end; r++)
+        std::memcpy(call.out + (begin + r * part + i) * C, totals + r * C, 4 * C);
+    }
+  }
+
   static void rows(const Call& call, const uint8_t* packed, int64_t begin, int64_t end) {
-    if (call.columns < kColumns && !kInGroups && call.row_bytes() <= kPage) {
-      strips<1>(call, packed, begin, end, nullptr);
-    } else if (call.columns < kColumns) {
-      strips<M::kRowsOfFew>(call, packed, begin, end, nullptr);
+    if (call.columns == 1) {
+      few<1>(call, packed, begin, end);
+    } else if (call.columns == 2) {
+      few<2>(call, packed, begin, end);
+    } else if (call.columns == 3) {
+      few<3>(call, packed, begin, end);
     } else if (!kCoded || call.columns <= M::kMostAsCodes) {
       strips<M::kRows>(call, packed, begin, end, nullptr);
     } else {
