@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,7 +18,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels.cpu_matmul import MOST_COLUMNS, cpu_matmul, library, reference, unable
+from pallas_kernels.cpu_matmul import (
+    MOST_COLUMNS,
+    cpu_matmul,
+    cpu_matmuls,
+    library,
+    reference,
+    unable,
+)
 from pallas_kernels.cpu_matmul.library import Status
 from specjax.models import layers
 from specjax.models.quantized import packed
@@ -215,7 +223,7 @@ def test_packed_weights_are_multiplied_as_they_are(bits, group):
     weight = jax.tree.map(jnp.asarray, packed(matrix, bits, group))
     x = jax.random.normal(jax.random.key(0), (64, 5))
     expected = np.asarray(weight.unpacked() @ x)
-    assert "specjax_cpu_matmul_coded" in jax.jit(layers.linear).lower(weight, x).as_text()
+    assert "specjax_cpu_matmul" in jax.jit(layers.linear).lower(weight, x).as_text()
     np.testing.assert_allclose(np.asarray(layers.linear(weight, x)), expected, rtol=1e-4, atol=1e-4)
     ordered = weight.changed(order=jnp.arange(63, -1, -1, dtype=jnp.int32))
     turned = layers.linear(ordered, x[::-1])
@@ -226,6 +234,52 @@ def test_packed_weights_are_multiplied_as_they_are(bits, group):
 
     by_hand = np.asarray(weight.unpacked().T @ jnp.cos(jnp.asarray(expected)))
     np.testing.assert_allclose(np.asarray(jax.grad(total)(x)), by_hand, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("kinds", ["float32", "mixed", "int8", "int8 and float32", "int8 ordered"])
+def test_several_matrices_are_as_each_of_them(kinds):
+    """Products and gradients, in one call or in as many as it takes."""
+    random = np.random.default_rng(0)
+    first, second = (jnp.asarray(random.normal(size=(rows, 64)), jnp.float32) for rows in (48, 10))
+    x = jnp.asarray(random.normal(size=(64, 5)), jnp.float32)
+    codes, others = (
+        jax.tree.map(jnp.asarray, packed(np.asarray(matrix), 8)) for matrix in (first, second)
+    )
+    turned = others.changed(order=jnp.arange(63, -1, -1, dtype=jnp.int32))
+    weights = {
+        "float32": (first, second), "mixed": (first, second.astype(jnp.bfloat16)),
+        "int8": (codes, others), "int8 and float32": (codes, second),
+        "int8 ordered": (codes, turned),
+    }[kinds]  # fmt: skip
+    text = jax.jit(layers.linears).lower(weights, x).as_text()
+    calls = 1 if kinds in ("float32", "int8") else 2
+    assert _NONE or text.count("@specjax_cpu_matmul") == calls
+
+    def total(product, x):
+        a, b = product(x)
+        return jnp.sin(a).sum() + jnp.cos(b).sum()
+
+    def together(x):
+        return layers.linears(weights, x)
+
+    def apart(x):
+        return tuple(layers.linear(weight, x) for weight in weights)
+
+    for found, wanted in zip(together(x), apart(x), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+    found, wanted = (jax.grad(partial(total, product))(x) for product in (together, apart))
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
+    if kinds == "float32":
+
+        def of_weights(weights):
+            return total(lambda x: layers.linears(weights, x), x)
+
+        for found, wanted in zip(
+            jax.grad(of_weights)(weights),
+            jax.grad(lambda each: total(lambda x: tuple(w @ x for w in each), x))(weights),
+            strict=True,
+        ):
+            np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=1e-3)
 
 
 def test_what_it_does_not_take_is_said():
@@ -255,20 +309,54 @@ def test_what_it_does_not_take_is_said():
 
 @needs_it
 @pytest.mark.parametrize(
-    ("name", "shapes", "made", "error"),
+    ("shapes", "made", "error"),
     [
-        (library.PLAIN, ((8, 64), (63, 2)), (8, 2), "a row has other inputs"),
-        (library.PLAIN, ((8, 64), (64, 2)), (9, 2), "the result has another shape"),
-        (library.PLAIN, ((8, 64), (64, 65)), (8, 65), "more than 64 columns"),
-        (library.PLAIN, ((8, 64), (3, 64, 2)), (8, 2), "they differ in their dimensions"),
-        (library.PLAIN, ((2, 8, 64), (3, 64, 2)), (2, 8, 2), "differ in their first dimensions"),
-        (library.CODED, ((8, 64), (8, 1), (64, 2)), (8, 2), "codes have scales"),
+        (((63, 2), (8, 64)), [(8, 2)], "a row has other inputs"),
+        (((64, 2), (8, 64)), [(9, 2)], "the result has another shape"),
+        (((64, 65), (8, 64)), [(8, 65)], "more than 64 columns"),
+        (((3, 64, 2), (8, 64)), [(8, 2)], "they differ in their dimensions"),
+        (((3, 64, 2), (2, 8, 64)), [(2, 8, 2)], "differ in their first dimensions"),
+        (((64, 2), (8, 64), (8, 1)), [(8, 2)], "codes have scales"),
+        (((64, 2), (8, 64), (7, 64)), [(8, 2), (8, 2)], "the result has another shape"),
+        (((64, 2), (8, 64), (8, 64), (8, 64)), [(8, 2), (8, 2)], "another number of matrices"),
     ],
 )
-def test_a_call_of_other_shapes_is_refused_before_anything_is_read(name, shapes, made, error):
-    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(made, jnp.float32))
+def test_a_call_of_other_shapes_is_refused_before_anything_is_read(shapes, made, error):
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in made]
+    call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match=error):
-        jax.block_until_ready(call(*(jnp.ones(shape) for shape in shapes), rounded=False))
+        jax.block_until_ready(call(*map(jnp.ones, shapes), rounded=False))
+
+
+@needs_it
+def test_a_call_of_two_kinds_is_refused():
+    kinds = jnp.ones((8, 64)), jnp.ones((8, 64), jnp.bfloat16)
+    results = [jax.ShapeDtypeStruct((8, 2), jnp.float32)] * 2
+    call = jax.ffi.ffi_call(library.MATMUL, results)
+    with pytest.raises(Exception, match="matrices are of one kind"):
+        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, rounded=False))
+    with pytest.raises(ValueError, match="takes matrices of one kind at a time, not 2"):
+        cpu_matmuls(kinds, jnp.ones((64, 2)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_matrices_give_what_each_gives(form, kind):
+    """To the bit, also where a thread's share ends within one of them; and under `vmap`."""
+    rows = 1500, 3, 0, 130
+    whole, scale, x, rounded = operands(kind, sum(rows), 512, 5)
+    ends = np.cumsum(rows)[:-1]
+    several = tuple(jnp.split(whole, ends))
+    scales = None if scale is None else tuple(jnp.split(scale, ends))
+
+    def together(x):
+        return cpu_matmuls(several, x, scales, rounded=rounded)
+
+    expected = np.split(np.asarray(cpu_matmul(whole, x, scale, rounded=rounded)), ends)
+    for columns in (1, 5):
+        for found, wanted in zip(together(x[:, :columns]), expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(found), wanted[:, :columns])
+    for found, wanted in zip(jax.vmap(together)(jnp.stack([0 * x, x])), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(found)[1], wanted)
 
 
 def test_whatever_is_wrong_with_the_library_xlas_product_runs(monkeypatch, tmp_path):
@@ -294,7 +382,7 @@ def test_whatever_is_wrong_with_the_library_xlas_product_runs(monkeypatch, tmp_p
             monkeypatch.undo()
             monkeypatch.setattr(library, "_VERSION", 0)
             library._library.cache_clear()
-            assert "it is of version 2, and 0 is needed" in library.status().line
+            assert "it is of version 3, and 0 is needed" in library.status().line
             monkeypatch.undo()
 
             def refuse(*_, **__):

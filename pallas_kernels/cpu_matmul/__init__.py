@@ -4,12 +4,21 @@ Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It
 `pip install` found a C++17 compiler; `status` says whether it is, and why not.
 """
 
-from pallas_kernels.cpu_matmul.api import cpu_matmul, products, unable, unable_here
+from pallas_kernels.cpu_matmul.api import (
+    alike,
+    cpu_matmul,
+    cpu_matmuls,
+    products,
+    unable,
+    unable_here,
+)
 from pallas_kernels.cpu_matmul.library import MOST_COLUMNS, select, status
 
 __all__ = [
     "MOST_COLUMNS",
+    "alike",
     "cpu_matmul",
+    "cpu_matmuls",
     "products",
     "select",
     "status",

@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.cpu_matmul.library import CODED, MOST_COLUMNS, PLAIN, status
+from pallas_kernels.cpu_matmul.library import MATMUL, MOST_COLUMNS, status
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.tuning import named
 
@@ -82,9 +83,9 @@ def cpu_matmul(
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` with sums in float32, for each of the first dimensions.
 
-    Codes stand for `scale · (code - middle)`, the middle being 128 or 8; of those of 8 bits the sums
-    are scaled. What a column gives does
-    not depend on the others, nor on the number of threads, to the bit.
+    Codes stand for `scale · (code - middle)`, the middle being 128 or 8; of those of 8 bits the
+    sums are scaled. What a column gives does not depend on the others, nor on the number of
+    threads, to the bit.
 
     Args:
       weights: see `unable`.
@@ -96,44 +97,94 @@ def cpu_matmul(
     Raises:
       ValueError: it cannot run so (`unable`), or weights of float32 would have to be rounded.
     """
-    if rounded and weights.dtype == jnp.float32:
+    (made,) = cpu_matmuls((weights,), x, None if scale is None else (scale,), rounded=rounded)
+    return made
+
+
+def cpu_matmuls(
+    weights: Sequence[Num[Array, "*lead _ B"]],
+    x: Float[Array, "*lead I N"],
+    scales: Sequence[Num[Array, "*lead _ G"]] | None = None,
+    *,
+    rounded: bool = False,
+) -> tuple[Float[Array, "*lead _ N"], ...]:
+    """`cpu_matmul` of several matrices and the same columns, in one call, to the bit.
+
+    Args:
+      weights: of one dtype and one number of bytes a row.
+      x: see `cpu_matmul`.
+      scales: of codes, of each matrix as many a row.
+      rounded: see `cpu_matmul`.
+
+    Raises:
+      ValueError: see `cpu_matmul`; or they are not alike.
+    """
+    if rounded and weights[0].dtype == jnp.float32:
         raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
-    if (reason := unable(weights, x.shape[-2], x.shape[-1], scale)) is not None:
-        raise ValueError(f"cpu_matmul cannot run here: {reason}.")
-    coded = () if scale is None else (scale,)
-    return _product(rounded, weights, coded, x.astype(jnp.float32))
+    coded = (None,) * len(weights) if scales is None else scales
+    kinds = {_kind(*each) for each in zip(weights, coded, strict=True)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"cpu_matmul takes matrices of one kind at a time, not {len(kinds)} kinds."
+        )
+    for matrix, scale in zip(weights, coded, strict=True):
+        if (reason := unable(matrix, x.shape[-2], x.shape[-1], scale)) is not None:
+            raise ValueError(f"cpu_matmul cannot run here: {reason}.")
+    return _products(rounded, tuple(weights), tuple(scales or ()), x.astype(jnp.float32))
 
 
-def _product(rounded: bool, weights: Array, scale: tuple[Array, ...], x: Array) -> Array:
-    made = jax.ShapeDtypeStruct((*weights.shape[:-1], x.shape[-1]), jnp.float32)
+def alike(weights: Sequence[_Operand], scales: Sequence[_Operand] | None = None) -> bool:
+    """Whether matrices are of one kind, as `cpu_matmuls` takes them."""
+    coded = (None,) * len(weights) if scales is None else scales
+    return len({_kind(*each) for each in zip(weights, coded, strict=True)}) == 1
+
+
+def _kind(weights: _Operand, scale: _Operand | None) -> tuple[Any, ...]:
+    groups = None if scale is None else scale.shape[-1]
+    return weights.dtype, weights.shape[:-2], weights.shape[-1], groups
+
+
+def _products(
+    rounded: bool, weights: tuple[Array, ...], scales: tuple[Array, ...], x: Array
+) -> tuple[Array, ...]:
+    columns = x.shape[-1]
+    made = [jax.ShapeDtypeStruct((*each.shape[:-1], columns), jnp.float32) for each in weights]
 
     @jax.custom_batching.custom_vmap
-    def call(weights: Array, scale: tuple[Array, ...], x: Array) -> Array:
-        run = jax.ffi.ffi_call(CODED if scale else PLAIN, made)
-        return run(weights, *scale, x, rounded=rounded)
+    def call(weights: tuple[Array, ...], scales: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        return tuple(jax.ffi.ffi_call(MATMUL, made)(x, *weights, *scales, rounded=rounded))
 
     call.def_vmap(partial(_of_each, rounded))
-    return call(weights, scale, x)
+    return call(weights, scales, x)
 
 
 def _of_each(
-    rounded: bool, count: int, batched: Sequence, weights: Array, scale: tuple, x: Array
-) -> tuple[Array, bool]:
+    rounded: bool,
+    count: int,
+    batched: Sequence,
+    weights: tuple[Array, ...],
+    scales: tuple[Array, ...],
+    x: Array,
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
     """Under `vmap`: columns of one matrix lie beside each other, or go one after the other where
     they are too many; matrices lie behind one another.
     """
-    of_weights, of_scale, of_x = batched
-    if of_weights or any(of_scale):
+    of_weights, of_scales, of_x = batched
+    all_of_them = (True,) * len(weights)
+    if any(of_weights) or any(of_scales):
 
         def each(array: Array, is_batched: bool) -> Array:
             return array if is_batched else jnp.broadcast_to(array, (count, *array.shape))
 
-        scale = tuple(map(each, scale, of_scale))
-        return _product(rounded, each(weights, of_weights), scale, each(x, of_x)), True
+        weights = tuple(map(each, weights, of_weights))
+        scales = tuple(map(each, scales, of_scales))
+        return _products(rounded, weights, scales, each(x, of_x)), all_of_them
     inputs, columns = x.shape[-2:]
     if count * columns > MOST_COLUMNS:
-        return lax.map(partial(_product, rounded, weights, scale), x), True
+        return lax.map(partial(_products, rounded, weights, scales), x), all_of_them
     beside = jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-2], inputs, count * columns)
-    made = _product(rounded, weights, scale, beside)
-    made = made.reshape(*made.shape[:-1], count, columns)
-    return jnp.moveaxis(made, -2, 0), True
+
+    def apart(made: Array) -> Array:
+        return jnp.moveaxis(made.reshape(*made.shape[:-1], count, columns), -2, 0)
+
+    return tuple(map(apart, _products(rounded, weights, scales, beside))), all_of_them

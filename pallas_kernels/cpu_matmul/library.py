@@ -8,11 +8,10 @@ from typing import NamedTuple
 
 import jax
 
-PLAIN, CODED = "specjax_cpu_matmul", "specjax_cpu_matmul_coded"
-ATTENTION = "specjax_cpu_attention"
+MATMUL, ATTENTION = "specjax_cpu_matmul", "specjax_cpu_attention"
 MOST_COLUMNS = 64
 """That it takes at a time; wider products are XLA's."""
-_VERSION = 2
+_VERSION = 3
 _PORTABLE = "portable"
 _NAME = "_native"
 _ANEW = "pip install --no-build-isolation specjax builds it for the jaxlib that is here"
@@ -60,7 +59,7 @@ def _library() -> _Library:
         # A handler that jax refuses once its CPUs are known is refused here; before, it would be
         # refused when they are asked for, and there would be no CPU at all.
         jax.local_devices(backend="cpu")
-        for name in (PLAIN, CODED, ATTENTION):
+        for name in (MATMUL, ATTENTION):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # whatever jax raises, XLA's product is there

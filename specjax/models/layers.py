@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.cpu_matmul import cpu_matmul, unable, unable_here
+from pallas_kernels.cpu_matmul import alike, cpu_matmuls, unable, unable_here
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
 from specjax.models.quantized import INTEGER, PackedWeight
@@ -42,10 +42,20 @@ def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
-    inputs, columns = x.shape
-    if weight.dtype == dtype and unable(weight, inputs, columns) is None:
-        return cpu_matmul(weight, x, rounded=dtype == jnp.bfloat16)
+def _linears(weights: tuple[Array, ...], x: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
+    """Some matrices times the same columns."""
+
+    def is_ours(weight: Array) -> bool:
+        return weight.dtype == dtype and unable(weight, x.shape[0], x.shape[1]) is None
+
+    if alike(weights) and is_ours(weights[0]):
+        return cpu_matmuls(weights, x, rounded=dtype == jnp.bfloat16)
+    return tuple(_own_linear(weight, x, dtype) for weight in weights)
+
+
+def _own_linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
+    """XLA's product."""
+    columns = x.shape[1]
     short = dtype == jnp.bfloat16 and columns < _MIN_BF16_COLUMNS and _on_cpu()
     if short:
         x = jnp.pad(x, ((0, 0), (0, _MIN_BF16_COLUMNS - columns)))
@@ -53,21 +63,33 @@ def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
     return row_major(_dot(_rounded(weight, dtype), x, (1, 0)))[:, :columns]
 
 
-def _linear_forward(weight: Array, x: Array, dtype: jnp.dtype) -> tuple[Array, tuple[Array, Array]]:
+def _linears_forward(
+    weights: tuple[Array, ...], x: Array, dtype: jnp.dtype
+) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], Array]]:
     x = _rounded(x, dtype)
-    return _linear(weight, x, dtype), (weight, x)
+    return _linears(weights, x, dtype), (weights, x)
 
 
-def _linear_backward(
-    dtype: jnp.dtype, saved: tuple[Array, Array], grad: Array
-) -> tuple[Array, Array]:
-    weight, x = saved
-    grad = _rounded(grad, dtype)
-    turned = row_major(lax.optimization_barrier(_rounded(weight, dtype).T))
-    return _dot(grad, x, (1, 1)).astype(weight.dtype), _dot(turned, grad, (1, 0))
+def _linears_backward(
+    dtype: jnp.dtype, saved: tuple[tuple[Array, ...], Array], grads: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], Array]:
+    weights, x = saved
+
+    def of_one(weight: Array, grad: Array) -> tuple[Array, Array]:
+        grad = _rounded(grad, dtype)
+        turned = row_major(lax.optimization_barrier(_rounded(weight, dtype).T))
+        return _dot(grad, x, (1, 1)).astype(weight.dtype), _dot(turned, grad, (1, 0))
+
+    of_weights, of_x = zip(*map(of_one, weights, grads), strict=True)
+    return of_weights, reduce(jnp.add, of_x)
 
 
-_linear.defvjp(_linear_forward, _linear_backward)
+_linears.defvjp(_linears_forward, _linears_backward)
+
+
+def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
+    made: Sequence[Array] = _linears((weight,), x, dtype)
+    return made[0]
 
 
 def _rounded(x: Array, dtype: jnp.dtype) -> Array:
@@ -103,15 +125,44 @@ def linear(
     """`weight @ x` with float32 accumulation and a float32 result.
 
     Operands are rounded to `dtype`, by default the weight's own; a packed weight is unpacked to
-    float32 first, and of 8 bits with a scale a row it is the product that is scaled. Differentiable in reverse mode, of a packed weight in `x` alone.
+    float32 first, and of 8 bits with a scale a row it is the product that is scaled.
+    Differentiable in reverse mode, of a packed weight in `x` alone.
     """
+    (made,) = linears((weight,), x, dtype)
+    return made
+
+
+def linears(
+    weights: Sequence[Float[Array, "_ I"] | PackedWeight],
+    x: Float[Array, "I C"],
+    dtype: jnp.dtype | None = None,
+) -> tuple[Float[Array, "_ C"], ...]:
+    """`linear` of each of some matrices, which on a CPU is one call where they are alike."""
+    kinds = {jnp.dtype(dtype or weight.dtype) for weight in weights}
+    codes = [weight for weight in weights if isinstance(weight, PackedWeight)]
+    if len(kinds) > 1 or (codes and not _taken_together(codes, len(weights), x)):
+        return tuple(_any_linear(weight, x, dtype) for weight in weights)
+    (kind,) = kinds
+    return (_coded_linears if codes else _linears)(tuple(weights), x, kind)
+
+
+def _any_linear(weight: Array | PackedWeight, x: Array, dtype: jnp.dtype | None) -> Array:
     kind = jnp.dtype(dtype or weight.dtype)
     if not isinstance(weight, PackedWeight):
         return _linear(weight, x, kind)
     x = x if weight.order is None else x[weight.order]
-    if _takes_codes(weight, x):
-        return _coded_linear(weight, x, kind)
-    return _packed_linear(weight, x, kind)
+    if not _takes_codes(weight, x):
+        return _packed_linear(weight, x, kind)
+    made: Sequence[Array] = _coded_linears((weight,), x, kind)
+    return made[0]
+
+
+def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool:
+    """Whether `cpu_matmul` multiplies all of `count` matrices in one call, as codes."""
+    if len(codes) < count or any(weight.order is not None for weight in codes):
+        return False
+    values, scales = [weight.values for weight in codes], [weight.scale for weight in codes]
+    return alike(values, scales) and all(_takes_codes(weight, x) for weight in codes)
 
 
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
@@ -122,25 +173,32 @@ def _takes_codes(weight: PackedWeight, x: Array) -> bool:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _coded_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
-    return cpu_matmul(weight.values, x, weight.scale, rounded=dtype == jnp.bfloat16)
+def _coded_linears(
+    weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
+) -> tuple[Array, ...]:
+    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
+    return cpu_matmuls(values, x, scales, rounded=dtype == jnp.bfloat16)
 
 
-def _coded_linear_forward(
-    weight: PackedWeight, x: Array, dtype: jnp.dtype
-) -> tuple[Array, tuple[PackedWeight, Array]]:
-    return _coded_linear(weight, x, dtype), (weight, x)
+def _coded_linears_forward(
+    weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
+) -> tuple[tuple[Array, ...], tuple[tuple[PackedWeight, ...], Array]]:
+    return _coded_linears(weights, x, dtype), (weights, x)
 
 
-def _coded_linear_backward(
-    dtype: jnp.dtype, saved: tuple[PackedWeight, Array], grad: Array
-) -> tuple[PackedWeight | None, Array]:
-    weight, x = saved
-    _, back = jax.vjp(lambda x: _packed_linear(weight, x, dtype), x)
-    return None, *back(grad)
+def _coded_linears_backward(
+    dtype: jnp.dtype, saved: tuple[tuple[PackedWeight, ...], Array], grads: tuple[Array, ...]
+) -> tuple[None, Array]:
+    weights, x = saved
+
+    def each(x: Array) -> tuple[Array, ...]:
+        return tuple(_packed_linear(weight, x, dtype) for weight in weights)
+
+    _, back = jax.vjp(each, x)
+    return None, *back(grads)
 
 
-_coded_linear.defvjp(_coded_linear_forward, _coded_linear_backward)
+_coded_linears.defvjp(_coded_linears_forward, _coded_linears_backward)
 
 
 def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:

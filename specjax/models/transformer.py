@@ -20,6 +20,7 @@ from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
 
 Angles = tuple[Array, Array]
+_MIXED = ("query", "key", "value")
 
 
 @pytree
@@ -199,8 +200,7 @@ def attend(
     config = model.config
     rows, tokens = angles[0].shape[1:]
 
-    def heads(matrix: str) -> Array:
-        made = _product(weights, matrix, x, dtype)
+    def heads(matrix: str, made: Array) -> Array:
         made = made if packing is None else made[:, packing.column.reshape(-1)]
         normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
         if normed and not per_head:
@@ -210,11 +210,12 @@ def attend(
             made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
         return made
 
-    query = layers.rotate(heads("query"), angles).transpose(2, 0, 3, 1)
+    query, key, value = map(heads, _MIXED, _products(weights, _MIXED, x, dtype))
+    query = layers.rotate(query, angles).transpose(2, 0, 3, 1)
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
-    key = layers.rotate(heads("key"), angles).transpose(2, 0, 3, 1)
-    value = heads("value").transpose(2, 0, 3, 1)
+    key = layers.rotate(key, angles).transpose(2, 0, 3, 1)
+    value = value.transpose(2, 0, 3, 1)
     # A token's keys round as they will in the cache, where others read them.
     kind = cache_dtype(model.embedding.dtype) if prefix is None else prefix.keys.dtype
     key, value = key.astype(kind), value.astype(kind)
@@ -255,12 +256,10 @@ def apply_layer(
     )
     x = x + norm("attention_post_norm", _product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
-    hidden = layers.activate(
-        config.activation,
-        _product(weights, "gate" if config.gated else "up", entering, dtype),
-    )
-    if config.gated:
-        hidden = hidden * _product(weights, "up", entering, dtype)
+    first, *rest = _products(weights, ("gate", "up") if config.gated else ("up",), entering, dtype)
+    hidden = layers.activate(config.activation, first)
+    if rest:
+        hidden = hidden * rest[0]
     made = _product(weights, "down", hidden, dtype, model.axis)
     return x + norm("mlp_post_norm", made), new
 
@@ -285,6 +284,18 @@ def _product(
     `axis` is the mesh axis that its inputs are spread over.
     """
     made = all_sum(layers.linear(getattr(weights, matrix), x, dtype), axis)
+    return _biased(weights, matrix, made)
+
+
+def _products(
+    weights: LayerWeights, matrices: Sequence[str], x: Array, dtype: jnp.dtype | None
+) -> list[Array]:
+    """Matrices of a layer, each times the same columns, with the bias that it has."""
+    made = layers.linears([getattr(weights, matrix) for matrix in matrices], x, dtype)
+    return [_biased(weights, *each) for each in zip(matrices, made, strict=True)]
+
+
+def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
     bias = getattr(weights, f"{matrix}_bias")
     return made if bias is None else made + bias.astype(made.dtype)[:, None]
 

@@ -8,6 +8,7 @@
 #include <memory>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "attention.h"
 #include "matmul.h"
@@ -49,13 +50,20 @@ struct Work {
   }
 };
 
-// The outputs of a product.
+// The outputs of some matrices times the same columns, one matrix after the other.
 struct Product : Work {
-  Call call;
+  std::vector<Call> calls;
   const Form* form;
   std::unique_ptr<uint8_t, void (*)(void*)> packed{nullptr, std::free};
 
-  void run(int64_t begin, int64_t end) override { form->rows(call, packed.get(), begin, end); }
+  void run(int64_t begin, int64_t end) override {
+    for (const Call& call : calls) {
+      int64_t last = end < call.outputs ? end : call.outputs;
+      if (begin < last) form->rows(call, packed.get(), begin > 0 ? begin : 0, last);
+      begin -= call.outputs, end -= call.outputs;
+      if (end <= 0) return;
+    }
+  }
 };
 
 // The heads of attention, some queries each.
@@ -153,23 +161,26 @@ void all_of(const std::shared_ptr<Work>& work, int64_t helpers, Schedule&& sched
     spins > 1000 ? std::this_thread::yield() : pause();
 }
 
-// False where memory is short.
+// Matrices of one format times the same columns, at least one. False where memory is short.
 template <class Schedule>
-bool multiply(const Call& call, int64_t threads, Schedule&& schedule) {
-  if (call.outputs == 0 || call.columns == 0) return true;
+bool multiply(const std::vector<Call>& calls, int64_t threads, Schedule&& schedule) {
+  const Call& call = calls[0];
+  int64_t outputs = 0;
+  for (const Call& each : calls) outputs += each.outputs;
+  if (outputs == 0 || call.columns == 0) return true;
   auto work = std::make_shared<Product>();
-  work->call = call;
+  work->calls = calls;
   work->form = form_for(call);
   size_t bytes = (work->form->packed_bytes(call) + kAlign - 1) / kAlign * kAlign;
   work->packed.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, bytes ? bytes : kAlign)));
   if (!work->packed) return false;
   work->form->pack(call, work->packed.get());
   int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
-  int64_t cost = row_bytes * call.outputs * (1 + call.columns / 8);
+  int64_t cost = row_bytes * outputs * (1 + call.columns / 8);
   int64_t helpers = cost < kAlone ? 0 : threads - 1;
-  work->units = work->chunk = call.outputs;
+  work->units = work->chunk = outputs;
   if (helpers > 0) {
-    int64_t rows = kChunkBytes / row_bytes, fair = call.outputs / (4 * threads);
+    int64_t rows = kChunkBytes / row_bytes, fair = outputs / (4 * threads);
     rows = rows < fair ? rows : fair;
     work->chunk = (rows > 24 ? rows : 24) / 24 * 24;  // whole tiles of every form
   }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "dispatch.h"
 #include "xla/ffi/api/ffi.h"
@@ -11,7 +12,6 @@
 #define SPECJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul(XLA_FFI_CallFrame*);
-SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul_coded(XLA_FFI_CallFrame*);
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_attention(XLA_FFI_CallFrame*);
 
 namespace specjax {
@@ -25,24 +25,20 @@ std::string shape_of(const ffi::AnyBuffer& buffer) {
   return shape.empty() ? "[]" : shape + "]";
 }
 
-// weights [..., outputs, what a row holds] times x [..., inputs, columns], for each of the first dimensions.
-ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::AnyBuffer x,
-                   bool rounded, ffi::Result<ffi::AnyBuffer> out) {
-  auto held = weights.dimensions(), given = x.dimensions(), made = out->dimensions();
+// Sets what a call is made of, of weights [..., outputs, what a row holds] times x [..., inputs, columns], all but the
+// data; an error where they do not fit.
+ffi::Error describe(ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::AnyBuffer x, ffi::AnyBuffer out, Call& call) {
+  auto held = weights.dimensions(), given = x.dimensions(), made = out.dimensions();
   size_t rank = held.size();
   auto refused = [&](const char* why) {
     return ffi::Error::InvalidArgument("cpu_matmul: weights of " + shape_of(weights) + " times " + shape_of(x) +
-                                       " as " + shape_of(*out) + ": " + why + ".");
+                                       " as " + shape_of(out) + ": " + why + ".");
   };
   if (rank < 2 || given.size() != rank || made.size() != rank) return refused("they differ in their dimensions");
-  int64_t count = 1;
-  for (size_t i = 0; i + 2 < rank; i++) {
+  for (size_t i = 0; i + 2 < rank; i++)
     if (held[i] != given[i] || held[i] != made[i]) return refused("they differ in their first dimensions");
-    count *= held[i];
-  }
-  Call call{};
+  if (x.element_type() != ffi::F32 || out.element_type() != ffi::F32) return refused("columns are float32");
   call.outputs = held[rank - 2], call.inputs = given[rank - 2], call.columns = given[rank - 1];
-  call.rounded = rounded;
   if (made[rank - 2] != call.outputs || made[rank - 1] != call.columns) return refused("the result has another shape");
   if (call.columns > kMostColumns) return refused("there are more than 64 columns");
   int64_t row = held[rank - 1];
@@ -53,40 +49,61 @@ ffi::Error product(ffi::ThreadPool pool, ffi::AnyBuffer weights, const ffi::AnyB
     default: return refused("weights are float32, bfloat16, or bytes of codes");
   }
   if ((call.format == kInt4 ? 2 * row : row) != call.inputs) return refused("a row has other inputs");
-  bool coded = call.format == kInt8 || call.format == kInt4;
-  if (coded != (scale != nullptr)) return refused("codes have scales, and others have none");
-  int64_t scale_bytes = 0;
-  if (coded) {
-    auto scales = scale->dimensions();
-    bool known = scale->element_type() == ffi::F32 || scale->element_type() == ffi::BF16;
-    if (!known || scales.size() != rank || scales[rank - 2] != call.outputs)
-      return refused("scales are float32 or bfloat16, some for each row");
-    call.groups = scales[rank - 1];
-    call.scale_is_bfloat16 = scale->element_type() == ffi::BF16;
-    bool whole = call.groups == 1;
-    bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % 32 == 0;
-    if (call.format == kInt8 ? !whole : !(whole || fits)) return refused("there is another number of scales");
-    scale_bytes = call.outputs * call.groups * (call.scale_is_bfloat16 ? 2 : 4);
-  }
-  for (int64_t i = 0; i < count; i++) {
-    call.weights = static_cast<const uint8_t*>(weights.untyped_data()) + i * call.outputs * call.row_bytes();
-    if (coded) call.scale = static_cast<const uint8_t*>(scale->untyped_data()) + i * scale_bytes;
-    call.x = static_cast<const float*>(x.untyped_data()) + i * call.inputs * call.columns;
-    call.out = static_cast<float*>(out->untyped_data()) + i * call.outputs * call.columns;
-    if (!multiply(call, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_matmul: no memory for a copy of the columns.");
-  }
+  if (call.is_coded() != (scale != nullptr)) return refused("codes have scales, and others have none");
+  if (!call.is_coded()) return ffi::Error::Success();
+  auto scales = scale->dimensions();
+  bool known = scale->element_type() == ffi::F32 || scale->element_type() == ffi::BF16;
+  if (!known || scales.size() != rank || scales[rank - 2] != call.outputs)
+    return refused("scales are float32 or bfloat16, some for each row");
+  for (size_t i = 0; i + 2 < rank; i++)
+    if (held[i] != scales[i]) return refused("scales differ in their first dimensions");
+  call.groups = scales[rank - 1];
+  call.scale_is_bfloat16 = scale->element_type() == ffi::BF16;
+  bool whole = call.groups == 1;
+  bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % 32 == 0;
+  if (call.format == kInt8 ? !whole : !(whole || fits)) return refused("there is another number of scales");
   return ffi::Error::Success();
 }
 
-ffi::Error plain(ffi::ThreadPool pool, ffi::AnyBuffer weights, ffi::AnyBuffer x, bool rounded,
-                 ffi::Result<ffi::AnyBuffer> out) {
-  return product(pool, weights, nullptr, x, rounded, out);
-}
-
-ffi::Error coded(ffi::ThreadPool pool, ffi::AnyBuffer weights, ffi::AnyBuffer scale, ffi::AnyBuffer x, bool rounded,
-                 ffi::Result<ffi::AnyBuffer> out) {
-  return product(pool, weights, &scale, x, rounded, out);
+// Some matrices times the same x: `rest` are all of them, and then the scales of each where they are codes.
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, bool rounded, ffi::RemainingRets outs) {
+  auto refused = [](const char* why) {
+    return ffi::Error::InvalidArgument(std::string("cpu_matmul: ") + why + ".");
+  };
+  size_t matrices = outs.size();
+  bool coded = rest.size() == 2 * matrices;
+  if (matrices == 0 || (!coded && rest.size() != matrices)) return refused("there is another number of matrices");
+  std::vector<Call> calls(matrices);
+  for (size_t m = 0; m < matrices; m++) {
+    auto weights = rest.get<ffi::AnyBuffer>(m);
+    auto out = outs.get<ffi::AnyBuffer>(m);
+    if (!weights || !out) return refused("weights and results are arrays");
+    Call& call = calls[m];
+    call.rounded = rounded;
+    call.weights = static_cast<const uint8_t*>(weights->untyped_data());
+    call.x = static_cast<const float*>(x.untyped_data());
+    call.out = static_cast<float*>((*out)->untyped_data());
+    ffi::Error error = ffi::Error::Success();
+    if (coded) {
+      auto scale = rest.get<ffi::AnyBuffer>(matrices + m);
+      if (!scale) return refused("scales are arrays");
+      call.scale = scale->untyped_data();
+      error = describe(*weights, &*scale, x, **out, call);
+    } else {
+      error = describe(*weights, nullptr, x, **out, call);
+    }
+    if (error.failure()) return error;
+    if (call.format != calls[0].format || call.groups != calls[0].groups) return refused("matrices are of one kind");
+  }
+  auto given = x.dimensions();
+  int64_t count = 1;
+  for (size_t i = 0; i + 2 < given.size(); i++) count *= given[i];
+  for (int64_t i = 0; i < count; i++) {
+    if (!multiply(calls, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_matmul: no memory for a copy of the columns.");
+    for (Call& call : calls) call.step();
+  }
+  return ffi::Error::Success();
 }
 
 bool is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
@@ -146,22 +163,13 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
 }  // namespace
 }  // namespace specjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul, specjax::plain,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul, specjax::matmul,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .RemainingArgs()
                                   .Attr<bool>("rounded")
-                                  .Ret<xla::ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul_coded, specjax::coded,
-                              xla::ffi::Ffi::Bind()
-                                  .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
-                                  .Attr<bool>("rounded")
-                                  .Ret<xla::ffi::AnyBuffer>());
+                                  .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                               xla::ffi::Ffi::Bind()
@@ -174,7 +182,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Ret<xla::ffi::AnyBuffer>());
 
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 2; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 3; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 

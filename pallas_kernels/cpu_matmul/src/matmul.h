@@ -31,6 +31,15 @@ struct Call {
       default: return inputs / 2;
     }
   }
+  bool is_coded() const { return format == kInt8 || format == kInt4; }
+
+  // To the next of several that lie behind one another.
+  void step() {
+    weights += outputs * row_bytes();
+    if (is_coded()) scale = static_cast<const uint8_t*>(scale) + outputs * groups * (scale_is_bfloat16 ? 2 : 4);
+    x += inputs * columns;
+    out += outputs * columns;
+  }
 };
 
 // A form for one format. `pack` lays x out as `rows` reads it; `rows` computes some of the outputs.
