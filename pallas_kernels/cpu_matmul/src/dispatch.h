@@ -148,7 +148,7 @@ class Waiting {
 extern Waiting waiting;
 
 constexpr int64_t kAlone = 1 << 18;  // bytes of weights times a share of the columns below which one thread does all
-constexpr int64_t kChunkBytes = 1 << 17;
+constexpr int64_t kChunkBytes = 1 << 19;
 
 // Does all of it, with up to `helpers` others: `schedule(f)` runs f() on another thread, some time.
 template <class Schedule>
