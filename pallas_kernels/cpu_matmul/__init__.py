@@ -5,10 +5,10 @@ Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It
 """
 
 from pallas_kernels.cpu_matmul.api import (
-    alike,
     cpu_matmul,
     cpu_matmuls,
     products,
+    share_a_call,
     unable,
     unable_here,
 )
@@ -16,11 +16,11 @@ from pallas_kernels.cpu_matmul.library import MOST_COLUMNS, select, status
 
 __all__ = [
     "MOST_COLUMNS",
-    "alike",
     "cpu_matmul",
     "cpu_matmuls",
     "products",
     "select",
+    "share_a_call",
     "status",
     "unable",
     "unable_here",

@@ -108,40 +108,41 @@ def cpu_matmuls(
     *,
     rounded: bool = False,
 ) -> tuple[Float[Array, "*lead _ N"], ...]:
-    """`cpu_matmul` of several matrices and the same columns, in one call, to the bit.
+    """Several matrices times the same columns in one call: to the bit what `cpu_matmul` gives.
 
     Args:
-      weights: of one dtype and one number of bytes a row.
+      weights: see `cpu_matmul`; of one dtype, and with rows of one length.
       x: see `cpu_matmul`.
-      scales: of codes, of each matrix as many a row.
+      scales: of codes; each matrix has as many a row.
       rounded: see `cpu_matmul`.
 
     Raises:
-      ValueError: see `cpu_matmul`; or they are not alike.
+      ValueError: see `cpu_matmul`; or they cannot share a call (`share_a_call`).
     """
     if rounded and weights[0].dtype == jnp.float32:
         raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
-    coded = (None,) * len(weights) if scales is None else scales
-    kinds = {_kind(*each) for each in zip(weights, coded, strict=True)}
-    if len(kinds) > 1:
+    if not share_a_call(weights, scales):
+        given = " and ".join(f"{each.dtype}{list(each.shape)}" for each in weights)
         raise ValueError(
-            f"cpu_matmul takes matrices of one kind at a time, not {len(kinds)} kinds."
+            "cpu_matmul takes matrices of one dtype, with rows of one length and as many scales, "
+            f"not {given}."
         )
-    for matrix, scale in zip(weights, coded, strict=True):
-        if (reason := unable(matrix, x.shape[-2], x.shape[-1], scale)) is not None:
-            raise ValueError(f"cpu_matmul cannot run here: {reason}.")
+    first = None if scales is None else scales[0]
+    if (reason := unable(weights[0], x.shape[-2], x.shape[-1], first)) is not None:
+        raise ValueError(f"cpu_matmul cannot run here: {reason}.")
     return _products(rounded, tuple(weights), tuple(scales or ()), x.astype(jnp.float32))
 
 
-def alike(weights: Sequence[_Operand], scales: Sequence[_Operand] | None = None) -> bool:
-    """Whether matrices are of one kind, as `cpu_matmuls` takes them."""
-    coded = (None,) * len(weights) if scales is None else scales
-    return len({_kind(*each) for each in zip(weights, coded, strict=True)}) == 1
+def share_a_call(weights: Sequence[_Operand], scales: Sequence[_Operand] | None = None) -> bool:
+    """Whether matrices are alike but for their number of rows, as `cpu_matmuls` takes them.
 
+    If one of them can run as `cpu_matmul`, all can.
+    """
 
-def _kind(weights: _Operand, scale: _Operand | None) -> tuple[Any, ...]:
-    groups = None if scale is None else scale.shape[-1]
-    return weights.dtype, weights.shape[:-2], weights.shape[-1], groups
+    def kinds(operands: Sequence[_Operand]) -> set[Any]:
+        return {(each.dtype, each.shape[:-2], each.shape[-1]) for each in operands}
+
+    return len(kinds(weights)) == 1 and len(kinds(scales or ())) <= 1
 
 
 def _products(

@@ -10,19 +10,19 @@ MIDDLE = {8: 128, 4: 8}
 
 def unpacked(
     codes: Num[Array, "*lead O B"], scale: Num[Array, "*lead O G"], inputs: int
-) -> Float[Array, "*lead O I"]:
-    """The numbers that codes stand for, of two in a byte the first in the lower bits."""
+) -> tuple[Float[Array, "*lead O I"], Float[Array, "*lead O 1"] | float]:
+    """The numbers that codes stand for, of two in a byte the first in the lower bits.
+
+    And what products with them are multiplied by: of 8 bits the scale, without which the numbers
+    are whole ones that bfloat16 holds exactly.
+    """
     bits = 8 * codes.shape[-1] // inputs
     if bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1)
     groups = codes.reshape(*scale.shape, -1).astype(jnp.float32) - MIDDLE[bits]
-    numbers = groups * scale.astype(jnp.float32)[..., None]
-    return numbers.reshape(*scale.shape[:-1], inputs)
-
-
-def is_scaled_after(codes: Num[Array, "*lead O B"], inputs: int) -> bool:
-    """Whether it is products that are scaled: of 8 bits, whose codes bfloat16 holds exactly."""
-    return codes.shape[-1] == inputs
+    wide = scale.astype(jnp.float32)
+    numbers, after = (groups, wide) if bits == 8 else (groups * wide[..., None], 1.0)
+    return numbers.reshape(*scale.shape[:-1], inputs), after
 
 
 def matmul(
@@ -34,10 +34,8 @@ def matmul(
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` in float32; `rounded` rounds both to bfloat16 first."""
     after = 1.0
-    if scale is not None and is_scaled_after(weights, x.shape[-2]):
-        weights, after = weights.astype(jnp.float32) - MIDDLE[8], scale.astype(jnp.float32)
-    elif scale is not None:
-        weights = unpacked(weights, scale, x.shape[-2])
+    if scale is not None:
+        weights, after = unpacked(weights, scale, x.shape[-2])
     if rounded:  # and really so: XLA:CPU would fold the cast away
         weights, x = (lax.reduce_precision(each, 8, 7) for each in (weights, x))
     made = jnp.matmul(

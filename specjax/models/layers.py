@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.cpu_matmul import alike, cpu_matmuls, unable, unable_here
+from pallas_kernels.cpu_matmul import cpu_matmuls, share_a_call, unable, unable_here
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
 from specjax.models.quantized import INTEGER, PackedWeight
@@ -44,17 +44,13 @@ def _dot(x: Array, y: Array, contract: tuple[int, int]) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _linears(weights: tuple[Array, ...], x: Array, dtype: jnp.dtype) -> tuple[Array, ...]:
     """Some matrices times the same columns."""
-
-    def is_ours(weight: Array) -> bool:
-        return weight.dtype == dtype and unable(weight, x.shape[0], x.shape[1]) is None
-
-    if alike(weights) and is_ours(weights[0]):
+    able = weights[0].dtype == dtype and unable(weights[0], x.shape[0], x.shape[1]) is None
+    if able and share_a_call(weights):
         return cpu_matmuls(weights, x, rounded=dtype == jnp.bfloat16)
-    return tuple(_own_linear(weight, x, dtype) for weight in weights)
+    return tuple(_xla_linear(weight, x, dtype) for weight in weights)
 
 
-def _own_linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
-    """XLA's product."""
+def _xla_linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
     columns = x.shape[1]
     short = dtype == jnp.bfloat16 and columns < _MIN_BF16_COLUMNS and _on_cpu()
     if short:
@@ -128,8 +124,14 @@ def linear(
     float32 first, and of 8 bits with a scale a row it is the product that is scaled.
     Differentiable in reverse mode, of a packed weight in `x` alone.
     """
-    (made,) = linears((weight,), x, dtype)
-    return made
+    kind = jnp.dtype(dtype or weight.dtype)
+    if not isinstance(weight, PackedWeight):
+        return _linear(weight, x, kind)
+    x = x if weight.order is None else x[weight.order]
+    if not _takes_codes(weight, x):
+        return _packed_linear(weight, x, kind)
+    made: Sequence[Array] = _coded_linears((weight,), x, kind)
+    return made[0]
 
 
 def linears(
@@ -141,20 +143,9 @@ def linears(
     kinds = {jnp.dtype(dtype or weight.dtype) for weight in weights}
     codes = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if len(kinds) > 1 or (codes and not _taken_together(codes, len(weights), x)):
-        return tuple(_any_linear(weight, x, dtype) for weight in weights)
+        return tuple(linear(weight, x, dtype) for weight in weights)
     (kind,) = kinds
     return (_coded_linears if codes else _linears)(tuple(weights), x, kind)
-
-
-def _any_linear(weight: Array | PackedWeight, x: Array, dtype: jnp.dtype | None) -> Array:
-    kind = jnp.dtype(dtype or weight.dtype)
-    if not isinstance(weight, PackedWeight):
-        return _linear(weight, x, kind)
-    x = x if weight.order is None else x[weight.order]
-    if not _takes_codes(weight, x):
-        return _packed_linear(weight, x, kind)
-    made: Sequence[Array] = _coded_linears((weight,), x, kind)
-    return made[0]
 
 
 def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool:
@@ -162,7 +153,7 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
     if len(codes) < count or any(weight.order is not None for weight in codes):
         return False
     values, scales = [weight.values for weight in codes], [weight.scale for weight in codes]
-    return alike(values, scales) and all(_takes_codes(weight, x) for weight in codes)
+    return share_a_call(values, scales) and all(_takes_codes(weight, x) for weight in codes)
 
 
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:

@@ -96,7 +96,7 @@ class PackedWeight:
         They are not scaled where products are (`is_scaled_after`).
         """
         if self.is_scaled_after:
-            return self._numbers(self.values[:, None])[:, 0]
+            return self._numbers(self.values[:, None]).reshape(self.values.shape)
         if self.strides == 1:
             return self.unpacked()
         return self._scaled(self.values & 15 if first == 0 else self.values >> 4)

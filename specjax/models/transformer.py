@@ -20,7 +20,7 @@ from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
 
 Angles = tuple[Array, Array]
-_MIXED = ("query", "key", "value")
+_PROJECTIONS = ("query", "key", "value")
 
 
 @pytree
@@ -210,7 +210,7 @@ def attend(
             made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
         return made
 
-    query, key, value = map(heads, _MIXED, _products(weights, _MIXED, x, dtype))
+    query, key, value = map(heads, _PROJECTIONS, _products(weights, _PROJECTIONS, x, dtype))
     query = layers.rotate(query, angles).transpose(2, 0, 3, 1)
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,9 +26,10 @@ std::string shape_of(const ffi::AnyBuffer& buffer) {
   return shape.empty() ? "[]" : shape + "]";
 }
 
-// Sets what a call is made of, of weights [..., outputs, what a row holds] times x [..., inputs, columns], all but the
-// data; an error where they do not fit.
-ffi::Error describe(ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::AnyBuffer x, ffi::AnyBuffer out, Call& call) {
+// Sets what a call is made of, of weights [..., outputs, what a row holds] times x [..., inputs, columns]; an error where
+// they do not fit.
+ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale, ffi::AnyBuffer x, ffi::AnyBuffer out,
+                    Call& call) {
   auto held = weights.dimensions(), given = x.dimensions(), made = out.dimensions();
   size_t rank = held.size();
   auto refused = [&](const char* why) {
@@ -38,6 +40,8 @@ ffi::Error describe(ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::An
   for (size_t i = 0; i + 2 < rank; i++)
     if (held[i] != given[i] || held[i] != made[i]) return refused("they differ in their first dimensions");
   if (x.element_type() != ffi::F32 || out.element_type() != ffi::F32) return refused("columns are float32");
+  call.weights = static_cast<const uint8_t*>(weights.untyped_data());
+  call.x = static_cast<const float*>(x.untyped_data()), call.out = static_cast<float*>(out.untyped_data());
   call.outputs = held[rank - 2], call.inputs = given[rank - 2], call.columns = given[rank - 1];
   if (made[rank - 2] != call.outputs || made[rank - 1] != call.columns) return refused("the result has another shape");
   if (call.columns > kMostColumns) return refused("there are more than 64 columns");
@@ -49,7 +53,7 @@ ffi::Error describe(ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::An
     default: return refused("weights are float32, bfloat16, or bytes of codes");
   }
   if ((call.format == kInt4 ? 2 * row : row) != call.inputs) return refused("a row has other inputs");
-  if (call.is_coded() != (scale != nullptr)) return refused("codes have scales, and others have none");
+  if (call.is_coded() != scale.has_value()) return refused("codes have scales, and others have none");
   if (!call.is_coded()) return ffi::Error::Success();
   auto scales = scale->dimensions();
   bool known = scale->element_type() == ffi::F32 || scale->element_type() == ffi::BF16;
@@ -57,7 +61,7 @@ ffi::Error describe(ffi::AnyBuffer weights, const ffi::AnyBuffer* scale, ffi::An
     return refused("scales are float32 or bfloat16, some for each row");
   for (size_t i = 0; i + 2 < rank; i++)
     if (held[i] != scales[i]) return refused("scales differ in their first dimensions");
-  call.groups = scales[rank - 1];
+  call.scale = scale->untyped_data(), call.groups = scales[rank - 1];
   call.scale_is_bfloat16 = scale->element_type() == ffi::BF16;
   bool whole = call.groups == 1;
   bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % 32 == 0;
@@ -80,20 +84,15 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs res
     if (!weights || !out) return refused("weights and results are arrays");
     Call& call = calls[m];
     call.rounded = rounded;
-    call.weights = static_cast<const uint8_t*>(weights->untyped_data());
-    call.x = static_cast<const float*>(x.untyped_data());
-    call.out = static_cast<float*>((*out)->untyped_data());
-    ffi::Error error = ffi::Error::Success();
+    std::optional<ffi::AnyBuffer> scale;
     if (coded) {
-      auto scale = rest.get<ffi::AnyBuffer>(matrices + m);
-      if (!scale) return refused("scales are arrays");
-      call.scale = scale->untyped_data();
-      error = describe(*weights, &*scale, x, **out, call);
-    } else {
-      error = describe(*weights, nullptr, x, **out, call);
+      auto own = rest.get<ffi::AnyBuffer>(matrices + m);
+      if (!own) return refused("scales are arrays");
+      scale = *own;
     }
-    if (error.failure()) return error;
-    if (call.format != calls[0].format || call.groups != calls[0].groups) return refused("matrices are of one kind");
+    if (ffi::Error error = describe(*weights, scale, x, **out, call); error.failure()) return error;
+    if (call.format != calls[0].format || call.groups != calls[0].groups)
+      return refused("matrices of one call have one dtype and as many scales a row");
   }
   auto given = x.dimensions();
   int64_t count = 1;
