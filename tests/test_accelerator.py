@@ -286,6 +286,7 @@ def test_every_command_is_one_that_is_understood(small, monkeypatch):
         else:
             assert module in (
                 "tests.accelerator.kernels",
+                "tests.accelerator.packed",
                 "tests.accelerator.trace",
                 "tests.limits",
             )

@@ -210,6 +210,19 @@ def test_a_product_is_that_of_the_matrix_in_its_dtype(dtype):
     near(found, wanted)
 
 
+@pytest.mark.parametrize("form", ["int", "fp8"])
+def test_codes_of_8_bits_are_exact_in_16(form):
+    codes = jnp.arange(256, dtype=jnp.uint8).reshape(2, 128)
+    scale = jnp.asarray([[0.5], [3.0]])
+    weight = PackedWeight(codes, scale, bits=8, form=form)
+    numbers = np.arange(-128.0, 128) if form == "int" else np.arange(256, dtype=np.uint8).view(
+        jnp.float8_e4m3fn
+    ).astype(float)  # fmt: skip
+    for dtype in (None, jnp.dtype(jnp.bfloat16)):
+        found = np.asarray(weight.columns_from(0, dtype), float)
+        np.testing.assert_array_equal(found, numbers.reshape(2, 128))
+
+
 @pytest.mark.parametrize("method", ["none", "chain"])
 def test_a_quantized_target_and_draft_give_the_targets_own_text(method, tmp_path):
     save_model(varied_model(), tmp_path / "target", dtype="float32")

@@ -89,8 +89,10 @@ def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
 
 
 def _rounded(x: Array, dtype: jnp.dtype) -> Array:
-    """`x` in `dtype`, really stored so: XLA:CPU would fold the cast away into a float32 dot."""
-    return x if x.dtype == dtype else lax.optimization_barrier(x.astype(dtype))
+    """`x` in `dtype`, on a CPU really stored so: XLA would fold the cast into a float32 dot."""
+    if x.dtype == dtype:
+        return x
+    return lax.optimization_barrier(x.astype(dtype)) if _on_cpu() else x.astype(dtype)
 
 
 @jax.custom_jvp
@@ -203,8 +205,9 @@ def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
     strides = weight.strides
 
     def product(own: PackedWeight) -> Array:
+        cast = None if _on_cpu() else dtype
         parts: list[Array] = [
-            _linear(own.columns_from(n), x[n::strides], dtype) for n in range(strides)
+            _linear(own.columns_from(n, cast), x[n::strides], dtype) for n in range(strides)
         ]
         made = reduce(jnp.add, parts)
         return made * own.scale.astype(jnp.float32) if own.is_scaled_after else made

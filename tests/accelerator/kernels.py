@@ -11,6 +11,7 @@ Nothing is interpreted.
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -29,6 +30,7 @@ OF_8_BITS = ("several tiles", "one key/value head", "head of 96")
 PROMPTS = "prompts"
 OFF_OF_PROMPTS = 2e-2
 """The largest difference of an output of about 1: a few roundings to bfloat16."""
+_AT_ONCE = 8
 LENGTHS = ([0, 0, 0], [64, 64, 64], [1, 63, 2])
 
 
@@ -111,13 +113,18 @@ def row_of_prompt(case: str, at: tuple[jax.Array, ...], window: int | None) -> d
 
 
 def rows_of(implementation: str, limit: int | None) -> Iterator[dict[str, Any]]:
-    """What came of so many cases, one after the other."""
+    """What came of so many cases in their order; some are compiled at the same time."""
     if implementation == PROMPTS:
         for case in list(prompts())[:limit]:
             yield row_of_prompt(*case)
         return
-    for name, at in list(cases())[:limit]:
-        yield row_of(name, at, implementation)
+
+    def each(case: tuple[str, Operands]) -> dict[str, Any]:
+        with jax.default_device(jax.devices("cpu")[0]):  # of this thread
+            return row_of(*case, implementation)
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        yield from pool.map(each, list(cases())[:limit])
 
 
 def main() -> None:

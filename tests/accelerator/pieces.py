@@ -114,13 +114,14 @@ _BENCH = ("specjax", "bench", "--batch", "1", "--profile", "--prompts", "{prompt
 _OFFLOAD = ("tests.host_offload_bench", "{prompts}", "--json", "{json}")
 _FIRST = ("specjax", "generate", "def fibonacci(n):", "--json", "--max-new-tokens", "64")
 _TRACE = ("tests.accelerator.trace",)
+_PACKED = ("tests.accelerator.packed", "--json", "{json}")
 _PROGRAMS = ("tests.aot.programs", "here", "--json", "{json}")
 
 PIECES = (
     _kernels("xla", 100),
     _kernels("prompts", 20),
     _kernels("hopper", 60, ("gpu",)),
-    _kernels("triton", 200, ("gpu",)),
+    _kernels("triton", 50, ("gpu",)),
     _kernels("tpu", 60, ("tpu",)),
     _attention("4096", 240, *_MAIN, "--slots", "4096"),
     _attention("32768", 240, *_MAIN, "--slots", "32768"),
@@ -134,6 +135,7 @@ PIECES = (
     Piece("trace", (*_TRACE, "--json", "{json}"),
           (*_TRACE, "--json", "{json}", "--shape", "llama-3.2-1b", "--layers", "1", "--nodes", "8",
            "--slots", "32"), 60, 180),
+    Piece("packed", _PACKED, (*_PACKED, "--shape", "llama-3.2-1b", "--columns", "1"), 40, 180),
     Piece("limits", ("tests.limits", "--json", "{json}"),
           ("tests.limits", "--json", "{json}", "--small"), 90, 240, needs=("pytest",)),
     Piece("shares", (*_BENCH, "--inflate", "1B", "--methods", "chain,specexec", "--temperatures",
@@ -147,15 +149,15 @@ PIECES = (
           150, 330, needs=_PACKAGES),
     _verify("verify-triton", "triton", ("gpu",)),
     _verify("verify-xla", "xla", ()),
-    Piece("first-start", _FIRST, _FIRST, 60, 240, needs=_PACKAGES,
+    Piece("first-start", _FIRST, _FIRST, 40, 240, needs=_PACKAGES,
           env=(("SPECJAX_CACHE", "empty"), ("JAX_ENABLE_COMPILATION_CACHE", "false"))),
     Piece("compile", (*_PROGRAMS, "--models", "llama-3.2-1b", "llama-3.1-8b", "--methods", "none",
                       "chain", "specexec"),
           (*_PROGRAMS, "--models", "llama-3.2-1b", "--methods", "none", "--parts", "step",
            "--prompt", "64"),
           180, 400, needs=_PACKAGES, env=(("JAX_ENABLE_COMPILATION_CACHE", "false"),)),
-    _pair("1B", "0.8", 70),
-    _pair("8B", "0.8", 100),
+    _pair("1B", "0.8", 110),
+    _pair("8B", "0.8", 80),
     _attention("rest", 400),
 )  # fmt: skip
 """All of them; sampled texts and the other shapes are what is left out if time is short."""

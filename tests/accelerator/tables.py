@@ -197,6 +197,21 @@ def _milliseconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
 
 
+def packed(results: State) -> str | None:
+    """Microseconds of a product with weights in 16, 8 and 4 bits, and over reading them."""
+    rows = results.get("packed", {}).get("rows", [])
+    columns = list(dict.fromkeys(row["columns"] for row in rows))
+    found = {(row["outputs"], row["inputs"], row["form"], row["columns"]): row for row in rows}
+    lines = []
+    for outputs, inputs, form in dict.fromkeys(key[:3] for key in found):
+        each = [found.get((outputs, inputs, form, many), {}) for many in columns]
+        lines.append((f"{outputs:,} x {inputs:,}", form, *(
+            f"{row['microseconds']:.1f} ({row['over_floor']:.2f})" if row else "" for row in each
+        )))  # fmt: skip
+    header = "matrix", "weights", *(f"{many} columns, us (over floor)" for many in columns)
+    return markdown(header, lines, 2) if rows else None
+
+
 def shares(results: State) -> str | None:
     """Where a step's time goes: by phases compiled apart, and by a trace."""
     lines = []
@@ -277,6 +292,7 @@ _SECTIONS: tuple[tuple[str, tuple[str, ...], Table], ...] = (
     ("Passes and plain steps:", ("passes-8b", "passes-1b"), passes),
     ("The bundled pair, its target grown:", ("pair-1b-greedy", "pair-8b-greedy",
      "pair-1b-sampled", "pair-8b-sampled"), texts),
+    ("Products with packed weights:", ("packed",), packed),
     ("Distributions and steps under limits:", ("limits",), limits),
     ("Shares of a step:", ("shares",), shares),
     ("Layers in the host's memory:", ("offload",), offload),
