@@ -59,7 +59,7 @@ class Bench:
     new: int = 128
     """Tokens of a continuation."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "int8")
-    """Of the target's weights; drafts are of float32 where that is, and of bfloat16 elsewhere."""
+    """Of the target's weights; drafts are as any command loads them."""
     methods: tuple[str, ...] = ("none", "chain", "specexec", "specexec:7")
     """That are measured here, some with a budget."""
     temperatures: tuple[float, ...] = (0.0, 0.8)
@@ -180,9 +180,7 @@ def sides(
     """What is measured at a temperature, by system, dtype and method; all of it is warm."""
     found: dict[tuple[str, str, str], Callable[[], tuple[float, float]]] = {}
     for dtype in bench.dtypes:
-        own = "float32" if dtype == "float32" else "bfloat16"
-        drafts = [in_dtype(draft, own) for draft in pair.drafts]
-        kind = pair._replace(target=in_kind(pair.target, dtype), drafts=drafts)
+        kind = pair._replace(target=in_kind(pair.target, dtype))
         for method in bench.methods:
             work = requests(bench, kind, method, temperature, chosen.tokens)
             for each in itertools.chain(*work):

@@ -10,6 +10,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import pallas_kernels
+from pallas_kernels import cpu_matmul
 from specjax.checkpoints import files as folder_module
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError
@@ -147,6 +149,24 @@ def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
 def test_default_dtype_on_a_cpu_is_float32(written):
     if jax.default_backend() == "cpu":
         assert load_model(written, dtype=None).embedding.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("product", ["the best", "portable", "xla"])
+def test_default_dtype_of_drafts_is_bfloat16_where_products_in_it_are_fast(product, written):
+    form = cpu_matmul.status().form
+    try:
+        if product == "xla":
+            pallas_kernels.use("xla")
+        elif product == "portable" and form is not None:
+            cpu_matmul.select("portable")
+        (draft,) = load_drafts(written)
+    finally:
+        pallas_kernels.use("auto")
+        if form is not None:
+            cpu_matmul.select(None)
+    fast = product == "the best" and form == "avx512_bf16"
+    fast = fast or jax.default_backend() != "cpu"
+    assert draft.embedding.dtype == (jnp.bfloat16 if fast else jnp.float32)
 
 
 def test_tied_file_may_repeat_its_embedding(tmp_path):

@@ -7,6 +7,7 @@ Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It
 from pallas_kernels.cpu_matmul.api import (
     cpu_matmul,
     cpu_matmuls,
+    multiplies_bfloat16,
     products,
     share_a_call,
     unable,
@@ -18,6 +19,7 @@ __all__ = [
     "MOST_COLUMNS",
     "cpu_matmul",
     "cpu_matmuls",
+    "multiplies_bfloat16",
     "products",
     "select",
     "share_a_call",

@@ -64,6 +64,11 @@ def _unable_of(weights: _Operand, inputs: int, scale: _Operand | None) -> str | 
     return None if fits else f"groups are of multiples of {_GROUPED_BY} inputs"
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether it runs where it is traced, on a processor that multiplies bfloat16 itself."""
+    return unable_here(1) is None and status().form == "avx512_bf16"
+
+
 def products() -> str:
     """Which product of weights and columns runs where it is traced, and why, as a person reads it.
 

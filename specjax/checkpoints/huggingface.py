@@ -14,6 +14,7 @@ from jaxtyping import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
+from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import orbax, quantized
@@ -91,8 +92,17 @@ def load(
 
 
 def default_dtype() -> str:
-    """The dtype of weights where none is named."""
+    """The dtype of a target's weights where none is named."""
     return "float32" if platform() == "cpu" else "bfloat16"
+
+
+def default_draft_dtype() -> str:
+    """The dtype of a draft's weights where none is named: float32 on most CPUs, else bfloat16.
+
+    Bfloat16 also on a CPU that multiplies it. A draft that is rounded proposes a little else; what
+    is emitted is distributed as before.
+    """
+    return "bfloat16" if multiplies_bfloat16() else default_dtype()
 
 
 @keywords_after(1)
@@ -106,7 +116,8 @@ def load_drafts(
 
     Args:
       names: a folder or several; "bundled/0" is the first draft of the bundled pool alone.
-      dtype: "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere.
+      dtype: "float32" or "bfloat16"; None takes bfloat16, and float32 on a CPU that does not
+        multiply bfloat16 itself.
       mesh: every device of it holds the drafts whole.
 
     Returns:
@@ -118,10 +129,7 @@ def load_drafts(
     if names == "bundled":
         return load_pool(BUNDLED / "drafts", dtype, mesh)
     several = [names] if isinstance(names, str | Path) else names
-    return [
-        load_model(folder_of(name, "drafts"), dtype=dtype, mesh=mesh, split=False)
-        for name in several
-    ]
+    return [load_draft(folder_of(name, "drafts"), dtype=dtype, mesh=mesh) for name in several]
 
 
 def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) -> list[Model]:
@@ -130,7 +138,16 @@ def load_pool(folder: Path, dtype: str | None = None, mesh: Mesh | None = None) 
     Raises:
       CheckpointError: there is none, or one is not supported.
     """
-    return [load_model(each, dtype=dtype, mesh=mesh, split=False) for each in pool_in(folder)]
+    return [load_draft(each, dtype=dtype, mesh=mesh) for each in pool_in(folder)]
+
+
+def load_draft(name: Files | Name, *, dtype: str | None = None, mesh: Mesh | None = None) -> Model:
+    """The model of a folder as a draft: whole on every device, in a dtype that drafts have.
+
+    Raises:
+      CheckpointError: as `load_model`.
+    """
+    return load_model(name, dtype=dtype or default_draft_dtype(), mesh=mesh, split=False)
 
 
 def pool_in(folder: Path) -> list[Path]:

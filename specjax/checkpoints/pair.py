@@ -167,7 +167,7 @@ def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Mo
     Raises:
       ValueError: they are not.
     """
-    model = huggingface.load_model(files, dtype=None, mesh=mesh, split=False)
+    model = huggingface.load_draft(files, mesh=mesh)
     verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:
         raise ValueError(

@@ -90,9 +90,10 @@ _Described: TypeAlias = tuple[Files, ModelConfig]
 def _loads(
     target: _Described, drafts: Sequence[_Described], dtype: str | None, mesh: Mesh | None
 ) -> tuple[Load, list[Load]]:
-    """How a target and its drafts are held, these in the default dtype whatever the target's."""
-    (files, config), small = target, huggingface.default_dtype()
-    held = _load(files, placement(config, mesh), dtype_of(dtype) or small)
+    """How a target and its drafts are held, these in their own dtype whatever the target's."""
+    (files, config), small = target, huggingface.default_draft_dtype()
+    kind = dtype_of(dtype) or huggingface.default_dtype()
+    held = _load(files, placement(config, mesh), kind)
     return held, [_load(own, placement(each, mesh, split=False), small) for own, each in drafts]
 
 
@@ -235,7 +236,7 @@ def check_pair(options: CheckPair) -> int:
       CheckpointError: a folder or file is missing or damaged, or an architecture not supported.
       ValueError: an option is wrong, or the mesh does not divide the target.
     """
-    kind = dtype_of(options.dtype)
+    kind = dtype_of(options.dtype) or huggingface.default_dtype()
     on_a_cpu(options)
     mesh = devices_for(options.mesh if options.compile_for is None else None)
     found = named(options.target, ",".join(options.drafts))
@@ -262,19 +263,18 @@ def check_pair(options: CheckPair) -> int:
             findings += _on_programs(options, found.target, target, draft, plain)
             plain = False
         works = not any(finding.obstacle for finding in findings)
-        one = {"draft": _described(files, draft, None), "works": works}
+        one = {"draft": _described(files, draft, huggingface.default_draft_dtype()), "works": works}
         report["drafts"].append(one | {"findings": [each._asdict() for each in findings]})
     report["works"] = all(one["works"] for one in report["drafts"])
     print(json.dumps(report)) if options.json else _tell(report)
     return 0 if report["works"] else 1
 
 
-def _described(files: Files, config: ModelConfig, dtype: str | None) -> str:
-    kind = dtype or huggingface.default_dtype()
-    size = _load(files, placement(config, None), kind).weights
+def _described(files: Files, config: ModelConfig, dtype: str) -> str:
+    size = _load(files, placement(config, None), dtype).weights
     return (
         f"{files.folder}: {config.family}, {config.num_parameters:,} parameters "
-        f"({readable(size)} in {kind}), {config.vocab_size:,} rows of vocabulary, "
+        f"({readable(size)} in {dtype}), {config.vocab_size:,} rows of vocabulary, "
         f"{config.max_positions:,} positions"
     )
 

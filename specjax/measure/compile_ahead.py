@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.platform import DEVICES, traced_for
 from specjax.base.pytree import unchecked
 from specjax.base.sampling import Sampling
-from specjax.checkpoints.huggingface import default_dtype
+from specjax.checkpoints.huggingface import default_draft_dtype, default_dtype
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Limits, Request, Rows, room, rule_of
@@ -364,10 +364,9 @@ def programs(
     """
     no_tokenizer: Any = None
     with found.traced():
-        small = default_dtype()
-        model = abstract_target(target, dtype or small, mesh)
-        alone = abstract(target, dtype or small)
-        own = [abstract(_of_vocabulary(each, target), small) for each in drafts]
+        kind = dtype or default_dtype()
+        model, alone = abstract_target(target, kind, mesh), abstract(target, kind)
+        own = [abstract(_of_vocabulary(each, target), default_draft_dtype()) for each in drafts]
 
     def asked(setting: Setting, temperature: float) -> Request:
         with found.traced():

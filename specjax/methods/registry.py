@@ -133,7 +133,7 @@ def load_drafter(
       names: a folder of one draft, several folders, or "bundled" for all bundled ones.
       widths: children per level of each draft's tree (see `TreeShape`).
       verify: the rule that will verify the trees, which says how children are made (see `build`).
-      dtype: "float32" or "bfloat16"; float32 on a CPU, where small bfloat16 products are slow.
+      dtype: "float32" or "bfloat16"; None as `load_drafts` does.
       mesh: the target's; its `draft` axis shares the pool.
 
     Returns:
