@@ -45,15 +45,17 @@ class Bench:
     """Where the rows are written."""
 
 
-def matrix(kind: str, outputs: int, inputs: int, seed: int) -> tuple[Any, int]:
-    """A matrix, and its bytes."""
+def matrix(
+    kind: str, outputs: int, inputs: int, seed: int, group: int = 64
+) -> tuple[jax.Array | PackedWeight, int]:
+    """A matrix, and its bytes; codes of 4 bits have a scale for each `group` inputs."""
     key = jax.random.key(seed)
     if kind in ("float32", "bfloat16"):
         made = jax.random.normal(key, (outputs, inputs), jnp.dtype(kind))
         return made, made.nbytes
     bits = 8 if kind == "int8" else 4
     codes = jax.random.bits(key, (outputs, inputs * bits // 8), jnp.uint8)
-    groups = 1 if bits == 8 else inputs // 64
+    groups = 1 if bits == 8 else inputs // group
     scale = jnp.full((outputs, groups), 0.01, jnp.bfloat16)
     made = PackedWeight(codes, scale, bits=bits, dtype=jnp.dtype("bfloat16"))
     return made, codes.nbytes + scale.nbytes

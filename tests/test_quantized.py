@@ -218,8 +218,10 @@ def test_codes_of_8_bits_are_exact_in_16(form):
     numbers = np.arange(-128.0, 128) if form == "int" else np.arange(256, dtype=np.uint8).view(
         jnp.float8_e4m3fn
     ).astype(float)  # fmt: skip
-    for dtype in (None, jnp.dtype(jnp.bfloat16)):
-        found = np.asarray(weight.columns_from(0, dtype), float)
+    for dtype in (jnp.dtype("float32"), jnp.dtype("bfloat16")):
+        found = weight.columns_from(0, dtype)
+        assert found.dtype == dtype
+        found = np.asarray(found, float)
         np.testing.assert_array_equal(found, numbers.reshape(2, 128))
 
 

@@ -99,8 +99,8 @@ def default_dtype() -> str:
 def default_draft_dtype() -> str:
     """The dtype of a draft's weights where none is named: float32 on most CPUs, else bfloat16.
 
-    Bfloat16 also on a CPU that multiplies it. A draft that is rounded proposes a little else; what
-    is emitted is distributed as before.
+    Bfloat16 also on a CPU that multiplies it. It changes which tokens are drafted and how many are
+    accepted, but not the distribution of the output.
     """
     return "bfloat16" if multiplies_bfloat16() else default_dtype()
 

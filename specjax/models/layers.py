@@ -205,7 +205,7 @@ def _packed_linear(weight: PackedWeight, x: Array, dtype: jnp.dtype) -> Array:
     strides = weight.strides
 
     def product(own: PackedWeight) -> Array:
-        cast = None if _on_cpu() else dtype
+        cast = jnp.dtype(jnp.float32) if _on_cpu() else dtype
         parts: list[Array] = [
             _linear(own.columns_from(n, cast), x[n::strides], dtype) for n in range(strides)
         ]

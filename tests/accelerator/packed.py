@@ -8,7 +8,7 @@ read in the same run.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,40 +17,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import write_json
-from specjax.base.pytree import unchecked
 from specjax.measure.roofline import SHAPES, spent
 from specjax.measure.timing import environment
 from specjax.models.layers import linear
 from specjax.models.quantized import PackedWeight
+from tests.cpu_matmul_bench import matrix
 
 _MOST_BYTES, _MOST_MATRICES, _GROUP = 2**30, 6, 128
-_Weight = jax.Array | PackedWeight
-
-
-def _dense(key: jax.Array, outputs: int, inputs: int) -> jax.Array:
-    return jax.random.normal(key, (outputs, inputs), jnp.bfloat16)
-
-
-def _packed(key: jax.Array, outputs: int, inputs: int, *, bits: int, groups: int) -> PackedWeight:
-    codes = jax.random.bits(key, (outputs, inputs * bits // 8), jnp.uint8)
-    scale = jax.random.uniform(key, (outputs, groups), jnp.float32, 0.5, 1.5)
-    return unchecked(
-        PackedWeight, values=codes, scale=scale, zero=None, order=None, table=None, bits=bits,
-        form="int", dtype=jnp.dtype(jnp.bfloat16),
-    )  # fmt: skip
-
-
-def forms(inputs: int) -> dict[str, Callable[[jax.Array, int, int], _Weight]]:
-    """What makes a random matrix of each form."""
-    return {
-        "bfloat16": _dense,
-        "int8": partial(_packed, bits=8, groups=1),
-        "int4": partial(_packed, bits=4, groups=inputs // _GROUP),
-    }
+_FORMS = ("bfloat16", "int8", "int4")
 
 
 @jax.jit
-def _products(weights: list[_Weight], x: jax.Array) -> list[jax.Array]:
+def _products(weights: tuple[jax.Array | PackedWeight, ...], x: jax.Array) -> list[jax.Array]:
     return [linear(weight, x, jnp.dtype(jnp.bfloat16)) for weight in weights]
 
 
@@ -59,10 +37,9 @@ def rows(shape: str, columns: list[int], bandwidth: float) -> Iterator[dict[str,
     hidden, inner = SHAPES[shape].hidden_size, SHAPES[shape].intermediate_size
     for outputs, inputs in ((inner, hidden), (hidden, inner)):
         count = max(1, min(_MOST_MATRICES, _MOST_BYTES // (2 * outputs * inputs)))
-        for form, make in forms(inputs).items():
-            keys = jax.random.split(jax.random.key(0), count)
-            weights = [make(key, outputs, inputs) for key in keys]
-            held = sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) / count
+        for form in _FORMS:
+            made = [matrix(form, outputs, inputs, seed, _GROUP) for seed in range(count)]
+            weights, (held, *_) = zip(*made, strict=True)
             for many in columns:
                 x = jax.random.normal(jax.random.key(1), (inputs, many))
                 taken = spent(partial(_products, weights, x)) / count
