@@ -205,7 +205,7 @@ class Clients:
 
 def _head(length: int) -> bytes:
     """That of a request with a body of so many bytes, after which the connection ends."""
-    lines = f"POST {PATH} HTTP/1.1", "host: x", "connection: close"
+    lines = f"POST {PATH} HTTP/1.1", "host: localhost", "connection: close"
     return "\r\n".join((
         *lines, "content-type: application/json", f"content-length: {length}", "", ""
     )).encode()  # fmt: skip

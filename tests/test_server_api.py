@@ -1,5 +1,6 @@
 """OpenAI's API over real sockets, in front of an engine that gives what it is told to."""
 
+import dataclasses
 import json
 import logging
 import socket
@@ -160,11 +161,13 @@ def test_a_stream_is_the_whole_in_parts(client, engine, more):
         assert "".join(part["text"] for part in mine) == choice["text"]
         assert [part["finish_reason"] for part in mine[:-1]] == [None] * (len(mine) - 1)
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
+        assert (mine[-1]["text"], mine[-1]["logprobs"]) == ("", None)
         if choice["logprobs"] is None:
             assert {part["logprobs"] for part in mine} == {None}
         else:
+            known = [part["logprobs"] for part in mine if part["logprobs"]]
             for name, values in choice["logprobs"].items():
-                assert [each for part in mine for each in part["logprobs"][name]] == values
+                assert [each for part in known for each in part[name]] == values
 
 
 @pytest.mark.parametrize("more", [{}, {"n": 2, "logprobs": True, "top_logprobs": 2}])
@@ -181,11 +184,44 @@ def test_a_chats_stream_is_the_whole_in_parts(client, engine, more):
         )
         content = "".join(part["delta"].get("content", "") for part in mine)
         assert content == choice["message"]["content"]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert mine[-1]["delta"] == {}
+        assert [part["finish_reason"] for part in mine] == [None] * (len(mine) - 1) + ["stop"]
         if choice["logprobs"] is not None:
-            given = [each for part in mine for each in part["logprobs"]["content"]]
+            given = [e for part in mine if part["logprobs"] for e in part["logprobs"]["content"]]
             assert given == choice["logprobs"]["content"]
     for part in parts:
         TypeAdapter(ChatCompletionChunk).validate_python(part)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_text_of_one_step_is_ended_by_an_event_of_its_own(client, engine, tokenizer, path):
+    """Clients that read no text of the event with the reason lose none."""
+    text = "def f("
+    engine.replies, engine.sizes = [[*tokenizer(text).input_ids, 0]], (8,)
+    asked = {"messages": USER} if path == CHAT else {"prompt": "a b"}
+    parts = [
+        each["choices"][0] for each in events(client.post(path, json=asked | {"stream": True}))
+    ]
+    if path == CHAT:
+        deltas = [each["delta"] for each in parts]
+        assert deltas == [{"role": "assistant", "content": ""}, {"content": text}, {}]
+    else:
+        assert [each["text"] for each in parts] == [text, ""]
+    assert [each["finish_reason"] for each in parts] == [None] * (len(parts) - 1) + ["stop"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_stream_that_waits_sends_comments(server, client, engine, monkeypatch, path):
+    """Proxies close connections on which nothing comes for a minute."""
+    options = dataclasses.replace(server.app.state.service.options, idle_seconds=0.02)
+    monkeypatch.setattr(server.app.state.service, "options", options)
+    engine.first_delay = 0.2
+    asked = {"messages": USER} if path == CHAT else {"prompt": "a b"}
+    response = client.post(path, json=asked | {"stream": True})
+    lines = response.text.split("\n\n")
+    assert lines[:3] == [": waiting"] * 3
+    assert lines[-2:] == ["data: [DONE]", ""]
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -205,7 +241,9 @@ def test_counts_may_come_with_each_event(client, engine, path):
 def test_an_event_holds_all_tokens_of_a_step(client, engine):
     engine.delay, engine.sizes = 0.02, (4,)
     parts = events(client.post(COMPLETIONS, json={"prompt": "a", "stream": True, "logprobs": 0}))
-    assert [len(part["choices"][0]["logprobs"]["tokens"]) for part in parts] == [4, 4, 4, 4]
+    *parts, end = [part["choices"][0]["logprobs"] for part in parts]
+    assert [len(part["tokens"]) for part in parts] == [4, 4, 4, 4]
+    assert end is None
 
 
 def test_a_stop_string_ends_text_tokens_and_row(client, engine, tokenizer):
@@ -387,7 +425,7 @@ def test_one_line_a_request_without_its_text(client, caplog):
 def test_a_connection_serves_requests_that_were_sent_together(server, engine):
     body = b'{"prompt": "a"}'
     request = (
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n%s" % (len(body), body)
     )
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:

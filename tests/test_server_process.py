@@ -40,7 +40,7 @@ def engine(server):
 def request(path: str, body: dict, *, headers: str = "") -> bytes:
     content = json.dumps(body).encode()
     head = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(content)}\r\n{headers}\r\n"
     )
     return head.encode() + content
@@ -123,7 +123,7 @@ def test_bodies_that_are_too_large_or_too_slow(server, engine):
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(request("/v1/completions", ENDLESS, headers="expect: 100-continue\r\n"))
         assert connection.recv(1000).startswith(b"HTTP/1.1 100")
-    head = b"POST /detokenize HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = b"POST /detokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
         connection.sendall(head + b"content-length: 99999\r\nexpect: 100-continue\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
@@ -139,7 +139,7 @@ def test_bodies_that_are_too_large_or_too_slow(server, engine):
 
 def test_a_large_body_that_comes_in_one_piece(server, engine):
     """Its last piece is the one that passes the limit."""
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     body = f"transfer-encoding: chunked\r\n\r\n{10_001:x}\r\n{'a' * 10_001}\r\n0\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         connection.sendall((head + body).encode())
@@ -162,7 +162,7 @@ def test_headers_are_bounded(server, engine, rest):
 
 
 def test_trailers_are_bounded(server, engine):
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     body = "transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n" + "x: a\r\n" * 40_000
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
         with contextlib.suppress(ConnectionError):

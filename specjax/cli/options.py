@@ -479,7 +479,21 @@ class Serve(Context, Devices, Kernels):
     max_model_len: int | None = None
     """Most tokens of a prompt and its continuation together; by default the model's context."""
     served_model_name: str | None = None
-    """What requests call the model; by default what --model is."""
+    """What requests call the model; by default its folder's name, or its id on a hub."""
+    allowed_origins: Annotated[
+        str | None,
+        _help(
+            "Origins whose pages may use the API from a browser, separated by commas, such as "
+            "https://app.example; * is every one. By default none."
+        ),
+    ] = None
+    allowed_hosts: Annotated[
+        str | None,
+        _help(
+            "Names that the Host header of requests may have beside localhost's, separated by "
+            "commas; * is any. By default any, but none on a loopback address without a key."
+        ),
+    ] = None
     api_key: Annotated[
         str | None,
         _help(

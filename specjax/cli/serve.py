@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -44,11 +45,15 @@ def serve(options: Serve) -> int:
 def _served(options: Serve, keys: tuple[str, ...]) -> int:
     try:
         from specjax.server.app import run
+        from specjax.server.hosts import check_hosts, check_origins
         from specjax.server.options import ServerOptions
     except ModuleNotFoundError as error:
         raise ValueError(
             f"serve needs {error.name}, which is not installed: pip install 'specjax[serve]'."
         ) from error
+    hosts, origins = _listed(options.allowed_hosts), _listed(options.allowed_origins)
+    check_hosts(hosts)
+    check_origins(origins)
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
     pair = load_pair(
@@ -65,10 +70,12 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         max_waiting_tokens=options.max_waiting_tokens,
     )
     server = ServerOptions(
-        served_model_name=options.served_model_name or options.model,
+        served_model_name=options.served_model_name or _name_of(options.model),
         host=options.host,
         port=options.port,
         api_keys=keys,
+        allowed_origins=origins,
+        allowed_hosts=hosts,
         drain_seconds=options.drain_seconds,
         debug=options.debug,
     )
@@ -95,6 +102,22 @@ def _drafter_of(options: Serve, pair: Pair) -> Drafter:
     return registry.build(choice.setting, pair, verify=options.verify)
 
 
+def _name_of(model: str) -> str:
+    """What requests call a model: a folder's name, or a hub's id without its revision."""
+    folder = Path(model)
+    if not folder.exists():
+        return model.partition("@")[0]
+    folder = folder.resolve().parent if folder.is_file() else folder.resolve()
+    *_, hub, snapshots, _ = ("", "", *folder.parts)
+    if snapshots == "snapshots" and hub.startswith("models--"):  # as hubs' clients keep them
+        return hub.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
+
+
+def _listed(text: str | None) -> tuple[str, ...]:
+    return tuple(each.strip() for each in (text or "").split(",") if each.strip())
+
+
 @contextlib.contextmanager
 def _ending_at(number: signal.Signals) -> Iterator[None]:
     """Lets a signal end the process with exit code 0 while it loads; a server has its own way."""
@@ -116,7 +139,7 @@ def _keys_of(options: Serve) -> tuple[str, ...]:
     """The keys that requests may bear; a name without one would open the server to everybody."""
     name = "--api-key" if options.api_key is not None else _KEY
     given = os.environ.get(_KEY) if options.api_key is None else options.api_key
-    keys = tuple(key.strip() for key in (given or "").split(",") if key.strip())
+    keys = _listed(given)
     if given is not None and not keys:
         raise ValueError(f"{name} is {given!r} and holds no key; leave it out to ask for none.")
     return keys

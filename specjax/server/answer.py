@@ -1,6 +1,7 @@
 """What the responses of completions and of chats have in common."""
 
 import abc
+import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -52,14 +53,24 @@ class Answer(abc.ABC):
     def part(self, delta: Delta) -> Mapping[str, Any]:
         """A choice of an event."""
 
+    def parts(self, delta: Delta) -> list[Delta]:
+        """What one event each gives: the text, then why it ended, as some clients read no text of
+        an event that has a `finish_reason`.
+        """
+        if reason_of(delta) is None or not (delta.text or delta.ids):
+            return [delta]
+        text = dataclasses.replace(delta, finish_reason=None)
+        return [text, Delta(delta.index, False, "", [], [], [], delta.finish_reason)]
+
     def whole(self) -> Mapping[str, Any]:
         """The response when all choices have ended."""
         choices = [self.choice(delta) for delta in self._generation.deltas()]
         return self._object(self.whole_kind, choices) | self._counts()
 
     def chunks(self, deltas: Sequence[Delta]) -> list[Mapping[str, Any]]:
-        """An event for each of the choices that have something to give."""
-        made = [self._object(self.chunk_kind, [self.part(delta)]) for delta in deltas]
+        """The events of the choices that have something to give."""
+        parts = [part for delta in deltas for part in self.parts(delta)]
+        made = [self._object(self.chunk_kind, [self.part(each)]) for each in parts]
         if not self._usage:
             return list(made)
         usage = self._generation.usage() if self._counts_in_each else None

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, APIRouter
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from specjax.server.body import BoundedRequest
@@ -23,9 +24,10 @@ from specjax.server.errors import (
     respond_to_failure,
     respond_to_invalid_body,
 )
+from specjax.server.hosts import HostCheck
 from specjax.server.log import RequestLog
 from specjax.server.metrics import CONTENT_TYPE
-from specjax.server.openapi import Documented, answer, errors, streamed
+from specjax.server.openapi import Documented, add_get, answer, errors, streamed
 from specjax.server.options import ServerOptions
 from specjax.server.page import page_routes
 from specjax.server.process import listen, serve
@@ -101,6 +103,12 @@ def create_app(
         redirect_slashes=False,
     )  # fmt: skip
     app.state.service = Service(engine, tokenizer, options)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=options.allowed_origins, allow_methods=["*"],
+            allow_headers=["*"], expose_headers=["*"], allow_private_network=True,
+        )  # fmt: skip
+    app.add_middleware(HostCheck, options=options)
     app.add_middleware(RequestLog)
     app.add_exception_handler(HTTPException, respond_to_api_error)
     app.add_exception_handler(RequestValidationError, respond_to_invalid_body)
@@ -134,14 +142,13 @@ def _guarded(keys: bool) -> APIRouter:
         ("/debug/speculation", show_speculation),
         ("/debug/requests", show_requests),
     ):
-        router.add_api_route(path, watch, include_in_schema=False)
+        add_get(router, path, watch, include_in_schema=False)
     router.add_api_route(
         "/debug/speculation", fix_speculation, methods=["POST"], include_in_schema=False
     )
-    router.add_api_route("/v1/models", list_models, responses=answer(ModelList) | errors(503))
-    router.add_api_route(
-        "/v1/models/{model:path}", show_model, responses=answer(ModelCard) | errors(404, 503)
-    )
+    add_get(router, "/v1/models", list_models, responses=answer(ModelList) | errors(503))
+    card = answer(ModelCard) | errors(404, 503)
+    add_get(router, "/v1/models/{model:path}", show_model, responses=card)
     return router
 
 
@@ -149,10 +156,10 @@ def _open() -> APIRouter:
     """The routes for those who watch the server; they need no key."""
     router = APIRouter()
     not_so = {503: {"model": Status, "description": "It is not."}}
-    router.add_api_route("/health", health, responses=answer(Status) | not_so)
-    router.add_api_route("/ready", ready, responses=answer(Status) | not_so)
-    router.add_api_route("/version", show_version, responses=answer(Version))
-    router.add_api_route("/metrics", metrics, response_class=PlainTextResponse)
+    add_get(router, "/health", health, responses=answer(Status) | not_so)
+    add_get(router, "/ready", ready, responses=answer(Status) | not_so)
+    add_get(router, "/version", show_version, responses=answer(Version))
+    add_get(router, "/metrics", metrics, response_class=PlainTextResponse)
     return router
 
 

@@ -1,5 +1,6 @@
 """`/v1/chat/completions`: answers to chats, by the model's chat template."""
 
+import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -145,8 +146,16 @@ class _Chat(Answer):
             "finish_reason": reason_of(delta),
         }
 
+    def parts(self, delta: Delta) -> list[Delta]:
+        """The first event says whose the answer is, and nothing else."""
+        if not delta.first:
+            return super().parts(delta)
+        role = Delta(delta.index, True, "", [], [], [], None)
+        rest = dataclasses.replace(delta, first=False)
+        return [role, *super().parts(rest)]
+
     def part(self, delta: Delta) -> ChatChunkChoice:
-        """What an event adds to an answer; the first says whose it is."""
+        """What an event adds to an answer."""
         added: ChatDelta = {}
         if delta.first:
             added["role"] = "assistant"
@@ -160,7 +169,7 @@ class _Chat(Answer):
         }
 
     def _known(self, delta: Delta) -> ChatLogprobs | None:
-        return logprobs_of(self.texts, delta) if self._logprobs else None
+        return logprobs_of(self.texts, delta) if self._logprobs and delta.ids else None
 
 
 def logprobs_of(texts: TokenTexts, delta: Delta) -> ChatLogprobs:

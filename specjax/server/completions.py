@@ -115,7 +115,8 @@ class _Completion(Answer):
 
     def choice(self, delta: Delta) -> CompletionChoice:
         """A choice, or what an event adds to it."""
-        known = None if self._logprobs is None else logprobs_of(self.texts, delta)
+        wanted = self._logprobs is not None and delta.ids
+        known = logprobs_of(self.texts, delta) if wanted else None
         return {
             "index": delta.index,
             "text": delta.text,

@@ -61,6 +61,8 @@ def event(content: Mapping[str, Any]) -> bytes:
 
 
 _DONE = b"data: [DONE]\n\n"
+_COMMENT = b": waiting\n\n"
+"""Which clients skip: proxies close connections on which nothing comes for a minute."""
 
 
 class EventStream(Response):
@@ -72,16 +74,18 @@ class EventStream(Response):
     Args:
       generation: whose tokens it gives; it is aborted however the response ends.
       answer: the shape of its events.
+      idle_seconds: after how long without an event a comment is sent.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, generation: Generation, answer: Answer) -> None:
+    def __init__(self, generation: Generation, answer: Answer, idle_seconds: float) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._generation = generation
         self._answer = answer
+        self._idle_seconds = idle_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until all choices have ended or the client goes away."""
@@ -94,12 +98,13 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async def write(deltas: Sequence[Delta]) -> None:
-            await _send_body(send, b"".join(map(event, self._answer.chunks(deltas))))
+            events = b"".join(map(event, self._answer.chunks(deltas)))
+            await _send_body(send, events or _COMMENT)
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         try:
-            await self._generation.stream(write)
+            await self._generation.stream(write, self._idle_seconds)
             ending = b"".join(map(event, self._answer.last())) + _DONE
         except ApiError as error:
             ending = event(error.content())
@@ -123,11 +128,12 @@ async def respond(
       ApiError: the engine did not finish one of them.
       ClientGoneError: the client went away.
     """
+    service = service_of(request)
     if stream:
-        return EventStream(generation, answer)
+        return EventStream(generation, answer, service.options.idle_seconds)
     try:
         await unless_gone(request.receive, generation.run())
     finally:
         generation.abort()
     tokens = generation.usage()["total_tokens"]
-    return await service_of(request).run_apart(tokens, lambda: JSONResponse(answer.whole()))
+    return await service.run_apart(tokens, lambda: JSONResponse(answer.whole()))

@@ -77,7 +77,7 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
-def respond_to_api_error(_: Request, error: Exception) -> Response:
+def respond_to_api_error(_: Request | None, error: Exception) -> Response:
     """The response to an `ApiError`, or to what the router raises (404, 405)."""
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):

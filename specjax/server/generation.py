@@ -69,25 +69,41 @@ class Generation:
             self._wake.set()
         self._check()
 
-    async def stream(self, write: Callable[[Sequence[Delta]], Awaitable[None]]) -> None:
+    async def stream(
+        self, write: Callable[[Sequence[Delta]], Awaitable[None]], idle_seconds: float
+    ) -> None:
         """Calls `write` with what choices have to give; what comes meanwhile waits, merged.
+
+        Where nothing comes for `idle_seconds`, while requests wait for a row or prompts are read,
+        it is called with nothing.
 
         Raises:
           ApiError: the engine did not finish one of them; what it gave has been written.
         """
         running = asyncio.create_task(self.run())
+        clock = asyncio.get_running_loop().time
+        written = clock()
         try:
             while not running.done() or self._changed:
-                await self._wake.wait()
+                woken = await self._woken(written + idle_seconds)
                 self._wake.clear()
                 changed, self._changed = self._changed, {}
                 deltas = [delta for each in changed.values() if (delta := each.delta())]
-                if deltas:
+                if deltas or not woken:
                     await write(deltas)
+                    written = clock()
             await running
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
+
+    async def _woken(self, until: float) -> bool:
+        """Whether something comes before that time of the event loop."""
+        try:
+            async with asyncio.timeout_at(until):
+                return await self._wake.wait()
+        except TimeoutError:
+            return False
 
     async def _take(self, choice: Choice) -> None:
         """Takes the tokens of a choice until it ends."""

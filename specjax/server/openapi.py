@@ -1,8 +1,9 @@
 """What the OpenAPI document says of responses, beside what FastAPI finds out by itself."""
 
+from collections.abc import Callable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from specjax.server.errors import ErrorResponse
 
@@ -38,6 +39,14 @@ def streamed(model: Any) -> Responses:
     events = {"text/event-stream": {"itemSchema": event}}
     description = "The response, or its events where stream is true."
     return {200: {"model": model, "description": description, "content": events}}
+
+
+def add_get(router: APIRouter, path: str, respond: Callable[..., Any], **options: Any) -> None:
+    """Adds a route for GET, and for HEAD, whose response is the same without its body."""
+    router.add_api_route(path, respond, **options)
+    router.add_api_route(
+        path, respond, **options | {"methods": ["HEAD"], "include_in_schema": False}
+    )
 
 
 class Documented(FastAPI):

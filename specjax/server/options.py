@@ -12,6 +12,9 @@ class ServerOptions:
       host: the address to listen at.
       port: its port; 0 takes a free one.
       api_keys: keys of which a request must bear one; none asks for none.
+      allowed_origins: origins whose pages may read responses in a browser; `*` is every one.
+      allowed_hosts: names that a request's Host may have beside localhost's; `*` is any.
+      idle_seconds: after how long without an event a stream sends a comment.
       drain_seconds: how long running requests may go on after SIGTERM.
       debug: whether `POST /debug/speculation` may fix the setting.
       max_body_bytes: of a request's body.
@@ -26,6 +29,9 @@ class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    idle_seconds: float = 5.0
     drain_seconds: float = 30.0
     debug: bool = False
     max_body_bytes: int = 4 << 20

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from specjax.server.errors import ApiError
+from specjax.server.openapi import add_get
 
 _TYPES = {
     "html": "text/html; charset=utf-8",
@@ -37,8 +38,8 @@ _HEADERS = {
 def page_routes() -> APIRouter:
     """The routes of the page's files; they need no key, but what the page asks for does."""
     router = APIRouter(include_in_schema=False)
-    router.add_api_route("/", show_page)
-    router.add_api_route("/page/{name}", show_file)
+    add_get(router, "/", show_page)
+    add_get(router, "/page/{name}", show_file)
     return router
 
 
