@@ -198,7 +198,7 @@ class Letters:
     """A tokenizer of one-letter tokens: no library is loaded for it."""
 
     def __init__(self) -> None:
-        self.added_tokens_decoder = {0: SimpleNamespace(special=True)}
+        self.added_tokens_decoder = {0: SimpleNamespace(special=True, lstrip=False, rstrip=False)}
         self.chat_template = None
         self.names = ["<end>", *"abcdefghijklmnopqrstuvwxyz \n"]
 

@@ -355,7 +355,7 @@ def test_tokenize_and_detokenize(client, tokenizer, engine):
         ("/tokenize", {}),
         ("/tokenize", {"prompt": "a", "messages": USER}),
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}),
-        ("/tokenize", {"messages": USER, "add_special_tokens": True}),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}),
         ("/detokenize", {"tokens": [4096]}),
         ("/detokenize", {"tokens": [True]}),
     ):

@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specjax.checkpoints.detokenizer import INCOMPLETE, Detokenizer, TokenTexts
+from specjax.checkpoints.detokenizer import (
+    INCOMPLETE,
+    Detokenizer,
+    SpecialToken,
+    SpecialTokens,
+    TokenTexts,
+)
 from specjax.checkpoints.files import BUNDLED
 from specjax.checkpoints.tokenizers import tokenizer_of
-from specjax.server.choices import TextUntilStop
-from specjax.server.stops import StopStrings
+from specjax.engine.request import Logprob
+from specjax.server.choices import Delta, TextUntilStop
+from specjax.server.completions import logprobs_of
+from specjax.server.stops import StopStrings, sequences_of
 
 WORDS = ["▁", "a", "b", "▁a", "▁the", "the", "é", "你", "\n", ".", "ab", "▁▁", "ing", "�"]
 
@@ -208,6 +216,25 @@ def test_tokens_by_themselves():
     assert llama.text_of(names["<0x0A>"]) == "\n"
 
 
+def test_two_tokens_of_one_text_have_names_of_their_own():
+    """The token that came has the text, else the likelier one; nothing is lost."""
+    names, own = tokenizer("llama").get_vocab(), texts("llama")
+    letter, byte, other = names["a"], names["<0x61>"], names["b"]
+    start, end = names["<0x62>"], names["▁"]
+    top = ((letter, -0.5), (other, -1.0), (byte, -3.5), (start, -4.0))
+    for token, logprob, expected in (
+        (byte, -3.5, {"a": -3.5, f"token_id:{letter}": -0.5, "b": -1.0, f"token_id:{start}": -4.0}),
+        (letter, -0.5, {"a": -0.5, "b": -1.0, f"token_id:{byte}": -3.5, f"token_id:{start}": -4.0}),
+        (end, -9.0, {" ": -9.0, "a": -0.5, "b": -1.0, f"token_id:{byte}": -3.5,
+                     f"token_id:{start}": -4.0}),
+    ):  # fmt: skip
+        known = Logprob(logprob, top)
+        made = logprobs_of(own, Delta(0, True, "", [token], [known], [0], None))
+        assert made["tokens"] == [own.text_of(token)]
+        assert made["top_logprobs"] == [expected]
+        assert made["token_logprobs"] == [logprob]
+
+
 def first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
     """The text before the stop that is complete first, found one character after the other."""
     for end in range(1, len(text) + 1):
@@ -284,6 +311,68 @@ def test_a_stop_ends_with_the_token_that_completes_it(name):
         assert given_text == first_stop(text(taken), stops)[0]
 
     check()
+
+
+def cut_at(marked: str, stops: list[str]) -> tuple[str, bool]:
+    """`first_stop` where private characters stand for special tokens, which have no text."""
+    for end in range(1, len(marked) + 1):
+        seen = marked[:end]
+        found = [stop for stop in stops if seen.endswith(stop)]
+        if seen[-1] < PRIVATE:
+            found += [stop for stop in stops if without(seen).endswith(stop)]
+        if found:
+            return without(seen)[: len(without(seen)) - max(len(without(s)) for s in found)], True
+    return without(marked), False
+
+
+PRIVATE = "\ue000"
+
+
+def without(text: str) -> str:
+    return "".join(letter for letter in text if letter < PRIVATE)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma"])
+def test_stops_with_special_tokens(name):
+    """Byte tokens too, whose text is held back when a special token comes."""
+    names = tokenizer(name).get_vocab()
+    letters = {names["a"]: "a", names["b"]: "b", names["<0x0A>"]: "\n", names["<0x61>"]: "a"}
+    signs = {names["<s>"]: PRIVATE, names["</s>"]: "\ue001"}
+    both = letters | signs
+    stop = st.text(st.sampled_from([*"ab\n", PRIVATE, "\ue001"]), min_size=1, max_size=4)
+
+    @settings(max_examples=100, deadline=None)
+    @given(st.lists(st.sampled_from(sorted(both)), max_size=12), st.lists(stop, min_size=1))
+    def check(tokens, stops):
+        texts_of_stops = [each.replace(PRIVATE, "<s>").replace("\ue001", "</s>") for each in stops]
+        search = StopStrings(texts_of_stops, texts(name).special).search()
+        until = TextUntilStop(Detokenizer(texts(name), []), search, texts(name).special.ids)
+        given_text, ended = "", False
+        for count, token in enumerate(tokens, start=1):
+            piece, ended = until.add(token)
+            given_text += piece
+            expected = cut_at("".join(map(both.__getitem__, tokens[:count])), stops)
+            assert ended == expected[1]
+            if ended:
+                break
+        if not ended:
+            given_text += until.flush()[0]
+        assert given_text == cut_at("".join(map(both.__getitem__, tokens)), stops)[0]
+
+    check()
+
+
+def test_the_longest_special_token_is_meant_and_its_spaces_may_be_missing():
+    tokens = [("<a>", 1), ("<a>b", 2)]
+    special = SpecialTokens([SpecialToken(*each) for each in tokens])
+    assert sequences_of("x<a>", special) == [("x", 1)]
+    assert sequences_of("<a>b<a>", special) == [(2, 1)]
+    assert sequences_of("<a", special) == []
+    wide = SpecialTokens([SpecialToken("<w>", 3, lstrip=True, rstrip=True)])
+    assert sequences_of("a \n<w> <w> b", wide) == [
+        ("a", " ", "\n", 3, " ", 3, " ", "b"),
+        ("a", 3, 3, "b"),
+    ]
 
 
 def test_stops_in_linear_time():

@@ -1,8 +1,8 @@
 """Incremental detokenization: the text of tokens as they come, and of a token by itself."""
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,15 +19,49 @@ _LONGEST_UNSETTLED = 128
 """Tokens of a window in which stops are looked for before its run of byte tokens has ended."""
 
 
+class SpecialToken(NamedTuple):
+    """A token without text; encoding takes the spaces to its left or right into some of them."""
+
+    name: str
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+
+class SpecialTokens:
+    """All special tokens of a tokenizer, found by their names.
+
+    Args:
+      tokens: of the tokenizer.
+    """
+
+    def __init__(self, tokens: Iterable[SpecialToken] = ()) -> None:
+        self._tokens = {each.name: each for each in tokens if each.name}
+        self._lengths = sorted({len(name) for name in self._tokens}, reverse=True)
+        self._firsts = {name[0] for name in self._tokens}
+        self.ids = frozenset(each.id for each in self._tokens.values())
+
+    def at(self, text: str, place: int) -> SpecialToken | None:
+        """The one whose name begins at a place of a text: the longest, as tokenizers take it."""
+        if text[place] not in self._firsts:
+            return None
+        names = (text[place : place + length] for length in self._lengths)
+        return next((self._tokens[name] for name in names if name in self._tokens), None)
+
+
 class TokenTexts:
     """What a tokenizer's tokens are as text and as bytes; one serves every request."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer = tokenizer
-        special = {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
         vocabulary = tokenizer.get_vocab()
         self._names = {number: name for name, number in vocabulary.items()}
-        self.visible = frozenset(self._names) - special
+        self.special = SpecialTokens(
+            SpecialToken(self._names[n], n, token.lstrip, token.rstrip)
+            for n, token in tokenizer.added_tokens_decoder.items()
+            if token.special and n in self._names
+        )
+        self.visible = frozenset(self._names) - self.special.ids
         """Tokens that are part of a text; special ones and unknown ones are not."""
         self.byte_tokens = frozenset(
             number for name, number in vocabulary.items() if _BYTE_TOKEN.fullmatch(name)
@@ -157,6 +191,10 @@ class Detokenizer:
             return ""
         text = self._texts.decode(self._window)
         return "" if text.endswith(INCOMPLETE) else text[self._shown :]
+
+    def pending(self) -> str:
+        """The text that `flush` would give."""
+        return self._texts.decode(self._window)[self._shown :]
 
     def held_back(self, token: int) -> int:
         """Characters that were held back and that come before `token`: those of byte tokens."""

@@ -462,6 +462,8 @@ class Serve(Context, Devices, Kernels):
             "few sizes that the pair can."
         ),
     ] = None
+    strict_fields: bool = False
+    """Refuse requests with unknown fields; by default they are ignored, and named in the log."""
     debug: bool = False
     """Let POST /debug/speculation fix the setting."""
     tree: Annotated[

@@ -77,6 +77,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         allowed_origins=origins,
         allowed_hosts=hosts,
         drain_seconds=options.drain_seconds,
+        strict_fields=options.strict_fields,
         debug=options.debug,
     )
     return run(engine, pair.tokenizer, server)

@@ -9,11 +9,8 @@ from specjax.base.penalties import checked_bias
 from specjax.base.sampling import Sampling
 from specjax.decoding.request import NO_END
 from specjax.engine.programs import Parameters
-from specjax.engine.request import MAX_LOGPROBS, Request
+from specjax.engine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Request
 from specjax.models.config import ModelConfig
-
-MAX_STOP_TOKEN_IDS = 16
-"""End tokens that a request may name beside the model's own."""
 
 _LONGEST_TPOT = 10**9
 _NUMBERS = (

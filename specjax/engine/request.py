@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 MAX_LOGPROBS = 20
 """The most tokens whose log probabilities may be asked for at a place, as in OpenAI's API."""
 
+MAX_STOP_TOKEN_IDS = 16
+"""End tokens that a request may name beside the model's own."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:

@@ -12,10 +12,12 @@ from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta
 from specjax.server.connection import respond, unless_gone
-from specjax.server.errors import ApiError
+from specjax.server.errors import ApiError, shown
+from specjax.server.fields import check_fields
 from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
-from specjax.server.protocol import ChatCompletionRequest, Message
+from specjax.server.messages import talk_of
+from specjax.server.protocol import ChatCompletionRequest, Message, TemplateFields
 from specjax.server.responses import (
     ChatChoice,
     ChatChunkChoice,
@@ -35,10 +37,13 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
       ClientGoneError: the client went away.
     """
     service, record = service_of(request), record_of(request)
+    check_fields(body, request)
+    _check_tools(body)
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
-    chat = ids_of_chat(service, body.messages, body.chat_template_kwargs)
+    special = bool(body.add_special_tokens)
+    chat = ids_of_chat(service, body.messages, variables_of(service, body), special=special)
     ids = await unless_gone(request.receive, chat)
     most = new_tokens(service, asked, None, ids, "messages")
     requests = requests_of(
@@ -69,12 +74,41 @@ def _number_of_logprobs(body: ChatCompletionRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+def _check_tools(body: ChatCompletionRequest) -> None:
+    """Refuses tools that the model may call: calls are not read out of its text."""
+    if body.tools and body.tool_choice != "none":
+        message = (
+            'tools is not supported here unless tool_choice is "none", with which the template '
+            "gets them: describe them in a message and parse the text, or leave them out."
+        )
+        raise ApiError(400, message, param="tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        message = (
+            f'tool_choice is not supported here: should be "none" or "auto"; it is '
+            f"{shown(body.tool_choice)}."
+        )
+        raise ApiError(400, message, param="tool_choice")
+
+
+def variables_of(service: Service, body: TemplateFields) -> dict[str, Any]:
+    """What a request gives the chat template beside its messages.
+
+    Raises:
+      ApiError: one of `chat_template_kwargs` is none of a template's variables (400).
+    """
+    own = body.chat_template_kwargs or {}
+    _check_variables(service.tokenizer, own)
+    named = {name: getattr(body, name) for name in ("reasoning_effort", "documents", "tools")}
+    return {name: value for name, value in named.items() if value} | own
+
+
 async def ids_of_chat(
     service: Service,
     messages: Sequence[Message],
-    variables: Mapping[str, Any] | None,
+    variables: Mapping[str, Any],
     *,
     answer: bool = True,
+    special: bool = False,
 ) -> list[int]:
     """The tokens of a chat.
 
@@ -83,21 +117,21 @@ async def ids_of_chat(
       messages: of the chat.
       variables: for the chat template.
       answer: whether the beginning of the model's answer is added.
+      special: whether the tokenizer's special tokens are put around what the template made.
 
     Raises:
       ApiError: there is no chat template, or it refuses these messages (400).
     """
     if not service.tokenizer.chat_template:
         raise ApiError(400, "This model has no chat template.", param="messages")
-    _check_variables(service.tokenizer, variables or {})
-    talk = [_message(each) for each in messages]
-    length = sum(len(each["content"]) for each in talk)
-    arguments = {**(variables or {}), "add_generation_prompt": answer}
+    talk = talk_of(messages)
+    length = sum(len(str(each)) for each in talk)
+    arguments = {**variables, "add_generation_prompt": answer}
 
     def rendered() -> str:
         return _render(service.tokenizer, talk, arguments)
 
-    return await service.encode(await service.run_apart(length, rendered), special=False)
+    return await service.encode(await service.run_apart(length, rendered), special=special)
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -109,15 +143,7 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         raise ApiError(400, f"{param} is not supported: it is no template's variable.", param=param)
 
 
-def _message(message: Message) -> dict[str, str]:
-    """A message as templates take it: parts of its content on lines of their own."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-    name = {} if message.name is None else {"name": message.name}
-    return {"role": message.role, "content": text} | name
-
-
-def _render(tokenizer: Any, talk: list[dict[str, str]], variables: Mapping[str, Any]) -> str:
+def _render(tokenizer: Any, talk: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
     try:
         return tokenizer.apply_chat_template(talk, tokenize=False, **variables)
     except Exception as error:  # what a template raises has no type of its own

@@ -1,7 +1,7 @@
 """A choice of a request: tokens of the engine's stream become text, cut at stop strings."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from specjax.checkpoints.detokenizer import INCOMPLETE, Detokenizer, TokenTexts
@@ -39,15 +39,29 @@ class Delta:
 
 
 class TextUntilStop:
-    """Text of tokens up to the first stop string; see `Detokenizer` and `StopSearch`."""
+    """Text of tokens up to the first stop string; see `Detokenizer` and `StopSearch`.
 
-    def __init__(self, detokenizer: Detokenizer, search: StopSearch | None) -> None:
+    Args:
+      detokenizer: of the text.
+      search: for stop strings; None if there are none.
+      special: ids of the tokens that have no text.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        search: StopSearch | None,
+        special: Collection[int] = frozenset(),
+    ) -> None:
         self._detokenizer = detokenizer
         self._search = search
+        self._special = special
         self._decoded = 0
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that is certain with one more token, and whether it completed a stop string."""
+        if token in self._special:
+            return self.add_special(token)
         piece = self._detokenizer.add(token)
         self._decoded += len(piece)
         if self._search is None:
@@ -58,6 +72,12 @@ class TextUntilStop:
             if ended:
                 text += self._search.add(unsettled)[0]
         return text, ended
+
+    def add_special(self, token: int) -> tuple[str, bool]:
+        """The same with a token that has no text; another than a special one changes nothing."""
+        if self._search is None or token not in self._special:
+            return "", False
+        return self._search.add_token(token, self._detokenizer.pending())
 
     def offset_of(self, token: int) -> int:
         """Characters of all tokens so far, given or held back, ahead of the next one."""
@@ -102,7 +122,7 @@ class Choice:
         self.completion_tokens = 0
         self.finish_reason: str | None = None
         search = None if stops is None else stops.search()
-        self._text = TextUntilStop(Detokenizer(texts, prompt), search)
+        self._text = TextUntilStop(Detokenizer(texts, prompt), search, texts.special.ids)
         self._wants_logprobs = logprobs
         self._echo = echo
         self._echoed = 0
@@ -122,9 +142,9 @@ class Choice:
                 self._note(
                     token, tokens.logprobs[place], self._echoed + self._text.offset_of(token)
                 )
-            if tokens.finish_reason == "stop" and place + 1 == len(tokens.ids):
-                break  # an end token has no text
-            text, ended = self._text.add(token)
+            is_end = tokens.finish_reason == "stop" and place + 1 == len(tokens.ids)
+            add = self._text.add_special if is_end else self._text.add  # an end token has no text
+            text, ended = add(token)
             self._pieces.append(text)
             if ended:
                 self.finish_reason = "stop"

@@ -9,6 +9,7 @@ from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta, Echo, echo_of
 from specjax.server.connection import respond, unless_gone
 from specjax.server.errors import ApiError
+from specjax.server.fields import check_fields
 from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
 from specjax.server.protocol import CompletionRequest
@@ -34,6 +35,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
       ClientGoneError: the client went away.
     """
     service, record = service_of(request), record_of(request)
+    check_fields(body, request)
     service.check_model(body.model)
     _check(body, service)
     prompts = await unless_gone(request.receive, _all_prompts(service, body))
@@ -73,7 +75,8 @@ async def _prompt(service: Service, body: CompletionRequest, given: str | list[i
       ApiError: it is too long, or has tokens that the model does not have (400).
     """
     text = given if isinstance(given, str) else None
-    ids = given if not isinstance(given, str) else await service.encode(given)
+    special = body.add_special_tokens is not False
+    ids = given if not isinstance(given, str) else await service.encode(given, special=special)
     most = new_tokens(service, body.max_tokens, DEFAULT_MAX_TOKENS, ids, "prompt")
     service.check_ids(ids, "prompt")
     requests = requests_of(
@@ -141,6 +144,14 @@ def logprobs_of(texts: TokenTexts, delta: Delta) -> CompletionLogprobs:
 
 
 def _top(texts: TokenTexts, token: int, known: Logprob) -> dict[str, float]:
-    """The likeliest tokens' log probabilities, and that of the token that came."""
-    top = {texts.text_of(other): finite(logprob) for other, logprob in known.top}
-    return {texts.text_of(token): finite(known.logprob)} | top
+    """The likeliest tokens' log probabilities, and that of the token that came.
+
+    Of tokens with one text the one that came has it, else the likeliest; the others are named by
+    their ids.
+    """
+    top: dict[str, float] = {}
+    others = {other: logprob for other, logprob in known.top if other != token}
+    for other, logprob in ({token: known.logprob} | others).items():
+        text = texts.text_of(other)
+        top[f"token_id:{other}" if text in top else text] = finite(logprob)
+    return top

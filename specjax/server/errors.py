@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -10,8 +10,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
-
-from specjax.server.protocol import REQUESTS, UNSUPPORTED
 
 RETRY_SECONDS = 5
 """What clients of a server that is not ready, or no longer, are told to wait."""
@@ -97,28 +95,11 @@ def respond_to_failure(_: Request, error: Exception) -> Response:
 def respond_to_invalid_body(request: Request, error: Exception) -> Response:
     """The 400 to a body that is no request of this route: one sentence about one field."""
     assert isinstance(error, RequestValidationError)
-    known, unsupported = fields_of(request.url.path), unsupported_by(request.url.path)
-    message, param = sentence(error.errors(), error.body, known, unsupported)
+    message, param = sentence(error.errors(), error.body)
     return respond_to_api_error(request, ApiError(400, message, param=param))
 
 
-def fields_of(path: str) -> Sequence[str]:
-    """The fields of the requests that a route takes."""
-    model = REQUESTS.get(path)
-    return [] if model is None else list(model.model_fields)
-
-
-def unsupported_by(path: str) -> Collection[str]:
-    """Those of them that a route knows and does not honour."""
-    return UNSUPPORTED.get(path, ())
-
-
-def sentence(
-    errors: Sequence[Mapping[str, Any]],
-    body: Any,
-    known: Sequence[str],
-    unsupported: Collection[str] = (),
-) -> tuple[str, str | None]:
+def sentence(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str, str | None]:
     """One sentence about what is wrong in a body, and the field that it names.
 
     Where a field may have several types, the errors are those of each; the ones that got furthest
@@ -127,22 +108,17 @@ def sentence(
     Args:
       errors: pydantic's, at least one.
       body: what was validated.
-      known: names of fields, of which the nearest is named for one that is unknown.
-      unsupported: those that may only have the values that change nothing.
     """
     field = errors[0]["loc"][1:2]
     located = [(*_located(each, body), each) for each in errors if each["loc"][1:2] == field]
     path, value, error = max(located, key=lambda each: _depth(each[0]))
     wrong = [_requirement(each) for there, _, each in located if there == path]
-    name = _dotted(path)
+    name = dotted(path)
     if not path:
-        return f"The body must be a JSON object; it is {_shown(value)}.", None
+        return f"The body must be a JSON object; it is {shown(value)}.", None
     if error["type"] == "missing":
         return f"{name} is missing.", name
-    if error["type"] == "extra_forbidden":
-        return _unknown(name, known if len(path) == 1 else ()), name
-    here = " is not supported here" if path[0] in unsupported else ""
-    return f"{name}{here}: {_any_of(wrong)}; it is {_shown(value)}.", name
+    return f"{name}: {_any_of(wrong)}; it is {shown(value)}.", name
 
 
 def _located(error: Mapping[str, Any], body: Any) -> tuple[list[str | int], Any]:
@@ -167,12 +143,14 @@ def _depth(path: Sequence[str | int]) -> tuple[int, int]:
     return len(path), last if isinstance(last, int) else 0
 
 
-def _dotted(path: Sequence[str | int]) -> str:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".")
+def dotted(path: Sequence[str | int]) -> str:
+    """A field's name in sentences: `messages[0].name`. Long names are cut."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{_cut(step)}" for step in path)
+    return "".join(steps).removeprefix(".")
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
+def unknown(name: str, known: Sequence[str]) -> str:
+    """The sentence about a field that is none of the known ones; it names the nearest."""
     near = difflib.get_close_matches(name, known, 1)
     return f"{name} is no field of this request" + (f"; there is {near[0]}." if near else ".")
 
@@ -188,11 +166,15 @@ def _any_of(wrong: Sequence[str]) -> str:
     return " or ".join([first, *(each.removeprefix("should be ") for each in others)])
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value in sentences: bounded, lists and objects by their sizes."""
     if isinstance(value, dict | list):
         kind = "an object" if isinstance(value, dict) else "a list"
         return f"{kind} of {len(value)}"
     if isinstance(value, bytes):
         return "no JSON"
-    text = json.dumps(value, ensure_ascii=False)
+    return _cut(json.dumps(value, ensure_ascii=False))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."

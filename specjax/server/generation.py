@@ -203,7 +203,7 @@ def submit(
       ApiError: the engine refuses a value (400), is full (429) or takes nothing more (503).
     """
     asked = [(prompt, request) for prompt in prompts for request in prompt.requests]
-    search = StopStrings(stops) if stops else None
+    search = StopStrings(stops, service.texts.special) if stops else None
     streams = _submitted(service, [request for _, request in asked])
     try:
         choices = [

@@ -6,15 +6,21 @@ import logging
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specjax.server.errors import unknown
+
 if TYPE_CHECKING:
     from specjax.server.generation import Generation
 
 LOGGER = logging.getLogger("specjax.server.requests")
+_FIELDS = logging.getLogger("specjax.server.fields")
+_LOGGED = 256
+"""Names of ignored fields that are logged, each once: clients may send any number."""
 _QUIET = ("/health", "/ready", "/metrics", "/")
 _WATCHED = ("/debug/", "/page/")
 """Routes that an open live page asks for again and again begin with one of these."""
@@ -31,6 +37,8 @@ class Record:
     status: int | None = None
     complete: bool = False
     client_aborted: bool = False
+    ignored: str = ""
+    """Names of fields that were ignored, as the response's header has them."""
     generation: "Generation | None" = None
 
     def line(self) -> dict[str, Any]:
@@ -83,8 +91,10 @@ class RequestLog:
         async def watched_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                identity = (b"x-request-id", record.id.encode())
-                message = {**message, "headers": [*message["headers"], identity]}
+                own = [(b"x-request-id", record.id.encode())]
+                if record.ignored:
+                    own.append((b"x-ignored-fields", record.ignored.encode()))
+                message = {**message, "headers": [*message["headers"], *own]}
             await send(message)
             record.complete |= message["type"] == "http.response.body" and not message.get(
                 "more_body", False
@@ -98,6 +108,25 @@ class RequestLog:
         finally:
             if record.route not in _QUIET and not record.route.startswith(_WATCHED):
                 LOGGER.info("request", extra={"fields": record.line()})
+
+
+class IgnoredFields:
+    """Names of ignored fields, each of which is logged once."""
+
+    def __init__(self) -> None:
+        self._logged: set[str] = set()
+
+    def note(self, names: Sequence[str], known: Sequence[str]) -> None:
+        """Logs those that are new, with the known field that they resemble."""
+        for name in names:
+            if name in self._logged or len(self._logged) > _LOGGED:
+                continue
+            self._logged.add(name)
+            if len(self._logged) > _LOGGED:
+                _FIELDS.warning("further unknown fields are ignored without a line")
+                return
+            said = unknown(name, () if "." in name else known)
+            _FIELDS.warning("%s It is ignored.", said, extra={"fields": {"ignored_field": name}})
 
 
 class _Lines(logging.Formatter):

@@ -16,6 +16,7 @@ class ServerOptions:
       allowed_hosts: names that a request's Host may have beside localhost's; `*` is any.
       idle_seconds: after how long without an event a stream sends a comment.
       drain_seconds: how long running requests may go on after SIGTERM.
+      strict_fields: whether requests with unknown fields are refused.
       debug: whether `POST /debug/speculation` may fix the setting.
       max_body_bytes: of a request's body.
       body_seconds: how long a client may take to send it.
@@ -33,6 +34,7 @@ class ServerOptions:
     allowed_hosts: tuple[str, ...] = ()
     idle_seconds: float = 5.0
     drain_seconds: float = 30.0
+    strict_fields: bool = False
     debug: bool = False
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0

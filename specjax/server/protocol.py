@@ -1,16 +1,17 @@
 """Requests of OpenAI's API, with vLLM's further fields, as pydantic models.
 
-A field that is not here is refused. Of those that OpenAI or vLLM know and this server does not
-honour, `UNSUPPORTED`, a request may give the values that change nothing.
+A field that is not here is ignored and named (`fields.py`), unless it is one that others honour and
+that would change the text (`unsupported.py`).
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, Strict
 
 from specjax.engine.request import MAX_LOGPROBS
+from specjax.server import unsupported
+from specjax.server.unsupported import Neutral
 
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]
@@ -25,31 +26,19 @@ TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
 Bias = Annotated[Number, Field(ge=-100, le=100)]
 Penalty = Annotated[Number, Field(ge=-2, le=2)]
 NonEmpty = Annotated[Text, Field(min_length=1)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
-"""An empty list."""
-
-
-def _exactly(kind: type) -> BeforeValidator:
-    """Refuses values of other types than `kind`: Python takes 0 for False and 1.0 for 1."""
-
-    def check(value: Any) -> Any:
-        if type(value) is not kind:
-            names = {"kind": {bool: "boolean", int: "integer"}[kind]}
-            raise PydanticCustomError("type", "Input should be a valid {kind}", names)
-        return value
-
-    return BeforeValidator(check)
-
-
-Off = Annotated[Literal[False], _exactly(bool)]
-On = Annotated[Literal[True], _exactly(bool)]
-Zero = Annotated[Literal[0], _exactly(int)]
+Unused = Any
+"""A field that changes no text: it is taken and not used."""
 
 
 class Body(BaseModel):
-    """An object of a request: no unknown fields, no infinite numbers."""
+    """An object of a request, without infinite numbers; `model_extra` has its unknown fields."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    unsupported: ClassVar[Mapping[str, Neutral]] = {}
+    """Fields that are known and not honoured."""
+    nested: ClassVar[tuple[str, ...]] = ()
+    """Fields whose values are such objects, or lists that may hold some."""
 
 
 class StreamOptions(Body):
@@ -60,17 +49,13 @@ class StreamOptions(Body):
 
     include_usage: Flag | None = None
     continuous_usage_stats: Flag | None = None
-    include_obfuscation: Off | None = None
-
-
-class TextFormat(Body):
-    """The only format of a response."""
-
-    type: Literal["text"]
+    include_obfuscation: Unused = None
 
 
 class GenerationRequest(Body):
     """What completions and chats have in common; null is a field's default."""
+
+    nested = ("stream_options",)
 
     model: Text | None = None
     max_tokens: Annotated[Whole, Field(ge=0)] | None = None
@@ -90,57 +75,21 @@ class GenerationRequest(Body):
     max_tpot_ms: Annotated[Number, Field(gt=0, le=1e9)] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = None
+    add_special_tokens: Flag | None = None
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    priority: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
 
 
-class UnsupportedFields(Body):
-    """Fields of vLLM's sampling that may only have the values that change nothing."""
-
-    min_tokens: Zero | None = None
-    use_beam_search: Off | None = None
-    skip_special_tokens: On | None = None
-    spaces_between_special_tokens: On | None = None
-    include_stop_str_in_output: Off | None = None
-    bad_words: Nothing | None = None
-    allowed_token_ids: None = None
-    prompt_logprobs: None = None
-    truncate_prompt_tokens: None = None
-    priority: Zero | None = None
-
-
-class UnsupportedCompletionFields(UnsupportedFields):
-    """Those of completions."""
-
-    suffix: Literal[""] | None = None
-    best_of: Count | None = Field(None, description="Must equal n.")
-
-
-class UnsupportedChatFields(UnsupportedFields):
-    """Those of chats."""
-
-    tools: Nothing | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Flag | None = None
-    functions: Nothing | None = None
-    function_call: Literal["none", "auto"] | None = None
-    response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
-    audio: None = None
-    prediction: None = None
-    reasoning_effort: None = None
-    verbosity: None = None
-    web_search_options: None = None
-    moderation: None = None
-    service_tier: Literal["auto", "default"] | None = None
-    store: Off | None = None
-    echo: Off | None = None
-    chat_template: None = None
-    add_generation_prompt: On | None = None
-    continue_final_message: Off | None = None
-
-
-class CompletionRequest(GenerationRequest, UnsupportedCompletionFields):
+class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`."""
+
+    unsupported = unsupported.COMPLETION
 
     prompt: (
         NonEmpty
@@ -148,56 +97,105 @@ class CompletionRequest(GenerationRequest, UnsupportedCompletionFields):
         | TokenIds
         | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1)]
     )
+    best_of: Count | None = Field(None, description="Must equal n.")
     echo: Flag | None = None
     logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class TextPart(Body):
-    """A part of a message's content."""
+    """A part of a message's content; those of a refusal have it under that name."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: Text
 
 
-class Message(Body):
-    """A message of a chat; fields that responses have may come back empty."""
+class RefusalPart(Body):
+    """The part of an answer that refuses."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True, min_length=1)]
+    type: Literal["refusal"]
+    refusal: Text
+
+
+class CalledFunction(Body):
+    """What an answer called; `arguments` are JSON, as a text or as they are."""
+
+    name: Text
+    arguments: Text | dict[Text, Any] | None = None
+
+
+class ToolCall(Body):
+    """A call of a tool in an answer."""
+
+    nested = ("function",)
+
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    index: Unused = None
+    function: CalledFunction
+
+
+Part = Text | TextPart | RefusalPart
+
+
+class Message(Body):
+    """A message of a chat; those of users and systems have a content."""
+
+    unsupported = unsupported.MESSAGE
+    nested = ("content", "tool_calls", "function_call")
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Text | Annotated[list[Part], Field(fail_fast=True)] | None = None
     name: Text | None = None
-    refusal: None = None
-    tool_calls: Nothing | None = None
-    function_call: None = None
-    audio: None = None
-    annotations: Nothing | None = None
+    refusal: Text | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: Text | None = None
+    function_call: CalledFunction | None = None
+    reasoning_content: Text | None = None
+    reasoning: Text | None = None
+    thinking: Text | None = None
+    annotations: Unused = None
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+Objects = Annotated[list[dict[Text, Any]], Field(fail_fast=True)]
 
 
-class ChatCompletionRequest(GenerationRequest, UnsupportedChatFields):
+class TemplateFields(Body):
+    """Of a chat: what its template gets."""
+
+    chat_template_kwargs: dict[Text, Any] | None = None
+    reasoning_effort: Text | None = None
+    documents: Objects | None = None
+    tools: Objects | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """The body of `/v1/chat/completions`."""
+
+    unsupported = unsupported.CHAT
+    nested = ("stream_options", "messages")
 
     messages: Messages
     max_completion_tokens: Count | None = None
     max_tokens: Count | None = None
     logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
-    metadata: dict[Text, Text] | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    tool_choice: Text | dict[Text, Any] | None = None
+    parallel_tool_calls: Unused = None
+    prediction: Unused = None
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(TemplateFields):
     """The body of `/tokenize`: a prompt, or the messages of a chat."""
+
+    unsupported = unsupported.TOKENIZE
+    nested = ("messages",)
 
     model: Text | None = None
     prompt: Text | None = None
     messages: Messages | None = None
     add_special_tokens: Flag | None = None
     add_generation_prompt: Flag | None = None
-    chat_template_kwargs: dict[Text, Any] | None = None
     return_token_strs: Flag | None = None
 
 
@@ -215,9 +213,3 @@ REQUESTS: Mapping[str, type[Body]] = {
     "/detokenize": DetokenizeRequest,
 }
 """The body of each route."""
-
-UNSUPPORTED: Mapping[str, frozenset[str]] = {
-    "/v1/completions": frozenset(UnsupportedCompletionFields.model_fields),
-    "/v1/chat/completions": frozenset(UnsupportedChatFields.model_fields),
-}
-"""Fields of a route that are known and not honoured."""

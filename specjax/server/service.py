@@ -10,6 +10,7 @@ from starlette.requests import HTTPConnection
 
 from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.server.errors import ApiError, unavailable
+from specjax.server.log import IgnoredFields
 from specjax.server.metrics import Metrics
 from specjax.server.options import ServerOptions
 
@@ -43,6 +44,7 @@ class Service:
         self.options = options
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(engine, options.served_model_name)
+        self.ignored = IgnoredFields()
         self.draining = False
         self._worker = ThreadPoolExecutor(1, "specjax-tokenizer")
         self._keys = [key.encode() for key in options.api_keys]

@@ -3,11 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.engine.request import Request
-from specjax.server.errors import ApiError
+from specjax.engine.request import MAX_STOP_TOKEN_IDS, Request
+from specjax.server.errors import ApiError, shown
 from specjax.server.options import ServerOptions
 from specjax.server.protocol import GenerationRequest
 from specjax.server.service import Service
+from specjax.server.stops import end_ids_of
+
+ANY_SEED = -1
+"""The seed of llama.cpp's and vLLM's clients that have none."""
 
 _DIRECT = (
     "temperature",
@@ -17,11 +21,13 @@ _DIRECT = (
     "frequency_penalty",
     "repetition_penalty",
     "seed",
-    "stop_token_ids",
     "ignore_eos",
     "max_tpot_ms",
 )
 """Fields that mean the same to the engine; null is its default, but for the temperature."""
+
+_WINDOWS = ("repeat_last_n", "penalty_last_n", "repetition_penalty_range", "rep_pen_range")
+"""How many of the last tokens others' penalties look at; -1 is all."""
 
 
 def check_limits(body: GenerationRequest, options: ServerOptions) -> None:
@@ -38,9 +44,21 @@ def check_limits(body: GenerationRequest, options: ServerOptions) -> None:
     longest = max(map(len, stops), default=0)
     if longest > options.max_stop_length:
         raise _beyond("stop", longest, options.max_stop_length, "characters")
+    _check_window(body)
     if body.stream_options is not None and not body.stream:
         message = "stream_options may only be given where stream is true."
         raise ApiError(400, message, param="stream_options")
+
+
+def _check_window(body: GenerationRequest) -> None:
+    """Refuses penalties of the last tokens only: those here are of all."""
+    extra = body.model_extra or {}
+    windows = {name: extra[name] for name in _WINDOWS if extra.get(name) not in (None, -1)}
+    off = body.repetition_penalty in (None, 1)
+    if windows and not (off and not body.presence_penalty and not body.frequency_penalty):
+        name, value = next(iter(windows.items()))
+        message = f"{name} is not supported beside a penalty: should be -1; it is {shown(value)}."
+        raise ApiError(400, message, param=name)
 
 
 def _beyond(name: str, value: int, limit: int, unit: str = "") -> ApiError:
@@ -116,7 +134,22 @@ def requests_of(
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     service.check_ids(list(bias), "logit_bias")
     service.check_ids(body.stop_token_ids or [], "stop_token_ids")
+    if ends := _end_ids(service, body):
+        given["stop_token_ids"] = ends
+    if body.seed == ANY_SEED:
+        del given["seed"]
     return [
         Request(prompt=prompt, logit_bias=bias, choice=choice, **given, **more)
         for choice in range(body.n or 1)
     ]
+
+
+def _end_ids(service: Service, body: GenerationRequest) -> list[int]:
+    """The tokens that a request names as its ends, and stops that are special tokens.
+
+    Those that the engine has no room for end the text where it is made.
+    """
+    asked = body.stop_token_ids or []
+    found = end_ids_of(stops_of(body), service.texts.special)
+    more = [each for each in found if each < service.engine.vocab_size and each not in asked]
+    return [*asked, *more][: max(MAX_STOP_TOKEN_IDS, len(asked))]

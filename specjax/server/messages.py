@@ -1,0 +1,73 @@
+"""Messages of a chat as chat templates take them."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.server.errors import ApiError
+from specjax.server.protocol import CalledFunction, Message, RefusalPart, TextPart, ToolCall
+
+_NEEDS_CONTENT = ("system", "developer", "user")
+_AS_THEY_ARE = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+
+
+def talk_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages as a template takes them: parts of a content become lines.
+
+    Arguments of calls become objects, as templates expect them. No content becomes an empty text:
+    many templates add it to others.
+
+    Args:
+      messages: of the chat.
+
+    Raises:
+      ApiError: a message of a user or a system has no content (400).
+    """
+    return [_as_given(each, place) for place, each in enumerate(messages)]
+
+
+def _as_given(message: Message, place: int) -> dict[str, Any]:
+    if message.content in (None, []) and message.role in _NEEDS_CONTENT:
+        param = f"messages[{place}].content"
+        raise ApiError(400, f"{param} is missing.", param=param)
+    given: dict[str, Any] = {"role": message.role, "content": _text_of(message)}
+    for name in _AS_THEY_ARE:
+        if (value := getattr(message, name)) is not None:
+            given[name] = value
+    if message.tool_calls:
+        given["tool_calls"] = [_call(each) for each in message.tool_calls]
+    if message.function_call is not None:
+        given["function_call"] = _function(message.function_call)
+    return given
+
+
+def _text_of(message: Message) -> str:
+    content = message.content or message.refusal or ""
+    return content if isinstance(content, str) else "\n".join(map(_text_of_part, content))
+
+
+def _text_of_part(part: str | TextPart | RefusalPart) -> str:
+    if isinstance(part, str):
+        return part
+    return part.text if isinstance(part, TextPart) else part.refusal
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    name = {} if call.id is None else {"id": call.id}
+    return name | {"type": "function", "function": _function(call.function)}
+
+
+def _function(called: CalledFunction) -> dict[str, Any]:
+    return {"name": called.name, "arguments": _arguments(called.arguments or {})}
+
+
+def _arguments(given: str | dict[str, Any]) -> str | dict[str, Any]:
+    """The object that a text of JSON stands for; one that is no object stays as it is."""
+    if isinstance(given, dict):
+        return given
+    try:
+        value = json.loads(given)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair cannot be written
+    except (ValueError, RecursionError):
+        return given
+    return value if isinstance(value, dict) else given
