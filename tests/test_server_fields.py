@@ -282,11 +282,36 @@ def test_arguments_become_objects(client, server, tokenizer, arguments, expected
     assert second["function_call"] == function | {"arguments": expected}
 
 
+@pytest.mark.parametrize(
+    ("template", "as_text"),
+    [
+        ("{{ 'x' + call['function']['arguments'] + 'y' }}", True),
+        ("x{{- call.function.arguments -}}y", True),
+        ("x{{ call.function.arguments ~ 'y' }}", True),
+        ("x{{ call.function.arguments | tojson }}y", False),
+        ("{% set a = call.function['arguments'] %}x{{ a | tojson }}y", False),
+        ("x{% if call.function.arguments is mapping %}{{ call.function.arguments | tojson }}"
+         "{% else %}{{ call.function.arguments }}{% endif %}y", False),
+    ],
+)  # fmt: skip
+def test_arguments_are_what_the_template_expects(client, server, tokenizer, template, as_text):
+    """Some write a text of JSON as it is: an object would come out as Python writes it."""
+    tokenizer.chat_template = "{% set call = messages[0].tool_calls[0] %}" + template
+    for given in ('{"a":  1}', {"a": 1}):
+        call = {"id": "1", "function": {"name": "f", "arguments": given}}
+        sent(client, CHAT, messages=[{"role": "assistant", "tool_calls": [call]}])
+        written = given if as_text and isinstance(given, str) else '{"a": 1}'
+        assert rendered(server, tokenizer) == f"x{written}y"
+
+
 def test_thoughts_reach_the_template(client, server, tokenizer):
-    thoughts = {"reasoning_content": "hm", "reasoning": "ha", "thinking": "ho", "name": "n"}
+    thoughts: dict = {"reasoning_content": "hm", "reasoning": "ha", "thinking": "ho", "name": "n"}
     message = {"role": "assistant", "content": "a"} | thoughts
     sent(client, CHAT, messages=[message])
     assert json.loads(rendered(server, tokenizer)) == [message]
+    odd = {"reasoning": {"effort": "low"}, "thinking": ["a"], "reasoning_details": [{}]}
+    sent(client, CHAT, messages=[{"role": "assistant", "content": "a"} | odd])
+    assert json.loads(rendered(server, tokenizer)) == [{"role": "assistant", "content": "a"}]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ async def ids_of_chat(
     """
     if not service.tokenizer.chat_template:
         raise ApiError(400, "This model has no chat template.", param="messages")
-    talk = talk_of(messages)
+    talk = talk_of(messages, service.tokenizer.chat_template)
     length = sum(len(str(each)) for each in talk)
     arguments = {**variables, "add_generation_prompt": answer}
 

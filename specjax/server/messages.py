@@ -1,43 +1,51 @@
 """Messages of a chat as chat templates take them."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.server.errors import ApiError
 from specjax.server.protocol import CalledFunction, Message, RefusalPart, TextPart, ToolCall
 
+_WRITES_ARGUMENTS = re.compile(r"\barguments['\"]?\]?\s*(?:[+~]|-?\}\})")
+_TELLS_KINDS = re.compile(r"\barguments['\"]?\]?\s+is\s+(?:not\s+)?(?:string|mapping)")
 _NEEDS_CONTENT = ("system", "developer", "user")
+_Arguments = Callable[[str | dict[str, Any]], str | dict[str, Any]]
 _AS_THEY_ARE = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
-def talk_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def talk_of(messages: Sequence[Message], template: str | Mapping[str, str]) -> list[dict[str, Any]]:
     """The messages as a template takes them: parts of a content become lines.
 
-    Arguments of calls become objects, as templates expect them. No content becomes an empty text:
-    many templates add it to others.
+    Arguments of calls become objects, as most templates expect them; texts for a template that
+    writes them as they are. No content becomes an empty text: many templates add it to others.
 
     Args:
       messages: of the chat.
+      template: the chat template's source, or those of several by their names.
 
     Raises:
       ApiError: a message of a user or a system has no content (400).
     """
-    return [_as_given(each, place) for place, each in enumerate(messages)]
+    source = template if isinstance(template, str) else "\n".join(template.values())
+    as_text = bool(_WRITES_ARGUMENTS.search(source)) and not _TELLS_KINDS.search(source)
+    arguments = _text if as_text else _object
+    return [_as_given(each, place, arguments) for place, each in enumerate(messages)]
 
 
-def _as_given(message: Message, place: int) -> dict[str, Any]:
+def _as_given(message: Message, place: int, arguments: _Arguments) -> dict[str, Any]:
     if message.content in (None, []) and message.role in _NEEDS_CONTENT:
         param = f"messages[{place}].content"
         raise ApiError(400, f"{param} is missing.", param=param)
     given: dict[str, Any] = {"role": message.role, "content": _text_of(message)}
     for name in _AS_THEY_ARE:
-        if (value := getattr(message, name)) is not None:
+        if isinstance(value := getattr(message, name), str):
             given[name] = value
     if message.tool_calls:
-        given["tool_calls"] = [_call(each) for each in message.tool_calls]
+        given["tool_calls"] = [_call(each, arguments) for each in message.tool_calls]
     if message.function_call is not None:
-        given["function_call"] = _function(message.function_call)
+        given["function_call"] = _function(message.function_call, arguments)
     return given
 
 
@@ -52,16 +60,16 @@ def _text_of_part(part: str | TextPart | RefusalPart) -> str:
     return part.text if isinstance(part, TextPart) else part.refusal
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _call(call: ToolCall, arguments: _Arguments) -> dict[str, Any]:
     name = {} if call.id is None else {"id": call.id}
-    return name | {"type": "function", "function": _function(call.function)}
+    return name | {"type": "function", "function": _function(call.function, arguments)}
 
 
-def _function(called: CalledFunction) -> dict[str, Any]:
-    return {"name": called.name, "arguments": _arguments(called.arguments or {})}
+def _function(called: CalledFunction, arguments: _Arguments) -> dict[str, Any]:
+    return {"name": called.name, "arguments": arguments(called.arguments or {})}
 
 
-def _arguments(given: str | dict[str, Any]) -> str | dict[str, Any]:
+def _object(given: str | dict[str, Any]) -> str | dict[str, Any]:
     """The object that a text of JSON stands for; one that is no object stays as it is."""
     if isinstance(given, dict):
         return given
@@ -71,3 +79,7 @@ def _arguments(given: str | dict[str, Any]) -> str | dict[str, Any]:
     except (ValueError, RecursionError):
         return given
     return value if isinstance(value, dict) else given
+
+
+def _text(given: str | dict[str, Any]) -> str:
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)

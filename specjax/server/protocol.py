@@ -150,9 +150,9 @@ class Message(Body):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: Text | None = None
     function_call: CalledFunction | None = None
-    reasoning_content: Text | None = None
-    reasoning: Text | None = None
-    thinking: Text | None = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    thinking: Any = None
     annotations: Unused = None
 
 
