@@ -69,7 +69,7 @@ def rendered(server, tokenizer) -> str:
 def test_unknown_fields_are_ignored_and_named(client, server, caplog, path):
     name = f"colour_of{path.replace('/', '_')}"
     with caplog.at_level(logging.WARNING, "specjax.server.fields"):
-        responses = [sent(client, path, **{name: 1, "seeds": [2]}) for _ in range(2)]
+        responses = [sent(client, path, **{name: 1, "seeds": [2], "null": None}) for _ in range(2)]
     assert [each.headers[HEADER] for each in responses] == [f"{name}, seeds"] * 2
     lines = [each for each in caplog.records if each.fields["ignored_field"] == name]
     assert len(lines) == 1
@@ -100,7 +100,7 @@ def test_unknown_fields_of_messages_are_named_once(client):
 def test_names_in_logs_and_headers_are_bounded_and_plain(client, server, caplog):
     with caplog.at_level(logging.WARNING, "specjax.server.fields"):
         for turn in range(40):
-            fields: dict = {f"field{turn}_{n}": None for n in range(20)}
+            fields: dict = {f"field{turn}_{n}": 0 for n in range(20)}
             names = sent(client, CHAT, **fields).headers[HEADER].split(", ")
             assert len(names) == 17
             assert names[-1] == "..."
@@ -163,6 +163,7 @@ def test_fields_that_would_change_the_text_are_refused(client, server, path):
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format", "Ask"),
         ({"length_penalty": 2.0, "early_stopping": True}, None, ""),
         ({"options": {"temperature": 0}}, "options", "by themselves"),
+        ({"options": {"num_ctx": 4096, "seed": None}}, None, ""),
         ({"repeat_last_n": 64}, None, ""),
         ({"repeat_last_n": 64, "presence_penalty": 1}, "repeat_last_n", "should be -1; it is 64"),
         ({"repeat_last_n": -1, "presence_penalty": 1}, None, ""),
@@ -205,10 +206,17 @@ def test_special_tokens_are_added_where_asked_for(client, server):
 
 
 def test_variables_of_the_template(client, server, tokenizer):
-    tokenizer.chat_template = "{{ reasoning_effort }}|{{ tools | tojson }}|{{ documents | tojson }}"
+    tokenizer.chat_template = (
+        "{{ reasoning_effort }}|{{ enable_thinking }}{{ tools | tojson }}|{{ documents | tojson }}"
+    )
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    given = {"reasoning_effort": "low", "tools": tools, "documents": [{"title": "t"}]}
-    expected = f'low|{json.dumps(tools)}|[{{"title": "t"}}]'
+    given = {
+        "reasoning_effort": "low",
+        "enable_thinking": False,
+        "tools": tools,
+        "documents": [{"title": "t"}],
+    }
+    expected = f'low|False{json.dumps(tools)}|[{{"title": "t"}}]'
     sent(client, CHAT, tool_choice="none", **given)
     assert rendered(server, tokenizer) == expected
     made = client.post("/tokenize", json={"messages": USER} | given).json()

@@ -28,6 +28,9 @@ from specjax.server.responses import (
 from specjax.server.service import Service, service_of
 from specjax.server.submission import check_limits, new_tokens, requests_of, stops_of
 
+_VARIABLES = ("reasoning_effort", "enable_thinking", "documents", "tools")
+"""Fields that chat templates get under their own names."""
+
 
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answers a chat; in a stream if asked for.
@@ -98,8 +101,8 @@ def variables_of(service: Service, body: TemplateFields) -> dict[str, Any]:
     """
     own = body.chat_template_kwargs or {}
     _check_variables(service.tokenizer, own)
-    named = {name: getattr(body, name) for name in ("reasoning_effort", "documents", "tools")}
-    return {name: value for name, value in named.items() if value} | own
+    named = {name: getattr(body, name) for name in _VARIABLES}
+    return {name: value for name, value in named.items() if value not in (None, [])} | own
 
 
 async def ids_of_chat(

@@ -38,7 +38,11 @@ def check_fields(body: Body, request: Request) -> None:
         elif service.options.strict_fields:
             near = known if len(path) == 1 else ()
             raise ApiError(400, unknown(dotted(path), near), param=dotted(path))
-        elif len(ignored) < _KEPT and (kind := tuple(filter(_is_name, path))) not in ignored:
+        elif (
+            value is not None
+            and len(ignored) < _KEPT
+            and (kind := tuple(filter(_is_name, path))) not in ignored
+        ):
             ignored[kind] = _safe(path)
     if ignored:
         names = list(dict.fromkeys(ignored.values()))
@@ -66,7 +70,8 @@ def _others(body: Body, path: Path) -> Iterator[tuple[Path, Any, Neutral | None]
 
 
 def _check_neutral(path: Path, value: Any, neutral: Neutral) -> None:
-    if any(_same(_bare(value), each) for each in (None, *neutral.values)):
+    bare = _bare(value, neutral.harmless)
+    if any(_same(bare, each) for each in (None, *neutral.values)):
         return
     wanted = " or ".join(json.dumps(each) for each in (*neutral.values, None))
     message = f"{dotted(path)} is not supported here: should be {wanted}; it is {shown(value)}."
@@ -74,11 +79,11 @@ def _check_neutral(path: Path, value: Any, neutral: Neutral) -> None:
     raise ApiError(400, message + instead, param=dotted(path))
 
 
-def _bare(value: Any) -> Any:
-    """A value without the fields of an object that are null."""
+def _bare(value: Any, harmless: frozenset[str]) -> Any:
+    """A value without the fields of an object that are null or harmless."""
     if not isinstance(value, dict):
         return value
-    return {name: each for name, each in value.items() if each is not None}
+    return {n: each for n, each in value.items() if each is not None and n not in harmless}
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -165,6 +165,7 @@ class TemplateFields(Body):
 
     chat_template_kwargs: dict[Text, Any] | None = None
     reasoning_effort: Text | None = None
+    enable_thinking: Flag | None = None
     documents: Objects | None = None
     tools: Objects | None = None
 

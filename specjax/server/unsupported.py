@@ -8,10 +8,14 @@ from typing import Any, NamedTuple
 
 
 class Neutral(NamedTuple):
-    """The values of a field that change nothing, and what to do instead of another."""
+    """The values of a field that change nothing, and what to do instead of another.
+
+    An object's fields in `harmless` change nothing either.
+    """
 
     values: tuple[Any, ...] = ()
     instead: str = ""
+    harmless: frozenset[str] = frozenset()
 
 
 def _of(*values: Any, instead: str = "") -> Neutral:
@@ -24,6 +28,11 @@ _TOOLS = (
     '"none" the template gets them.'
 )
 _LENGTH = "Give max_tokens."
+_BY_THEMSELVES = "Give its fields by themselves, with OpenAI's names."
+_OF_DEVICES = frozenset(
+    ("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "numa", "low_vram", "use_mmap")
+)
+"""Ollama's options that change no text."""
 
 _FORMATS = dict.fromkeys(
     (
@@ -89,7 +98,7 @@ _ONLY_NULL = dict.fromkeys(
     ),
     _of("", [], {}),
 )
-_TWINS = {
+_TWINS: dict[str, Neutral] = {
     "repeat_penalty": _of(1, instead="Give repetition_penalty."),
     "rep_pen": _of(1, instead="Give repetition_penalty."),
     "stop_sequences": _of([], instead="Give stop."),
@@ -101,15 +110,14 @@ _TWINS = {
     "n_cmpl": _of(1, instead="Give n."),
     "num_return_sequences": _of(1, instead="Give n."),
     "ban_eos_token": _of(False, instead="Give ignore_eos."),
-    "options": _of({}, instead="Give its fields by themselves, with OpenAI's names."),
-    "parameters": _of({}, instead="Give its fields by themselves, with OpenAI's names."),
-    "sampling_params": _of({}, instead="Give its fields by themselves, with OpenAI's names."),
-    "extra_body": _of({}, instead="Give its fields by themselves."),
+    "options": Neutral(({},), _BY_THEMSELVES, _OF_DEVICES),
+    "parameters": Neutral(({},), _BY_THEMSELVES, frozenset({"details"})),
+    "sampling_params": _of({}, instead=_BY_THEMSELVES),
+    "extra_body": _of({}, instead=_BY_THEMSELVES),
     "system": _of("", instead="Give a message whose role is system."),
     "instructions": _of("", instead="Give a message whose role is system."),
     "negative_prompt": _of(""),
     "reasoning_budget": _of(-1),
-    "enable_thinking": _of(instead="Give it in chat_template_kwargs."),
     "thinking": _of(instead="Give it in chat_template_kwargs."),
     "think": _of(instead="Give it in chat_template_kwargs."),
     "reasoning": _of({}, False, instead="Give reasoning_effort."),
