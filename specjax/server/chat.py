@@ -37,8 +37,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
-    chat = ids_of_chat(service, body.messages, body.chat_template_kwargs)
-    ids = await unless_gone(request.receive, chat)
+    chat = for_template(service, body.messages, body.chat_template_kwargs, answer=True)
+    ids = await unless_gone(request.receive, service.encode_chat(*chat))
     most = new_tokens(service, asked, None, ids, "messages")
     requests = requests_of(
         service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body)
@@ -68,14 +68,14 @@ def _number_of_logprobs(body: ChatCompletionRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
-async def ids_of_chat(
+def for_template(
     service: Service,
     messages: Sequence[Message],
     variables: Mapping[str, Any] | None,
     *,
-    answer: bool = True,
-) -> list[int]:
-    """The tokens of a chat.
+    answer: bool,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables as the chat template takes them.
 
     Args:
       service: of the tokenizer.
@@ -84,19 +84,15 @@ async def ids_of_chat(
       answer: whether the beginning of the model's answer is added.
 
     Raises:
-      ApiError: there is no chat template, or it refuses these messages (400).
+      ApiError: there is no chat template, or it has no such variables (400).
     """
     if not service.tokenizer.chat_template:
         raise ApiError(400, "This model has no chat template.", param="messages")
     _check_variables(service.tokenizer, variables or {})
-    talk = [_message(each) for each in messages]
-    length = sum(len(each["content"]) for each in talk)
-    arguments = {**(variables or {}), "add_generation_prompt": answer}
-
-    def rendered() -> str:
-        return _render(service.tokenizer, talk, arguments)
-
-    return await service.encode(await service.run_apart(length, rendered), special=False)
+    return [_message(each) for each in messages], {
+        **(variables or {}),
+        "add_generation_prompt": answer,
+    }
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -114,14 +110,6 @@ def _message(message: Message) -> dict[str, str]:
     text = content if isinstance(content, str) else "\n".join(part.text for part in content)
     name = {} if message.name is None else {"name": message.name}
     return {"role": message.role, "content": text} | name
-
-
-def _render(tokenizer: Any, talk: list[dict[str, str]], variables: Mapping[str, Any]) -> str:
-    try:
-        return tokenizer.apply_chat_template(talk, tokenize=False, **variables)
-    except Exception as error:  # what a template raises has no type of its own
-        message = f"The chat template refuses these messages: {str(error)[:300].rstrip('.')}."
-        raise ApiError(400, message, param="messages") from error
 
 
 class _Chat(Answer):

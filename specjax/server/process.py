@@ -176,4 +176,5 @@ class Server(uvicorn.Server):
             if engine.ready:
                 await engine.drain(seconds)
         finally:
+            self._service.end_workers()
             self.should_exit = True

@@ -1,13 +1,12 @@
 """`/tokenize` and `/detokenize`, in vLLM's shapes."""
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from specjax.server.chat import ids_of_chat
+from specjax.server.chat import for_template
 from specjax.server.connection import unless_gone
 from specjax.server.errors import ApiError
 from specjax.server.protocol import DetokenizeRequest, TokenizeRequest
-from specjax.server.responses import DetokenizeResponse, TokenizeResponse
 from specjax.server.service import Service, service_of
 
 
@@ -20,15 +19,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     _check(body)
-    ids = await unless_gone(request.receive, _ids(service, body))
-    names = service.texts.names_of(ids) if body.return_token_strs else None
-    content: TokenizeResponse = {
-        "count": len(ids),
-        "max_model_len": service.engine.max_model_len,
-        "tokens": ids,
-        "token_strs": names,
-    }
-    return JSONResponse(content)
+    content = await unless_gone(request.receive, _content(service, body))
+    return Response(content, media_type="application/json")
 
 
 def _check(body: TokenizeRequest) -> None:
@@ -42,11 +34,16 @@ def _check(body: TokenizeRequest) -> None:
             raise ApiError(400, f"{name} does not go with prompt.", param=name)
 
 
-async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+async def _content(service: Service, body: TokenizeRequest) -> bytes:
+    names = bool(body.return_token_strs)
     if body.messages is not None:
         answer = body.add_generation_prompt is not False
-        return await ids_of_chat(service, body.messages, body.chat_template_kwargs, answer=answer)
-    return await service.encode(body.prompt or "", special=body.add_special_tokens is not False)
+        messages, variables = for_template(
+            service, body.messages, body.chat_template_kwargs, answer=answer
+        )
+        return await service.tokenized_chat(messages, variables, names)
+    special = body.add_special_tokens is not False
+    return await service.tokenized(body.prompt or "", special, names)
 
 
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -58,8 +55,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     service.check_ids(body.tokens, "tokens")
-    text = await service.run_apart(
-        len(body.tokens), lambda: service.texts.decode(body.tokens, special=True)
-    )
-    content: DetokenizeResponse = {"prompt": text}
-    return JSONResponse(content)
+    content = await unless_gone(request.receive, service.detokenized(body.tokens))
+    return Response(content, media_type="application/json")
