@@ -18,6 +18,8 @@ RETRY_SECONDS = 5
 
 _KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 _SHOWN = 80
+_LONGEST = 1000
+"""Characters of a message, whatever it quotes."""
 
 
 class Error(TypedDict):
@@ -55,8 +57,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, headers)
-        self.param = param
+        super().__init__(status, shortened(message, _LONGEST), headers)
+        self.param = None if param is None else shortened(param, _LONGEST)
         self.code = code
 
     def content(self) -> ErrorResponse:
@@ -70,6 +72,11 @@ class ApiError(HTTPException):
                 "code": self.code,
             }
         }
+
+
+def shortened(text: str, length: int = _SHOWN) -> str:
+    """The beginning of a text that a client may have made very long."""
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def unavailable(message: str, code: str) -> ApiError:
@@ -168,8 +175,8 @@ def _depth(path: Sequence[str | int]) -> tuple[int, int]:
 
 
 def _dotted(path: Sequence[str | int]) -> str:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".")
+    steps = (f"[{each}]" if isinstance(each, int) else f".{shortened(each)}" for each in path)
+    return "".join(steps).removeprefix(".")
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
@@ -194,5 +201,5 @@ def _shown(value: Any) -> str:
         return f"{kind} of {len(value)}"
     if isinstance(value, bytes):
         return "no JSON"
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    part = value[: _SHOWN + 1] if isinstance(value, str) else value
+    return shortened(json.dumps(part, ensure_ascii=False))

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -102,7 +102,20 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
+        self._longest_hold = 0.0
+        self._hold = Gauge(
+            "specjax:event_loop_held_seconds_max",
+            "The longest time since the server was ready that the event loop was held.",
+            ["model_name"],
+            registry=self._registry,
+        ).labels(model)
         self._model = model
+
+    def event_loop_held(self, seconds: float) -> None:
+        """Notes how long the event loop answered nobody."""
+        if seconds > self._longest_hold:
+            self._longest_hold = seconds
+            self._hold.set(seconds)
 
     def between_events(self, seconds: float) -> None:
         """Counts the time between two events of a request."""

@@ -227,17 +227,17 @@ class Service:
             raise refusal(refused) from refused
 
     async def _run(self, job: str, *arguments: Any, param: str | None, long: bool = False) -> Any:
-        what = "The body" if param is None else param
+        what = "the body" if param is None else param
         try:
             return await self._workers.run(job, *arguments, long=long)
         except RefusedError as refused:
             raise refusal(refused) from refused
         except TimeoutError as error:
             seconds = f"{self.options.text_seconds:g} seconds"
-            message = f"{what} takes longer than {seconds} to become tokens."
+            message = f"To read {what} takes longer than {seconds}, which is all a request has."
             raise ApiError(400, message, param=param) from error
         except WorkerLostError as error:
-            message = f"{what} takes more memory than a request may have."
+            message = f"To read {what} takes more memory than a request may have."
             raise ApiError(400, message, param=param) from error
         except WorkersClosedError as error:
             raise _shutting_down() from error
