@@ -102,20 +102,26 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self._longest_hold = 0.0
-        self._hold = Gauge(
+        self._longest_holds: dict[str, float] = {}
+        self._holds = Gauge(
             "specjax:event_loop_held_seconds_max",
             "The longest time since the server was ready that the event loop was held.",
-            ["model_name"],
+            ["model_name", "by"],
             registry=self._registry,
-        ).labels(model)
+        )
         self._model = model
 
-    def event_loop_held(self, seconds: float) -> None:
-        """Notes how long the event loop answered nobody."""
-        if seconds > self._longest_hold:
-            self._longest_hold = seconds
-            self._hold.set(seconds)
+    def event_loop_held(self, *, clock: float, processor: float) -> None:
+        """Notes for how many seconds the event loop answered nobody.
+
+        Args:
+          clock: by the clock, others' use of a busy machine included.
+          processor: of its own thread.
+        """
+        for by, seconds in (("clock", clock), ("processor", processor)):
+            if seconds > self._longest_holds.get(by, 0.0):
+                self._longest_holds[by] = seconds
+                self._holds.labels(self._model, by).set(seconds)
 
     def between_events(self, seconds: float) -> None:
         """Counts the time between two events of a request."""

@@ -146,11 +146,13 @@ class Server(uvicorn.Server):
     async def _watch(self) -> None:
         """Measures how long the event loop is held at most, once the engine has started."""
         while True:
-            before = time.perf_counter()
+            clock, processor = time.perf_counter(), time.thread_time()
             await asyncio.sleep(_TICK)
             if not self.engine_is_starting():
-                held = time.perf_counter() - before - _TICK
-                self._service.metrics.event_loop_held(held)
+                self._service.metrics.event_loop_held(
+                    clock=time.perf_counter() - clock - _TICK,
+                    processor=time.thread_time() - processor,
+                )
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to shut down: after a drain, or because the engine failed."""

@@ -29,7 +29,7 @@ _LONG_TEXT = 1 << 16
 """Characters of a text, or of a chat, that takes long to tokenize."""
 _MOST_IDS = 1 << 18
 """Of `/detokenize`, or the model's context if that is longer."""
-_MOST_VALUES = 1 << 15
+_MOST_VALUES = 1 << 14
 """Of a body, token ids aside."""
 
 

@@ -143,11 +143,17 @@ class _Worker:
         return read
 
     def kill(self) -> None:
-        """Ends it, whatever it does."""
-        self._socket.close()
+        """Ends it, whatever it does; who waits for its reply learns that."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends it and gives its socket back; nobody waits."""
+        self.kill()
+        self._socket.close()
 
 
 class _Pool:
@@ -174,12 +180,13 @@ class _Pool:
                 if done:
                     self._idle.append(worker)
                 else:
-                    worker.kill()
+                    worker.close()
 
     def close(self) -> None:
-        for worker in (*self._idle, *self._busy):
+        for worker in self._busy:
             worker.kill()
-        self._idle.clear()
+        while self._idle:
+            self._idle.pop().close()
 
 
 class _Source:
@@ -232,10 +239,10 @@ class _Source:
                 socket.send_fds(self._control, [b"x"], [other.fileno()])
             await worker.begun()
         except ConnectionError as error:
-            worker.kill()
+            worker.close()
             raise WorkerLostError from error
         except BaseException:
-            worker.kill()
+            worker.close()
             raise
         return worker
 
