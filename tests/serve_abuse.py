@@ -4,10 +4,15 @@
 
 A tiny model with a tiny draft is served. Clients ask for texts that are known; three in ten leave
 at any moment, some read more slowly than a socket holds, some send half a head or half a body, some
-ask for as much as fits or one token more. In the end no row and no place in the queue may be taken,
-no text may have been wrong, and memory may not have grown. Then the draft's folder is removed while
-the server runs, a signal comes in mid-stream, a server that was killed is started again at the same
-port, and one has a draft that gives NaN.
+ask for as much as fits or one token more. Some attack: with a chat template that never ends, very
+many messages or token ids, megabytes of spaces, a field's name of megabytes. In the end no row and
+no place in the queue may be taken, no text may have been wrong, and memory may not have grown. How
+long the server's event loop was held is asked of the server, and seen from outside by a process
+that asks for `/health` all the time.
+
+Then the draft's folder is removed while the server runs, a signal comes in mid-stream and one
+while a template runs, a server that was killed is started again at the same port, and one has a
+draft that gives NaN.
 """
 
 import asyncio
@@ -19,6 +24,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -40,8 +46,33 @@ from tests.pairs import broken
 from tests.serving import serving
 
 TEXTS, NEW, CONTEXT, CHOICES = 48, 24, 256, 4
-KINDS = {"whole": 0.3, "stream": 0.3, "leaves": 0.3, "slow": 0.04, "half": 0.03, "limit": 0.03}
-PATH = "/v1/completions"
+KINDS = {
+    "whole": 0.28, "stream": 0.28, "leaves": 0.28, "slow": 0.04, "half": 0.03, "limit": 0.03,
+    "chat": 0.03, "attack": 0.03,
+}  # fmt: skip
+PATH, CHAT = "/v1/completions", "/v1/chat/completions"
+TEMPLATE = (
+    "{% for a in range(n | default(0)) %}{% for b in range(n) %}{% for c in range(n) %}"
+    "{% endfor %}{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+USER = [{"role": "user", "content": "hi"}]
+BOMB = {"messages": USER, "chat_template_kwargs": {"n": 99_999}}
+_MANY = 900_000
+ATTACKS: dict[str, tuple[str, dict[str, object], int]] = {
+    "a template that never ends": (CHAT, BOMB, 400),
+    "100,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 100_000}, 400),
+    "900,000 ids": (PATH, {"prompt": [5] * _MANY}, 400),
+    "900,000 ids of stops": (PATH, {"prompt": "a", "stop_token_ids": [5] * _MANY}, 400),
+    "200,000 names of tokens": (
+        "/tokenize",
+        {"prompt": "ab" * 100_000, "return_token_strs": True},
+        200,
+    ),
+    "3.9 MB of spaces": (PATH, {"prompt": " " * 3_900_000}, 400),
+    "3.9 MB of spaces, tokenized": ("/tokenize", {"prompt": " " * 3_900_000}, 400),
+    "a field's name of 3.9 MB": (PATH, {"prompt": "a", "x" * 3_900_000: 1}, 400),
+}
+"""Paths, bodies and the status of what the tiny pair's server must answer quickly or give up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,10 +107,11 @@ class Server:
             self.port = int(self.url.rsplit(":", 1)[1])
             yield process
 
-    def gauge(self, name: str) -> float:
+    def gauge(self, name: str, label: str = "") -> float:
         """The value of a metric."""
         text = httpx.get(f"{self.url}/metrics", timeout=60).text
-        line = next(each for each in text.splitlines() if each.startswith(f"specjax:{name}{{"))
+        lines = (each for each in text.splitlines() if each.startswith(f"specjax:{name}{{"))
+        line = next(each for each in lines if f'="{label}' in each)
         return float(line.split()[-1])
 
     def left_behind(self, seconds: float = 30.0) -> tuple[float, float]:
@@ -120,6 +152,7 @@ class Clients:
         self._server, self._client, self._texts = server, client, known()
         self._noise = np.random.default_rng(seed)
         self.outcomes: Counter[str] = Counter()
+        self.chats: list[float] = []
 
     async def one(self) -> None:
         """A client of a random kind."""
@@ -194,6 +227,28 @@ class Clients:
         writer.transport.abort()
         return "half a request"
 
+    async def chat(self) -> str:
+        """A short chat, which waits behind no attack; how long it took is kept."""
+        start = time.perf_counter()
+        body = {"messages": USER, "max_tokens": 1, "temperature": 0}
+        response = await self._client.post(CHAT, json=body)
+        self.chats.append(time.perf_counter() - start)
+        return f"chat: {response.status_code}"
+
+    async def attack(self) -> str:
+        """Sends what would hold the server, and leaves one time in three."""
+        name = str(self._noise.choice(list(ATTACKS)))
+        path, body, status = ATTACKS[name]
+        patience = None if self._noise.integers(3) else float(self._noise.exponential(1.0))
+        try:
+            async with asyncio.timeout(patience):
+                response = await self._client.post(path, json=body)
+        except TimeoutError:
+            return f"{name}: left"
+        if status == 400 and len(response.content) > 4_000:
+            return f"{name}: AN ERROR OF {len(response.content)} BYTES"
+        return f"{name}: {response.status_code}"
+
     async def limit(self) -> str:
         """Asks for as much as the context holds, or one token more."""
         more = int(self._noise.integers(2))
@@ -203,9 +258,9 @@ class Clients:
         return "limit kept" if response.status_code in wanted else f"limit: {response.status_code}"
 
 
-def _head(length: int) -> bytes:
+def _head(length: int, path: str = PATH) -> bytes:
     """That of a request with a body of so many bytes, after which the connection ends."""
-    lines = f"POST {PATH} HTTP/1.1", "host: localhost", "connection: close"
+    lines = f"POST {path} HTTP/1.1", "host: localhost", "connection: close"
     return "\r\n".join((
         *lines, "content-type: application/json", f"content-length: {length}", "", ""
     )).encode()  # fmt: skip
@@ -242,12 +297,35 @@ async def sent(server: Server, abuse: Abuse, process: int) -> None:
                 memory.append(resident(process))
 
         start = time.perf_counter()
-        await asyncio.gather(*map(one, range(abuse.requests)))
+        with asked_for_health(server) as health:
+            await asyncio.gather(*map(one, range(abuse.requests)))
         seconds = time.perf_counter() - start
     print(f"{abuse.requests} requests, {abuse.connections} at once, {seconds:.0f} s")
     for outcome, count in sorted(clients.outcomes.items()):
         print(f"  {outcome}: {count}")
-    print(f"  memory, MiB: {', '.join(f'{each:.0f}' for each in memory)}", flush=True)
+    print(f"  memory, MiB: {', '.join(f'{each:.0f}' for each in memory)}")
+    print(f"  /health, ms: {health[0]}")
+    if clients.chats:
+        chats = np.quantile(clients.chats, (0.5, 0.9, 1.0))
+        print("  short chats, s (median, 90 %, longest):", ", ".join(f"{t:.2f}" for t in chats))
+    held = [1000 * server.gauge("event_loop_held_seconds_max", by) for by in ("clock", "processor")]
+    print(
+        f"  the event loop was held for at most {held[0]:.1f} ms; at most {held[1]:.1f} ms of them "
+        "were its own thread's",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def asked_for_health(server: Server) -> Iterator[list[str]]:
+    """Asks for `/health` meanwhile; what it found is in the list behind it."""
+    found: list[str] = []
+    command = [sys.executable, "-m", "tests.health_watch", server.url]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as watching:
+        yield found
+        found.append(watching.communicate()[0].strip())
 
 
 def in_mid_stream(server: Server, process: subprocess.Popen[str]) -> str:
@@ -259,6 +337,23 @@ def in_mid_stream(server: Server, process: subprocess.Popen[str]) -> str:
         process.send_signal(signal.SIGTERM)
         last = [line for line in lines if line][-1]
     return f"last line {last!r}, exit code {process.wait(60)}"
+
+
+def in_a_template(server: Server, process: subprocess.Popen[str]) -> str:
+    """One signal while chat templates run that never end."""
+    sockets = []
+    content = json.dumps(BOMB).encode()
+    for _ in range(4):
+        own = socket.create_connection(("127.0.0.1", server.port))
+        own.sendall(_head(len(content), CHAT) + content)
+        sockets.append(own)
+    time.sleep(1)
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(60)
+    for own in sockets:
+        own.close()
+    return f"exit code {code} after {time.monotonic() - start:.1f} s"
 
 
 def _save_broken(draft: Path) -> None:
@@ -277,7 +372,9 @@ def main() -> None:
     abuse = tyro.cli(Abuse, config=(tyro.conf.FlagCreatePairsOff,))
     draft = Path(tempfile.mkdtemp()) / "draft"
     shutil.copytree(pair_folder() / "two", draft)
-    server = Server(abuse, draft)
+    target = shutil.copytree(pair_folder() / "target", draft.parent / "target")
+    (target / "chat_template.jinja").write_text(TEMPLATE)
+    server = Server(abuse, draft, target)
     with server.running() as process:
         asyncio.run(sent(server, abuse, process.pid))
         print("  rows and places in the queue taken in the end:", server.left_behind())
@@ -287,6 +384,8 @@ def main() -> None:
         print("  (that was without the draft's folder)")
         print("a signal in mid-stream:", in_mid_stream(server, process))
     shutil.move(draft.parent / "kept", draft)
+    with server.running() as process:
+        print("a signal while templates run:", in_a_template(server, process))
     with server.running() as process:
         process.kill()
         process.wait()

@@ -4,7 +4,8 @@ import httpx
 import openai
 import pytest
 
-from tests.scripted_engine import Letters, ScriptedEngine, serving, until
+from tests.letters import Letters
+from tests.scripted_engine import ScriptedEngine, serving, until
 
 USER = [{"role": "user", "content": "hi"}]
 REPLY = (1, 2, 3, 0)

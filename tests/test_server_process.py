@@ -17,7 +17,8 @@ import pytest
 from specjax.server import transport
 from specjax.server.options import ServerOptions
 from specjax.server.process import listen, raise_file_limit
-from tests.scripted_engine import Letters, ScriptedEngine, serving, until
+from tests.letters import Letters
+from tests.scripted_engine import ScriptedEngine, serving, until
 
 LETTERS = (1, 2, 3)
 ENDLESS = {"prompt": "abc", "max_tokens": 500}

@@ -2,23 +2,22 @@
 
 import asyncio
 import contextlib
-import json
-import math
-import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
+from specjax.server.connection import unless_gone
 from specjax.server.errors import ApiError
 from specjax.server.options import ServerOptions
+from specjax.server.parsing import RefusedError, check_amount, parsed
+from specjax.server.service import refusal, service_of
 
-_MOST_FIELDS = 1024
-"""Of one object. Each field that is wrong makes an error of about a kilobyte."""
 _DISCARDED = 4
 """Times the limit that is read beyond it, so that clients who send before they read get a 413."""
 _DISCARDED_SECONDS = 2.0
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_LARGE = 1 << 16
+"""Bytes of a body that would hold the event loop: a worker parses it."""
 
 
 class BoundedRequest(Request):
@@ -67,12 +66,22 @@ class BoundedRequest(Request):
         raise ApiError(413, message, headers={"Connection": "close"})
 
     async def json(self) -> Any:
-        """The body's value.
+        """The body's value; a large body is parsed by a worker.
 
         Raises:
-          ApiError: it is no JSON, or JSON of which programs would disagree what it means (400).
+          ApiError: it is no JSON, JSON of which programs would disagree what it means, or has more
+            messages, token ids or other values than a request may have (400).
         """
-        return parsed(await self.body())
+        body = await self.body()
+        service = service_of(self)
+        if len(body) > _LARGE:
+            return await unless_gone(self.receive, service.parsed(body))
+        try:
+            value = parsed(body)
+            check_amount(value, service.most())
+        except RefusedError as refused:
+            raise refusal(refused) from refused
+        return value
 
 
 async def _discard(pieces: AsyncIterator[bytes], limit: int) -> None:
@@ -90,52 +99,3 @@ def _check_type(content_type: str) -> None:
     if content_type.split(";")[0].strip().lower() != "application/json":
         shown = f"it is {content_type[:80]!r}" if content_type else "there is none"
         raise ApiError(415, f"The content type must be application/json; {shown}.")
-
-
-def parsed(body: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises:
-      ApiError: it is no JSON in UTF-8, has NaN, a field twice, an infinite number, a lone surrogate
-        or very many fields or levels.
-    """
-    try:
-        text = body.decode()
-        value = json.loads(
-            text, object_pairs_hook=_object, parse_constant=_no_number, parse_float=_finite
-        )
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise ApiError(400, f"The body is not UTF-8: byte {error.start} is not.") from error
-    except UnicodeEncodeError as error:
-        raise ApiError(400, "The body has half of a surrogate pair in a string.") from error
-    except json.JSONDecodeError as error:
-        raise ApiError(400, f"The body is no JSON: {error}.") from error
-    except RecursionError as error:
-        raise ApiError(400, "The body has too many levels of lists and objects.") from error
-    except ValueError as error:
-        raise ApiError(400, f"The body cannot be read: {error}.") from error
-    return value
-
-
-def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(pairs) > _MOST_FIELDS:
-        raise ValueError(f"an object has {len(pairs):,} fields; it may have {_MOST_FIELDS:,}")
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the field {json.dumps(twice[:80])} is there twice")
-    return value
-
-
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:80]} is too large")
-    return value

@@ -45,9 +45,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
+    chat = for_template(service, body.messages, variables_of(service, body), answer=True)
     special = bool(body.add_special_tokens)
-    chat = ids_of_chat(service, body.messages, variables_of(service, body), special=special)
-    ids = await unless_gone(request.receive, chat)
+    ids = await unless_gone(request.receive, service.encode_chat(*chat, special=special))
     most = new_tokens(service, asked, None, ids, "messages")
     requests = requests_of(
         service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body)
@@ -105,36 +105,28 @@ def variables_of(service: Service, body: TemplateFields) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value not in (None, [])} | own
 
 
-async def ids_of_chat(
+def for_template(
     service: Service,
     messages: Sequence[Message],
     variables: Mapping[str, Any],
     *,
-    answer: bool = True,
-    special: bool = False,
-) -> list[int]:
-    """The tokens of a chat.
+    answer: bool,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and variables as the chat template takes them.
 
     Args:
       service: of the tokenizer.
       messages: of the chat.
       variables: for the chat template.
       answer: whether the beginning of the model's answer is added.
-      special: whether the tokenizer's special tokens are put around what the template made.
 
     Raises:
-      ApiError: there is no chat template, or it refuses these messages (400).
+      ApiError: there is no chat template, or a message has no content (400).
     """
     if not service.tokenizer.chat_template:
         raise ApiError(400, "This model has no chat template.", param="messages")
     talk = talk_of(messages, service.tokenizer.chat_template)
-    length = sum(len(str(each)) for each in talk)
-    arguments = {**variables, "add_generation_prompt": answer}
-
-    def rendered() -> str:
-        return _render(service.tokenizer, talk, arguments)
-
-    return await service.encode(await service.run_apart(length, rendered), special=special)
+    return talk, {**variables, "add_generation_prompt": answer}
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
@@ -144,14 +136,6 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
     if own:
         param = f"chat_template_kwargs.{own[0]}"
         raise ApiError(400, f"{param} is not supported: it is no template's variable.", param=param)
-
-
-def _render(tokenizer: Any, talk: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
-    try:
-        return tokenizer.apply_chat_template(talk, tokenize=False, **variables)
-    except Exception as error:  # what a template raises has no type of its own
-        message = f"The chat template refuses these messages: {str(error)[:300].rstrip('.')}."
-        raise ApiError(400, message, param="messages") from error
 
 
 class _Chat(Answer):

@@ -1,19 +1,19 @@
 """Work for a client that may go away, and streams of server-sent events to slow ones."""
 
 import asyncio
-import json
 import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from specjax.server.answer import Answer
 from specjax.server.choices import Delta
 from specjax.server.errors import ApiError
 from specjax.server.generation import Generation
+from specjax.server.rendering import dumps, rendered
 from specjax.server.service import service_of
 
 _T = TypeVar("_T")
@@ -56,8 +56,15 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 def event(content: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return b"data: " + text.encode() + b"\n\n"
+    return b"data: " + dumps(content).encode() + b"\n\n"
+
+
+def _long_events(contents: Sequence[Mapping[str, Any]]) -> bytes:
+    return b"".join(b"data: " + rendered(content) + b"\n\n" for content in contents)
+
+
+_LONG = 64
+"""Tokens with log probabilities whose events are made in a thread."""
 
 
 _DONE = b"data: [DONE]\n\n"
@@ -98,7 +105,10 @@ class EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         async def write(deltas: Sequence[Delta]) -> None:
-            events = b"".join(map(event, self._answer.chunks(deltas)))
+            if sum(len(delta.ids) for delta in deltas) < _LONG:
+                events = b"".join(map(event, self._answer.chunks(deltas)))
+            else:
+                events = await asyncio.to_thread(lambda: _long_events(self._answer.chunks(deltas)))
             await _send_body(send, events or _COMMENT)
 
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -136,4 +146,5 @@ async def respond(
     finally:
         generation.abort()
     tokens = generation.usage()["total_tokens"]
-    return await service.run_apart(tokens, lambda: JSONResponse(answer.whole()))
+    body = await service.run_apart(tokens, lambda: rendered(answer.whole()))
+    return Response(body, media_type="application/json")

@@ -16,6 +16,8 @@ RETRY_SECONDS = 5
 
 _KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 _SHOWN = 80
+_LONGEST = 1000
+"""Characters of a message, whatever it quotes."""
 
 
 class Error(TypedDict):
@@ -53,8 +55,8 @@ class ApiError(HTTPException):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(status, message, headers)
-        self.param = param
+        super().__init__(status, shortened(message, _LONGEST), headers)
+        self.param = None if param is None else shortened(param, _LONGEST)
         self.code = code
 
     def content(self) -> ErrorResponse:
@@ -68,6 +70,11 @@ class ApiError(HTTPException):
                 "code": self.code,
             }
         }
+
+
+def shortened(text: str, length: int = _SHOWN) -> str:
+    """The beginning of a text that a client may have made very long."""
+    return text if len(text) <= length else f"{text[:length]}..."
 
 
 def unavailable(message: str, code: str) -> ApiError:
@@ -145,7 +152,7 @@ def _depth(path: Sequence[str | int]) -> tuple[int, int]:
 
 def dotted(path: Sequence[str | int]) -> str:
     """A field's name in sentences: `messages[0].name`. Long names are cut."""
-    steps = (f"[{step}]" if isinstance(step, int) else f".{_cut(step)}" for step in path)
+    steps = (f"[{each}]" if isinstance(each, int) else f".{shortened(each)}" for each in path)
     return "".join(steps).removeprefix(".")
 
 
@@ -173,8 +180,5 @@ def shown(value: Any) -> str:
         return f"{kind} of {len(value)}"
     if isinstance(value, bytes):
         return "no JSON"
-    return _cut(json.dumps(value, ensure_ascii=False))
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+    part = value[: _SHOWN + 1] if isinstance(value, str) else value
+    return shortened(json.dumps(part, ensure_ascii=False))

@@ -1,5 +1,6 @@
 """One line of JSON for each request; never its text."""
 
+import asyncio
 import dataclasses
 import json
 import logging
@@ -25,6 +26,12 @@ _QUIET = ("/health", "/ready", "/metrics", "/")
 _WATCHED = ("/debug/", "/page/")
 """Routes that an open live page asks for again and again begin with one of these."""
 _KEY = "specjax.record"
+_ROUTE = 200
+"""Characters of a path that are logged."""
+
+
+class PanicError(Exception):
+    """What a library raised that is no `Exception`, such as a panic of its Rust."""
 
 
 @dataclasses.dataclass
@@ -80,7 +87,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record = scope[_KEY] = Record(scope["path"])
+        record = scope[_KEY] = Record(scope["path"][:_ROUTE])
 
         async def watched_receive() -> Message:
             message = await receive()
@@ -102,9 +109,14 @@ class RequestLog:
 
         try:
             await self._app(scope, watched_receive, watched_send)
+        except (asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
         except Exception:
             record.status = 500
             raise
+        except BaseException as error:
+            record.status = 500
+            raise PanicError(f"{type(error).__name__}: {error}") from error
         finally:
             if record.route not in _QUIET and not record.route.startswith(_WATCHED):
                 LOGGER.info("request", extra={"fields": record.line()})

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -102,7 +102,26 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
+        self._longest_holds: dict[str, float] = {}
+        self._holds = Gauge(
+            "specjax:event_loop_held_seconds_max",
+            "The longest time since the server was ready that the event loop was held.",
+            ["model_name", "by"],
+            registry=self._registry,
+        )
         self._model = model
+
+    def event_loop_held(self, *, clock: float, processor: float) -> None:
+        """Notes for how many seconds the event loop answered nobody.
+
+        Args:
+          clock: by the clock, others' use of a busy machine included.
+          processor: of its own thread.
+        """
+        for by, seconds in (("clock", clock), ("processor", processor)):
+            if seconds > self._longest_holds.get(by, 0.0):
+                self._longest_holds[by] = seconds
+                self._holds.labels(self._model, by).set(seconds)
 
     def between_events(self, seconds: float) -> None:
         """Counts the time between two events of a request."""

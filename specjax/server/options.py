@@ -24,6 +24,11 @@ class ServerOptions:
       max_prompts: the longest list of prompts.
       max_stops: the longest list of stop strings.
       max_stop_length: characters of a stop string.
+      max_messages: of a chat.
+      text_workers: processes that render chat templates and tokenize at once, beside two for what
+        takes longer than half a second.
+      text_seconds: how long one of them may take for a request.
+      text_memory_bytes: how much memory, beyond what the tokenizer has.
     """
 
     served_model_name: str
@@ -42,3 +47,7 @@ class ServerOptions:
     max_prompts: int = 64
     max_stops: int = 16
     max_stop_length: int = 256
+    max_messages: int = 4096
+    text_workers: int = 4
+    text_seconds: float = 10.0
+    text_memory_bytes: int = 1 << 30

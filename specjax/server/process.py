@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Generator
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ _SEND_BUFFER = 1 << 17
 
 _OPEN_FILES = 1 << 16
 """That the process asks for; systems often give 1,024."""
+
+_TICK = 0.02
+"""Seconds after which the event loop is asked whether it is held."""
 
 _FLUSH_SECONDS = 5
 """How long the last events may take to their clients after the drain."""
@@ -116,6 +120,7 @@ class Server(uvicorn.Server):
         self._service: Service = app.state.service
         self._starter = threading.Thread(target=self._start, name="specjax-start", daemon=True)
         self._drain: asyncio.Task[None] | None = None
+        self._watchdog: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def _start(self) -> None:
@@ -135,7 +140,19 @@ class Server(uvicorn.Server):
         """Begins to listen, then to start the engine."""
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self._watchdog = asyncio.create_task(self._watch())
         self._starter.start()
+
+    async def _watch(self) -> None:
+        """Measures how long the event loop is held at most, once the engine has started."""
+        while True:
+            clock, processor = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(_TICK)
+            if not self.engine_is_starting():
+                self._service.metrics.event_loop_held(
+                    clock=time.perf_counter() - clock - _TICK,
+                    processor=time.thread_time() - processor,
+                )
 
     async def on_tick(self, counter: int) -> bool:
         """Whether to shut down: after a drain, or because the engine failed."""
@@ -176,4 +193,5 @@ class Server(uvicorn.Server):
             if engine.ready:
                 await engine.drain(seconds)
         finally:
+            self._service.end_workers()
             self.should_exit = True

@@ -2,9 +2,9 @@
 
 import asyncio
 import hmac
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import HTTPConnection
 
@@ -13,6 +13,10 @@ from specjax.server.errors import ApiError, unavailable
 from specjax.server.log import IgnoredFields
 from specjax.server.metrics import Metrics
 from specjax.server.options import ServerOptions
+from specjax.server.parsing import Most, RefusedError
+from specjax.server.text_jobs import check_length
+from specjax.server.token_lengths import most_bytes_of_tokens
+from specjax.server.workers import WorkerLostError, Workers, WorkersClosedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,8 +24,14 @@ if TYPE_CHECKING:
     from specjax.engine.engine import Engine
 
 _T = TypeVar("_T")
-_LONG = 4096
-"""Characters or tokens from which on the event loop would notice: about a millisecond's work."""
+_LONG = 256
+"""Tokens whose texts take about a millisecond, from which on the event loop would notice."""
+_LONG_TEXT = 1 << 16
+"""Characters of a text, or of a chat, that takes long to tokenize."""
+_MOST_IDS = 1 << 18
+"""Of `/detokenize`, or the model's context if that is longer."""
+_MOST_VALUES = 1 << 14
+"""Of a body, token ids aside."""
 
 
 class Service:
@@ -33,7 +43,7 @@ class Service:
       options: limits and names.
 
     Raises:
-      ValueError: a key is empty.
+      ValueError: a key is empty, or the tokenizer cannot be sent to another process.
     """
 
     def __init__(
@@ -46,10 +56,17 @@ class Service:
         self.metrics = Metrics(engine, options.served_model_name)
         self.ignored = IgnoredFields()
         self.draining = False
-        self._worker = ThreadPoolExecutor(1, "specjax-tokenizer")
         self._keys = [key.encode() for key in options.api_keys]
         if not all(self._keys):
             raise ValueError("an API key is empty.")
+        self._bytes_of_tokens = most_bytes_of_tokens(tokenizer)
+        self._thread = ThreadPoolExecutor(1, "specjax-texts")
+        self._workers = Workers(
+            tokenizer,
+            count=options.text_workers,
+            seconds=options.text_seconds,
+            memory_bytes=options.text_memory_bytes,
+        )
 
     def state(self) -> str:
         """What the server does: "starting", "ready", "draining" or "failed"."""
@@ -69,7 +86,7 @@ class Service:
         if state == "starting":
             raise unavailable("The engine is still compiling its programs.", "engine_starting")
         if state == "draining":
-            raise unavailable("The server is shutting down.", "server_shutting_down")
+            raise _shutting_down()
         if state == "failed":
             raise unavailable(f"The engine has failed: {self.engine.failure}", "engine_failed")
 
@@ -114,20 +131,152 @@ class Service:
             raise ApiError(400, message, param=param)
 
     async def run_apart(self, length: int, work: Callable[[], _T]) -> _T:
-        """The result of `work`, in a thread of its own if its `length` is large."""
+        """The result of `work`, in a thread of its own if its `length` is large.
+
+        It is the server's own Python, which lets the event loop run meanwhile.
+        """
         if length < _LONG:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of a text, with the tokenizer's special tokens around it if asked for."""
-        return await self.run_apart(
-            len(text), lambda: list(self.tokenizer(text, add_special_tokens=special).input_ids)
-        )
+    def most(self) -> Most:
+        """How much a body may have."""
+        context = self.engine.max_model_len
+        return Most(self.options.max_messages, context, max(context, _MOST_IDS), _MOST_VALUES)
+
+    async def parsed(self, body: bytes) -> Any:
+        """The value of a large body, as `parsed` and `check_amount` give it.
+
+        Raises:
+          ApiError: they refuse it (400).
+        """
+        return await self._run("parse", body, tuple(self.most()), param=None)
+
+    async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
+        """The token ids of a text, with the tokenizer's special tokens around it if asked for.
+
+        Raises:
+          ApiError: they cannot fit into the context, or the tokenizer fails or takes too
+            much (400).
+        """
+        most = self.engine.max_model_len
+        self._check_length(text, param)
+        arguments = text, special, most, param
+        return await self._run("encode", *arguments, param=param, long=len(text) > _LONG_TEXT)
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        special: bool = False,
+    ) -> list[int]:
+        """The token ids of a chat by the model's chat template.
+
+        Args:
+          messages: values of JSON.
+          variables: of the template.
+          special: whether the tokenizer's special tokens are put around what the template made.
+
+        Raises:
+          ApiError: the template refuses the messages, the tokens cannot fit into the context, or
+            either takes too much (400).
+        """
+        chat = self._chat(messages, variables, special, self.engine.max_model_len)
+        return await self._run("chat", *chat, param="messages", long=_is_long(messages))
+
+    async def tokenized(self, text: str, special: bool, names: bool) -> bytes:
+        """The body of `/tokenize`'s response to a text.
+
+        Raises:
+          ApiError: the tokenizer fails or takes too much (400).
+        """
+        arguments = names, self._shared(), text, special, self.options.max_body_bytes, "prompt"
+        long = len(text) > _LONG_TEXT
+        return await self._run("tokenize_text", *arguments, param="prompt", long=long)
+
+    async def tokenized_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        *,
+        special: bool,
+        names: bool,
+    ) -> bytes:
+        """The body of `/tokenize`'s response to a chat.
+
+        Raises:
+          ApiError: the template refuses the messages, or it takes too much (400).
+        """
+        chat = self._chat(messages, variables, special, self.options.max_body_bytes)
+        arguments, long = (names, self._shared(), *chat), _is_long(messages)
+        return await self._run("tokenize_chat", *arguments, param="messages", long=long)
+
+    async def detokenized(self, ids: list[int]) -> bytes:
+        """The body of `/detokenize`'s response.
+
+        Raises:
+          ApiError: the tokenizer fails or takes too much (400).
+        """
+        return await self._run("decode", ids, param="tokens")
+
+    def _shared(self) -> dict[str, Any]:
+        return {"max_model_len": self.engine.max_model_len}
+
+    def _chat(self, messages: Any, variables: Any, special: bool, most_ids: int) -> tuple[Any, ...]:
+        """The arguments of the job `chat`."""
+        template, most_bytes = self.tokenizer.chat_template, self._most_bytes(most_ids)
+        return template, list(messages), dict(variables), most_bytes, special, most_ids
+
+    def _most_bytes(self, ids: int) -> int | None:
+        return None if self._bytes_of_tokens is None else self._bytes_of_tokens * ids
+
+    def _check_length(self, text: str, param: str) -> None:
+        """Refuses a text that cannot fit into the context before it is tokenized."""
+        try:
+            check_length(text, self._most_bytes(self.engine.max_model_len), param)
+        except RefusedError as refused:
+            raise refusal(refused) from refused
+
+    async def _run(self, job: str, *arguments: Any, param: str | None, long: bool = False) -> Any:
+        what = "the body" if param is None else param
+        try:
+            return await self._workers.run(job, *arguments, long=long)
+        except RefusedError as refused:
+            raise refusal(refused) from refused
+        except TimeoutError as error:
+            seconds = f"{self.options.text_seconds:g} seconds"
+            message = f"To read {what} takes longer than {seconds}, which is all a request has."
+            raise ApiError(400, message, param=param) from error
+        except WorkerLostError as error:
+            message = f"To read {what} takes more memory than a request may have."
+            raise ApiError(400, message, param=param) from error
+        except WorkersClosedError as error:
+            raise _shutting_down() from error
+
+    def end_workers(self) -> None:
+        """Ends the workers; requests that wait for one are refused."""
+        self._workers.close()
 
     def close(self) -> None:
-        """Ends the tokenizer's thread."""
-        self._worker.shutdown(wait=False, cancel_futures=True)
+        """Ends the thread and the workers."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
+
+
+def _shutting_down() -> ApiError:
+    return unavailable("The server is shutting down.", "server_shutting_down")
+
+
+def refusal(refused: RefusedError) -> ApiError:
+    """The 400 to what a client sent."""
+    return ApiError(400, str(refused), param=refused.param, code=refused.code)
+
+
+def _is_long(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a chat's own texts take long to tokenize."""
+    texts = (message.get("content") for message in messages)
+    return sum(len(text) for text in texts if isinstance(text, str)) > _LONG_TEXT
 
 
 def service_of(request: HTTPConnection) -> Service:

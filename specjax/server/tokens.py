@@ -1,14 +1,13 @@
 """`/tokenize` and `/detokenize`, in vLLM's shapes."""
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from specjax.server.chat import ids_of_chat, variables_of
+from specjax.server.chat import for_template, variables_of
 from specjax.server.connection import unless_gone
 from specjax.server.errors import ApiError
 from specjax.server.fields import check_fields
 from specjax.server.protocol import DetokenizeRequest, TemplateFields, TokenizeRequest
-from specjax.server.responses import DetokenizeResponse, TokenizeResponse
 from specjax.server.service import Service, service_of
 
 
@@ -22,15 +21,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     check_fields(body, request)
     service.check_model(body.model)
     _check(body)
-    ids = await unless_gone(request.receive, _ids(service, body))
-    names = service.texts.names_of(ids) if body.return_token_strs else None
-    content: TokenizeResponse = {
-        "count": len(ids),
-        "max_model_len": service.engine.max_model_len,
-        "tokens": ids,
-        "token_strs": names,
-    }
-    return JSONResponse(content)
+    content = await unless_gone(request.receive, _content(service, body))
+    return Response(content, media_type="application/json")
 
 
 def _check(body: TokenizeRequest) -> None:
@@ -41,14 +33,16 @@ def _check(body: TokenizeRequest) -> None:
             raise ApiError(400, f"{name} does not go with prompt.", param=name)
 
 
-async def _ids(service: Service, body: TokenizeRequest) -> list[int]:
+async def _content(service: Service, body: TokenizeRequest) -> bytes:
+    names = bool(body.return_token_strs)
     if body.messages is not None:
         answer = body.add_generation_prompt is not False
-        return await ids_of_chat(
-            service, body.messages, variables_of(service, body),
-            answer=answer, special=bool(body.add_special_tokens),
-        )  # fmt: skip
-    return await service.encode(body.prompt or "", special=body.add_special_tokens is not False)
+        chat = for_template(service, body.messages, variables_of(service, body), answer=answer)
+        return await service.tokenized_chat(
+            *chat, special=bool(body.add_special_tokens), names=names
+        )
+    special = body.add_special_tokens is not False
+    return await service.tokenized(body.prompt or "", special, names)
 
 
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -61,8 +55,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     check_fields(body, request)
     service.check_model(body.model)
     service.check_ids(body.tokens, "tokens")
-    text = await service.run_apart(
-        len(body.tokens), lambda: service.texts.decode(body.tokens, special=True)
-    )
-    content: DetokenizeResponse = {"prompt": text}
-    return JSONResponse(content)
+    content = await unless_gone(request.receive, service.detokenized(body.tokens))
+    return Response(content, media_type="application/json")
