@@ -13,7 +13,7 @@ import pytest
 from specjax.__main__ import main
 from specjax.cli import serve as verb
 from tests.conftest import QUICKLY
-from tests.folders import answer, pair_flags
+from tests.folders import END, answer, pair_flags
 from tests.serving import serving
 
 PROMPT = "def add(a, b):\n"
@@ -26,7 +26,7 @@ def process(*flags):
 
 @pytest.fixture(scope="module")
 def server():
-    with process("--method", "chain", "--rows", "2") as found:
+    with process("--method", "chain", "--rows", "2", "--strict-fields") as found:
         yield found
 
 
@@ -57,6 +57,16 @@ def test_a_text_is_that_of_generate(client, capsys):
     again = complete(client, stop=[expected["text"][7:10]])
     assert again.choices[0].text == expected["text"][:7]
     assert again.choices[0].finish_reason == "stop"
+
+
+def test_a_special_token_as_a_stop_ends_in_the_engine(client):
+    """Also where end tokens end nothing; the likeliest token is that one here."""
+    likely = {"logit_bias": {"0": 100}, "extra_body": {"ignore_eos": True}, "max_tokens": 5}
+    for stop, count in ((None, 5), (END, 1), (["x", END], 1), (END + "x", 5)):
+        made = complete(client, stop=stop, **likely)
+        assert made.choices[0].text == ""
+        assert made.usage.completion_tokens == count
+        assert made.choices[0].finish_reason == ("length" if count == 5 else "stop")
 
 
 def test_a_seed_names_a_text_whatever_runs_beside_it(server, client):
@@ -103,6 +113,7 @@ def test_a_client_that_leaves_frees_its_row(server, client):
         ({"temperature": -1}, "temperature"),
         ({"extra_body": {"best_of": 3}}, "best_of"),
         ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"extra_body": {"colour": 1}}, "colour"),
     ],
 )
 def test_what_is_refused_names_its_field(client, options, param):
