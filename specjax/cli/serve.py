@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from specjax.checkpoints.files import find
+from specjax.checkpoints.generation_config import defaults_for
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.generate import say
 from specjax.cli.kernels import check_kernels, use_kernels
@@ -51,10 +53,13 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         ) from error
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
+    defaults = defaults_for(options.generation_config, find(options.model).folder)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
         mesh=mesh, positions=options.positions,
     )  # fmt: skip
+    for sentence in defaults.notices:
+        say(sentence)
     engine = Engine(
         pair.target,
         _drafter_of(options, pair),
@@ -70,6 +75,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         port=options.port,
         api_keys=keys,
         drain_seconds=options.drain_seconds,
+        defaults=defaults.values,
         debug=options.debug,
     )
     return run(engine, pair.tokenizer, server)

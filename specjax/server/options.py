@@ -1,6 +1,7 @@
 """What a server is told: where it listens, who may ask, and the limits of a request."""
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,6 +14,8 @@ class ServerOptions:
       port: its port; 0 takes a free one.
       api_keys: keys of which a request must bear one; none asks for none.
       drain_seconds: how long running requests may go on after SIGTERM.
+      defaults: what requests take that name none or null, by the names of requests: of
+        temperature, top_p, top_k, min_p, repetition_penalty and max_tokens.
       debug: whether `POST /debug/speculation` may fix the setting.
       max_body_bytes: of a request's body.
       body_seconds: how long a client may take to send it.
@@ -27,6 +30,7 @@ class ServerOptions:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     drain_seconds: float = 30.0
+    defaults: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     debug: bool = False
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0
