@@ -208,8 +208,8 @@ def test_end_tokens_are_those_that_any_file_names(folder, caplog):
     assert load(folder)[0].config.eos_ids == (3, 4, 0, 1)
     assert load_pair(str(folder)).target.config.eos_ids == (3, 4, 0, 1)
     assert caplog.messages[:2] == [
-        "specjax: end tokens are 0 in config.json, 3, 4, 10000 in generation_config.json, 1 in the "
-        "tokenizer; each of 3, 4, 0, 1 ends a text.",
+        "specjax: end tokens are 0 in config.json; 3, 4, 10000 in generation_config.json; 1 in the "
+        "tokenizer. Each of 3, 4, 0, 1 ends a text.",
         "specjax: the end token 10000 can never come: the vocabulary has 300.",
     ]
     save_sharded(load_model(folder), folder.parent / "by_shards", config=described(folder))
@@ -313,6 +313,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_positi
           for end in (-1, 10**9, 300, [0, 300])),
         *(({"eos_token_id": end}, "eos_token_id is .*; it must be a token's number, or several")
           for end in (True, "2", 2.0, [[0]], {"id": 0})),
+        ({"eos_token_id": [*range(257)]}, "eos_token_id names 257 tokens; it may name 256"),
         *(({"rope_parameters": {"rope_type": "linear", "factor": factor}},
            "rope_parameters.factor is .*; it must be a finite number from 1 to 1e.06")
           for factor in (1e300, 0, -1, float("nan"), "8", True)),

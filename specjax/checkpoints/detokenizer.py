@@ -40,10 +40,19 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """The text of `tokens`, with the special ones among them if asked for."""
-        text = self._tokenizer.decode(
-            list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
-        )
+        """The text of `tokens`, with the special ones among them if asked for.
+
+        Raises:
+          ValueError: the tokenizers' library panics, which is no `Exception` of its own.
+        """
+        try:
+            text = self._tokenizer.decode(
+                list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
+            )
+        except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise ValueError(f"tokens cannot be decoded: {error}") from error
         return text if isinstance(text, str) else "".join(text)
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:

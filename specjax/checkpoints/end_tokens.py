@@ -31,8 +31,8 @@ def with_end_tokens(model: Model, tokenizer: "PreTrainedTokenizerFast", files: F
     ends = generation_config.union(config.vocab_size, config.eos_ids, tokenizers_own)
     differing = len({frozenset(ids) for ids in files_own.values() if ids}) > 1
     if differing or (config.eos_ids and set(tokenizers_own) - set(config.eos_ids)):
-        said = ", ".join(f"{_listed(ids)} in {where}" for where, ids in own.items() if ids)
-        notice(f"end tokens are {said}; each of {_listed(ends)} ends a text.")
+        said = "; ".join(f"{_listed(ids)} in {where}" for where, ids in own.items() if ids)
+        notice(f"end tokens are {said}. Each of {_listed(ends)} ends a text.")
     beyond = [end for ids in own.values() for end in ids if end not in ends]
     if beyond:
         notice(

@@ -137,7 +137,8 @@ def _within(name: str, value: float | int) -> float | int:
     Raises:
       ValueError: it does not.
     """
-    Sampling(**{name: value}).on_host(1, prefix="")
+    given: dict[str, Any] = {name: value}
+    Sampling(**given).on_host(1, prefix="")
     return value
 
 

@@ -19,6 +19,9 @@ FAMILIES = {
     )
 }
 
+_MOST_ENDS = 256
+"""End tokens of a model; each is compared with every token of a text."""
+
 
 def family_of(config: Json) -> Family:
     """The table for a parsed `config.json`.
@@ -114,7 +117,7 @@ def end_ids_of(config: Json) -> tuple[int, ...]:
     """The end tokens that a parsed `config.json` or `generation_config.json` names.
 
     Raises:
-      ValueError: they are no numbers.
+      ValueError: they are no numbers, or too many.
     """
     eos = config.get("eos_token_id")
     if eos is None:
@@ -123,7 +126,10 @@ def end_ids_of(config: Json) -> tuple[int, ...]:
     for end in ends:
         if type(end) is not int or abs(end) >= 2**31:
             raise ValueError(f"eos_token_id is {eos!r}; it must be a token's number, or several.")
-    return tuple(dict.fromkeys(ends))
+    found = tuple(dict.fromkeys(ends))
+    if len(found) > _MOST_ENDS:
+        raise ValueError(f"eos_token_id names {len(found)} tokens; it may name {_MOST_ENDS}.")
+    return found
 
 
 def _eos_ids(config: Json, vocab_size: int) -> tuple[int, ...]:
