@@ -36,9 +36,10 @@ def drafter_of(model: Model, growth: Growth) -> BestFirstDrafter:
     return BestFirstDrafter(model, jnp.asarray(TEMPERATURES), growth)
 
 
-@pytest.mark.parametrize("name", GROWTHS)
-def test_the_tree_is_that_of_a_plain_search(name):
-    growth, model = GROWTHS[name], varied_model(1)
+@pytest.mark.parametrize(("name", "windows"), [*((each, ()) for each in GROWTHS), ("wide", (3,))])
+def test_the_tree_is_that_of_a_plain_search(name, windows):
+    """Of a draft with a sliding window too, though the tree has more nodes than it."""
+    growth, model = GROWTHS[name], varied_model(1, windows=windows)
     drafter = drafter_of(model, growth)
     tree, _ = propose(drafter, start(drafter, PROMPTS), PROMPTS)
     assert tree.tokens.shape[1] == drafter.num_slots == growth.budget + 1
@@ -59,7 +60,7 @@ def test_the_tree_is_that_of_a_plain_search(name):
 @pytest.mark.parametrize("counts", [(1, 2, 3, 9), (9, 9, 1, 0)])
 @pytest.mark.parametrize("name", ["small", "deep", "a chain"])
 def test_a_draft_that_kept_its_keys_is_one_that_read_the_text(name, counts):
-    model = varied_model(1)
+    model = varied_model(1, windows=(4,) if name == "small" else ())
     drafter = drafter_of(model, GROWTHS[name])
     texts, state = PROMPTS, start(drafter, PROMPTS)
     for _ in range(2):

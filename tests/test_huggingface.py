@@ -1,7 +1,9 @@
 """Folders written and read back, and every way a folder can be wrong."""
 
 import json
+import re
 import shutil
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,17 @@ from pallas_kernels import cpu_matmul
 from specjax.checkpoints import files as folder_module
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError
-from specjax.checkpoints.huggingface import load, load_drafts, load_model, save_model, save_sharded
-from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.checkpoints.huggingface import (
+    described,
+    load,
+    load_drafts,
+    load_model,
+    save_model,
+    save_sharded,
+)
+from specjax.checkpoints.pair import load_pair
+from specjax.checkpoints.tokenizer_bounds import bounded
+from specjax.checkpoints.tokenizers import encode, tokenizer_of
 from specjax.models import families
 from tests.conftest import tiny_config, tiny_model
 
@@ -186,9 +197,29 @@ def test_rotary_constants_of_old_files_are_ignored(folder, original):
     assert load_model(folder).config == original.config
 
 
-def test_generation_config_decides_the_end_tokens(folder):
-    (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    assert load_model(folder).config.eos_ids == (3, 4)
+def test_end_tokens_are_those_that_any_file_names(folder, caplog):
+    """The tokenizer's too, where one is loaded; drafts and weights alone take the files'."""
+    generation, settings = folder / "generation_config.json", folder / "tokenizer_config.json"
+    load(folder)
+    assert not caplog.messages
+    generation.write_text('{"eos_token_id": [3, 4, 10000]}')
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"eos_token": "!"}))
+    assert load_model(folder).config.eos_ids == (3, 4, 0)
+    assert load(folder)[0].config.eos_ids == (3, 4, 0, 1)
+    assert load_pair(str(folder)).target.config.eos_ids == (3, 4, 0, 1)
+    assert caplog.messages[:2] == [
+        "specjax: end tokens are 0 in config.json; 3, 4, 10000 in generation_config.json; 1 in the "
+        "tokenizer. Each of 3, 4, 0, 1 ends a text.",
+        "specjax: the end token 10000 can never come: the vocabulary has 300.",
+    ]
+    save_sharded(load_model(folder), folder.parent / "by_shards", config=described(folder))
+    assert load_model(folder.parent / "by_shards").config.eos_ids == (3, 4, 0)
+    for wrong in ("true", '"2"', "[[3]]", "2.0", str(2**40)):
+        generation.write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(
+            CheckpointError, match=r"generation_config.json: eos_token_id is .* must"
+        ):
+            load_model(folder)
 
 
 def test_missing_unused_and_misshapen_tensors_are_named(folder):
@@ -226,13 +257,17 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         load_model(folder)
 
 
+YARN = {"rope_type": "yarn", "factor": 2.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_position_embeddings": 4}
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"model_type": "bloom"}, "'bloom' is not supported; supported: llama"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope scaling 'dynamic' .*not supported"),
         ({"rope_parameters": None, "rope_scaling": {"type": "su"}}, "rope scaling 'su'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor 0.5.* at least 1"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor is 0.5; .* from 1"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 8,
                               "high_freq_factor": 4, "original_max_position_embeddings": 9}},
          "from 8.0 to 4.0 turns"),
@@ -266,15 +301,52 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
          "rope_scaling is 'linear'; it must be an object"),
         *(({"rope_parameters": None, "rope_theta": theta}, f"rope_theta is {theta}; it must be a")
           for theta in (0.0, -1.0, float("nan"), float("inf"))),
-        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0.0; it must be a finite number"),
+        ({"rope_parameters": {"rope_theta": 0}}, "parameters.rope_theta is 0; it must be a finite"),
         ({"model_type": "gemma3_text", "rope_parameters": None, "rope_local_base_freq": 0},
-         "window_theta is 0.0; it must be a finite number"),
+         "rope_local_base_freq is 0; it must be a finite number"),
         ({"model_type": "gemma2", "rope_parameters": None, "final_logit_softcapping": 0},
-         "logit_cap is 0.0; it must be a finite number"),
+         "final_logit_softcapping is 0; it must be a finite number"),
         ({"model_type": "gemma2", "rope_parameters": None, "query_pre_attn_scalar": 0},
-         "query_pre_attn_scalar is 0.0; it must be"),
+         "query_pre_attn_scalar is 0; it must be"),
         ({"rms_norm_eps": float("inf")}, "norm_eps is inf; it must be a finite number"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor inf"),
+        *(({"eos_token_id": end}, "eos_token_id is .*; tokens are 0 to 299, as vocab_size is 300")
+          for end in (-1, 10**9, 300, [0, 300])),
+        *(({"eos_token_id": end}, "eos_token_id is .*; it must be a token's number, or several")
+          for end in (True, "2", 2.0, [[0]], {"id": 0})),
+        ({"eos_token_id": [*range(257)]}, "eos_token_id names 257 tokens; it may name 256"),
+        *(({"rope_parameters": {"rope_type": "linear", "factor": factor}},
+           "rope_parameters.factor is .*; it must be a finite number from 1 to 1e.06")
+          for factor in (1e300, 0, -1, float("nan"), "8", True)),
+        *(({"rope_parameters": None, "rope_theta": theta}, "rope_theta is .* above 1, at most")
+          for theta in (1e300, 1, "1e4")),
+        *(({"rope_parameters": YARN | {name: value}},
+           f"rope_parameters.{name} is {re.escape(repr(value))}; it must")
+          for name, value in (("attention_factor", float("nan")), ("attention_factor", 1e300),
+                              ("beta_fast", "32"), ("mscale", -1), ("truncate", "no"),
+                              ("original_max_position_embeddings", 0))),
+        ({"rope_parameters": YARN | {"beta_slow": 8, "beta_fast": 8}}, "from 8.0 to 8.0 turns"),
+        *(({"rope_parameters": LONG | {"long_factor": factors}}, words) for factors, words in (
+            ([1.0] * 3, "long_factor has 3 factors for 4 frequencies"),
+            ([1.0, float("nan"), 1.0, 1.0], r"long_factor\[1\] is nan; it must be a finite number"),
+            ([1.0, 1.0, "2", 1.0], r"long_factor\[2\] is '2'"),
+            (4.0, "long_factor is 4.0; it must be a list"),
+        )),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, "factor is 1.5; .* at most 1"),
+        ({"model_type": "gpt_neox", "rotary_pct": "all"}, "rotary_pct is 'all'; it must be a f"),
+        ({"attention_bias": "false"}, "attention_bias is 'false'; it must be true or false"),
+        ({"hidden_act": ["silu"]}, r"hidden_act is \['silu'\].*silu"),
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+        ({"head_dim": 0}, "head_dim is 0; it must be an integer"),
+        ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1000000000000; it must"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1; it must be"),
+        ({"model_type": "mistral", "layer_types": 4}, "layer_types is 4; it must be a list"),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "28"},
+         "max_window_layers is '28'; it must be an integer from 0"),
+        ({"model_type": "gemma3_text", "rope_parameters": None, "sliding_window_pattern": 0},
+         "sliding_window_pattern is 0; it must be an integer from 1"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"factor": 0.5}}},
+         "rope_parameters.full_attention.factor is 0.5"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": float("inf")}}, "factor is inf"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_with_the_path(folder, changes, words):
@@ -377,6 +449,72 @@ def test_a_tokenizer_of_wrong_settings_is_refused_when_it_is_read(folder):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "many"}))
     with pytest.raises(CheckpointError, match=r"tokenizer in .*copy cannot be read: '>' not"):
         tokenizer_of(folder)
+
+
+def spoilt_tokenizer(folder, **changes):
+    """The folder, with a tokenizer's file in which fields are others."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def replacing(pattern, content, times):
+    step = {"type": "Replace", "pattern": pattern, "content": content}
+    return {"type": "Sequence", "normalizers": [step] * times}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"normalizer": replacing({"String": "a"}, "aaaa", 10)}, "normalizer can make .* 1.05e"),
+        ({"normalizer": replacing({"Regex": "(?=a)"}, "b", 40)}, "normalizer can make a text"),
+        ({"normalizer": {"type": "Prepend", "prepend": "x" * 999}}, "prepend has 999 bytes"),
+        ({"decoder": {"type": "Sequence", "decoders": [{"type": "ByteLevel"}] * 31}}, "decoder"),
+        ({"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 31}},
+         "pre_tokenizer can make a text 2.15e.09 times as long; it may make it 64 times"),
+        ({"post_processor": {"type": "TemplateProcessing", "pair": [],
+                             "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 9,
+                             "special_tokens": {}}}, "post_processor repeats the text 9 times"),
+        ({"truncation": "x" * (5 << 20)}, r"has 5,\S+ bytes; it may have 4,501,504 for"),
+        ({"normalizer": [1]}, "is not a tokenizer's: "),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_costs_more_than_real_ones_is_refused(folder, changes, words):
+    spoilt_tokenizer(folder, **changes)
+    with pytest.raises(CheckpointError, match=rf"copy/tokenizer\.json.*{words}"):
+        load(folder)
+
+
+def test_normalizers_of_real_tokenizers_are_taken(folder):
+    """Gemma's and LLaMA 2's, T5's and XLNet's."""
+    steps = [
+        {"type": "Prepend", "prepend": "▁"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        {"type": "NFKC"},
+        *({"type": "Replace", "pattern": {"String": own}, "content": '"'} for own in ("``", "''")),
+        *(
+            {"type": "Replace", "pattern": {"Regex": own}, "content": " "}
+            for own in (" {2,}", "\\s+")
+        ),
+        {"type": "Lowercase"},
+    ]
+    spoilt_tokenizer(folder, normalizer={"type": "Sequence", "normalizers": steps})
+    assert encode(tokenizer_of(folder, 300), "aB") == tokenizer_of(folder)("aB").input_ids
+
+
+def test_a_library_that_panics_or_takes_long_gives_one_sentence(folder, caplog):
+    slow = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    found = tokenizer_of(spoilt_tokenizer(folder, pre_tokenizer=slow), 40)
+    assert "tokens up to 278, and the model a vocabulary of 40;" in caplog.text
+    with pytest.raises(ValueError, match=r"the prompt cannot be tokenized: .*retry-limit"):
+        encode(found, "a" * 40 + "b", what="the prompt")
+    with pytest.raises(ValueError, match=r"it took more than 0\.01 seconds to tokenize"):
+        bounded(lambda: time.sleep(0.5), "it", 0.01)
 
 
 def test_nested_json_gets_one_sentence(folder):

@@ -192,7 +192,7 @@ def test_a_draft_of_other_tokens_is_refused_when_it_is_loaded(folders):
 def test_a_tokenizer_that_cannot_be_read_is_named(folders, capsys):
     (folders / "other" / "tokenizer.json").write_text("{")
     assert main(["check-pair", str(folders / "target"), str(folders / "other")]) == 2
-    assert "other/tokenizer.json cannot be read" in capsys.readouterr().err
+    assert "other/tokenizer.json is not valid JSON" in capsys.readouterr().err
 
 
 def test_special_tokens_count():

@@ -161,7 +161,7 @@ def test_what_opt_and_others_cannot_be_is_refused(tmp_path):
     for case, changes, words in (
         ("opt", {"word_embed_proj_dim": 8}, "word_embed_proj_dim is 8 and hidden_size 24"),
         ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False"),
-        ("plain", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a number"),
+        ("plain", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'; it must be a finite number"),
         ("plain", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; it must be true"),
         ("plain", {"hidden_size": "24"}, "hidden_size is '24'; it must be an integer"),
         ("plain", {"eos_token_id": "x"}, "eos_token_id is 'x'; it must be a token's number"),

@@ -18,6 +18,7 @@ from specjax.methods.choice import Asked, Choice, choose
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.records import Measured, Run
 from specjax.methods.setting import from_json, to_json
+from specjax.methods.switch import switching
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K
 from specjax.trees.widths import Widths
 from tests.conftest import tiny_model
@@ -123,6 +124,27 @@ def test_every_method_keeps_to_its_budget(method, budget):
         assert budget is None or setting.nodes <= budget
         assert from_json(json.loads(json.dumps(to_json(setting))), "here") == setting
         assert setting.label.startswith(method)
+
+
+def test_trees_deeper_than_a_drafts_sliding_window_are_refused_where_they_are_built(caplog):
+    draft = tiny_model(1, num_layers=2, windows=(None, 5))
+    pair = PAIR._replace(drafts=[draft], table=TABLE, smaller=draft)
+    for method, size, levels in (
+        ("chain", {"widths": (1,) * 7}, 7),
+        ("pool", {"widths": (1,) * 7}, 7),
+        *((each, {"budget": 15}, 15) for each in ("specexec", "hybrid", "staged")),
+    ):
+        words = f"window of 5 tokens cannot grow trees of {levels} levels; they may have 6"
+        with pytest.raises(ValueError, match=words):
+            registry.build(registry.setting_of(method, **size), pair)
+    registry.build(registry.setting_of("specexec", budget=6), pair)
+    drafter = switching(pair)
+    assert drafter.settings == ("off", "chain:1", "chain:3", "lookup:7")
+    assert [
+        line.partition(" is left out: a draft with a sliding")[0] for line in caplog.messages
+    ] == [f"specjax: the setting {name}" for name in ("chain:7", "tree:7", "tree:15", "tree:31")]
+    with pytest.raises(ValueError, match="setting tree:15 cannot be used: a draft with a sliding"):
+        switching(pair, ["tree:15"])
 
 
 def test_all_are_the_methods_that_a_pair_can_do():

@@ -119,6 +119,30 @@ def test_a_chat(client, engine, tokenizer):
     assert engine.requests[-1].max_new_tokens == engine.max_model_len - len(ids)
 
 
+def test_fields_that_are_absent_or_null_take_the_servers_defaults(
+    client, engine, tokenizer, server, monkeypatch
+):
+    service = server.app.state.service
+    defaults = {"temperature": 0.2, "top_p": 0.9, "top_k": 10**9, "repetition_penalty": 1.1,
+                "min_p": 0.01, "max_tokens": 7}  # fmt: skip
+    options = dataclasses.replace(service.options, defaults=defaults)
+    monkeypatch.setattr(service, "options", options)
+
+    def taken(**body) -> list[float]:
+        chat(client, **body)
+        made = engine.requests[-1]
+        return [made.temperature, made.top_p, made.top_k, made.repetition_penalty, made.min_p,
+                made.max_new_tokens]  # fmt: skip
+
+    everything = [0.2, 0.9, engine.vocab_size, 1.1, 0.01, 7]
+    assert taken() == everything
+    assert taken(**dict.fromkeys(defaults)) == everything
+    own = {"temperature": 0, "top_p": 1, "top_k": -1, "repetition_penalty": 1, "min_p": 0}
+    assert taken(**own, max_completion_tokens=9) == [0, 1, 0, 1, 0, 9]
+    assert client.post(COMPLETIONS, json={"prompt": "a b"}).status_code == 200
+    assert engine.requests[-1].max_new_tokens == 7
+
+
 def test_messages_and_variables_reach_the_template(client, engine, tokenizer):
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     messages = [

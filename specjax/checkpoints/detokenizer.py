@@ -77,16 +77,16 @@ class TokenTexts:
         """The text of `tokens`, with the special ones among them if asked for.
 
         Raises:
-          RuntimeError: the tokenizer's library panics, which is no `Exception` of its own.
+          ValueError: the tokenizers' library panics, which is no `Exception` of its own.
         """
         try:
             text = self._tokenizer.decode(
                 list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False
             )
-        except (Exception, KeyboardInterrupt, SystemExit):
+        except (Exception, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
         except BaseException as error:
-            raise RuntimeError(f"the tokenizer cannot decode these tokens: {error}") from error
+            raise ValueError(f"tokens cannot be decoded: {error}") from error
         return text if isinstance(text, str) else "".join(text)
 
     def names_of(self, tokens: Sequence[int]) -> list[str]:

@@ -1,5 +1,6 @@
 """Checkpoints as Hugging Face folders: `config.json`, `*.safetensors`, tokenizer files."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import orbax, quantized
+from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import (
     BUNDLED,
     CONFIG,
@@ -28,9 +30,9 @@ from specjax.checkpoints.files import (
     config_of,
     find,
     is_finite,
-    parsed,
     tensors,
 )
+from specjax.checkpoints.generation_config import end_ids_in, union
 from specjax.checkpoints.tokenizers import save_tokenizer, tokenizer_of
 from specjax.models import families, memory
 from specjax.models.config import ModelConfig
@@ -85,10 +87,10 @@ def load(
         from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
 
         made = load_offloaded(found, offload, memory, dtype=dtype, mesh=mesh, positions=positions)
-        return made, tokenizer_of(found.folder)
-    return load_model(found, dtype=dtype, mesh=mesh, positions=positions), tokenizer_of(
-        found.folder
-    )
+    else:
+        made = load_model(found, dtype=dtype, mesh=mesh, positions=positions)
+    tokenizer = tokenizer_of(found.folder, made.config.vocab_size)
+    return with_end_tokens(made, tokenizer, found), tokenizer
 
 
 def default_dtype() -> str:
@@ -409,16 +411,14 @@ def folder_of(name: str | Path, *within: str) -> Path:
 
 
 def described(folder: Path) -> dict[str, Any]:
-    """A folder's `config.json`, with the end tokens of its `generation_config.json`.
+    """A folder's `config.json`, with the end tokens of its `generation_config.json` too.
 
     Raises:
-      CheckpointError: one is missing or damaged.
+      CheckpointError: one is missing, damaged or not supported.
     """
-    found = config_of(folder)
-    generation = folder / "generation_config.json"
-    if generation.is_file() and (eos := parsed(generation).get("eos_token_id")) is not None:
-        found = found | {"eos_token_id": eos}
-    return found
+    found, ends = config_of(folder), read_config(folder)[0].eos_ids
+    own = families.read_config(found).eos_ids
+    return found if ends == own else found | {"eos_token_id": list(ends)}
 
 
 def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig, Family]:
@@ -427,12 +427,14 @@ def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig
     Raises:
       CheckpointError: it is missing, damaged or not supported.
     """
-    found = described(folder)
+    found = config_of(folder)
     quantized.layouts_of(found, folder)
     try:
-        return families.read_config(found, positions), families.family_of(found)
+        config, family = families.read_config(found, positions), families.family_of(found)
     except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
         raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+    ends = union(config.vocab_size, end_ids_in(folder), config.eos_ids)
+    return dataclasses.replace(config, eos_ids=ends), family
 
 
 def checked(

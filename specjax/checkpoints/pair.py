@@ -8,6 +8,7 @@ from jax.sharding import Mesh
 from specjax.base.deprecated import keywords_after
 from specjax.base.progress import counted
 from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
+from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import BUNDLED, Files, config_of, find
 from specjax.checkpoints.streaming import load_offloaded
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
@@ -84,7 +85,8 @@ def load_pair(
         target = load_offloaded(
             found.target, offload, memory, dtype=dtype, mesh=mesh, positions=positions
         )
-    tokenizer = tokenizer_of(found.target.folder)
+    tokenizer = tokenizer_of(found.target.folder, target.config.vocab_size)
+    target = with_end_tokens(target, tokenizer, found.target)
     pair = Pair(target, tokenizer, [])
     if found.drafts or found.stages:
         pair = _with_drafts(pair, found, mesh)

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from tokenizers import Tokenizer
 
+from specjax.base.notices import notice
 from specjax.base.pytree import replace
 from specjax.checkpoints.files import CheckpointError, Files, Name, find, parsed
+from specjax.checkpoints.tokenizer_bounds import bounded, check_files
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
 
@@ -26,15 +28,24 @@ _FILES = (_FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SHOWN = 3
 
 
-def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
+def tokenizer_of(
+    folder: Name | Sequence[Name], vocab_size: int | None = None
+) -> "PreTrainedTokenizerFast":
     """The transformers tokenizer stored in `folder`.
 
+    Args:
+      folder: a model's.
+      vocab_size: rows of the model's vocabulary, where they are known. A notice says that the
+        tokenizer has tokens beyond them.
+
     Raises:
-      CheckpointError: the folder holds no tokenizer, or one that cannot be read.
+      CheckpointError: the folder holds no tokenizer, or one that cannot be read, is too large for
+        the vocabulary or would make texts much longer.
     """
     folder = find(folder).folder
     if not any((folder / name).is_file() for name in _FILES):
         raise CheckpointError(f"no tokenizer in {folder}; it needs a {_FILE}.")
+    check_files(folder, vocab_size)
     _quieten()
     from transformers import AutoTokenizer
 
@@ -43,7 +54,30 @@ def tokenizer_of(folder: Name | Sequence[Name]) -> "PreTrainedTokenizerFast":
             folder, local_files_only=True, trust_remote_code=False
         )
         found.decode(found("a").input_ids)  # what is wrong in its settings fails here
-        return found
+    last = max(found.get_vocab().values(), default=-1)
+    if vocab_size is not None and last >= vocab_size:
+        notice(
+            f"the tokenizer in {folder} has tokens up to {last:,}, and the model a vocabulary of "
+            f"{vocab_size:,}; a prompt with one beyond is refused."
+        )
+    return found
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerFast", text: str, *, special: bool = True, what: str = "a prompt"
+) -> list[int]:
+    """The token ids of a text.
+
+    Args:
+      tokenizer: of `tokenizer_of`.
+      text: to be tokenized.
+      special: whether special tokens are put around it, as the tokenizer does.
+      what: begins the sentence of an error.
+
+    Raises:
+      ValueError: the library fails, or takes longer than any text that fits a model.
+    """
+    return bounded(lambda: list(tokenizer(text, add_special_tokens=special).input_ids), what)
 
 
 @contextlib.contextmanager
@@ -98,12 +132,12 @@ def vocabulary_of(files: Files, config: ModelConfig) -> Vocabulary:
     """A model's vocabulary, as its folder's tokenizer has it.
 
     Raises:
-      CheckpointError: the tokenizer cannot be read.
+      CheckpointError: the tokenizer cannot be read, or is too large for the model's vocabulary.
     """
-    return Vocabulary(files.folder, config.vocab_size, _contents(files))
+    return Vocabulary(files.folder, config.vocab_size, _contents(files, config.vocab_size))
 
 
-def _contents(files: Files) -> Contents | None:
+def _contents(files: Files, vocab_size: int) -> Contents | None:
     """The tokens with their numbers, added ones too.
 
     Other files than `tokenizer.json` may need packages that are not here; then there are none.
@@ -111,9 +145,10 @@ def _contents(files: Files) -> Contents | None:
     file = files.folder / _FILE
     if not file.is_file():
         try:
-            return tokenizer_of(files.folder).get_vocab()
+            return tokenizer_of(files.folder, vocab_size).get_vocab()
         except CheckpointError:
             return None
+    check_files(files.folder, vocab_size)
     with _named(str(file)):
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
 

@@ -255,7 +255,7 @@ def prepare(options: BenchServe, folder: Path) -> Prepared:
     """
     files = named(options.model, options.draft, options.stage).target
     config, _ = read_config(files.folder)
-    tokenizer = tokenizer_of(files.folder)
+    tokenizer = tokenizer_of(files.folder, config.vocab_size)
     if options.inflate:
         model = inflate(load_model(files, dtype="float32"), count_of(options.inflate))
         dtype = dtype_of(options.dtype) or default_dtype()

@@ -13,6 +13,7 @@ from rich.text import Text
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.tokenizers import encode
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Generate
 from specjax.cli.values import at_least, bytes_of, check_seed, dtype_of, widths_of
@@ -83,7 +84,7 @@ def _read() -> str:
 
 def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
     if not options.chat:
-        return tokenizer(prompt).input_ids
+        return encode(tokenizer, prompt, what="the prompt")
     if not tokenizer.chat_template:
         raise ValueError(f"--chat needs a chat template, and {options.model} has none.")
     return ids_of_chat(tokenizer, prompt)
@@ -98,9 +99,9 @@ def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
     talk = [{"role": "user", "content": prompt}]
     try:
         text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False).input_ids
     except Exception as error:  # what a template raises has no type of its own
         raise ValueError(f"the chat template cannot be used: {error}") from error
+    return encode(tokenizer, text, special=False, what="the prompt")
 
 
 def _check(options: Generate) -> None:

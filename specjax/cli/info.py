@@ -300,7 +300,7 @@ def _on_windows(draft: ModelConfig) -> Sequence[Finding]:
     windows = [window for window in draft.windows if window is not None]
     if not windows:
         return ()
-    return (Finding("windows", f"trees grown in several passes have at most {min(windows)} nodes"),)
+    return (Finding("windows", f"trees have at most {min(windows) + 1} levels"),)
 
 
 def _on_programs(

@@ -480,6 +480,14 @@ class Serve(Context, Devices, Kernels):
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its continuation together; by default the model's context."""
+    generation_config: Annotated[
+        str,
+        _help(
+            "What requests take that name no temperature, top_p, top_k, min_p, repetition_penalty "
+            "or limit of tokens: auto, what the model's generation_config.json says; none, what "
+            "the API says; or a folder with such a file.",
+        ),
+    ] = "auto"
     served_model_name: str | None = None
     """What requests call the model; by default its folder's name, or its id on a hub."""
     allowed_origins: Annotated[

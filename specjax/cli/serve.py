@@ -10,6 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from specjax.checkpoints.files import find
+from specjax.checkpoints.generation_config import defaults_for
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.generate import say
 from specjax.cli.kernels import check_kernels, use_kernels
@@ -56,10 +58,13 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     check_origins(origins)
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
+    defaults = defaults_for(options.generation_config, find(options.model).folder)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
         mesh=mesh, positions=options.positions,
     )  # fmt: skip
+    for sentence in defaults.notices:
+        say(sentence)
     engine = Engine(
         pair.target,
         _drafter_of(options, pair),
@@ -78,6 +83,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         allowed_hosts=hosts,
         drain_seconds=options.drain_seconds,
         strict_fields=options.strict_fields,
+        defaults=defaults.values,
         debug=options.debug,
     )
     return run(engine, pair.tokenizer, server)

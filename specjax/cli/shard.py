@@ -30,7 +30,8 @@ def shard(options: Shard) -> int:
     mesh = devices_for(options.mesh, options.distributed)
     files = find(options.model)
     check_free(out)
-    config, tokenizer = read_config(files.folder)[0], tokenizer_of(files.folder)
+    config = read_config(files.folder)[0]
+    tokenizer = tokenizer_of(files.folder, config.vocab_size)
     model = load_model(files, dtype=kind, mesh=mesh)
     save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
     held = model.embedding.dtype

@@ -22,6 +22,7 @@ from specjax.draft.growth import (
     standing,
     tree_of,
 )
+from specjax.draft.limits import check_depth
 from specjax.draft.staged import TableStage, below_roots
 from specjax.draft.static import ModelState, catch_up, prefill, shorter
 from specjax.models.kv_cache import NewKV
@@ -137,6 +138,8 @@ class BestFirstDrafter(Drafter):
     def __post_init__(self) -> None:
         if self.growth.by_level and not (self.table is None and self.second is None):
             raise ValueError("growth by level takes no second stage, whose nodes span levels.")
+        if isinstance(self.model, Model):  # a setting that shares a draft stands without it
+            check_depth(self.model.config, self.growth.levels)
 
     @property
     def target_top_k(self) -> int:

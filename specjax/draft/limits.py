@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.models.config import ModelConfig
 from specjax.trees.widths import check_count, is_number
 
 _NEARLY_ONE = 0.9999  # a child's score must be below its parent's
@@ -23,3 +24,20 @@ def check_growth(values: Mapping[str, Any]) -> None:
         raise ValueError(f"least_gain is {gain}; it must be at least 0, and finite.")
     if not isinstance(by_level, bool):
         raise ValueError(f"by_level is {by_level!r}; it must be true or false.")
+
+
+def check_depth(config: ModelConfig, levels: int) -> None:
+    """Checks that a draft can grow trees of so many levels, in several passes.
+
+    A node sees its ancestors in the tree whatever the draft's sliding window is, so that the
+    deepest node that is run, a level above the last, may not be deeper than the window.
+
+    Raises:
+      ValueError: it would be.
+    """
+    window = min((each for each in config.windows if each is not None), default=levels)
+    if levels - 1 > window:
+        raise ValueError(
+            f"a draft with a sliding window of {window} tokens cannot grow trees of {levels} "
+            f"levels; they may have {window + 1}."
+        )

@@ -26,6 +26,7 @@ from specjax.base.sampling import (
     sampled_probs,
 )
 from specjax.draft.drafter import Drafter, Step
+from specjax.draft.limits import check_depth
 from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.parallel.mesh import DATA, DRAFT, gathered, mesh_of, place_along, size_of, stacked
@@ -75,20 +76,24 @@ class ExpansionDrafter(Drafter):
         device of it runs its share.
 
         Raises:
-          ValueError: there is no model, vocabularies differ, trees are not one a model, or the
-            mesh's axis does not divide a number of equal drafts.
+          ValueError: there is no model, vocabularies differ, trees are not one a model or deeper
+            than a draft's sliding window, or the mesh's axis does not divide a number of equal
+            drafts.
         """
         if not models:
             raise ValueError("a pool needs at least one draft model.")
         sizes = {m.config.vocab_size for m in models}
         if len(sizes) > 1:
             raise ValueError(f"the drafts have different vocabulary sizes: {sorted(sizes)}.")
+        shapes = _shapes(widths, len(models))
+        for model, shape in zip(models, shapes, strict=True):
+            check_depth(model.config, shape.depth)
         mesh = mesh_of(models)
         devices = size_of(mesh, DRAFT)
         if stack is None:
             stack = platform() != "cpu" or devices > 1
         alike: list[tuple[TreeShape, list[Model]]] = []
-        for model, shape in zip(models, _shapes(widths, len(models)), strict=True):
+        for model, shape in zip(models, shapes, strict=True):
             group = next(
                 (g for s, g in alike if stack and s == shape and g[0].config == model.config), None
             )

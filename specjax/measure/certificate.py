@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.base.sampling import Sampling, fold, process
 from specjax.checkpoints.pair import Pair
+from specjax.checkpoints.tokenizers import encode
 from specjax.decoding.generate import Generation, generate
 from specjax.draft import Drafter
 from specjax.measure import distribution_tests
@@ -273,7 +274,7 @@ def distribution_part(
     """Tokens of many continuations, `drawn` by a setting under a rule, follow the target's
     distribution, whatever the step before drew.
     """
-    prompt = pair.tokenizer(_PROMPT).input_ids
+    prompt = encode(pair.tokenizer, _PROMPT)
     tests = [
         test
         for setting, rule in drawn

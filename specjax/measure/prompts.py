@@ -8,6 +8,8 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specjax.checkpoints.tokenizers import encode
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +112,7 @@ def fitting(
     """
     chosen, left_out = [], []
     for name, text in listed:
-        tokens = tokenizer(text).input_ids
+        tokens = encode(tokenizer, text, what=f"prompt {name}")
         if tokens and len(tokens) + max_new_tokens <= max_positions:
             chosen.append(Prompt(name, tokens))
             continue

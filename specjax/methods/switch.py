@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+from specjax.base.notices import notice
 from specjax.checkpoints.pair import Pair
 from specjax.draft.drafter import Drafter
 from specjax.draft.switching import SwitchingDrafter
@@ -24,6 +25,8 @@ _IS_COUNT = re.compile("[1-9][0-9]{0,8}")
 def switching(pair: Pair, names: Sequence[str] = (), verify: str = AUTO) -> SwitchingDrafter:
     """A drafter that holds the settings of these names; by default all that the pair can.
 
+    Of those by default a notice names the ones that are too deep for the draft's sliding window.
+
     Args:
       pair: the target and what drafts for it.
       names: such as `chain:7`; `off` is always among them.
@@ -37,7 +40,13 @@ def switching(pair: Pair, names: Sequence[str] = (), verify: str = AUTO) -> Swit
     made: dict[str, Drafter] = {}
     for name in dict.fromkeys(wanted):
         setting = read(name)
-        drafter = None if lacking(setting.method, pair) else build(setting, pair, verify=verify)
+        try:
+            drafter = None if lacking(setting.method, pair) else build(setting, pair, verify=verify)
+        except ValueError as error:
+            if names:
+                raise ValueError(f"the setting {name} cannot be used: {error}") from error
+            notice(f"the setting {name} is left out: {error}")
+            continue
         refusal = _refusal(setting, pair, drafter, verify)
         if refusal is None and drafter is not None:
             made[name] = drafter

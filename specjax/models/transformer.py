@@ -166,16 +166,12 @@ def attention_mask_of(
 ) -> AttentionMask:
     """What is seen through a window: a token's own position and the `window - 1` before it.
 
-    Raises:
-      ValueError: nodes of earlier passes, of which positions are not known, may lie outside.
+    Nodes of earlier passes are seen as `tree_mask` says: a tree that is grown in several may be no
+    deeper than the window (see `specjax.draft.limits.check_depth`).
     """
     if window is None or tree_mask is None:
         return AttentionMask(tree_mask, None, window)
     tokens, columns = tree_mask.shape[1:]
-    if columns > tokens and columns > window:
-        raise ValueError(
-            f"a draft with a sliding window of {window} cannot grow a tree of {columns} nodes."
-        )
     if columns == tokens:
         depth = tree_mask.sum(axis=2)
         tree_mask = tree_mask & (depth[:, :, None] - depth[:, None] < window)

@@ -1,6 +1,7 @@
 """What a server is told: where it listens, who may ask, and the limits of a request."""
 
 import dataclasses
+from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class ServerOptions:
       idle_seconds: after how long without an event a stream sends a comment.
       drain_seconds: how long running requests may go on after SIGTERM.
       strict_fields: whether requests with unknown fields are refused.
+      defaults: what requests take that name none or null, by the names of requests: of
+        temperature, top_p, top_k, min_p, repetition_penalty and max_tokens.
       debug: whether `POST /debug/speculation` may fix the setting.
       max_body_bytes: of a request's body.
       body_seconds: how long a client may take to send it.
@@ -40,6 +43,7 @@ class ServerOptions:
     idle_seconds: float = 5.0
     drain_seconds: float = 30.0
     strict_fields: bool = False
+    defaults: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     debug: bool = False
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0

@@ -24,7 +24,8 @@ _DIRECT = (
     "ignore_eos",
     "max_tpot_ms",
 )
-"""Fields that mean the same to the engine; null is its default, but for the temperature."""
+"""Fields that mean the same to the engine; null is the server's default, or else the engine's, but
+for the temperature."""
 
 _WINDOWS = ("repeat_last_n", "penalty_last_n", "repetition_penalty_range", "rep_pen_range")
 """How many of the last tokens others' penalties look at; -1 is all."""
@@ -91,7 +92,8 @@ def new_tokens(
     Args:
       service: of the engine.
       asked: the request's own limit.
-      default: the limit where it has none; None takes all the room.
+      default: the limit where it has none, if the server has no smaller one; None takes all the
+        room.
       prompt: token ids.
       param: the field that the prompt came in.
 
@@ -113,7 +115,8 @@ def new_tokens(
         )
     if asked is not None:
         return asked
-    return room if default is None else min(default, room)
+    limits = default, service.options.defaults.get("max_tokens"), room
+    return min(int(limit) for limit in limits if limit is not None)
 
 
 def requests_of(
@@ -127,10 +130,12 @@ def requests_of(
       prompt: token ids.
       more: further fields of the requests.
     """
-    asked = {name: getattr(body, name) for name in _DIRECT}
-    given = {"temperature": 1.0} | {n: value for n, value in asked.items() if value is not None}
-    if body.top_k is not None:
-        given["top_k"] = min(max(body.top_k, 0), service.engine.vocab_size)
+    asked = {name: getattr(body, name) for name in (*_DIRECT, "top_k")}
+    defaults = {n: value for n, value in service.options.defaults.items() if n in asked}
+    own = {n: value for n, value in asked.items() if value is not None}
+    given = {"temperature": 1.0} | defaults | own
+    if "top_k" in given:
+        given["top_k"] = min(max(given["top_k"], 0), service.engine.vocab_size)
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     service.check_ids(list(bias), "logit_bias")
     service.check_ids(body.stop_token_ids or [], "stop_token_ids")

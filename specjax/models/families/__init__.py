@@ -2,12 +2,19 @@
 
 from specjax.models.families.family import Family
 from specjax.models.families.stored import Stored, stored
-from specjax.models.families.tables import FAMILIES, family_of, read_config, write_config
+from specjax.models.families.tables import (
+    FAMILIES,
+    end_ids_of,
+    family_of,
+    read_config,
+    write_config,
+)
 
 __all__ = [
     "FAMILIES",
     "Family",
     "Stored",
+    "end_ids_of",
     "family_of",
     "read_config",
     "stored",

@@ -1,7 +1,7 @@
 """What a family of models is: a table that maps its files to this project's names."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from specjax.models.config import ModelConfig
@@ -98,12 +98,14 @@ def whole_heads(config: Json) -> int:
     return config["hidden_size"] // config["num_attention_heads"]
 
 
-def windows_of(window: Any, kinds: Sequence[str], layers: int) -> Windows:
+def windows_of(window: Any, kinds: Any, layers: int) -> Windows:
     """What each layer sees, by the kind of its attention.
 
     Raises:
-      ValueError: not every layer has a kind that is known, or the window is no number.
+      ValueError: not every layer has a kind that is known, or the window is no number above 0.
     """
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types is {kinds!r}; it must be a list with a kind for each layer.")
     if len(kinds) != layers:
         raise ValueError(f"layer_types names {len(kinds)} layers; there are {layers}.")
     for kind in kinds:
@@ -111,8 +113,8 @@ def windows_of(window: Any, kinds: Sequence[str], layers: int) -> Windows:
             raise ValueError(f"layer_types has {kind!r}, which is not supported here.")
     if window is None or SLIDING not in kinds:
         return ()
-    if type(window) is not int:
-        raise ValueError(f"sliding_window is {window!r}; it must be an integer.")
+    if type(window) is not int or window < 1:
+        raise ValueError(f"sliding_window is {window!r}; it must be an integer above 0.")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 

@@ -59,7 +59,7 @@ def read(
     features = int(config["head_dim"] * share)
     return {
         "rope_theta": theta,
-        "rope_stretch": _stretch(rope, config, positions),
+        "rope_stretch": _stretch(rope, config, positions, features),
         "rotary_dim": None if share == 1 else features,
     }
 
@@ -115,7 +115,7 @@ def _kind(rope: Json) -> str:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
-def _stretch(rope: Json, config: Json, positions: Positions) -> Stretch | None:
+def _stretch(rope: Json, config: Json, positions: Positions, features: int) -> Stretch | None:
     kind = _kind(rope)
     if kind == "default":
         return None
@@ -130,6 +130,11 @@ def _stretch(rope: Json, config: Json, positions: Positions) -> Stretch | None:
             raise ValueError(f"rope scaling {kind!r} has no {name!r}, which it needs.")
     original = _original(rope, config, positions.whole)
     if kind == "longrope":
+        for name in _NEEDED[kind]:
+            if len(rope[name]) != features // 2:
+                raise ValueError(
+                    f"{name} has {len(rope[name])} factors for {features // 2} frequencies."
+                )
         return _longrope(rope, original, positions)
     factor = rope["factor"]
     if kind == "yarn" and factor is None:

@@ -9,6 +9,7 @@ from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_
 from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
 from specjax.models.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from specjax.models.families.ranges import check_values
 
 FAMILIES = {
     family.model_type: family
@@ -18,6 +19,9 @@ FAMILIES = {
     )
 }
 
+_MOST_ENDS = 256
+"""End tokens of a model; each is compared with every token of a text."""
+
 
 def family_of(config: Json) -> Family:
     """The table for a parsed `config.json`.
@@ -26,7 +30,7 @@ def family_of(config: Json) -> Family:
       ValueError: its `model_type` has no table.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}."
         )
@@ -41,6 +45,7 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
     """
     family = family_of(config)
     config = family.upgrade(config)
+    check_values(config)
     for key, supported in family.fixed.items():
         if key in config and config[key] not in supported:
             raise ValueError(
@@ -62,7 +67,8 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
     seen = (window is None or window >= length.used for window in features.get("windows", ()))
     if features.get("window_theta") is None and all(seen):
         features["windows"] = ()  # nobody is ever outside
-    return ModelConfig(**values, **features, eos_ids=_eos_ids(config), family=config["model_type"])
+    ends = _eos_ids(config, values["vocab_size"])
+    return ModelConfig(**values, **features, eos_ids=ends, family=config["model_type"])
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -99,7 +105,7 @@ def _check(field: str, key: str, value: Any, kind: Any) -> None:
 
 
 def _activation(family: Family, named: Any) -> str:
-    if named not in ACTIVATION_KEYS:
+    if not isinstance(named, str) or named not in ACTIVATION_KEYS:
         raise ValueError(
             f"{family.fields['activation']} is {named!r}, which is not supported; "
             f"supported: {', '.join(ACTIVATION_KEYS)}."
@@ -107,7 +113,12 @@ def _activation(family: Family, named: Any) -> str:
     return ACTIVATION_KEYS[named]
 
 
-def _eos_ids(config: Json) -> tuple[int, ...]:
+def end_ids_of(config: Json) -> tuple[int, ...]:
+    """The end tokens that a parsed `config.json` or `generation_config.json` names.
+
+    Raises:
+      ValueError: they are no numbers, or too many.
+    """
     eos = config.get("eos_token_id")
     if eos is None:
         return ()
@@ -115,4 +126,18 @@ def _eos_ids(config: Json) -> tuple[int, ...]:
     for end in ends:
         if type(end) is not int or abs(end) >= 2**31:
             raise ValueError(f"eos_token_id is {eos!r}; it must be a token's number, or several.")
-    return tuple(ends)
+    found = tuple(dict.fromkeys(ends))
+    if len(found) > _MOST_ENDS:
+        raise ValueError(f"eos_token_id names {len(found)} tokens; it may name {_MOST_ENDS}.")
+    return found
+
+
+def _eos_ids(config: Json, vocab_size: int) -> tuple[int, ...]:
+    ends = end_ids_of(config)
+    for end in ends:
+        if not 0 <= end < vocab_size:
+            raise ValueError(
+                f"eos_token_id is {config['eos_token_id']!r}; tokens are 0 to {vocab_size - 1}, as "
+                f"vocab_size is {vocab_size}. Where nothing ends a text, it is null."
+            )
+    return ends

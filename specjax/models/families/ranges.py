@@ -1,0 +1,119 @@
+"""What numbers and flags of a `config.json` may be, whatever its family."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from specjax.models.families.family import Json
+
+
+class Range(NamedTuple):
+    """Numbers from `low` to `high`, without `low` itself where `above`; whole ones if `whole`."""
+
+    low: float
+    high: float
+    above: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        kinds = (int,) if self.whole else (int, float)
+        if type(value) not in kinds or not math.isfinite(value):  # pyright: ignore[reportArgumentType]
+            return False
+        return self.low <= value <= self.high and not (self.above and value == self.low)  # pyright: ignore[reportOperatorIssue]
+
+    def __str__(self) -> str:
+        if self.whole:
+            return f"an integer from {self.low:g} to {self.high:g}"
+        if self.above:
+            return f"a finite number above {self.low:g}, at most {self.high:g}"
+        return f"a finite number from {self.low:g} to {self.high:g}"
+
+
+_FLAG = "true or false"
+_BASE = Range(1, 1e12, above=True)
+_SHARE = Range(0, 1, above=True)
+_CAP = Range(0, 1e9, above=True)
+_EPSILON = Range(0, 1, above=True)
+_STRETCH = Range(1, 1e6)
+_TURNS = Range(0, 1e6, above=True)
+_MAGNITUDE = Range(0, 1e4, above=True)
+_POSITIONS = Range(1, 2**31 - 1, whole=True)
+
+_KEYS: Mapping[str, Range | str] = {
+    "rope_theta": _BASE,
+    "rope_local_base_freq": _BASE,
+    "rotary_emb_base": _BASE,
+    "rotary_pct": _SHARE,
+    "partial_rotary_factor": _SHARE,
+    "original_max_position_embeddings": _POSITIONS,
+    "rms_norm_eps": _EPSILON,
+    "layer_norm_eps": _EPSILON,
+    "layer_norm_epsilon": _EPSILON,
+    "attn_logit_softcapping": _CAP,
+    "final_logit_softcapping": _CAP,
+    "query_pre_attn_scalar": _CAP,
+    "max_window_layers": Range(0, 10_000, whole=True),
+    "sliding_window_pattern": Range(1, 10_000, whole=True),
+    "word_embed_proj_dim": _POSITIONS,
+    "attention_bias": _FLAG,
+    "mlp_bias": _FLAG,
+    "enable_bias": _FLAG,
+    "use_sliding_window": _FLAG,
+    "use_parallel_residual": _FLAG,
+}
+_ROPE: Mapping[str, Range | str] = {
+    "rope_theta": _BASE,
+    "partial_rotary_factor": _SHARE,
+    "factor": _STRETCH,
+    "low_freq_factor": _TURNS,
+    "high_freq_factor": _TURNS,
+    "beta_slow": _TURNS,
+    "beta_fast": _TURNS,
+    "attention_factor": _MAGNITUDE,
+    "mscale": Range(0, 1e4),
+    "mscale_all_dim": Range(0, 1e4),
+    "original_max_position_embeddings": _POSITIONS,
+    "truncate": _FLAG,
+}
+_LISTS = ("short_factor", "long_factor")
+_MULTIPLIER = Range(0, 1e6, above=True)
+
+
+def check_values(config: Json) -> None:
+    """Checks the numbers and flags that a parsed `config.json` gives; null stands for absent.
+
+    Raises:
+      ValueError: one is of another kind, or out of its range.
+    """
+    _check(config, _KEYS, "")
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
+        if isinstance(rope, dict):
+            _check_rope(rope, f"{name}.")
+
+
+def _check_rope(rope: Json, prefix: str) -> None:
+    """Checks rotary parameters, and those of kinds of layers within them."""
+    _check(rope, _ROPE, prefix)
+    for name in _LISTS:
+        if rope.get(name) is not None:
+            _check_list(f"{prefix}{name}", rope[name])
+    for name, own in rope.items():
+        if isinstance(own, dict):
+            _check_rope(own, f"{prefix}{name}.")
+
+
+def _check(given: Json, allowed: Mapping[str, Range | str], prefix: str) -> None:
+    for name, own in allowed.items():
+        value = given.get(name)
+        fits = isinstance(value, bool) if isinstance(own, str) else value in own
+        if value is not None and not fits:
+            raise ValueError(f"{prefix}{name} is {value!r}; it must be {own}.")
+
+
+def _check_list(name: str, factors: Any) -> None:
+    if not isinstance(factors, list):
+        raise ValueError(f"{name} is {factors!r}; it must be a list of numbers.")
+    for place, factor in enumerate(factors):
+        if factor not in _MULTIPLIER:
+            raise ValueError(f"{name}[{place}] is {factor!r}; it must be {_MULTIPLIER}.")
