@@ -72,6 +72,9 @@ class TokenTexts:
         self._anchor = [next((n for n, name in self._names.items() if name in ("a", "▁a")), 0)]
         self._anchor_length = len(self.decode(self._anchor, special=True))
         self._known: dict[int, tuple[str, bytes]] = {}
+        self.last_prompt: tuple[Sequence[int], list[int], int] = ((), [], 0)
+        """The prompt of the last `Detokenizer`, its window and that window's characters: the next
+        one often has the same, and a prompt of byte tokens is decoded as a whole."""
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """The text of `tokens`, with the special ones among them if asked for.
@@ -149,13 +152,17 @@ class Detokenizer:
 
     Args:
       texts: of the tokenizer.
-      prompt: token ids.
+      prompt: token ids; they must not change.
     """
 
     def __init__(self, texts: TokenTexts, prompt: Sequence[int]) -> None:
         self._texts = texts
-        self._window = self._end_of(prompt)
-        self._shown = len(texts.decode(self._window).rstrip(INCOMPLETE))
+        known, window, shown = texts.last_prompt  # of another thread perhaps, but whole
+        if known is not prompt:
+            window = self._end_of(prompt)
+            shown = len(texts.decode(window).rstrip(INCOMPLETE))
+            texts.last_prompt = prompt, window, shown
+        self._window, self._shown = [*window], shown
 
     def _end_of(self, prompt: Sequence[int]) -> list[int]:
         """The prompt's last tokens, from a place where their text does not depend on others.

@@ -100,7 +100,8 @@ def _check_prompt(request: Request, config: ModelConfig, max_model_len: int) -> 
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a list of token ids.")
     if not prompt:
         raise ValueError("prompt is empty; it needs at least one token.")
-    for token in prompt:
+    plain = set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocabulary
+    for token in () if plain else prompt:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise TypeError(f"prompt holds {token!r}; token ids are integers.")
         if not 0 <= token < vocabulary:

@@ -1,5 +1,7 @@
 """`/v1/completions`: continuations of prompts."""
 
+import asyncio
+
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -65,7 +67,11 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 
 
 async def _all_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
-    return [await _prompt(service, body, given) for given in _prompts(body.prompt)]
+    prompts = []
+    for given in _prompts(body.prompt):
+        prompts.append(await _prompt(service, body, given))
+        await asyncio.sleep(0)  # others are answered between two long lists of token ids
+    return prompts
 
 
 async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> Prompt:

@@ -16,7 +16,8 @@ import signal
 import socket
 import struct
 import sys
-from typing import Any, BinaryIO
+from io import BufferedRWPair
+from typing import Any
 
 from specjax.server.text_jobs import TextJobs
 
@@ -80,7 +81,7 @@ def _work(own: socket.socket, jobs: TextJobs, seconds: float, memory: int) -> No
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _send(stream: BinaryIO, value: Any) -> None:
+def _send(stream: BufferedRWPair, value: Any) -> None:
     stream.write(framed(value))
     stream.flush()
 
