@@ -35,6 +35,7 @@ from specjax.server.responses import (
     DetokenizeResponse,
     ModelCard,
     ModelList,
+    Readiness,
     Status,
     TokenizeResponse,
     Version,
@@ -150,7 +151,8 @@ def _open() -> APIRouter:
     router = APIRouter()
     not_so = {503: {"model": Status, "description": "It is not."}}
     router.add_api_route("/health", health, responses=answer(Status) | not_so)
-    router.add_api_route("/ready", ready, responses=answer(Status) | not_so)
+    not_yet = {503: {"model": Readiness, "description": "It is not."}}
+    router.add_api_route("/ready", ready, responses=answer(Readiness) | not_yet)
     router.add_api_route("/version", show_version, responses=answer(Version))
     router.add_api_route("/metrics", metrics, response_class=PlainTextResponse)
     return router
@@ -191,9 +193,11 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Whether the server takes requests."""
-    state = service_of(request).state()
+    service = service_of(request)
+    state, compiling = service.state(), list(service.engine.settings_compiling)
     headers = None if state == "ready" else {"Retry-After": str(RETRY_SECONDS)}
-    return JSONResponse({"status": state}, 200 if state == "ready" else 503, headers)
+    body: Readiness = {"status": state, "settings_compiling": compiling}
+    return JSONResponse(body, 200 if state == "ready" else 503, headers)
 
 
 async def show_version() -> Response:
