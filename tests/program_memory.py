@@ -42,7 +42,7 @@ def resident() -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1024
 
 
-def one_by_one(device: Device, calls: Any) -> Iterator[str]:
+def one_by_one(device: Device, calls: Any, _: int) -> Iterator[str]:
     """In place of several at a time."""
     for call in calls:
         before, start = resident(), time.perf_counter()

@@ -132,6 +132,7 @@ class ScriptedEngine:
         self.endless, self.trouble, self.room = False, None, 64
         self.requests, self.running, self.aborted = [], set(), 0
         self.ready, self.failure, self.closed = False, None, False
+        self.settings_compiling, self.close_seconds = [], 0.0
         self.start_error, self.start_seconds, self.dies_after = None, 0.0, None
         self._accepts = True
         vars(self).update(script)
@@ -140,7 +141,8 @@ class ScriptedEngine:
     num_requests_waiting = 3
     kv_cache_usage = 0.25
 
-    def start(self) -> None:
+    def start(self, *, wait: bool = True, say=None) -> None:
+        del wait, say
         time.sleep(self.start_seconds)
         if self.start_error is not None:
             raise ValueError(self.start_error)
@@ -192,6 +194,7 @@ class ScriptedEngine:
             stream.abort()
 
     def close(self) -> None:
+        time.sleep(self.close_seconds)
         self.closed = True
 
 

@@ -404,7 +404,8 @@ def stand_in(tmp_path, monkeypatch):
     return stands
 
 
-UP = 'echo "specjax: bench at http://127.0.0.1:1." >&2; echo "specjax: ready." >&2'
+JOINED = 'echo "specjax: every setting has joined, after 3 s." >&2'
+UP = 'echo "specjax: bench at http://127.0.0.1:1." >&2; echo "specjax: ready." >&2; ' + JOINED
 
 
 def test_a_server_that_does_not_start_says_why(stand_in):

@@ -203,7 +203,7 @@ def forecaster(acceptance: Acceptance, rows: int, widths: Sequence[int], own) ->
     costs = StepCosts({shape: Cost(0.01) for shape in shapes})
     by_name = {setting.name: setting for setting in own}
     prompts = PromptLoad({})
-    return Forecaster(by_name, shapes, costs, acceptance, {}, prompts, rows, subsets=False)
+    return Forecaster(by_name, shapes, costs, acceptance, {}, prompts, rows)
 
 
 def with_skills(accepted: Sequence[int]) -> Acceptance:
@@ -332,7 +332,7 @@ def test_catching_up_is_charged_to_what_runs_the_draft():
     costs = StepCosts({shape: Cost(0.01) for shape in shapes})
     by_name = {OFF: PLAIN, "chain:3": chain(3)}
     reads, prompts = {16: 0.1, 64: 0.2}, PromptLoad({})
-    own = Forecaster(by_name, shapes, costs, acceptance, reads, prompts, 1, subsets=True)
+    own = Forecaster(by_name, shapes, costs, acceptance, reads, prompts, 1)
     assert [own.catch_up_seconds(each) for each in (0, 1, 17, 65)] == pytest.approx(
         [0, 0.1, 0.2, 0.4]
     )
@@ -487,6 +487,42 @@ def test_probes_stay_within_their_share_of_time():
         assert controller.probing_seconds <= 0.5 + 0.02 * controller.seconds + longest
     assert sum(each.reason == "probe" for each in world.decisions) >= 4
     assert controller.costs.steps(StepShape(OFF, 1, 1)) >= 3
+
+
+def test_settings_join_with_their_programs():
+    """Until then nothing but off is decided on, and no text is read by a draft."""
+    own, rows = [PLAIN, chain(3), tree(7, 4)], [RowState(0, 0.0, 900, 800)]
+    shapes = shapes_of(own, 4, True, 64)
+    costs = {shape: Cost(0.01) for shape in shapes}
+    first = {each: costs[each] for each in shapes if each.setting == OFF and each.rows in (1, 4)}
+    controller = Controller(own, first, {}, 4, chunks=CHUNKS)
+    controller.seconds = 1000.0
+    for count, size in ((1, 1), (2, 4), (3, 4), (4, 4)):
+        behind = [RowState(number, 0.0, 900, 800) for number in range(count)]
+        assert controller.decide(behind).shape == StepShape(OFF, size, size)
+    assert controller.row_to_probe(rows) is None
+    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are off"):
+        controller.fix("chain:3")
+    chains = {each: cost for each, cost in costs.items() if each.setting in (OFF, "chain:3")}
+    controller.join(chains, {16: 1e-5}, CHUNKS)
+    controller.fix("chain:3")
+    assert controller.decide(rows).shape.setting == "chain:3"
+    controller.fix(None)
+    assert {controller.decide(rows[:1]).shape.setting for _ in range(40)} <= {OFF, "chain:3"}
+    assert controller.row_to_probe(rows) == 0
+    assert controller.decide([RowState(n, 0.0) for n in range(2)]).shape.rows == 2
+    controller.join(costs, {16: 1e-5}, CHUNKS)
+    assert sorted(controller.shapes) == sorted(shapes)
+
+
+def test_a_program_that_is_measured_anew_begins_without_corrections():
+    costs = StepCosts(MEASURED)
+    for _ in range(9):
+        costs.observe(CHAIN_8, 0, 0.04)
+    costs.join({CHAIN_8: Cost(0.03), CHAIN_16: Cost(0.06)})
+    assert costs.steps(CHAIN_8) == 0
+    ratio = costs.seconds(CHAIN_16, 0) / costs.seconds(CHAIN_8, 0)
+    assert ratio == pytest.approx(2.0)
 
 
 def test_off_is_measured_though_it_is_never_best():

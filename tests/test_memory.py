@@ -3,9 +3,12 @@
 import jax.numpy as jnp
 import pytest
 
-from specjax.decoding.request import OUTPUT_BUCKETS, room
+import specjax
+from specjax.decoding.request import OUTPUT_BUCKETS, memory_plan, room, rule_of
+from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
 from specjax.models.placement import placement
+from tests.conftest import tiny_model
 from tests.memory_table import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
@@ -100,3 +103,25 @@ def test_groups_of_version_1(tmp_path):
         f"{at}stat": STAT.format("total_", "total_") + "inactive_file 99\n",
     }
     assert machine(tmp_path, **files) == 2 * GIB
+
+
+def test_an_engine_takes_the_longest_context_that_fits_its_rows(monkeypatch):
+    """In multiples of 128, the model's whole one if it can, 2,048 at least; else it is refused."""
+    model = tiny_model(max_positions=32_768 + 5)
+
+    def contexts(spare, rows, **options):
+        monkeypatch.setattr(memory, "host", lambda: spare)
+        return specjax.Engine(model, None, rows=rows, **options).max_model_len
+
+    assert contexts(None, 8) == contexts(64 * GIB, 8) == 32_773
+    plain = PlainDrafter(model.config.vocab_size)
+    taken = memory_plan(model, plain, rule_of("auto", plain), 8, 128, 8192)
+    few, many = contexts(2 * taken.beside_weights, 8), contexts(2 * taken.beside_weights, 32)
+    assert 8192 < few < 32_768
+    assert 2048 <= many < few / 2
+    assert (few % 128, many % 128) == (0, 0)
+    assert contexts(2 * taken.beside_weights, 8, max_model_len=few - 1) == few - 1
+    with pytest.raises(ValueError, match=r"to spare\. Use fewer rows or a smaller max_model_len"):
+        contexts(taken.beside_weights // 2, 8, max_model_len=32_773)
+    with pytest.raises(ValueError, match=r"8 texts of 2176 tokens .* to spare\. Use fewer rows"):
+        contexts(taken.beside_weights // 40, 8)

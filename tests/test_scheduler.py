@@ -35,6 +35,18 @@ def test_the_scheduler_needs_no_jax():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_is_forgotten_is_no_prefix_and_what_runs_stays():
+    at = Scheduler(2)
+    at.submit(ticket(*text(40)), ticket(*text(40, 50)))
+    first, second = at.admit().row, at.admit().row
+    read_all(at)
+    at.free(first)
+    at.forget()
+    assert (first.tokens, second.tokens) == ([], list(text(40, 50)))
+    at.submit(ticket(*text(40), 1))
+    assert at.admit().source is None
+
+
 def test_requests_move_into_free_rows_in_order():
     at = Scheduler(2)
     first, second, third = (ticket(number, 9) for number in range(3))

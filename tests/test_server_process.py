@@ -300,8 +300,17 @@ def test_a_signal_while_the_engine_starts():
         until(lambda: httpx.get(f"{url}/health").status_code == 200)
         waiting = httpx.get(f"{url}/v1/models")
         assert (waiting.status_code, waiting.headers["retry-after"]) == (503, "5")
-        assert httpx.get(f"{url}/ready").json() == {"status": "starting"}
+        assert httpx.get(f"{url}/ready").json()["status"] == "starting"
         server.send_signal(signal.SIGINT)
+        assert server.wait(5) == 0
+
+
+def test_a_signal_while_settings_are_compiled():
+    """It waits for no compilation: closing the engine would."""
+    with process({"settings_compiling": ["tree:7"], "close_seconds": 60}) as (server, url):
+        until(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert httpx.get(f"{url}/ready").json()["settings_compiling"] == ["tree:7"]
+        server.send_signal(signal.SIGTERM)
         assert server.wait(5) == 0
 
 

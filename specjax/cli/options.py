@@ -479,7 +479,8 @@ class Serve(Context, Devices, Kernels):
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     max_model_len: int | None = None
-    """Most tokens of a prompt and its continuation together; by default the model's context."""
+    """Most tokens of a prompt and its continuation together; by default the model's context, or as
+    much of it as there is memory for, 2,048 at least."""
     generation_config: Annotated[
         str,
         _help(

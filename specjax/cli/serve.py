@@ -74,6 +74,13 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
     )
+    most = pair.target.config.max_positions
+    if options.max_model_len is None and engine.max_model_len < most:
+        say(
+            f"a prompt and its continuation may have {engine.max_model_len} tokens, as much of the "
+            f"model's context of {most} as there is memory for with {options.rows} rows; fewer "
+            "--rows leave more."
+        )
     server = ServerOptions(
         served_model_name=options.served_model_name or _name_of(options.model),
         host=options.host,

@@ -1,8 +1,7 @@
 """The rows' state on the device and the programs over it, behind plain values of the host."""
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,14 +23,8 @@ from specjax.models.transformer import Model
 _KEPT = 1024
 """Sets of rows whose arrays are kept on the device."""
 
-_MEASURED_TOKENS = 2048
-"""Tokens that a row holds at most when it is measured how much they slow a chunk."""
-
-_COMPILED_AT_ONCE = 2
+COMPILED_AT_ONCE = 2
 """Programs, at most: each takes some hundred megabytes while it is compiled."""
-
-_REPEATS, _MOST_REPEATS, _TIMED_SECONDS = 3, 20, 0.1
-"""Runs of a program, so many and for so long, whose median is how long it takes."""
 
 
 class RowResult(NamedTuple):
@@ -110,7 +103,7 @@ class Measured(NamedTuple):
 class Device:
     """An engine's state, given away to each program and taken back from it.
 
-    Nothing here waits for the device but `results`, `scores`, `wait` and `compile`.
+    Nothing here waits for the device but `results`, `scores`, `wait`, `begin_all` and `assign_all`.
 
     Args:
       target: the model.
@@ -121,7 +114,7 @@ class Device:
 
     def __init__(self, target: Model, drafter: Drafter, setup: Setup, rows: int) -> None:
         self._setup, self._config, self._rows = setup, target.config, rows
-        self._window = drafter.window
+        self.slots, self.window = setup.slots, drafter.window
         # Programs take and give leaves in lists, which jax flattens without asking Python.
         self._models, self._models_tree = jax.tree.flatten((target, drafter))
 
@@ -130,6 +123,7 @@ class Device:
 
         begun_state = jax.jit(begun)(target, drafter)
         self._state, self._state_tree = jax.tree.flatten(begun_state)
+        self._shapes = [_shape_of(leaf) for leaf in self._state]  # a program may have it right now
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._control: dict[tuple[tuple[int, ...], ...], jax.Array] = {}
         self.calibrate([[0.0, 1.0], [0.0, 1.0]])
@@ -159,7 +153,7 @@ class Device:
             rows, rest = (made, None) if isinstance(made, EngineState) else made
             return jax.tree.leaves(rows), rest
 
-        lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._state, *call.given)
+        lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._shapes, *call.given)
         return lowered.compile()
 
     def begin(self, row: int, token: int) -> None:
@@ -273,23 +267,13 @@ class Device:
         values, top, tops = jax.device_get((found.of_token, found.top, found.top_tokens))
         return _logprobs(values[0, :count], top[0], tops[0])
 
-    def compile(self, plan: Plan, known: Measured | None = None) -> Iterator[str]:
-        """Compiles every program, several at a time; yields what is done.
+    def compile(self, plan: Plan, at_once: int = COMPILED_AT_ONCE) -> Iterator[str]:
+        """Compiles every program of a plan that is not there yet; yields what is done.
 
-        Then it measures those that are planned by, unless how long they take is `known`. Chunks are
-        measured again, as no steps correct them: the least that they ever took counts.
+        Any thread may, also while another runs programs.
         """
-        yield from self._compiled_at_once(self._calls(plan))
-        yield "measured"
-        if known is None:
-            self._measure(plan)
-        else:
-            before, self.step_costs, self.catch_up_seconds = known
-            self._measure_chunks(plan)
-            self.chunk_seconds = {n: min(own, before[n]) for n, own in self.chunk_seconds.items()}
-        for row in range(self._rows):
-            self.begin(row, 0)
-        self.wait()
+        calls = (call for call in self._calls(plan) if call.program not in self._programs)
+        yield from self._compiled_at_once(list(calls), at_once)
 
     @property
     def measured(self) -> Measured:
@@ -311,10 +295,11 @@ class Device:
             _Call(programs.begin, 1, (_put([0, 0]),), {}),
         ]
 
-    def _compiled_at_once(self, calls: Sequence[_Call]) -> Iterator[str]:
+    def _compiled_at_once(self, calls: Sequence[_Call], at_once: int) -> Iterator[str]:
         """Compiles programs on several cores; gives the names of those that are done."""
-        workers = max(1, min(_COMPILED_AT_ONCE, os.cpu_count() or 1))
-        with ThreadPoolExecutor(workers, "specjax-compile") as pool:
+        workers = max(1, min(at_once, os.cpu_count() or 1))
+        pool = ThreadPoolExecutor(workers, "specjax-compile")
+        try:
             waiting = {pool.submit(self._compiled, call): call for call in calls}
             for each in as_completed(waiting):
                 call = waiting[each]
@@ -322,104 +307,22 @@ class Device:
                 yield " ".join(
                     [call.function.__name__, str(call.size), *map(str, call.static.values())]
                 )
+        finally:
+            pool.shutdown(cancel_futures=True)
 
-    def _measure(self, plan: Plan) -> None:
-        """How long chunks, steps and catching up take."""
-        self._measure_chunks(plan)
-        empty = {shape: self._step_seconds(shape) for shape in plan.steps}
-        chooses = len({shape.setting for shape in plan.steps}) > 1
-        slopes = self._slopes(plan, empty) if chooses and plan.reuses else {}
-        self.step_costs = {
-            shape: Cost(seconds, slopes.get(shape.setting, 0.0)) for shape, seconds in empty.items()
-        }
-        for rows, size in plan.catch_ups:
-            if rows == 1:
-                self._begin_all(1)
-                self.catch_up_seconds[size] = self._timed(partial(self.catch_up, [0], size))
-
-    def _measure_chunks(self, plan: Plan) -> None:
-        alone = {}
-        for size in plan.chunks:
-            self.begin(0, 0)
-            alone[size] = self._timed(partial(self.extend, 0, [0], size))
-        self.chunk_seconds = self._with_growth(alone, min(plan.longest, _MEASURED_TOKENS))
-
-    def _step_seconds(self, shape: StepShape) -> float:
-        """Of a step whose rows hold next to nothing."""
-        self._begin_all(shape.rows)
-        return self._timed(self._step_of(shape), self._setup.slots // self._window)
-
-    def _step_of(self, shape: StepShape) -> Callable[[], object]:
-        """A step with trees as deep as there are columns for."""
-        depth = shape.width // shape.rows - 1
-        rows = range(shape.rows)
-        return partial(self.advance, shape, rows, (), [depth] * shape.rows, [False] * shape.rows)
-
-    def _slopes(self, plan: Plan, empty: Mapping[StepShape, float]) -> dict[str, float]:
-        """Seconds that each token which rows hold adds to a step, by its setting."""
-        held = min(plan.longest, _MEASURED_TOKENS) // 2
-        size = max((size for size in plan.chunks if size < held), default=0)
-        if not size:
-            return {}
-        self.begin(0, 0)
-        for _ in range(held // size):
-            self.extend(0, [0] * size, size)
-        held = held // size * size
-        found = {}
-        for setting in dict.fromkeys(shape.setting for shape in plan.steps):
-            shape = max(each for each in plan.steps if each.setting == setting)
-            for row in reversed(range(shape.rows)):
-                self.copy(0, row, held, 0)
-            self._assign_all(shape.rows)
-            most = (self._setup.slots - held) // self._window
-            later = self._timed(self._step_of(shape), most)
-            found[setting] = max(later - empty[shape], 0.0) / (held * shape.rows)
-        return found
-
-    def _with_growth(self, alone: dict[int, float], tokens: int) -> dict[int, tuple[float, float]]:
-        """Seconds of chunks in an empty row, and what each of up to `tokens` in it adds."""
-        half = tokens // 2  # the timed runs need room too
-        size, held, found = max((n for n in alone if n <= half), default=0), 1, {}
-        if not size:
-            return {size: (seconds, 0.0) for size, seconds in alone.items()}
-        self.begin(0, 0)
-        while held + size <= half:
-            self.extend(0, [0] * size, size)
-            held += size
-        for size, seconds in alone.items():
-            later = self._timed(partial(self.extend, 0, [0], size))
-            found[size] = seconds, max(later - seconds, 0.0) / held
-        return found
-
-    def _begin_all(self, live: int) -> None:
+    def begin_all(self, live: int) -> None:
         """New texts in all rows, of which the first `live` decode, for as long as there is room."""
         for row in range(self._rows):
             self.begin(row, 0)
-        self._assign_all(live)
+        self.assign_all(live)
 
-    def _assign_all(self, live: int) -> None:
+    def assign_all(self, live: int) -> None:
         """Lets the first rows decode, for as long as there is room."""
         request = Request(prompt=[0], max_new_tokens=2**20, temperature=1.0, ignore_eos=True)
         asked = checks.check_request(request, self._config, 2**30)
         for row in range(live):
             self.assign(row, request, asked)
         self.wait()
-
-    def _timed(self, run: Callable[[], object], most: int = _MOST_REPEATS) -> float:
-        """The median of how long a program takes, in seconds; the first run compiles it.
-
-        It runs no more than `most` times, for which rows must have room.
-        """
-        run()
-        self.wait()
-        found: list[float] = []
-        most = min(most, _MOST_REPEATS)
-        while len(found) < _REPEATS or (len(found) + 1 < most and sum(found) < _TIMED_SECONDS):
-            start = time.perf_counter()
-            run()
-            self.wait()
-            found.append(time.perf_counter() - start)
-        return float(np.median(found))
 
 
 def _catch_up(rows: Sequence[int], size: int) -> _Call:
@@ -437,6 +340,11 @@ def _tree_of(packed: np.ndarray, window: int, accepted: int) -> list[WatchedNode
         parent = number[int(parents[node])]
         found.append(WatchedNode(int(tokens[node]), parent, chance, node in path))
     return found
+
+
+def _shape_of(leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    own, placed = jax.typeof(leaf), leaf.sharding if leaf.committed else None
+    return jax.ShapeDtypeStruct(own.shape, own.dtype, sharding=placed, weak_type=own.weak_type)
 
 
 def _put(values: object) -> jax.Array:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ from rich.progress import Progress
 
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.progress import progress_bars
-from specjax.decoding.request import check_drafter, check_memory, rule_of
+from specjax.decoding.request import check_drafter, check_memory, memory_plan, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
-from specjax.engine import measured
+from specjax.engine import measured, measuring
 from specjax.engine.checks import check_request, key_of, num_end_ids
-from specjax.engine.device import Device, Pending, Plan, RowResult
+from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
+from specjax.engine.joining import Joining, Part
 from specjax.engine.programs import Parameters, Setup
 from specjax.engine.report import report
 from specjax.engine.request import (
@@ -38,8 +39,9 @@ from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.engine.watch import Watched
 from specjax.goodput.controller import Options
-from specjax.goodput.costs import StepCosts
+from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.policy import Decision, Timed
+from specjax.models import memory
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, layout_of, size_of
 from specjax.verify.rules import AUTO
@@ -56,6 +58,9 @@ _SCORED = 16
 """The same where log probabilities of the prompt are asked for."""
 
 _SLOT_MULTIPLE = 128
+_LEAST_CONTEXT, _SHARE_FOR_TEXTS = 2048, 0.8
+"""Of the context that is taken where none is named: tokens at least, unless the model has fewer;
+and the share of free memory that texts may have then. Programs and compiling them need the rest."""
 
 
 class _Asked(NamedTuple):
@@ -89,7 +94,7 @@ class Engine:
     """Requests in the rows of one compiled step, each distributed as the target alone would write.
 
     A thread of its own runs the device. The next step is handed to the device before the last
-    one's tokens are read; prompts are read in chunks between steps. Nothing compiles after `start`.
+    one's tokens are read; prompts are read in chunks between steps. That thread compiles nothing.
 
     Args:
       target: the model whose distribution the texts follow.
@@ -97,7 +102,7 @@ class Engine:
         each step is the one of the largest goodput (see `specjax.goodput`).
       rows: requests that run at a time.
       max_model_len: the most tokens of a prompt and its continuation together; by default the
-        model's context.
+        model's context, or as much of it as there is memory for, 2,048 at least.
       verify: the verification rule of requests without a seed; those with one are decided by the
         naive rule.
       max_waiting: requests that may wait for a row.
@@ -128,10 +133,9 @@ class Engine:
         if rows < 1:
             raise ValueError(f"rows is {rows}; it must be at least 1.")
         most = config.max_positions
-        self.max_model_len = most if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= most:
+        if max_model_len is not None and not 2 <= max_model_len <= most:
             raise ValueError(
-                f"max_model_len is {self.max_model_len}; it must lie in [2, {most}], the model's "
+                f"max_model_len is {max_model_len}; it must lie in [2, {most}], the model's "
                 "context."
             )
         self.vocab_size = config.vocab_size
@@ -145,9 +149,17 @@ class Engine:
             raise ValueError("the mesh spans several processes; an engine runs in one of its own.")
         accelerator = jax.default_backend() != "cpu"
         self._chunks = (*CHUNKS, _LARGEST_CHUNK) if accelerator else CHUNKS
-        room = self.max_model_len + max(*self._chunks, drafter.window)
-        slots = -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
         rule = rule_of(verify, drafter)
+
+        def planned(tokens: int) -> memory.Plan:
+            return memory_plan(target, drafter, rule, rows, max(self._chunks), slots_for(tokens))
+
+        def slots_for(tokens: int) -> int:
+            room = tokens + max(*self._chunks, drafter.window)
+            return -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+
+        self.max_model_len = max_model_len or _most_that_fits(most, planned)
+        slots = slots_for(self.max_model_len)
         try:
             check_memory(target, drafter, rule, rows, max(self._chunks), slots)
         except ValueError as error:
@@ -173,6 +185,7 @@ class Engine:
         self._alone, self._last_landed, self._step_seconds = False, 0.0, 0.0
         self._chunk_seconds = 0.0
         self._costs: StepCosts | None = None
+        self._joining: Joining | None = None
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -201,11 +214,26 @@ class Engine:
         with self._lock:
             return dataclasses.replace(self._totals, accepted_at=list(self._totals.accepted_at))
 
+    @property
+    def settings_compiling(self) -> list[str]:
+        """Settings of which programs are still being compiled, in this order."""
+        if self._joining is None:
+            return [] if self._thread is not None else list(self.speculation.later)
+        return list(self._joining.compiling)
+
+    @property
+    def settings_failed(self) -> dict[str, str]:
+        """Settings that are left out as they could not be compiled, and why."""
+        return {} if self._joining is None else dict(self._joining.failed)
+
     def report(self) -> dict[str, Any]:
         """What the choice of settings believes and does (see `specjax.engine.report`)."""
+        states = {
+            "settings_compiling": self.settings_compiling, "settings_failed": self.settings_failed,
+        }  # fmt: skip
         with self._lock:
             measured = None if self._device is None else self._device.measured
-            return report(self.speculation, measured)
+            return report(self.speculation, measured) | states
 
     def fix(self, setting: str | None) -> None:
         """Drafts with one setting from the next step on; None lets the engine choose again.
@@ -222,47 +250,96 @@ class Engine:
             running = [(row.number, row.ticket) for row in self._scheduler.rows if row.ticket]
         return [ticket.stream.watched(number) for number, ticket in running]
 
-    def start(self, progress: Progress | None = None) -> None:
-        """Compiles every program, behind a progress bar on a terminal, and begins to serve.
+    def start(self, *, wait: bool = True, say: Callable[[str], None] | None = None) -> None:
+        """Compiles programs, behind a progress bar on a terminal, and begins to serve.
+
+        With settings to choose from it serves as soon as plain decoding's programs are there; the
+        others are compiled in a thread of their own, and each setting joins when all of its are
+        (see `settings_compiling`). A setting that cannot be compiled is left out.
+
+        Args:
+          wait: until all settings have joined. Nothing compiles afterwards.
+          say: is told in a sentence of each that has joined or is left out.
 
         Raises:
           RuntimeError: it was started before.
         """
         if self._thread is not None:
             raise RuntimeError("the engine was started before.")
-        if progress is None:
-            shown = progress_bars()
-            with shown:
-                return self.start(shown)
-        try:
-            self._device = self._compiled(progress)
-        except BaseException as error:
-            self.failure = f"the engine did not start: {type(error).__name__}: {error}"
-            self._end_all("error")
-            raise
-        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
-        self.ready = True
-        self._thread.start()
-        return None
+        with progress_bars() as progress:
+            try:
+                joining = self._begin(progress, wait, say or _logger.info)
+            except BaseException as error:
+                self.failure = f"the engine did not start: {type(error).__name__}: {error}"
+                self._end_all("error")
+                raise
+            if wait:
+                joining.settled.wait()
 
-    def _compiled(self, progress: Progress) -> Device:
-        device = self._make_device()
-        own = self.speculation
+    def _begin(self, progress: Progress, wait: bool, say: Callable[[str], None]) -> Joining:
+        """Serves with the programs of plain decoding, or of the only setting; lets others join."""
+        own, device = self.speculation, self._make_device()
         plan = Plan(
             own.shapes, self._chunks, _SCORED, own.catch_ups, self.max_model_len, self._reuses
         )
-        total = len(plan.steps) + len(plan.chunks) + len(plan.catch_ups) + 4 + self._reuses
-        task = progress.add_task("compile", total=total)
-        chooses, name = len(own.settings) > 1, self._costs_of(plan)
-        known = measured.recall(name, plan) if chooses else None
-        for what in device.compile(plan, known):
+        first = plan._replace(steps=own.first_shapes, catch_ups=())
+        counted = plan if wait else first
+        total = len(counted.steps) + len(counted.chunks) + len(counted.catch_ups)
+        task = progress.add_task("compile", total=total + 3 + self._reuses)
+
+        def done(what: str) -> None:
             progress.update(task, description=f"compile {what}", advance=1)
-        if chooses and device.measured != known:
-            measured.remember(name, device.measured)
+
+        for what in device.compile(first):
+            done(what)
+        known = self._known(plan)
+        _measure_first(device, first, known)
         own.begin(device)
         self._costs = StepCosts(device.step_costs)
         self._step_seconds = min(cost.seconds for cost in device.step_costs.values())
-        return device
+        parts = [Part(name, self._part_of(plan, name)) for name in own.later]
+        joining = self._joining = Joining(
+            device, plan, parts, known, self._join, partial(self._keep, plan, known),
+            self._forget_rows, self._wake, say,
+        )  # fmt: skip
+        self._device = device
+        self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
+        self.ready = True
+        self._thread.start()
+        joining.start(COMPILED_AT_ONCE if wait else 1, done if wait else lambda _: None)
+        return joining
+
+    def _known(self, plan: Plan) -> Measured | None:
+        """What programs cost when such an engine was measured before."""
+        chooses = len(self.speculation.settings) > 1
+        return measured.recall(self._costs_of(plan), plan) if chooses else None
+
+    def _part_of(self, plan: Plan, name: str) -> Plan:
+        """The programs that a setting lacks, with those that its draft reads texts with."""
+        own = self.speculation
+        reads = plan.catch_ups if own.settings[name].runs_draft else ()
+        return plan._replace(steps=own.later[name], catch_ups=reads)
+
+    def _join(self, costs: Measured) -> None:
+        assert self._device is not None
+        assert self._costs is not None
+        self._costs.join(costs.step_costs)
+        with self._lock:
+            self.speculation.join(costs.step_costs, self._device)
+
+    def _keep(self, plan: Plan, known: Measured | None) -> None:
+        """Keeps what all programs cost for the next start."""
+        assert self._device is not None
+        if len(self.speculation.settings) > 1 and self._device.measured != known:
+            measured.remember(self._costs_of(plan), self._device.measured)
+
+    def _forget_rows(self) -> None:
+        with self._lock:
+            self._scheduler.forget()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._lock.notify()
 
     def submit(self, request: Request) -> TokenStream:
         """Puts a request in the queue; its tokens come to the running event loop.
@@ -335,6 +412,8 @@ class Engine:
             self._lock.notify()
         if self._thread is not None:
             self._thread.join()
+        if self._joining is not None:
+            self._joining.stop()
         self._end_all("abort")
 
     def _withdraw(self, ticket: Ticket) -> None:
@@ -361,6 +440,8 @@ class Engine:
         """Ends every request, in a row or not."""
         with self._lock:
             self._accepts = self.ready = False
+            if self._joining is not None:
+                self._joining.settled.set()
             left, self._asked = list(self._asked), {}
             for row in self._scheduler.rows:
                 if row.ticket is not None:
@@ -372,11 +453,18 @@ class Engine:
     def _turn(self) -> bool:
         """New requests into rows, a chunk of a prompt, a step, and what the last step gave."""
         assert self._device is not None
+        assert self._joining is not None
         with self._lock:
-            while not (self._stops or self._has_work()):
+            while not (self._stops or self._has_work() or self._joining.has_work):
                 self._lock.wait()
             if self._stops:
                 return False
+            idle = not self._has_work()
+        if idle or self._joining.has_work:
+            self._joining.turn(idle)
+        if idle:
+            return True
+        with self._lock:
             while self._withdrawn:
                 ticket = self._withdrawn.popleft()
                 self._scheduler.withdraw(ticket)
@@ -565,3 +653,35 @@ class Engine:
             self._scheduler.free(row)
             self._asked.pop(stream, None)
         stream.give(tokens)
+
+
+def _measure_first(device: Device, plan: Plan, known: Measured | None) -> None:
+    """What the first programs cost, as far as it must be known to serve."""
+    if known is None:
+        alone = measuring.whole(measuring.chunks_alone(device, plan))
+        device.chunk_seconds = {size: (seconds, 0.0) for size, seconds in alone.items()}
+        empty = measuring.whole(measuring.steps(device, plan))
+        device.step_costs = {shape: Cost(seconds) for shape, seconds in empty.items()}
+        device.begin_all(0)
+    else:
+        device.chunk_seconds = known.chunk_seconds
+        device.step_costs = {shape: known.step_costs[shape] for shape in plan.steps}
+
+
+def _most_that_fits(positions: int, plan: Callable[[int], memory.Plan]) -> int:
+    """The longest context, of `positions` at most, whose texts there is memory for.
+
+    Below the least that is taken there may be none: then it is that.
+    """
+    least, spare = min(_LEAST_CONTEXT, positions), plan(positions).available
+
+    def fits(tokens: int) -> bool:
+        return spare is None or plan(tokens).beside_weights <= _SHARE_FOR_TEXTS * spare
+
+    if fits(positions):
+        return positions
+    low, high = least // _SLOT_MULTIPLE, positions // _SLOT_MULTIPLE
+    while low < high:
+        half = (low + high + 1) // 2
+        low, high = (half, high) if fits(half * _SLOT_MULTIPLE) else (low, half - 1)
+    return max(least, low * _SLOT_MULTIPLE)

@@ -220,6 +220,12 @@ class Scheduler:
             self._reading.append(row)
         return Admission(row, None if source is None else source.number, row.filled)
 
+    def forget(self) -> None:
+        """Free rows hold nothing any more that a request could begin with."""
+        for row in self.rows:
+            if row.ticket is None:
+                row.tokens, row.drafted, row.current = [], 0, False
+
     def prefix(self) -> Admission | None:
         """What the next row to be read may take from another that has read it meanwhile.
 

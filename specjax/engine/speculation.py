@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,9 @@ from specjax.engine.device import Device, RowResult
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Chunk, Row, state_of
 from specjax.goodput.controller import Controller, Options
+from specjax.goodput.costs import Cost
 from specjax.goodput.policy import (
+    OFF,
     Decision,
     DraftSetting,
     FixedPolicy,
@@ -107,6 +109,30 @@ class Speculation:
         return shapes_of(settings, self._rows, self._subsets, self._columns)
 
     @property
+    def first_shapes(self) -> list[StepShape]:
+        """Of them, those with which an engine can serve.
+
+        A fixed setting needs all of its own. Of those to choose from `off` is enough: for one row,
+        and for all, in which fewer run as well.
+        """
+        if self._switch is None:
+            return list(self.shapes)
+        own = sorted((each for each in self.shapes if each.setting == OFF), key=_rows)
+        return list(dict.fromkeys((own[0], own[-1])))
+
+    @property
+    def later(self) -> dict[str, list[StepShape]]:
+        """By settings to choose from their programs, in the order in which they are to be compiled.
+
+        First all of `off`, then of each kind of drafts the middle one.
+        """
+        if self._switch is None:
+            return {}
+        names = (OFF, *_middle_first(list(self.settings.values())))
+        own = {name: [each for each in self.shapes if each.setting == name] for name in names}
+        return {name: shapes for name, shapes in own.items() if shapes}
+
+    @property
     def catch_ups(self) -> list[tuple[int, int]]:
         """Rows, and tokens that the draft reads of each, of every program for it."""
         if not any(setting.runs_draft for setting in self.settings.values()):
@@ -128,6 +154,11 @@ class Speculation:
                 self._rows, chunks=device.chunk_seconds, subsets=self._subsets,
                 columns=self._columns, options=self._options,
             )  # fmt: skip
+
+    def join(self, costs: Mapping[StepShape, Cost], device: Device) -> None:
+        """Lets the policy use further programs, or know better what they cost."""
+        if self.controller is not None:
+            self.controller.join(costs, device.catch_up_seconds, device.chunk_seconds)
 
     def fix(self, setting: str | None) -> None:
         """Uses one setting from now on; None lets the policy choose.
@@ -276,6 +307,21 @@ class Speculation:
         name = decision.shape.setting
         for counts in (span.settings, self.steps_by_setting):
             counts[name] = counts.get(name, 0) + 1
+
+
+def _middle_first(settings: Sequence[DraftSetting]) -> list[str]:
+    """Names of the settings that draft: the middle one of each kind, then the others."""
+    kinds: dict[str, list[str]] = {}
+    for setting in settings:
+        if setting.name != OFF:
+            kinds.setdefault(setting.kind, []).append(setting.name)
+    middle = [names[len(names) // 2] for names in kinds.values()]
+    others = [name for names in kinds.values() for name in names if name not in middle]
+    return [*middle, *others]
+
+
+def _rows(shape: StepShape) -> int:
+    return shape.rows
 
 
 def setting_of(drafter: Drafter, name: str = "") -> DraftSetting:

@@ -70,9 +70,13 @@ class PromptLoad:
     """
 
     def __init__(self, costs: ChunkCosts) -> None:
+        self._read, self._given, self._left = 0.0, _BEFORE, 0.0
+        self.use(costs)
+
+    def use(self, costs: ChunkCosts) -> None:
+        """Takes other costs of chunks."""
         self._costs = costs
         self._limits = sorted(own / _STEPS for own, _ in costs.values())  # steps that allow a size
-        self._read, self._given, self._left = 0.0, _BEFORE, 0.0
         self._known: dict[int, float] = {}
 
     def observe_prompt(self, tokens: int, left: int) -> None:

@@ -77,11 +77,12 @@ class Options(NamedTuple):
 
 
 class Controller(Policy):
-    """Chooses each step's setting, columns and budgets.
+    """Chooses each step's setting, columns and budgets, of those whose programs are there.
 
     Args:
       settings: those to choose from; `off` is one of them.
-      costs: of every program in `shapes_of(settings, rows, subsets, columns)`.
+      costs: of the programs in `shapes_of(settings, rows, subsets, columns)` that are there; one of
+        `off` for all rows is. `join` adds others.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
       rows: how many rows there are.
       chunks: of prompts, their costs.
@@ -103,17 +104,18 @@ class Controller(Policy):
         options: Options = Options(),
     ) -> None:
         self.settings = {setting.name: setting for setting in settings}
-        self._shapes = shapes_of(settings, rows, subsets, columns)
+        self._every = shapes_of(settings, rows, subsets, columns)
         if not options.packing:
-            widest = {(s.setting, s.rows): s for s in sorted(self._shapes)}
-            self._shapes = sorted(widest.values())
+            widest = {(s.setting, s.rows): s for s in sorted(self._every)}
+            self._every = sorted(widest.values())
+        self._shapes = [shape for shape in self._every if shape in costs]
         self.costs = StepCosts({shape: costs[shape] for shape in self._shapes})
         self.acceptance = Acceptance(
             [s for s in settings if s.nodes], options.survival, options.censoring
         )
         self._forecaster = Forecaster(
             self.settings, self._shapes, self.costs, self.acceptance, catch_up,
-            PromptLoad(chunks), rows, subsets,
+            PromptLoad(chunks), rows,
         )  # fmt: skip
         self.guard, self._options = Guard(), options
         self.fixed: str | None = None
@@ -125,6 +127,22 @@ class Controller(Policy):
         self._reused = self._steps = self._turn = 0
         self._last_run: dict[StepShape, int] = {}
         self.seconds = self._tried_seconds = self._read_seconds = 0.0
+
+    def join(
+        self, costs: Mapping[StepShape, Cost], catch_up: Mapping[int, float], chunks: ChunkCosts
+    ) -> None:
+        """Takes further programs, or other costs of known ones.
+
+        Args:
+          costs: of programs that are there from now on.
+          catch_up: as of the constructor, of all programs there are.
+          chunks: of prompts, their costs.
+        """
+        known = {shape: costs[shape] for shape in self._every if shape in costs}
+        self.costs.join(known)
+        self._shapes = [shape for shape in self._every if shape in self.costs.measured]
+        self._forecaster.join(self._shapes, catch_up)
+        self._forecaster.prompts.use(chunks)
 
     @property
     def probing_seconds(self) -> float:
@@ -146,10 +164,17 @@ class Controller(Policy):
         """Uses a setting from now on; None lets the controller choose again.
 
         Raises:
-          ValueError: there is no such setting.
+          ValueError: there is no such setting, or none of its programs is there yet.
         """
         if setting is not None and setting not in self.settings:
             raise ValueError(f"no setting {setting!r}; there are auto, {', '.join(self.settings)}.")
+        there = {shape.setting for shape in self._shapes}
+        if setting is not None and setting not in there:
+            names = [name for name in self.settings if name in there]
+            raise ValueError(
+                f"the setting {setting!r} has no program yet; those that have are "
+                f"{', '.join(names)}."
+            )
         self.fixed, self.last, self._probe = setting, None, None
 
     def decide(self, rows: Sequence[RowState]) -> Decision:
@@ -319,7 +344,7 @@ class Controller(Policy):
 
     def row_to_probe(self, rows: Sequence[RowState]) -> int | None:
         """The row whose text the draft lacks most of, if there is time to read it while off."""
-        if not self._options.probing or not rows:
+        if not (self._options.probing and rows and self._forecaster.reads):
             return None
         place = max(range(len(rows)), key=lambda at: rows[at].lag)
         seconds = self._forecaster.catch_up_seconds(rows[place].lag)

@@ -73,7 +73,7 @@ class StepCosts:
     of another machine is wrong by a factor first of all.
 
     Args:
-      measured: of every program.
+      measured: of the programs that there are.
     """
 
     def __init__(self, measured: Mapping[StepShape, Cost]) -> None:
@@ -82,6 +82,13 @@ class StepCosts:
         self._of_setting: dict[str, _Correction] = {}
         self._of_all = _Correction()
         self._slower = _Correction()
+
+    def join(self, measured: Mapping[StepShape, Cost]) -> None:
+        """Takes the seconds of further programs, or of known ones that were measured since."""
+        self.measured.update(measured)
+        self._own.update({shape: _Correction() for shape in measured})
+        for name in {shape.setting for shape in measured}:
+            self._of_setting.pop(name, None)
 
     def seconds(self, shape: StepShape, cached: int) -> float:
         """How long a step takes whose rows hold `cached` tokens together, on average.

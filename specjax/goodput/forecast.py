@@ -6,7 +6,7 @@ from typing import NamedTuple
 from specjax.goodput.acceptance import Acceptance, curve_of
 from specjax.goodput.chunks import PromptLoad
 from specjax.goodput.costs import StepCosts
-from specjax.goodput.policy import DraftSetting, Forecast, RowState, StepShape, step_rows
+from specjax.goodput.policy import DraftSetting, Forecast, RowState, StepShape
 
 _HORIZON = 16
 """Steps over which the seconds of catching up count."""
@@ -41,13 +41,12 @@ class Forecaster:
 
     Args:
       settings: by their names.
-      shapes: the programs there are.
+      shapes: the programs there are; `join` adds others.
       costs: of them.
       acceptance: of drafts.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
       prompts: what of them is read between steps.
       rows: how many there are.
-      subsets: whether a step may run fewer rows than there are.
     """
 
     def __init__(
@@ -59,14 +58,11 @@ class Forecaster:
         catch_up: Mapping[int, float],
         prompts: PromptLoad,
         rows: int,
-        subsets: bool,
     ) -> None:
         self.prompts = prompts
         self._settings, self._costs, self._acceptance = settings, costs, acceptance
-        self._catch_up, self._rows, self._subsets = sorted(catch_up.items()), rows, subsets
-        self._by_rows: dict[int, list[StepShape]] = {}
-        for shape in shapes:
-            self._by_rows.setdefault(shape.rows, []).append(shape)
+        self._rows = rows
+        self.join(shapes, catch_up)
         chosen = sorted((s for s in settings.values() if s.nodes and not s.drawn), key=_nodes)
         self._smaller = {
             setting.name: [each for each in chosen if each.kind == setting.kind
@@ -76,13 +72,24 @@ class Forecaster:
         self._draws = any(setting.drawn and setting.nodes for setting in settings.values())
         self._yields: dict[StepShape, float] = {}
 
+    def join(self, shapes: Sequence[StepShape], catch_up: Mapping[int, float]) -> None:
+        """Takes all the programs that there are now, and what catching up costs."""
+        self._catch_up = sorted(catch_up.items())
+        counts = range(1, self._rows + 1)
+        self._by_count = {count: _fitting(count, shapes) for count in counts}
+
+    @property
+    def reads(self) -> bool:
+        """Whether there are programs with which the draft catches up."""
+        return bool(self._catch_up)
+
     def candidates(self, rows: Sequence[RowState]) -> list[Candidate]:
         """Every program that these rows fit in."""
         count, cached = len(rows), sum(row.held for row in rows)
         switch = sum(self.catch_up_seconds(row.lag) for row in rows) / _HORIZON
         chains = self._chains(rows)
         found = []
-        for shape in self._by_rows[step_rows(count, self._rows, self._subsets)]:
+        for shape in self._by_count[count]:
             setting = self._settings[shape.setting]
             tokens, depths = self._yield_of(setting, shape.width - count, rows, chains)
             tokens = count + (tokens - count) * self._yields.get(shape, 1.0)
@@ -191,6 +198,15 @@ def _packed(
             total += alive
             depths[place] += 1
     return total, tuple(depths)
+
+
+def _fitting(count: int, shapes: Sequence[StepShape]) -> list[StepShape]:
+    """Of each setting the programs of the fewest rows in which so many fit."""
+    fitting = [shape for shape in shapes if shape.rows >= count]
+    fewest: dict[str, int] = {}
+    for shape in fitting:
+        fewest[shape.setting] = min(shape.rows, fewest.get(shape.setting, shape.rows))
+    return [shape for shape in fitting if shape.rows == fewest[shape.setting]]
 
 
 def _survival(node: Node) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 _ADDRESS = re.compile(r"^specjax: .* at http://127\.0\.0\.1:(\d+)\.$", re.MULTILINE)
-_READY = re.compile(r"^specjax: ready\.$", re.MULTILINE)
+_READY = re.compile(r"^specjax: every setting .*has joined, after \d+ s\.$", re.MULTILINE)
 _SAID = re.compile(r"^specjax: (.*)$", re.MULTILINE)
 _POLL_SECONDS, _END_SECONDS = 0.05, 20.0
 _COUNTERS = {
@@ -38,7 +38,7 @@ class Server:
         self.port = 0
 
     def wait(self) -> None:
-        """Waits until it takes requests, however long it compiles.
+        """Waits until all its settings have joined, however long it compiles.
 
         Raises:
           ValueError: it ended before.
@@ -117,10 +117,10 @@ class Server:
 
 @contextlib.contextmanager
 def serving(flags: Sequence[str], log: Path) -> Iterator[Server]:
-    """A server of these flags that is ready; its process is ended when the context is left.
+    """A server whose settings have all joined; its process is ended when the context is left.
 
     Args:
-      flags: of `specjax serve`, but for the address.
+      flags: of `specjax serve`, but for the address; `--settings` is among them.
       log: a file for what it writes.
 
     Raises:

@@ -37,6 +37,7 @@ from specjax.server.responses import (
     DetokenizeResponse,
     ModelCard,
     ModelList,
+    Readiness,
     Status,
     TokenizeResponse,
     Version,
@@ -156,8 +157,9 @@ def _open() -> APIRouter:
     """The routes for those who watch the server; they need no key."""
     router = APIRouter()
     not_so = {503: {"model": Status, "description": "It is not."}}
+    not_yet = {503: {"model": Readiness, "description": "It is not."}}
     add_get(router, "/health", health, responses=answer(Status) | not_so)
-    add_get(router, "/ready", ready, responses=answer(Status) | not_so)
+    add_get(router, "/ready", ready, responses=answer(Readiness) | not_yet)
     add_get(router, "/version", show_version, responses=answer(Version))
     add_get(router, "/metrics", metrics, response_class=PlainTextResponse)
     return router
@@ -198,9 +200,11 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """Whether the server takes requests."""
-    state = service_of(request).state()
+    service = service_of(request)
+    state, compiling = service.state(), list(service.engine.settings_compiling)
     headers = None if state == "ready" else {"Retry-After": str(RETRY_SECONDS)}
-    return JSONResponse({"status": state}, 200 if state == "ready" else 503, headers)
+    body: Readiness = {"status": state, "settings_compiling": compiling}
+    return JSONResponse(body, 200 if state == "ready" else 503, headers)
 
 
 async def show_version() -> Response:

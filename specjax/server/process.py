@@ -95,7 +95,7 @@ def _end(server: "Server", engine: "Engine") -> int:
     failure = server.failure or engine.failure
     if failure is not None:
         _say(failure.rstrip("."))
-    if server.engine_is_starting():  # a compilation cannot be ended any other way
+    if server.engine_is_starting() or engine.settings_compiling:  # which nothing else can end
         sys.stderr.flush()
         os._exit(1 if failure else 0)
     engine.close()
@@ -125,7 +125,7 @@ class Server(uvicorn.Server):
 
     def _start(self) -> None:
         try:
-            self._service.engine.start()
+            self._service.engine.start(wait=False, say=_say)
             gc.collect()
             gc.freeze()  # what there is now stays: no collection looks at it again
             _say("ready")

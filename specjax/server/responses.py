@@ -183,9 +183,16 @@ class DetokenizeResponse(TypedDict):
 
 
 class Status(TypedDict):
-    """Whether the server is well, or ready."""
+    """Whether the server is well."""
 
     status: str
+
+
+class Readiness(TypedDict):
+    """Whether the server takes requests, and settings of which programs are still compiled."""
+
+    status: str
+    settings_compiling: list[str]
 
 
 class Version(TypedDict):

@@ -35,6 +35,12 @@ def families(report: Mapping[str, Any], model: str) -> Iterable[Metric]:
         "share_of_time", "Share of the steps' time spent on deciding and lost to probing.",
         ["part"], (((name,), value) for name, value in report["shares"].items()),
     )  # fmt: skip
+    compiling, failed = report.get("settings_compiling", ()), report.get("settings_failed", ())
+    yield gauge(
+        "setting_joined", "Whether all programs of a setting are there.", ["setting"],
+        (((name,), float(name not in compiling and name not in failed))
+         for name in report["settings"]),
+    )  # fmt: skip
     if "guard" in report:
         yield from _beliefs(report, gauge)
 

@@ -1,0 +1,215 @@
+"""How the settings of an engine that serves already come into use, one after the other."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from specjax.engine import measuring
+from specjax.engine.device import Device, Measured, Plan
+from specjax.goodput.policy import OFF
+
+_logger = logging.getLogger(__name__)
+
+PATIENCE_SECONDS = 5.0
+"""How long compiled programs wait to be measured while requests run, before they are used all the
+same."""
+
+
+class Part(NamedTuple):
+    """A setting, and the programs that it still lacks."""
+
+    setting: str
+    plan: Plan
+
+
+class _Arrived(NamedTuple):
+    """A part that is compiled, and since when; without a setting, chunks of prompts."""
+
+    part: Part
+    since: float = 0.0
+
+
+Join = Callable[[Measured], None]
+"""Takes what programs that are there cost."""
+
+
+class Joining:
+    """Compiles settings in a thread of its own; measures and joins them in the engine's.
+
+    Nothing is measured while a request is there, as rows are written over. Programs that were not
+    measured for some seconds join with the costs that may be hoped for, which their own steps
+    correct, and are measured when there is time.
+
+    Args:
+      device: of the engine; plain decoding's programs are there and measured.
+      chunks: of which the chunks are measured, too.
+      parts: what is to join, in this order.
+      known: what all programs cost, where that is known.
+      join: is called in the engine's thread as programs join.
+      keep: is called in it when all programs are there and measured.
+      forget: is called in it before rows are written over.
+      wake: lets the engine's thread take a turn; called from any thread.
+      say: is told in a sentence what has joined and what is left out.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        chunks: Plan,
+        parts: list[Part],
+        known: Measured | None,
+        join: Join,
+        keep: Callable[[], None],
+        forget: Callable[[], None],
+        wake: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
+        self._device, self._known = device, known
+        self._join, self._keep = join, keep
+        self._forget, self._wake, self._say = forget, wake, say
+        self._parts, self._chunks = parts, Part("", chunks)
+        self._arrived: deque[_Arrived] = deque()
+        self._unmeasured: deque[Part] = deque([self._chunks])
+        self._running: measuring.Measuring[Any] | None = None
+        self.compiling = [part.setting for part in parts]
+        self.failed: dict[str, str] = {}
+        self.settled = threading.Event()
+        self._stops, self._began = False, time.monotonic()
+        self._thread: threading.Thread | None = None
+
+    def start(self, at_once: int, done: Callable[[str], None]) -> None:
+        """Begins to compile, so many programs at once; `done` is told of each."""
+        run = partial(self._compile, at_once, done)
+        self._thread = threading.Thread(target=run, name="specjax-joining", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Compiles nothing more; waits for what is being compiled, which cannot be ended."""
+        self._stops = True
+        self.settled.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _compile(self, at_once: int, done: Callable[[str], None]) -> None:
+        for part in self._parts:
+            try:
+                for what in self._device.compile(part.plan, at_once):
+                    if self._stops:
+                        return
+                    done(what)
+            except Exception as error:  # the engine serves without it
+                if self._stops:
+                    return
+                _logger.exception("a setting could not be compiled")
+                self._leave_out(part, error)
+            else:
+                self._arrived.append(_Arrived(part, time.monotonic()))
+            self._wake()
+
+    def _leave_out(self, part: Part, error: Exception) -> None:
+        self.failed[part.setting] = f"{type(error).__name__}: {error}"
+        self.compiling.remove(part.setting)
+        reason = str(error).partition("\n")[0][:300].rstrip(".")
+        self._say(f"the setting {part.setting} is left out, as it could not be compiled: {reason}")
+        self._say_if_all()
+        self._settle(idle=True)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn without requests would do anything."""
+        return bool(self._arrived or self._unmeasured)
+
+    def turn(self, idle: bool) -> None:
+        """Joins what may join; where no request is there (`idle`), measures a run of a program."""
+        if not idle and self._running is not None:
+            self._running.close()
+            self._running = None
+            self._clear()
+        while self._arrived and self._may_join(self._arrived[0], idle):
+            self._take(self._arrived.popleft().part, idle)
+        if idle and self._unmeasured:
+            self._measure(self._unmeasured[0])
+        self._settle(idle)
+
+    def _may_join(self, arrived: _Arrived, idle: bool) -> bool:
+        """Whether a part need not wait: its costs are known, or there is time to find them."""
+        if self._known is not None or idle:
+            return True
+        return time.monotonic() - arrived.since >= PATIENCE_SECONDS
+
+    def _take(self, part: Part, idle: bool) -> None:
+        """Lets a part join, now or as soon as it is measured."""
+        if self._known is not None:
+            self._joined(part, _of_plan(self._known, part.plan))
+            return
+        self._unmeasured.append(part)
+        if not idle:
+            known = self._device.step_costs
+            self._joined(part, measuring.assumed(part.plan, known, OFF))
+
+    def _joined(self, part: Part, costs: Measured) -> None:
+        device = self._device
+        device.step_costs = device.step_costs | costs.step_costs
+        device.catch_up_seconds = device.catch_up_seconds | costs.catch_up_seconds
+        self._join(costs)
+        if part.setting in self.compiling:
+            self.compiling.remove(part.setting)
+            if part.setting != OFF:
+                self._say(f"the setting {part.setting} has joined")
+            self._say_if_all()
+        self._keep_if_measured()
+
+    def _say_if_all(self) -> None:
+        if not self.compiling:
+            but = f" but {', '.join(self.failed)}" if self.failed else ""
+            taken = time.monotonic() - self._began
+            self._say(f"every setting{but} has joined, after {taken:.0f} s")
+
+    def _measure(self, part: Part) -> None:
+        """A run of the measurement of a part; joins it after the last one."""
+        if self._running is None:
+            self._forget()
+            measure = measuring.part if part.setting else measuring.chunks
+            self._running = measure(self._device, part.plan)
+        try:
+            next(self._running)
+        except StopIteration as end:
+            self._running = None
+            self._unmeasured.popleft()
+            self._clear()
+            if part.setting:
+                self._joined(part, end.value)
+            else:
+                self._use_chunks(end.value)
+
+    def _use_chunks(self, found: dict[int, tuple[float, float]]) -> None:
+        before = {} if self._known is None else self._known.chunk_seconds
+        self._device.chunk_seconds = measuring.least(found, before)
+        self._join(Measured({}, {}, {}))
+        self._keep_if_measured()
+
+    def _keep_if_measured(self) -> None:
+        if not (self.compiling or self.failed or self._unmeasured):
+            self._keep()
+
+    def _clear(self) -> None:
+        """Nothing decodes in any row."""
+        self._device.begin_all(0)
+
+    def _settle(self, idle: bool) -> None:
+        """Notes that all have joined, and are measured unless requests leave no time for it."""
+        if not self.compiling and not (idle and self._unmeasured):
+            self.settled.set()
+
+
+def _of_plan(known: Measured, plan: Plan) -> Measured:
+    """Of what is known, that of a plan's programs."""
+    return Measured(
+        {},
+        {shape: known.step_costs[shape] for shape in plan.steps},
+        {size: known.catch_up_seconds[size] for rows, size in plan.catch_ups if rows == 1},
+    )

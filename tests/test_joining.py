@@ -1,0 +1,139 @@
+"""Settings that are compiled while an engine serves: texts meanwhile, costs, what is left out."""
+
+import asyncio
+import threading
+
+import pytest
+
+from pallas_kernels.cache import cache_folder
+from specjax.draft.plain import PlainDrafter
+from specjax.draft.switching import SwitchingDrafter
+from specjax.engine import engine as engines
+from specjax.engine import joining, measuring
+from specjax.engine.device import Device, Plan
+from specjax.engine.engine import Engine
+from specjax.engine.request import Request
+from specjax.goodput.costs import Cost
+from specjax.goodput.policy import StepShape
+from tests.engines import alone as plain_texts
+from tests.engines import collected, ids_of, served
+from tests.folders import own_cache
+from tests.pairs import alone, near, varied_model
+from tests.scripted_engine import until
+
+__all__ = ["own_cache"]
+LONG = Request(prompt=[1, 2, 3], max_new_tokens=100, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return varied_model()
+
+
+def an_engine(target, monkeypatch, **options) -> Engine:
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    chain = alone(near(target, 1), (1, 1))
+    drafter = SwitchingDrafter.of({"off": PlainDrafter(target.config.vocab_size), "chain:2": chain})
+    return Engine(target, drafter, **({"rows": 1, "max_model_len": 128} | options))
+
+
+def compiling(monkeypatch, first) -> None:
+    """Does `first` before the program of a setting that drafts is compiled."""
+    compiled = Device._compiled
+
+    def later(device, call):
+        if call.static.get("setting") == "chain:2":
+            first()
+        return compiled(device, call)
+
+    monkeypatch.setattr(Device, "_compiled", later)
+
+
+def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monkeypatch):
+    """It joins while a request runs, at what may be hoped of it, and is measured afterwards."""
+    allowed, said = threading.Event(), []
+    compiling(monkeypatch, allowed.wait)
+    monkeypatch.setattr(joining, "PATIENCE_SECONDS", 0.0)
+    seeded = Request(prompt=[4, 5], max_new_tokens=60, temperature=0.9, seed=7, ignore_eos=True)
+    (expected,), (drawn,) = (plain_texts(target, [each]) for each in (LONG, seeded))
+    engine = an_engine(target, monkeypatch)
+    assert engine.settings_compiling == ["off", "chain:2"]
+    engine.start(wait=False, say=said.append)
+    assert engine.ready
+    assert ids_of(served(engine, [LONG])[0]) == expected
+    assert engine.statistics().accepted_tokens == 0
+    until(lambda: engine.settings_compiling == ["chain:2"], 20)
+    assert engine.report()["settings_compiling"] == ["chain:2"]
+    with pytest.raises(ValueError, match="'chain:2' has no program yet; those that have are off"):
+        engine.fix("chain:2")
+
+    async def meanwhile() -> None:
+        allowed.set()
+        while engine.settings_compiling:
+            assert ids_of(await collected(engine.submit(LONG))) == expected
+
+    asyncio.run(meanwhile())
+    assert said[0] == "the setting chain:2 has joined"
+    assert said[1].startswith("every setting has joined, after ")
+    folder = cache_folder()
+    assert folder is not None
+    until((folder / "step_costs.json").exists, 20)  # which is written when all are measured
+    costs = engine._device.step_costs
+    shapes = engine.speculation.shapes
+    assert set(costs) == set(shapes)
+    assert engine.speculation.controller.costs.measured == costs
+    engine.fix("chain:2")
+    assert ids_of(served(engine, [LONG])[0]) == expected
+    assert ids_of(served(engine, [seeded])[0]) == drawn
+    assert engine.statistics().accepted_tokens > 0
+    engine.close()
+
+
+def test_a_setting_that_cannot_be_compiled_is_left_out(target, monkeypatch, caplog):
+    def fails() -> None:
+        raise ValueError("scripted trouble.")
+
+    compiling(monkeypatch, fails)
+    said = []
+    engine = an_engine(target, monkeypatch)
+    engine.start(say=said.append)
+    assert said[0] == (
+        "the setting chain:2 is left out, as it could not be compiled: scripted trouble"
+    )
+    assert said[1].startswith("every setting but chain:2 has joined")
+    assert (engine.settings_compiling, engine.failure) == ([], None)
+    assert engine.settings_failed == {"chain:2": "ValueError: scripted trouble."}
+    assert len(ids_of(served(engine, [LONG])[0])) == LONG.max_new_tokens
+    assert "could not be compiled" in caplog.text
+    engine.close()
+
+
+def test_rows_are_measured_again_where_a_request_came_between(target, monkeypatch):
+    """What was measured halfway is begun anew, and its texts are no request's prefix."""
+    engine = an_engine(target, monkeypatch)
+    device = engine._make_device()
+    monkeypatch.setattr(measuring, "chunks", lambda *_: (None for _ in range(3)))
+    monkeypatch.setattr(device, "begin_all", lambda live: forgotten.append(live))
+    forgotten: list[object] = []
+    own = joining.Joining(
+        device, Plan((), (16,), 16, (), 128, True), [], None, lambda _: None, lambda: None,
+        lambda: forgotten.append("rows"), lambda: None, lambda _: None,
+    )  # fmt: skip
+    own.turn(True)
+    own.turn(True)
+    assert forgotten == ["rows"]
+    assert not own.settled.is_set()
+    own.turn(False)
+    assert forgotten == ["rows", 0]
+    assert own.has_work
+    own.turn(True)
+    assert forgotten == ["rows", 0, "rows"]
+
+
+def test_what_may_be_hoped_of_a_program_is_what_off_takes():
+    off = {StepShape("off", 1, 1): Cost(0.01), StepShape("off", 8, 8): Cost(0.03, 1e-6)}
+    shapes = [StepShape("chain:3", rows, 4 * rows) for rows in (1, 2, 8)]
+    plan = Plan(shapes, (16,), 16, ((1, 16), (1, 64), (8, 16)), 512, True)
+    found = measuring.assumed(plan, off, "off")
+    assert [found.step_costs[shape].seconds for shape in shapes] == [0.01, 0.03, 0.03]
+    assert found.catch_up_seconds == {16: 0.01, 64: 0.01}
