@@ -1,12 +1,19 @@
-"""What 8 and 4 bits change of a model: bits a byte of text, and how often the likeliest token is
-another one.
+"""What 8 and 4 bits change of a model: its perplexity on texts, bits a byte of them, and how often
+the likeliest token is another one.
 
     specjax quantize bundled eight --bits 8
     specjax quantize bundled four --bits 4
-    python -m tests.quantized_quality humaneval.jsonl bundled eight four
+    python -m tests.quantized_quality humaneval.jsonl bundled eight four --gguf four.Q4_0.gguf
+
+A GGUF file is read as the weights that it stands for, with the first folder's configuration.
 """
 
 import dataclasses
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
@@ -21,38 +28,85 @@ from specjax.models.quantized import quantized_as
 class Quality:
     """What is compared."""
 
-    file: tyro.conf.Positional[str]
-    """Of prompts, whose text is what is scored."""
+    files: tyro.conf.Positional[str]
+    """Of prompts, whose text is what is scored; several separated by commas."""
     models: tyro.conf.Positional[tuple[str, ...]]
     """Folders; the first is what the others are held against."""
+    gguf: tuple[str, ...] = ()
+    """GGUF files of the same model."""
     limit: int = 82
-    """Take this many prompts only."""
+    """Take this many prompts of each file only."""
+    tokens: int = 512
+    """Take this many tokens of each prompt only."""
     dtype: str = "float32"
     """What is computed in."""
 
 
-def main() -> None:
-    """Prints a line for each model."""
-    asked = tyro.cli(Quality)
-    first: list[np.ndarray] = []
-    for name in asked.models:
-        model, tokenizer = specjax.load(name, dtype=asked.dtype)
-        bits, size, tokens, equal = 0.0, 0, 0, 0
-        for number, (_, text) in enumerate(prompts.read(asked.file)[: asked.limit]):
-            ids = tokenizer(text).input_ids[: model.config.max_positions]
+@contextmanager
+def folder_of(gguf: str, tokenizer: Any) -> Iterator[str]:
+    """A folder with the float32 weights that a GGUF file stands for."""
+    import torch
+    import transformers
+
+    path = Path(gguf).resolve()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    with tempfile.TemporaryDirectory(prefix="specjax-") as made:
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        yield made
+
+
+class Scored:
+    """What a model gives of the texts of a file."""
+
+    def __init__(self, asked: Quality, file: str, model: Any, tokenizer: Any) -> None:
+        self.likeliest: list[int] = []
+        self.nats, self.size = 0.0, 0
+        for _, text in prompts.read(file)[: asked.limit]:
+            ids = tokenizer(text).input_ids[: min(model.config.max_positions, asked.tokens)]
+            if len(ids) < 2:
+                continue
             logits = logits_within(model, [ids], np.arange(len(ids) - 1)[None])[0]
             logits = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-            surprise = np.log(np.exp(logits).sum(axis=1)) - logits[np.arange(len(ids) - 1), ids[1:]]
-            bits += surprise.sum() / np.log(2)
-            size += len(tokenizer.decode(ids[1:]).encode())
-            likeliest = logits.argmax(axis=1)
-            if name == asked.models[0]:
-                first.append(likeliest)
-            tokens, equal = tokens + len(likeliest), equal + int((likeliest == first[number]).sum())
-        print(
-            f"{name}: {quantized_as(model) or asked.dtype}; {bits / size:.4f} bits a byte, "
-            f"{equal / tokens:.4f} of {tokens} likeliest tokens those of {asked.models[0]}"
+            chosen = logits[np.arange(len(ids) - 1), ids[1:]]
+            self.nats += (np.log(np.exp(logits).sum(axis=1)) - chosen).sum()
+            self.size += len(tokenizer.decode(ids[1:]).encode())
+            self.likeliest += logits.argmax(axis=1).tolist()
+
+    @property
+    def perplexity(self) -> float:
+        """Of a token."""
+        return float(np.exp(self.nats / len(self.likeliest)))
+
+    def beside(self, first: "Scored") -> str:
+        """A line of it."""
+        equal = np.mean(np.asarray(self.likeliest) == np.asarray(first.likeliest))
+        return (
+            f"perplexity {self.perplexity:.3f} ({self.perplexity / first.perplexity:.4f}), "
+            f"{self.nats / np.log(2) / self.size:.4f} bits a byte, likeliest tokens {equal:.4f} "
+            f"of {len(self.likeliest)}"
         )
+
+
+def main() -> None:
+    """Prints a line for each model and file."""
+    asked = tyro.cli(Quality)
+    first: dict[str, Scored] = {}
+
+    def score(name: str, folder: str) -> None:
+        model, tokenizer = specjax.load(folder, dtype=asked.dtype)
+        for file in asked.files.split(","):
+            own = Scored(asked, file, model, tokenizer)
+            line = own.beside(first.setdefault(file, own))
+            print(f"{name} ({quantized_as(model) or asked.dtype}), {file}: {line}", flush=True)
+
+    for name in asked.models:
+        score(name, name)
+    for name in asked.gguf:
+        with folder_of(name, specjax.load(asked.models[0])[1]) as made:
+            score(name, made)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: what they stand for, files of every layout, models that hold them."""
 
 import json
+import re
 import shutil
 from functools import partial
 
@@ -12,21 +13,30 @@ from safetensors.numpy import load_file, save_file
 
 from specjax.__main__ import main
 from specjax.base.pytree import replace
-from specjax.checkpoints import huggingface
+from specjax.checkpoints import gptq, huggingface
+from specjax.checkpoints.calibration import Calibration
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import load_drafts, load_model, save_model, save_sharded
-from specjax.checkpoints.quantizing import quantize_folder
+from specjax.checkpoints.huggingface import (
+    load,
+    load_drafts,
+    load_model,
+    save_model,
+    save_sharded,
+)
+from specjax.checkpoints.quantizing import _in_8_bits, quantize_folder
 from specjax.draft import ExpansionDrafter
 from specjax.models import families, layers, memory, quantized
+from specjax.models.config import MATRICES
 from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, in_dtype, packed, quantized_as
-from specjax.models.transformer import forward
+from specjax.models.transformer import final_norm, forward, unembed
 from tests.conftest import tiny_model
 from tests.pairs import generate, varied_model
 from tests.quantized_files import LAYOUTS, rewrite
 from tests.test_parity import GOLDEN
 
 GROUPED = {"bits": 4, "group": 16}
+GROUPS_OF_32 = {"hidden_size": 64, "intermediate_size": 96}
 
 
 @pytest.fixture
@@ -165,20 +175,43 @@ def test_packed_weights_are_as_near_as_their_steps(bits, group):
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 16), (4, None), (8, None), (8, 24)])
 def test_scales_are_those_of_the_least_error(bits, group, monkeypatch):
-    """Against a slow twin that tries every scale by itself."""
+    """Against a slow twin that tries every scale by itself, and least squares of the best."""
     monkeypatch.setattr(quantized, "_AT_A_TIME", 7 * 48)  # several blocks, the last one padded
-    matrix = np.random.default_rng(bits).standard_t(3, (20, 48)).astype(np.float32)
+    drawn = np.random.default_rng(bits)
+    matrix = drawn.standard_t(3, (20, 48)).astype(np.float32)
+    importance = drawn.uniform(0.1, 2, 48).astype(np.float32)
     numbers, most = matrix.reshape(20, -1, group or 48), 1 << (bits - 1)
-    weight = packed(matrix, bits, group)
+    weights = importance.reshape(-1, group or 48)
+    weight = packed(matrix, bits, group, importance)
     found = np.asarray(dequantized(jax.tree.map(jnp.asarray, weight)), np.float64)
-    error = np.square(found.reshape(numbers.shape) - numbers).sum(axis=2)
-    tried = []
-    for share in 1 - 0.025 * np.arange(13 if bits == 4 else 1):
-        whole = np.abs(numbers).max(axis=2, keepdims=True) / (most - 1)
-        scale = (np.float32(share) * whole).astype(jnp.bfloat16).astype(np.float64)
-        made = np.clip(np.rint(numbers / scale), -most, most - 1) * scale
-        tried.append(np.square(made - numbers).sum(axis=2))
-    np.testing.assert_allclose(error, np.min(tried, axis=0), rtol=1e-4)
+    error = (weights * np.square(found.reshape(numbers.shape) - numbers)).sum(axis=2)
+
+    def codes(scale):
+        return np.clip(np.rint(numbers / scale), -most, most - 1)
+
+    def errors(scale):
+        return (weights * np.square(codes(scale) * scale - numbers)).sum(axis=2)
+
+    whole = np.abs(numbers).max(axis=2, keepdims=True) / (most - 1)
+    shares = 1 - 0.025 * np.arange(13) if bits == 4 else np.ones(1)
+    tried = [
+        (np.float32(share) * whole).astype(jnp.bfloat16).astype(np.float64)
+        for share in (*shares, *(-shares if bits == 4 else ()))
+    ]
+    old = np.min([errors(scale) for scale in tried[: len(shares)]], axis=0)
+    best = np.argmin([errors(scale) for scale in tried], axis=0)
+    scale = np.take_along_axis(np.stack(tried), best[None, :, :, None], axis=0)[0]
+    wanted = errors(scale)
+    for _ in range(2 if bits == 4 else 0):
+        made = codes(scale)
+        sums = (weights * made * numbers).sum(axis=2), (weights * made**2).sum(axis=2)
+        fitted = (sums[0] / sums[1])[:, :, None].astype(jnp.bfloat16).astype(np.float64)
+        better = (errors(fitted) < wanted)[:, :, None]
+        scale = np.where(better, fitted, scale)
+        wanted = errors(scale)
+    assert (error <= old * (1 + 1e-4)).all()  # of positive scales alone, none fitted
+    np.testing.assert_allclose(error, wanted, rtol=1e-3)
+    assert bits == 8 or error.sum() < 0.93 * old.sum()
 
 
 def test_a_large_weight_may_be_cut_where_the_others_gain():
@@ -273,12 +306,119 @@ def test_what_is_written_names_itself_and_takes_the_tokenizer_along(tmp_path, ca
         quantize_folder(find(tmp_path / "made"), tmp_path / "again")
 
 
+def test_what_is_left_in_8_bits_is_named_and_read(tmp_path, capsys):
+    save_model(tiny_model(**GROUPS_OF_32), tmp_path / "model", dtype="float32")
+    assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/made"]) == 0
+    said = capsys.readouterr().out
+    assert "In 8 bits, as 4 cost these most: 1 down_proj, 2 k_proj, 2 q_proj, 2 v_proj." in said
+    whole, model = load_model(tmp_path / "model"), load_model(tmp_path / "made")
+    outside = whole.embedding.nbytes + whole.final_norm.nbytes
+    assert f"Embeddings and final norms stay as they are: {memory.readable(outside)}." in said
+    plain = sum(each.nbytes for each in jax.tree.leaves(whole)) // 2
+    assert f"(plain bfloat16 is {memory.readable(plain)})" in said
+    for at, (old, new) in enumerate(zip(whole.layers, model.layers, strict=True)):
+        for name in ("query", "key", "value", "output", "gate", "up", "down"):
+            bits = 8 if name in ("query", "key", "value") or (name, at) == ("down", 0) else 4
+            wanted = packed(np.asarray(getattr(old, name)), bits, None if bits == 8 else 32)
+            found = getattr(new, name)
+            assert found.bits == bits
+            np.testing.assert_array_equal(found.values, wanted.values)
+            np.testing.assert_array_equal(found.scale, wanted.scale.astype(np.float32))
+    about = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    for name in (key.removesuffix(".weight") for key, _ in huggingface.named_tensors(whole)):
+        groups = [
+            each["weights"]["num_bits"]
+            for each in about["config_groups"].values()
+            if any(re.match(target.removeprefix("re:"), name) for target in each["targets"])
+        ]
+        layer = "_proj" in name
+        eight = any(part in name for part in ("q_proj", "k_proj", "v_proj", "0.mlp.down_proj"))
+        assert groups == ([8] if eight else [4] if layer else [])
+
+
+def test_what_is_left_in_8_bits_is_no_more_than_its_share():
+    config, family = huggingface.read_config(GOLDEN / "qwen3")
+    matrices = {
+        each.name: each for each in families.stored(family, config)
+        if each.layer is not None and each.leaves[0] in MATRICES
+    }  # fmt: skip
+    whole = sum(np.prod(each.shape) for each in matrices.values())
+    for share in (0.0, 0.1, 0.3, 0.5, 0.9, 1.0):
+        eight = _in_8_bits(matrices.values(), share)
+        assert sum(np.prod(matrices[name].shape) for name in eight) <= share * whole
+        for layer in range(config.num_layers):  # together, as servers multiply them as one
+            fused = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+            held = {f"model.layers.{layer}.{name}.weight" in eight for name in fused}
+            assert len(held) == 1
+    assert eight == matrices.keys()
+
+
+@pytest.mark.parametrize("group", [16, None])
+def test_calibrated_products_are_nearer_than_rounded_ones(group):
+    drawn = np.random.default_rng(3)
+    matrix = drawn.standard_normal((24, 48)).astype(np.float32)
+    mixing = drawn.standard_normal((48, 48)) * drawn.uniform(0.05, 2, 48)
+    mixing[:, 5] = 0  # an input that is never there
+    seen, unseen = (drawn.standard_normal((400, 48)) @ mixing for _ in range(2))
+    weight = gptq.calibrated(matrix, (seen.T @ seen).astype(np.float32), 4, group)
+    assert (weight.bits, weight.group) == (4, group or 48)
+
+    def off(weight):
+        own = np.asarray(dequantized(jax.tree.map(jnp.asarray, weight)))
+        return np.square(unseen @ (own - matrix).T).sum()
+
+    assert off(weight) < 0.6 * off(packed(matrix, 4, group))
+    nothing = gptq.calibrated(matrix, np.zeros((48, 48), np.float32), 4, group)
+    np.testing.assert_array_equal(nothing.values, packed(matrix, 4, group).values)
+
+
+def test_inputs_for_calibration_are_those_of_the_layers_before():
+    model = varied_model()
+    tokens = np.arange(3, 35, dtype=np.int32).reshape(4, 8)
+    texts = Calibration(replace(model, layers=()), tokens)
+    grams = [(texts.grams(each, at), texts.advance(each, at))[0]
+             for at, each in enumerate(model.layers)]  # fmt: skip
+    places = jnp.broadcast_to(jnp.arange(8), (4, 8))
+    for at, layer in enumerate(model.layers):
+        for name in ("query", "output", "up", "down"):
+            width = getattr(layer, name).shape[1]
+            assert grams[at][name].shape == (width, width)
+    # The first layer's inputs are the normed embeddings, and the columns that leave are the pass's.
+    entering = layers.normed("rms", model.layers[0].attention_norm, None,
+                             layers.embed(model.embedding, jnp.asarray(tokens)),
+                             model.config.norm_eps)  # fmt: skip
+    np.testing.assert_allclose(grams[0]["query"], entering @ entering.T, rtol=1e-4, atol=1e-5)
+    left = unembed(model, final_norm(model, texts.columns)).T.reshape(4, 8, -1)
+    wanted = forward(model, jnp.asarray(tokens), places, None, None)[0]
+    np.testing.assert_allclose(left, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_texts_calibrate_a_model(tmp_path, capsys):
+    pair = load(dtype="float32")[1]
+    model = tiny_model(**GROUPS_OF_32 | {"vocab_size": len(pair)})
+    save_model(model, tmp_path / "model", tokenizer=pair, dtype="float32")
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"id": n, "prompt": f"def f{n}(x):\n    return x * {n}\n"})
+                             + "\n" for n in range(20)))  # fmt: skip
+    flags = ["--group", "32", "--calibration", str(texts)]
+    assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/made", *flags]) == 0
+    assert re.search(r"Calibrated with \d\d\d tokens\.", capsys.readouterr().out)
+    found, by_itself = load_model(tmp_path / "made"), packed(np.asarray(model.layers[0].up), 4, 32)
+    assert {weight.bits for weight in (found.layers[0].query, found.layers[1].down)} == {4}
+    assert (np.asarray(found.layers[0].up.values) != by_itself.values).any()
+    texts.write_text('{"id": "none", "prompt": ""}\n')
+    assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/again", *flags]) == 2
+    assert "the texts for calibration have no tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--bits", "3"], "--bits is 3; it must be 8 or 4"),
         (["--group", "0"], "--group is 0; it must be at least 1"),
         (["--group", "9"], "groups of 9 inputs in 4 bits do not divide"),
+        (["--kept", "1.5"], "--kept is 1.5; it must be from 0 to 1"),
+        (["--bits", "8", "--kept", "0.5"], "--kept and --calibration are for 4 bits"),
     ],
 )
 def test_what_cannot_be_quantized_is_said_and_leaves_nothing(flags, said, folder, capsys):

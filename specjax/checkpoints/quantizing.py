@@ -1,28 +1,101 @@
 """Writes a folder's model with its layers' matrices packed, as compressed-tensors lays them out."""
 
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import quantized
+from specjax.checkpoints import gptq, quantized
+from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
-from specjax.checkpoints.huggingface import check_numbers, read_config
+from specjax.checkpoints.huggingface import check_numbers, leaves_of, read_config
+from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
-from specjax.models.quantized import GROUP_OF_4_BITS, packed
+from specjax.models.placement import placement
+from specjax.models.quantized import PackedWeight, packed
+from specjax.models.transformer import assemble, layer_of
+
+_GROUP = 32
+"""Inputs that share a scale in 4 bits where nothing else is named."""
+KEPT = 0.4
+"""The share of the layers' weights in 8 bits where 4 are asked for and no share is named."""
+_SENSITIVE = ("query", "down", "up", "output")
+"""Which matrices are kept in 8 bits, the first of all layers before the next, as their inputs are
+named: what 4 bits of each cost SmolLM2-135M a weight."""
 
 
 class Quantized(NamedTuple):
-    """What was written: matrices, how each is quantized, bytes of weights, and bytes before."""
+    """What was written.
+
+    Attributes:
+      matrices: how many were quantized.
+      name: how.
+      size: bytes of weights.
+      before: the same of the model that was read.
+      plain: the same of that model in bfloat16.
+      outside: bytes of what stays as it is, most of it embeddings.
+      kept: how many matrices of each kind are in 8 bits where 4 were asked for.
+      tokens: with which it was calibrated.
+    """
 
     matrices: int
     name: str
     size: int
     before: int
+    plain: int
+    outside: int
+    kept: Mapping[str, int]
+    tokens: int
+
+
+class Way(NamedTuple):
+    """How matrices are quantized.
+
+    Attributes:
+      bits: of a weight, 8 or 4.
+      group: inputs that share a scale; by default 32 in 4 bits, and all of a row in 8.
+      kept: the share of the layers' weights that are in 8 bits though `bits` are 4: those that
+        suffer most. None is 0.4, and none of them where `group` is named.
+      texts: what the model is calibrated with (GPTQ); none to round each weight by itself.
+    """
+
+    bits: int = 4
+    group: int | None = None
+    kept: float | None = None
+    texts: Sequence[str] = ()
+
+    @property
+    def share(self) -> float:
+        """Of the layers' weights in 8 bits."""
+        named = KEPT if self.group is None else 0.0
+        return 1.0 if self.bits == 8 else named if self.kept is None else self.kept
+
+    @property
+    def of_group(self) -> int | None:
+        """Inputs that share a scale."""
+        return _GROUP if self.group is None and self.bits == 4 else self.group
+
+    def check(self) -> None:
+        """Checks that it is one.
+
+        Raises:
+          ValueError: it is not.
+        """
+        if self.bits not in (8, 4):
+            raise ValueError(f"--bits is {self.bits}; it must be 8 or 4.")
+        if self.group is not None and self.group < 1:
+            raise ValueError(f"--group is {self.group}; it must be at least 1.")
+        if self.kept is not None and not 0 <= self.kept <= 1:
+            raise ValueError(f"--kept is {self.kept}; it must be from 0 to 1.")
+        if self.bits == 8 and (self.kept is not None or self.texts):
+            raise ValueError("--kept and --calibration are for 4 bits; --bits is 8.")
 
 
 def quantize_folder(
@@ -31,37 +104,63 @@ def quantize_folder(
     bits: int = 4,
     group: int | None = None,
     told: Callable[[int, int], object] = lambda count, of: None,
+    kept: float | None = None,
+    texts: Sequence[str] = (),
 ) -> Quantized:
     """Writes a model with symmetric integers for its layers' matrices; the rest stays as it is.
 
     `load` and transformers (with compressed-tensors installed) read the folder. One matrix at a
-    time is in memory, and a file of at most 2 GiB. Nothing is left where it fails.
+    time is in memory, with texts one layer and what lies outside of the layers, and a file of at
+    most 2 GiB. Nothing is left where it fails.
 
     Args:
       files: the model.
       out: a folder that holds no model yet.
-      bits: of a weight, 8 or 4.
-      group: inputs that share a scale; by default 64 in 4 bits, and all of a row in 8.
+      bits: see `Way`.
+      group: see `Way`.
       told: is told how many tensors of how many are done.
+      kept: see `Way`.
+      texts: see `Way`.
 
     Raises:
       CheckpointError: the model is missing, damaged, not finite, quantized already or of a family
         whose matrices cannot be, or `out` holds one.
-      ValueError: there are no such bits, or groups do not divide a matrix.
+      ValueError: there are no such bits, groups or shares, or groups do not divide a matrix.
     """
-    if bits not in (8, 4):
-        raise ValueError(f"--bits is {bits}; it must be 8 or 4.")
-    group = GROUP_OF_4_BITS if group is None and bits == 4 else group
-    if group is not None and group < 1:
-        raise ValueError(f"--group is {group}; it must be at least 1.")
+    way = Way(bits, group, kept, texts)
+    way.check()
     described = config_of(files.folder)
     if quantized.layouts_of(described, files.folder):
         raise CheckpointError(f"{files.folder} is quantized already.")
     config, family = read_config(files.folder)
     matrices = _matrices_of(files, config, family)
-    whole = described | {"quantization_config": _described(bits, group)}
+    eight = _in_8_bits(matrices.values(), way.share)
+    whole = described | {"quantization_config": _described(way, matrices, eight)}
     with new_model(files.folder, out, whole) as shards:
-        return _write(files, shards, family, matrices, bits, group, told)
+        return _Writing(files, config, family, way, matrices, eight).write(shards, told)
+
+
+def _in_8_bits(matrices: Collection[Stored], share: float) -> frozenset[str]:
+    """Which matrices are in 8 bits: no more than a share of all weights, by `_SENSITIVE`.
+
+    Matrices of a layer with the same inputs go together, as servers multiply them as one. Of a
+    kind that does not fit whole, the first and the last layers are taken.
+    """
+    units: dict[tuple[int, int], list[Stored]] = {}
+    last = max(stored.layer or 0 for stored in matrices)
+    for stored in matrices:
+        layer = stored.layer or 0
+        rank = _SENSITIVE.index(OF_MATRIX[stored.leaves[0]])
+        edge = 2 * min(layer, last - layer) + (layer > last - layer)
+        units.setdefault((rank, edge), []).append(stored)
+    room = share * sum(int(np.prod(stored.shape)) for stored in matrices)
+    found: set[str] = set()
+    for _, unit in sorted(units.items()):
+        room -= sum(int(np.prod(stored.shape)) for stored in unit)
+        if room < 0:
+            break
+        found |= {stored.name for stored in unit}
+    return frozenset(found)
 
 
 def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str, Stored]:
@@ -83,41 +182,110 @@ def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str,
     return found
 
 
-def _write(
-    files: Files,
-    shards: Shards,
-    family: Family,
-    matrices: dict[str, Stored],
-    bits: int,
-    group: int | None,
-    told: Callable[[int, int], object],
-) -> Quantized:
-    """Writes all tensors."""
-    every = list(tensors(files))
-    count = 0
-    names: set[str] = set()
-    for number, (found, file, tensor) in enumerate(every):
+class _Writing:
+    """The tensors of a model on their way into files."""
+
+    def __init__(
+        self, files: Files, config: ModelConfig, family: Family, way: Way,
+        matrices: Mapping[str, Stored], eight: Collection[str],
+    ) -> None:  # fmt: skip
+        self._files, self._config, self._family = files, config, family
+        self._way, self._matrices, self._eight = way, matrices, eight
+        expected = {stored.name: stored for stored in families.stored(family, config)}
+        self._expected = expected
+        self._found = {
+            family.name_of(name, expected): (name, file, tensor)
+            for name, file, tensor in tensors(files)
+        }
+        self._placed = placement(config, None)
+
+    def write(self, shards: Shards, told: Callable[[int, int], object]) -> Quantized:
+        """Writes all tensors, matrices a layer after the other."""
+        missing = sorted(self._matrices.keys() - self._found.keys())
+        if missing:
+            raise CheckpointError(f"{self._files.folder} has no tensor {', '.join(missing)}.")
+        outside = 0
+        others = [each for each in self._found.items() if each[0] not in self._matrices]
+        for number, (name, found) in enumerate(others):
+            check_numbers(*found)
+            shards.add(found[0], found[2])
+            outside += found[2].nbytes if self._is_outside(name) else 0
+            told(number + 1, len(self._found))
+        calibration = self._calibration()
+        names: dict[str, None] = {}
+        done = len(others)
+        for layer in range(self._config.num_layers):
+            for stored, weight in self._layer(layer, calibration):
+                found = self._found[stored.name][0]
+                for name, part in _parts(found.removesuffix("weight"), weight):
+                    shards.add(name, part)
+                names[weight.name] = None
+                done += 1
+                told(done, len(self._found))
+        every = [tensor for _, _, tensor in self._found.values()]
+        kept = [re.sub(r".*\.", "", name.removesuffix(".weight")) for name in sorted(self._eight)]
+        return Quantized(
+            len(self._matrices), " and ".join(sorted(names)), shards.size,
+            sum(each.nbytes for each in every), sum(2 * each.size for each in every), outside,
+            {name: kept.count(name) for name in kept} if self._way.bits == 4 else {},
+            0 if calibration is None else calibration.tokens,
+        )  # fmt: skip
+
+    def _is_outside(self, name: str) -> bool:
+        return name in self._expected and self._expected[name].layer is None
+
+    def _leaves(self, stored: Stored, tensor: np.ndarray) -> dict[str, Any]:
+        return leaves_of(stored, tensor, self._placed, jnp.dtype("float32"), self._files.folder)
+
+    def _calibration(self) -> Calibration | None:
+        """The texts before the first layer, if there are some."""
+        if not self._way.texts:
+            return None
+        outer: dict[str, Any] = {}
+        for name, stored in self._expected.items():
+            if stored.layer is None and name in self._found:
+                outer |= self._leaves(stored, self._found[name][2])
+        tokenizer = tokenizer_of(self._files.folder)
+        rows = rows_of(self._way.texts, tokenizer, self._config.max_positions)
+        return Calibration(assemble(self._config, outer, []), rows)
+
+    def _layer(
+        self, layer: int, calibration: Calibration | None
+    ) -> Iterator[tuple[Stored, PackedWeight]]:
+        """The matrices of a layer, quantized; takes the texts through it."""
+        grams: Mapping[str, Gram] = {}
+        leaves: dict[str, Any] = {}
+        if calibration is not None:
+            for stored in self._expected.values():
+                if stored.layer == layer:
+                    leaves |= self._leaves(stored, self._found[stored.name][2])
+            grams = calibration.grams(layer_of(leaves), layer)
+        for stored in self._matrices.values():
+            if stored.layer == layer:
+                weight = self._quantized(stored, grams.get(OF_MATRIX[stored.leaves[0]]))
+                if calibration is not None:
+                    whole = jax.tree.map(jnp.asarray, weight).unpacked()
+                    leaves |= self._leaves(stored, np.asarray(whole))
+                yield stored, weight
+        if calibration is not None:
+            calibration.advance(layer_of(leaves), layer)
+
+    def _quantized(self, stored: Stored, gram: Gram | None) -> PackedWeight:
+        """A matrix in its bits."""
+        found, file, tensor = self._found[stored.name]
         check_numbers(found, file, tensor)
-        stored = matrices.get(family.name_of(found, matrices))
-        if stored is None:
-            parts = {found: tensor}
-        else:
-            if tensor.shape != stored.shape:
-                raise CheckpointError(
-                    f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {stored.shape}."
-                )
-            try:
-                weight = packed(tensor, bits, group)
-                parts = dict(_parts(found.removesuffix("weight"), weight))
-            except ValueError as error:
-                raise ValueError(f"{found}: {error}") from error
-            names.add(weight.name)
-            count += 1
-        for name, part in parts.items():
-            shards.add(name, part)
-        told(number + 1, len(every))
-    before = sum(tensor.nbytes for _, _, tensor in every)
-    return Quantized(count, " and ".join(sorted(names)), shards.size, before)
+        if tensor.shape != stored.shape:
+            raise CheckpointError(
+                f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {stored.shape}."
+            )
+        try:
+            if stored.name in self._eight:
+                return packed(tensor, 8, self._way.group if self._way.bits == 8 else None)
+            if gram is None:
+                return packed(tensor, 4, self._way.of_group)
+            return gptq.calibrated(tensor, gram, 4, self._way.of_group)
+        except ValueError as error:
+            raise ValueError(f"{found}: {error}") from error
 
 
 def _parts(base: str, weight: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -129,21 +297,41 @@ def _parts(base: str, weight: Any) -> Iterator[tuple[str, np.ndarray]]:
     yield f"{base}weight_shape", np.asarray(weight.shape, np.int64)
 
 
-def _described(bits: int, group: int | None) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors."""
-    strategy = {"strategy": "channel"} if group is None else {"strategy": "group"}
-    weights = {"num_bits": bits, "type": "int", "symmetric": True, "group_size": group}
+def _described(way: Way, matrices: Mapping[str, Stored], eight: Collection[str]) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors; where bits differ, matrices by name."""
+    rest = [name for name in matrices if name not in eight]
+    groups = [(8, None if way.bits == 4 else way.group, sorted(eight)), (4, way.of_group, rest)]
+    groups = [each for each in groups if each[2]]
+    one = len(groups) == 1
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights | strategy,
+            f"group_{number}": {
+                "targets": ["Linear"] if one else _targets(names),
+                "weights": _weights(bits, group),
                 "input_activations": None,
                 "output_activations": None,
             }
+            for number, (bits, group, names) in enumerate(groups)
         },
         "ignore": ["lm_head"],
     }
+
+
+def _weights(bits: int, group: int | None) -> dict[str, Any]:
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group"}
+    return {"num_bits": bits, "type": "int", "symmetric": True, "group_size": group} | strategy
+
+
+def _targets(names: Collection[str]) -> list[str]:
+    """Regular expressions of matrices: a kind, and its layers."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        before, layer, kind = re.split(r"\.(\d+)\.", name.removesuffix(".weight"), maxsplit=1)
+        kinds.setdefault((before.rpartition(".")[2], kind), []).append(layer)
+    return [
+        rf"re:.*{before}\.({'|'.join(layers)})\.{re.escape(kind)}$"
+        for (before, kind), layers in kinds.items()
+    ]

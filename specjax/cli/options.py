@@ -384,7 +384,12 @@ class Quantize:
     bits: int = 4
     """Of a weight, 8 or 4."""
     group: int | None = None
-    """Inputs that share a scale. By default 64 in 4 bits, and all of a row in 8."""
+    """Inputs that share a scale. By default 32 in 4 bits, and all of a row in 8."""
+    kept: float | None = None
+    """The share of the layers' weights that 4 bits leave in 8: those of the attention's inputs,
+    then of what ends the feed-forward part. By default 0.4, and 0 where --group is named."""
+    calibration: str | None = None
+    """A JSONL file of texts ({"id", "prompt"} a line), by which 4 bits are chosen (GPTQ)."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -172,22 +172,32 @@ def _is_packed(node: Any) -> bool:
 
 GROUP_OF_4_BITS = 64
 """Inputs that share a scale where nothing else is named."""
-_SHRUNK = tuple(1 - 0.025 * n for n in range(13))
-"""Scales that are tried, as shares of the one that no weight exceeds."""
+_SHRUNK = tuple(sign * (1 - 0.025 * n) for sign in (1, -1) for n in range(13))
+"""Scales that are tried, as shares of the one that no weight exceeds.
+
+The lowest code is farther from 0 than the highest, so a sign says which end has more room.
+"""
+_FITTED = 2
+"""How often the best of them is fitted to the weights by least squares."""
 _AT_A_TIME = 1 << 22
 """Weights that are quantized together."""
+_LEAST = 1e-30
 
 
-def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWeight:
+def packed(
+    matrix: np.ndarray, bits: int, group: int | None = None, importance: np.ndarray | None = None
+) -> PackedWeight:
     """A matrix in symmetric integers of 8 or 4 bits.
 
-    Of 13 scales each group has the one of the least squared error: large weights may be cut. Scales
-    are bfloat16 numbers, as in files.
+    In 4 bits each group has the scale of the least squared error, of 26 and of what least squares
+    make of the best: large weights may be cut, and scales may be negative. Scales are bfloat16
+    numbers, as in files.
 
     Args:
       matrix: `[O, I]`, floating-point numbers.
       bits: of a weight.
       group: inputs that share a scale; None for a scale for each row.
+      importance: what the squared errors of each input's weights are multiplied by; None for 1.
 
     Returns:
       The packed matrix, which numpy holds.
@@ -199,6 +209,8 @@ def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWei
     each = inputs if group is None else group
     if inputs % each or inputs * bits % 8:
         raise ValueError(f"groups of {each} inputs in {bits} bits do not divide {inputs} inputs.")
+    weights = np.ones(inputs, np.float32) if importance is None else importance
+    weights = jnp.asarray(weights, jnp.float32).reshape(-1, each)
     rows = min(outputs, max(1, _AT_A_TIME // inputs))
     codes = np.empty((outputs, inputs), np.uint8)
     scale = np.empty((outputs, inputs // each), jnp.bfloat16)
@@ -206,7 +218,7 @@ def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWei
         part = np.zeros((rows, inputs), np.float32)
         own = matrix[start : start + rows]
         part[: len(own)] = own
-        made, scales = _rounded(part.reshape(rows, -1, each), bits)
+        made, scales = _rounded(part.reshape(rows, -1, each), weights, bits)
         codes[start : start + rows] = np.asarray(made).reshape(rows, -1)[: len(own)]
         scale[start : start + rows] = np.asarray(scales)[: len(own)]
     return packed_weight(bytes_of(codes, bits), scale, bits)
@@ -214,18 +226,30 @@ def packed(matrix: np.ndarray, bits: int, group: int | None = None) -> PackedWei
 
 @partial(jax.jit, static_argnames="bits")
 def _rounded(
-    numbers: Float[Array, "O G J"], bits: int
+    numbers: Float[Array, "O G J"], weights: Float[Array, "G J"], bits: int
 ) -> tuple[UInt8[Array, "O G J"], BFloat16[Array, "O G"]]:
     """The codes of numbers, and the scale of each group."""
     most = 1 << (bits - 1)
-    whole = jnp.maximum(jnp.abs(numbers).max(axis=2) / (most - 1), 1e-30)
+    whole = jnp.maximum(jnp.abs(numbers).max(axis=2) / (most - 1), _LEAST)
 
     def codes_of(scale: Array) -> Array:
         return jnp.clip(jnp.rint(numbers / scale[:, :, None]), -most, most - 1)
 
-    best, scale = jnp.full(whole.shape, jnp.inf), whole
-    for share in _SHRUNK if bits == 4 else _SHRUNK[:1]:
-        tried = lax.reduce_precision(share * whole, 8, 7)
-        error = jnp.square(codes_of(tried) * tried[:, :, None] - numbers).sum(axis=2)
-        best, scale = jnp.minimum(error, best), jnp.where(error < best, tried, scale)
+    def better(found: tuple[Array, Array], tried: Array) -> tuple[Array, Array]:
+        best, scale = found
+        tried = lax.reduce_precision(tried, 8, 7)
+        off = codes_of(tried) * tried[:, :, None] - numbers
+        error = (weights * jnp.square(off)).sum(axis=2)
+        return jnp.minimum(error, best), jnp.where(error < best, tried, scale)
+
+    shares = jnp.asarray(_SHRUNK if bits == 4 else _SHRUNK[:1], jnp.float32)
+    found = jnp.full(whole.shape, jnp.inf), whole
+    found = lax.fori_loop(0, len(shares), lambda n, found: better(found, shares[n] * whole), found)
+    for _ in range(_FITTED if bits == 4 else 0):
+        codes = codes_of(found[1])
+        fitted = (weights * codes * numbers).sum(axis=2) / jnp.maximum(
+            (weights * jnp.square(codes)).sum(axis=2), _LEAST
+        )
+        found = better(found, jnp.where(jnp.abs(fitted) < _LEAST, found[1], fitted))
+    scale = found[1]
     return (codes_of(scale) + most).astype(jnp.uint8), scale.astype(jnp.bfloat16)

@@ -239,17 +239,20 @@ def apply_layer(
     block: tuple[Array, Array] | None = None,
     dtype: jnp.dtype | None = None,
     packing: Packing | None = None,
+    inputs: dict[str, Array] | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
-    """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made."""
+    """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made.
+
+    `inputs`, where given, takes the columns that matrices are multiplied with: those of "query"
+    are the key's and the value's too, and those of "up" the gate's.
+    """
     config = model.config
 
     def norm(name: str, x: Array) -> Array:
         return _norm(config, weights, name, x) if name in config.norms else x
 
-    before = x
-    mixed, new = attend(
-        model, weights, norm("attention_norm", x), angles, mask, prefix, block, dtype, packing
-    )
+    before, seen = x, norm("attention_norm", x)
+    mixed, new = attend(model, weights, seen, angles, mask, prefix, block, dtype, packing)
     x = x + norm("attention_post_norm", _product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
     first, *rest = _products(weights, ("gate", "up") if config.gated else ("up",), entering, dtype)
@@ -257,6 +260,8 @@ def apply_layer(
     if rest:
         hidden = hidden * rest[0]
     made = _product(weights, "down", hidden, dtype, model.axis)
+    if inputs is not None:
+        inputs |= {"query": seen, "output": mixed, "up": entering, "down": hidden}
     return x + norm("mlp_post_norm", made), new
 
 
@@ -380,12 +385,16 @@ def layer_of_pass(
     positions: Int32[Array, "B T"],
     tree_mask: Bool[Array, "B T M"] | None,
     prefix: Prefix | None,
+    inputs: dict[str, Array] | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
-    """One layer of `trunk` by itself, of a model whose layers are elsewhere."""
+    """One layer of `trunk` by itself, of a model whose layers are elsewhere.
+
+    `inputs` takes what its matrices are multiplied with (see `apply_layer`).
+    """
     config = outer.config
     mask = attention_mask_of(window, positions, prefix, tree_mask)
     angles = layers.rotary_angles(positions, config.rotated, *rotary_of(config, window))
-    return apply_layer(outer, weights, x, angles, mask, prefix)
+    return apply_layer(outer, weights, x, angles, mask, prefix, inputs=inputs)
 
 
 def final_norm(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
