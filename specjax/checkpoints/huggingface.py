@@ -18,6 +18,7 @@ from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import orbax, quantized
+from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.files import (
     BUNDLED,
     CONFIG,
@@ -440,11 +441,14 @@ def checked(
     config: ModelConfig,
     family: Family,
     looks: Callable[[Stored], bool] = lambda stored: True,
+    *,
+    tells: bool = True,
 ) -> Iterator[tuple[Stored, np.ndarray | PackedWeight]]:
     """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
 
     An unembedding that a tied model's file repeats must equal its embedding. `looks` says which
-    tensors are read to see that they are finite.
+    tensors are read to see that they are finite. `tells` is whether a
+    line says what is left out, and where the configuration contradicts the files.
 
     Raises:
       CheckpointError: something is missing, of another shape, or no number.
@@ -452,23 +456,29 @@ def checked(
     expected = {stored.name: stored for stored in families.stored(family, config)}
     missing, tied = dict(expected), {}
     repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
-    layouts = quantized.layouts_in(files.folder)
+    described = config_of(files.folder)
+    layouts = quantized.layouts_of(described, files.folder)
+    beside = Beside(files.folder, config, family, described)
+    against = quantized.Contradictions(described, files.folder)
     for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
             continue
         name = family.name_of(found, expected)
         if isinstance(tensor, PackedWeight):
-            tensor = _quantized(name, file, tensor, expected.get(name))
+            place = expected.get(repeated[0] if repeated and name in repeated else name)
+            tensor = _quantized(name, file, tensor, place)
+            against.look(found, file, tensor)
         elif repeated and name in repeated:
             tied[name] = tensor
         stored = missing.pop(name, None)
         shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
         if stored is not None:
             shape = stored.shape
+        elif name in expected:
+            raise CheckpointError(f"{found} in {file} is there twice.")
         if shape is None:
-            raise CheckpointError(
-                f"unexpected tensor {found} in {file}; the model has none of that name."
-            )
+            beside.leaves_out(name, found, file, tensor)
+            continue
         if tensor.shape != shape:
             raise CheckpointError(
                 f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
@@ -480,6 +490,9 @@ def checked(
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:
         _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
+    if tells:
+        beside.tell()
+        against.tell()
 
 
 def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | None) -> Any:
@@ -504,10 +517,10 @@ def check_numbers(
     """
     if isinstance(tensor, PackedWeight):
         return  # its scales were looked at
-    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+    if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.itemsize == 1:
         raise CheckpointError(
-            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers, or "
-            "quantized as quantization_config says."
+            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers of 16 "
+            "bits or more, or quantized as quantization_config says."
         )
     if looks and not is_finite(tensor):
         raise CheckpointError(f"{name} in {file} holds NaN or infinity.")
@@ -518,5 +531,6 @@ def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: P
     if not all(np.array_equal(first[at : at + 4096], second[at : at + 4096]) for at in blocks):
         raise CheckpointError(
             f"{folder} says tie_word_embeddings, but its {family.outer['unembedding']} differs "
-            f"from its {family.outer['embedding']}."
+            f"from its {family.outer['embedding']}: take it out, or set tie_word_embeddings to "
+            "false to use it."
         )
