@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
-from specjax.checkpoints import orbax, quantized
+from specjax.checkpoints import lora, orbax, quantized
 from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.files import (
     BUNDLED,
@@ -58,6 +58,7 @@ def load(
     positions: int | None = None,
     offload: str | None = None,
     memory: int | None = None,
+    lora: Name | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
     """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
@@ -73,6 +74,8 @@ def load(
         every pass (see `specjax.models.streamed`). "host" keeps the first on the device, the others
         in the host's memory, from which they move in every pass.
       memory: bytes for the weights of an offloaded model; None is half of what there is.
+      lora: a folder or a hub's id of a LoRA adapter that peft wrote; it is merged into the weights
+        in float32, before they are rounded.
 
     Returns:
       The model, and the tokenizer of its folder.
@@ -81,7 +84,7 @@ def load(
       CheckpointError: the folder, a file or a tensor is missing or not supported.
       ValueError: a model cannot be offloaded so.
     """
-    found = find(name)
+    found = find(name, lora)
     if offload is not None or memory is not None:
         from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
 
@@ -210,6 +213,11 @@ def load_model(
         if any(files.folder.glob("*.safetensors")):
             raise CheckpointError(
                 f"{files.folder} holds weights twice, {orbax.FOLDER} and safetensors files."
+            )
+        if files.lora is not None:
+            raise CheckpointError(
+                f"{files.folder} holds {orbax.FOLDER}, which no LoRA adapter is merged into; "
+                "merge it before the model is written so."
             )
         try:
             return orbax.restore(files.folder, whole, placement, kind, stack)
@@ -447,7 +455,7 @@ def checked(
     """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
 
     An unembedding that a tied model's file repeats must equal its embedding. `looks` says which
-    tensors are read to see that they are finite. `tells` is whether a
+    tensors are read to see that they are finite. A LoRA adapter is merged. `tells` is whether a
     line says what is left out, and where the configuration contradicts the files.
 
     Raises:
@@ -460,6 +468,9 @@ def checked(
     layouts = quantized.layouts_of(described, files.folder)
     beside = Beside(files.folder, config, family, described)
     against = quantized.Contradictions(described, files.folder)
+    adapter = None
+    if files.lora is not None:
+        adapter = lora.Adapter(files.lora, files.folder, config, family, expected, tells=tells)
     for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
             continue
@@ -485,7 +496,7 @@ def checked(
             )
         if stored is not None:
             check_numbers(found, file, tensor, looks(stored))
-            yield stored, tensor
+            yield stored, tensor if adapter is None else adapter.merged(stored, tensor)
     if missing:
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:
@@ -493,6 +504,7 @@ def checked(
     if tells:
         beside.tell()
         against.tell()
+        lora.tell_of_another(files)
 
 
 def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | None) -> Any:

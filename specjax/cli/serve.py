@@ -53,7 +53,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     use_kernels(options.kernels)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
-        mesh=mesh, positions=options.positions,
+        mesh=mesh, positions=options.positions, lora=options.lora,
     )  # fmt: skip
     engine = Engine(
         pair.target,
