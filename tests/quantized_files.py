@@ -196,8 +196,14 @@ def rows_int8(base: str, shape: Any, drawn: np.random.Generator) -> Made:
     return made, codes.astype(np.float32) * (most[:, None] / np.float32(127))
 
 
-def _ct(**more: Any) -> dict[str, Any]:
-    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {}}} | more
+def _ct(name: str, bits: int, group: int | None = None, **more: Any) -> dict[str, Any]:
+    """A configuration as llm-compressor writes it: groups of `group` inputs, None for rows."""
+    weights = {
+        "num_bits": bits, "type": "float" if name[0] == "f" else "int", "symmetric": True,
+        "strategy": "channel" if group is None else "group", "group_size": group,
+    }  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | more}}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": groups}
 
 
 def _bnb(**more: Any) -> dict[str, Any]:
@@ -208,19 +214,26 @@ LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
     **{
         f"{version} {bits} bits{' shuffled' * shuffled}": (
             gptq(version, bits, shuffled),
-            {"quant_method": "gptq", "bits": bits, "checkpoint_format": version, "sym": False},
+            {"quant_method": "gptq", "bits": bits, "checkpoint_format": version, "sym": False,
+             "group_size": GROUP, "desc_act": shuffled},
         )
         for version, bits, shuffled in (
             ("gptq", 4, False), ("gptq_v2", 4, True), ("gptq", 8, True), ("gptq_v2", 8, False),
         )
     },
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm"}),
-    "words of 4 bits": (compressed(4, True), _ct(format="pack-quantized")),
-    "words of 8 bits": (compressed(8, True), _ct(format="pack-quantized")),
-    "words with zeros": (compressed(4, False), _ct(format="pack-quantized")),
-    "words shuffled": (compressed(4, False, True), _ct(format="pack-quantized")),
-    "int8": (whole_int8, _ct(format="int-quantized")),
-    "fp8": (whole_fp8, _ct(format="float-quantized")),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "version": "gemm", "group_size": GROUP,
+                  "zero_point": True}),
+    "words of 4 bits": (compressed(4, True), _ct("pack-quantized", 4, GROUP)),
+    "words of 8 bits": (compressed(8, True), _ct("pack-quantized", 8, GROUP)),
+    "words with zeros": (
+        compressed(4, False), _ct("pack-quantized", 4, GROUP, symmetric=False),
+    ),
+    "words shuffled": (
+        compressed(4, False, True),
+        _ct("pack-quantized", 4, GROUP, symmetric=False, actorder="group"),
+    ),
+    "int8": (whole_int8, _ct("int-quantized", 8)),
+    "fp8": (whole_fp8, _ct("float-quantized", 8, strategy="tensor")),
     "blocks of fp8": (block_fp8, {"quant_method": "fp8", "weight_block_size": [32, 16]}),
     "nf4": (nf4(False), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
     "nf4 nested": (nf4(True), _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4")),

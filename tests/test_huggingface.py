@@ -222,6 +222,90 @@ def test_end_tokens_are_those_that_any_file_names(folder, caplog):
             load_model(folder)
 
 
+ONE = np.ones(1, np.float32)
+LAYER = "model.layers.0."
+
+
+@pytest.mark.parametrize(
+    ("names", "tensor", "kind"),
+    [
+        (["self_attn.k_scale", "self_attn.v_scale", "self_attn.q_scale", "self_attn.attn.k_scale",
+          "self_attn.kv_scale", "self_attn.k_proj.k_scale", "self_attn.prob_scale",
+          "self_attn.k_zero_point"], ONE, "scales of an 8-bit KV cache"),
+        (["self_attn.q_proj.input_scale", "self_attn.v_proj.output_scale",
+          "mlp.down_proj.input_zero_point"], ONE, "scales of activations"),
+        (["self_attn.rotary_emb.cos_cached", "rotary_emb.inv_freq"], ONE, "rotary constants"),
+        (["self_attn.bias"], np.tri(8)[None, None] > 0, "attention masks"),
+        (["self_attn.masked_bias"], ONE, "attention masks"),
+        (["self_attn.q_proj.bias", "input_layernorm.bias"], np.zeros(32, np.float16),
+         "biases of zeros"),
+        (["self_attn._extra_state"], np.zeros(0, np.uint8), "marks of other programs"),
+        (["/v_head.summary.weight", "/score.weight", "/classifier.bias", "/medusa_head.0.weight"],
+         ONE, "heads for other uses than text"),
+        (["/mtp.layers.0.mlp.up_proj.weight", "/model.mtp.fc.weight"], ONE,
+         "layers that predict further tokens"),
+        (["/vision_tower.a.weight", "/model.multi_modal_projector.b"], ONE,
+         "towers of other inputs"),
+        (["/lm_head.bias"], np.zeros(300, np.float32), "biases of zeros"),
+    ],
+)  # fmt: skip
+def test_tensors_that_change_no_text_are_told_in_one_line(
+    folder, original, names, tensor, kind, caplog
+):
+    whole = [name[1:] if name[0] == "/" else LAYER + name for name in names]
+    change_tensors(folder, lambda t: t.update(dict.fromkeys(whole, tensor)))
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder), original)
+    (line,) = caplog.messages
+    told = [name for name in whole if not name.endswith("inv_freq")]  # as every old file has it
+    assert f": {len(told)} {kind} (" in line
+    assert any(name in line for name in told)
+
+
+def test_layers_that_predict_further_tokens_are_left_out_where_the_configuration_says_so(
+    folder, original, caplog
+):
+    name = "model.layers.2.eh_proj.weight"
+    change_tensors(folder, lambda t: t.update({name: ONE}))
+    with pytest.raises(CheckpointError, match=r"of layer 2, and config.json says 2 layers, from 0"):
+        load_model(folder)
+    change_config(folder, num_nextn_predict_layers=1)
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder), original)
+    assert f"1 tensors of layers that predict further tokens ({name})" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "said"),
+    [
+        (LAYER + "self_attn.q_proj.bias", np.eye(1, 32, dtype=np.float32)[0], "not zero; llama"),
+        (LAYER + "mlp.up_proj.bias", np.full(48, np.nan, np.float32), "a bias that is not zero"),
+        ("nowhere.bias", np.zeros(3, np.float32), "unexpected tensor nowhere.bias"),
+        (LAYER + "self_attn.q_norm.weight", ONE, "unexpected tensor"),
+        (LAYER + "self_attn.sinks", ONE, "unexpected tensor"),
+        (LAYER + "self_attn.q_proj.weight_scale", ONE, "of a quantized matrix that config.json"),
+        (LAYER + "self_attn.q_proj.lora_A.weight", ONE, "of a LoRA adapter, which must be merged"),
+        ("_orig_mod.model.norm.weight", ONE, "'_orig_mod.' at the beginning .* torch.compile's"),
+        ("module.model.norm.weight", ONE, "'module.' at the beginning .* DataParallel's"),
+        ("d2t", np.zeros(3, np.int64), "unexpected tensor d2t"),
+        (LAYER + "self_attn.bias", ONE[None], "unexpected tensor"),
+    ],
+)  # fmt: skip
+def test_other_tensors_beside_the_models_are_refused_by_name(folder, name, tensor, said):
+    change_tensors(folder, lambda t: t.update({name: tensor}))
+    with pytest.raises(CheckpointError, match=said):
+        load_model(folder)
+
+
+def test_a_tensor_that_is_in_two_files_is_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    save_file(tensors, folder / "a.safetensors")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, folder / "b.safetensors")
+    index = {"weight_map": {"model.norm.weight": "b.safetensors", "x": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model.norm.weight in .*b.safetensors is there tw"):
+        load_model(folder)
+
+
 def test_missing_unused_and_misshapen_tensors_are_named(folder):
     name = "model.layers.1.mlp.up_proj.weight"
     change_tensors(folder, lambda t: t.update({name: t[name][:5]}))

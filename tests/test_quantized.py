@@ -31,6 +31,7 @@ from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, in_dtype, packed, quantized_as
 from specjax.models.transformer import final_norm, forward, unembed
 from tests.conftest import tiny_model
+from tests.damaged import damaged, dequantized, outcome
 from tests.pairs import generate, varied_model
 from tests.quantized_files import LAYOUTS, rewrite
 from tests.test_parity import GOLDEN
@@ -44,14 +45,6 @@ def folder(tmp_path):
     """A folder with a tiny model."""
     save_model(tiny_model(tie_embeddings=False), tmp_path / "model", dtype="float32")
     return tmp_path / "model"
-
-
-def dequantized(weight):
-    """The matrix that a packed one stands for, inputs as they come."""
-    whole = weight.unpacked()
-    if weight.order is None:
-        return whole
-    return jnp.zeros_like(whole).at[:, weight.order].set(whole)
 
 
 def logits(model):
@@ -473,19 +466,119 @@ def test_kinds_that_are_not_supported_are_refused_by_name(about, said, folder):
         ("gptq_v2 4 bits shuffled", "g_idx", np.zeros(32, np.int32), "groups of 0 to 32 inputs"),
         ("words of 4 bits", "weight_shape", np.asarray([32, 99]), "bits are not supported|do not"),
         ("words of 4 bits", "weight_scale", np.ones((32, 5), np.float16), r"scales \(32, 5\) do"),
-        ("words of 4 bits", "weight_scale", np.ones((32, 0), np.float16), r"scales \(32, 0\) do"),
-        ("words of 4 bits", "weight_shape", np.asarray([32, 0]), "by zero"),
-        ("int8", "weight_scale", np.ones((0, 2), np.float32), "zero"),
-        ("nf4", "weight.absmax", np.ones((), np.float32), "reshape"),
+        ("words of 4 bits", "weight_scale", np.ones((32, 0), np.float16), r"\(32, 0\); it must be"),
+        ("words of 4 bits", "weight_shape", np.asarray([32, 0]), "it must be two numbers above 0"),
+        ("words of 4 bits", "weight_packed", np.ones((32, 8), np.int32), "8 bits .*num_bits is 4"),
+        ("words with zeros", "weight_zero_point", None, "symmetric is false, but there is no"),
+        ("words shuffled", "weight_g_idx", None, "actorder is group, but there is no"),
+        ("int8", "weight_scale", np.ones((0, 2), np.float32), r"\(0, 2\) are not of 32 rows"),
+        ("int8", "weight_zero_point", np.ones((32, 1), np.int8), "symmetric is true, but there is"),
+        ("nf4", "weight.absmax", np.ones((), np.float32), r"\(\); the others ask for \(64,\)"),
+        ("nf4 nested", "weight.nested_absmax", None, "weight.absmax is uint8; it is uint8 with"),
+        ("nf4", "weight.quant_map", np.ones(16, np.float32), "other numbers than nf4"),
+        ("gptq 4 bits", "qzeros", np.ones((2, 4), np.int64), "is int64; .* int32 or uint32"),
+        ("awq", "qzeros", np.ones((2, 4), np.float32), "is float32; .* int32 or uint32"),
+        ("awq", "qweight", np.ones((32, 4), np.int64), "is int64; .* int32 or uint32"),
+        ("gptq_v2 4 bits shuffled", "g_idx", None, "there is no g_idx, and desc_act is not false"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_by_name(layout, part, value, said, folder):
     rewrite(folder, layout)
     file, name = folder / "model.safetensors", f"model.layers.0.self_attn.q_proj.{part}"
     held = load_file(file)
-    del held[name]
+    held.pop(name, None)
     save_file(held if value is None else held | {name: value}, file)
     with pytest.raises(CheckpointError, match=said):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    "layout", ["gptq 4 bits", "awq", "words shuffled", "int8", "blocks of fp8", "nf4 nested"]
+)
+def test_a_damaged_folder_is_read_rightly_or_refused_in_a_sentence(layout, tmp_path):
+    """Each value of the configuration and each tensor in turn; a third of the ways, by turns."""
+    model = tiny_model(tie_embeddings=False, num_layers=1)
+    save_model(model, tmp_path / "model", dtype="float32")
+    refused = 0
+    for number, (what, expected) in enumerate(damaged(tmp_path / "model", layout)):
+        if number % 3 == 0:
+            refused += outcome(tmp_path / "model", expected, what) is not None
+    assert refused > 20
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("gptq 4 bits", {"group_size": 128}, "group_size is 128, and scales are of 16 inputs"),
+        ("gptq 4 bits", {"group_size": -1}, "group_size is -1, and scales are of 16 inputs"),
+        ("awq", {"group_size": 64}, "group_size is 64, and scales are of 16 inputs"),
+        ("gptq_v2 4 bits shuffled", {"desc_act": False}, "desc_act is false, and g_idx has groups"),
+        ("gptq 4 bits", {"sym": True}, "sym is true, and qzeros are not the middle"),
+    ],
+)
+def test_a_configuration_that_contradicts_its_files_gets_a_line(
+    layout, changes, said, folder, caplog
+):
+    expected = rewrite(folder, layout)
+    path = folder / "config.json"
+    about = json.loads(path.read_text())
+    about["quantization_config"] |= changes
+    path.write_text(json.dumps(about))
+    assert outcome(folder, expected, said) is None
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"{said}" in line
+    assert "(14 matrices)" in line
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "said"),
+    [
+        ("words of 4 bits", {"group_size": 128}, "scales are of 16 inputs; config_groups say 128"),
+        (
+            "words of 4 bits",
+            {"symmetric": False},
+            "symmetric is false, but there is no weight_zero",
+        ),
+        ("words of 4 bits", {"num_bits": 8}, "hold 4 bits a weight; num_bits is 8"),
+        ("words with zeros", {"symmetric": True}, "symmetric is true, but there is a weight_zero"),
+        ("int8", {"symmetric": False}, "symmetric is false, but there is no weight_zero_point"),
+        ("fp8", {"type": "int"}, "the weights are fp8; config_groups say int"),
+    ],
+)
+def test_a_configuration_that_would_mean_other_numbers_is_refused(layout, changes, said, folder):
+    rewrite(folder, layout)
+    path = folder / "config.json"
+    about = json.loads(path.read_text())
+    about["quantization_config"]["config_groups"]["group_0"]["weights"] |= changes
+    path.write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=said):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        (LAYOUTS["awq"][1], ["config.json says that weights are quantized (awq); none of the"]),
+        ({"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": {}}, []),
+    ],
+)
+def test_a_configuration_of_quantized_weights_that_are_full_gets_a_line(
+    about, said, folder, caplog
+):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": about}))
+    load_model(folder)
+    assert len(caplog.messages) == len(said)
+    assert all(part in caplog.text for part in said)
+
+
+def test_weights_of_8_bits_without_a_configuration_are_refused(folder):
+    rewrite(folder, "fp8")
+    path = folder / "config.json"
+    about = json.loads(path.read_text())
+    del about["quantization_config"]
+    path.write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=r"float8_e4m3fn; weights must be|of a quantized"):
         load_model(folder)
 
 

@@ -16,6 +16,9 @@ BUNDLED = Path(__file__).parent.parent / "bundled"
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+"""What a folder of a LoRA adapter has."""
+_ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 PICKLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _WANTED = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja", "*.txt"]
 _DTYPES = {
@@ -52,22 +55,38 @@ class CheckpointError(ValueError):
 
 
 class Files(NamedTuple):
-    """A folder with a configuration, and its weights where they were named one by one."""
+    """A folder with a configuration, and its weights where they were named one by one.
+
+    `lora` is the folder of an adapter that is merged into them as they are read.
+    """
 
     folder: Path
     weights: tuple[Path, ...] = ()
+    lora: Path | None = None
 
 
-def find(name: Name | Sequence[Name]) -> Files:
+def name_of(folder: Path) -> str:
+    """What a model's folder is called: its name, or `org/name` in a hub's cache."""
+    folder = folder.resolve()
+    hub = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and hub.startswith("models--"):
+        return hub.removeprefix("models--").replace("--", "/", 1)
+    return folder.name
+
+
+def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
     """The files that a name means: a folder, safetensors files of one, or a hub's id.
 
     "bundled" is the target that comes with the package. An id is `org/name` or
     `org/name@revision`; what it names is downloaded unless it is there already, with
-    huggingface_hub, which must be installed and may be set to be offline.
+    huggingface_hub, which must be installed and may be set to be offline. `lora` is the folder or
+    the hub's id of a LoRA adapter for it.
 
     Raises:
       CheckpointError: there is nothing of that name.
     """
+    if lora is not None:
+        return find(name)._replace(lora=_folder_of_adapter(lora))
     if not isinstance(name, str | Path):
         files = tuple(Path(each) for each in name)
         folders = {file.parent for file in files}
@@ -83,6 +102,25 @@ def find(name: Name | Sequence[Name]) -> Files:
     if path.is_dir() or not _is_id(str(name)):
         return Files(path)
     return Files(_download(str(name)))
+
+
+def _folder_of_adapter(name: Name) -> Path:
+    folder = find(name).folder
+    if not (folder / ADAPTER).is_file():
+        raise CheckpointError(f"{folder} has no {ADAPTER}, so it is no LoRA adapter.")
+    return folder
+
+
+def adapter_weights(folder: Path) -> Path:
+    """The file with the weights of a LoRA adapter.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    for name in _ADAPTER_WEIGHTS:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}.")
 
 
 def _is_id(name: str) -> bool:
@@ -108,7 +146,7 @@ def _download(name: str) -> Path:
             ignore_patterns=["consolidated*"],  # the same weights in another form
         )
         if not any(Path(found).glob("*.safetensors")):
-            wanted = [*_WANTED, "pytorch_model*.bin"]
+            wanted = [*_WANTED, "pytorch_model*.bin", "adapter_model.bin"]
             found = snapshot_download(repository, revision=revision or None, allow_patterns=wanted)
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
@@ -133,8 +171,25 @@ def config_of(folder: Path) -> dict[str, Any]:
             f"no model folder at {folder}; it must exist, or be 'bundled' or a hub's org/name."
         )
     if not (folder / CONFIG).is_file():
+        _check_no_adapter(folder)
         raise CheckpointError(f"{folder} has no {CONFIG}, so it is not a model folder.")
     return parsed(folder / CONFIG)
+
+
+def _check_no_adapter(folder: Path) -> None:
+    """Checks that a folder that lacks a model's files is not a LoRA adapter.
+
+    Raises:
+      CheckpointError: it is; the message says what to do.
+    """
+    if (folder / ADAPTER).is_file():
+        base = parsed(folder / ADAPTER).get("base_model_name_or_path")
+        raise CheckpointError(
+            f"{folder} is a LoRA adapter of {base}, not a whole model: name that model, and this "
+            "folder with --lora (lora=... in Python). Or merge it with peft: "
+            f'AutoPeftModelForCausalLM.from_pretrained("{folder.name}").merge_and_unload()'
+            '.save_pretrained("merged").'
+        )
 
 
 def parsed(path: Path) -> dict[str, Any]:
@@ -301,4 +356,5 @@ def _weight_files(folder: Path) -> list[Path]:
                         "in the same folder."
                     )
             return [folder / name for name in sorted(set(weight_map.values()))]
+    _check_no_adapter(folder)
     raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
-from specjax.checkpoints import orbax, quantized
+from specjax.checkpoints import lora, orbax, quantized
+from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import (
     BUNDLED,
@@ -59,6 +60,7 @@ def load(
     positions: int | None = None,
     offload: str | None = None,
     memory: int | None = None,
+    lora: Name | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
     """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
@@ -74,6 +76,8 @@ def load(
         every pass (see `specjax.models.streamed`). "host" keeps the first on the device, the others
         in the host's memory, from which they move in every pass.
       memory: bytes for the weights of an offloaded model; None is half of what there is.
+      lora: a folder or a hub's id of a LoRA adapter that peft wrote; it is merged into the weights
+        in float32, before they are rounded.
 
     Returns:
       The model, and the tokenizer of its folder.
@@ -82,7 +86,7 @@ def load(
       CheckpointError: the folder, a file or a tensor is missing or not supported.
       ValueError: a model cannot be offloaded so.
     """
-    found = find(name)
+    found = find(name, lora)
     if offload is not None or memory is not None:
         from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
 
@@ -211,6 +215,11 @@ def load_model(
         if any(files.folder.glob("*.safetensors")):
             raise CheckpointError(
                 f"{files.folder} holds weights twice, {orbax.FOLDER} and safetensors files."
+            )
+        if files.lora is not None:
+            raise CheckpointError(
+                f"{files.folder} holds {orbax.FOLDER}, which no LoRA adapter is merged into; "
+                "merge it before the model is written so."
             )
         try:
             return orbax.restore(files.folder, whole, placement, kind, stack)
@@ -442,11 +451,14 @@ def checked(
     config: ModelConfig,
     family: Family,
     looks: Callable[[Stored], bool] = lambda stored: True,
+    *,
+    tells: bool = True,
 ) -> Iterator[tuple[Stored, np.ndarray | PackedWeight]]:
     """Every tensor of the files, as a view, with what it holds: all that is needed, and no other.
 
     An unembedding that a tied model's file repeats must equal its embedding. `looks` says which
-    tensors are read to see that they are finite.
+    tensors are read to see that they are finite. A LoRA adapter is merged. `tells` is whether a
+    line says what is left out, and where the configuration contradicts the files.
 
     Raises:
       CheckpointError: something is missing, of another shape, or no number.
@@ -454,34 +466,47 @@ def checked(
     expected = {stored.name: stored for stored in families.stored(family, config)}
     missing, tied = dict(expected), {}
     repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
-    layouts = quantized.layouts_in(files.folder)
+    described = config_of(files.folder)
+    layouts = quantized.layouts_of(described, files.folder)
+    beside = Beside(files.folder, config, family, described)
+    against = quantized.Contradictions(described, files.folder)
+    adapter = None
+    if files.lora is not None:
+        adapter = lora.Adapter(files.lora, files.folder, config, family, expected, tells=tells)
     for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
             continue
         name = family.name_of(found, expected)
         if isinstance(tensor, PackedWeight):
-            tensor = _quantized(name, file, tensor, expected.get(name))
+            place = expected.get(repeated[0] if repeated and name in repeated else name)
+            tensor = _quantized(name, file, tensor, place)
+            against.look(found, file, tensor)
         elif repeated and name in repeated:
             tied[name] = tensor
         stored = missing.pop(name, None)
         shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
         if stored is not None:
             shape = stored.shape
+        elif name in expected:
+            raise CheckpointError(f"{found} in {file} is there twice.")
         if shape is None:
-            raise CheckpointError(
-                f"unexpected tensor {found} in {file}; the model has none of that name."
-            )
+            beside.leaves_out(name, found, file, tensor)
+            continue
         if tensor.shape != shape:
             raise CheckpointError(
                 f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
             )
         if stored is not None:
             check_numbers(found, file, tensor, looks(stored))
-            yield stored, tensor
+            yield stored, tensor if adapter is None else adapter.merged(stored, tensor)
     if missing:
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:
         _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
+    if tells:
+        beside.tell()
+        against.tell()
+        lora.tell_of_another(files)
 
 
 def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | None) -> Any:
@@ -506,10 +531,10 @@ def check_numbers(
     """
     if isinstance(tensor, PackedWeight):
         return  # its scales were looked at
-    if not jnp.issubdtype(tensor.dtype, jnp.floating):
+    if not jnp.issubdtype(tensor.dtype, jnp.floating) or tensor.itemsize == 1:
         raise CheckpointError(
-            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers, or "
-            "quantized as quantization_config says."
+            f"{name} in {file} is {tensor.dtype}; weights must be floating-point numbers of 16 "
+            "bits or more, or quantized as quantization_config says."
         )
     if looks and not is_finite(tensor):
         raise CheckpointError(f"{name} in {file} holds NaN or infinity.")
@@ -520,5 +545,6 @@ def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: P
     if not all(np.array_equal(first[at : at + 4096], second[at : at + 4096]) for at in blocks):
         raise CheckpointError(
             f"{folder} says tie_word_embeddings, but its {family.outer['unembedding']} differs "
-            f"from its {family.outer['embedding']}."
+            f"from its {family.outer['embedding']}: take it out, or set tie_word_embeddings to "
+            "false to use it."
         )

@@ -53,6 +53,7 @@ def load_pair(
     positions: int | None = None,
     offload: str | None = None,
     memory: int | None = None,
+    lora: str | None = None,
 ) -> Pair:
     """A target and what drafts for it.
 
@@ -70,6 +71,8 @@ def load_pair(
       positions: see `load`.
       offload: of the target, see `load`; drafts are always in memory.
       memory: bytes for an offloaded target's weights.
+      lora: a LoRA adapter for the target, see `load`; drafts are without it, but for the target's
+        own weights.
 
     Returns:
       The pair.
@@ -78,7 +81,7 @@ def load_pair(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: a draft has another vocabulary than the target, or this cannot be offloaded so.
     """
-    found = named(model, draft, stage)
+    found = named(model, draft, stage, lora)
     if offload is None and memory is None:
         target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
     else:
@@ -112,7 +115,12 @@ class Named(NamedTuple):
     own: tuple[int, ...] = ()
 
 
-def named(model: str = "bundled", draft: str | None = None, stage: str | None = None) -> Named:
+def named(
+    model: str = "bundled",
+    draft: str | None = None,
+    stage: str | None = None,
+    lora: str | None = None,
+) -> Named:
     """What the options name: with the bundled target what is bundled, with any other nothing.
 
     Raises:
@@ -120,7 +128,7 @@ def named(model: str = "bundled", draft: str | None = None, stage: str | None = 
       ValueError: there is no such draft of the model itself.
     """
     bundled = model == "bundled" and draft in (None, "bundled")
-    target, drafts, own = find(model), [], []
+    target, drafts, own = find(model, lora), [], []
     for name in ["bundled"] if bundled else names_in("" if draft == NO_DRAFT else draft):
         if name.startswith(self_drafts.PREFIX):
             own.append(self_drafts.bits_of(name))

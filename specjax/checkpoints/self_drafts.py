@@ -61,7 +61,8 @@ def self_draft(
     placed = placement(config, None)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     whole = len(list(families.stored(family, config)))
-    for number, (stored, tensor) in enumerate(checked(files, config, family, lambda stored: False)):
+    found = checked(files, config, family, lambda stored: False, tells=False)
+    for number, (stored, tensor) in enumerate(found):
         if stored.layer is not None:
             layers[stored.layer] |= _leaves(stored, tensor, placed, bits, files)
         told(number + 1, whole)

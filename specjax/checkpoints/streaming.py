@@ -54,6 +54,11 @@ def load_offloaded(
       ValueError: there is no such way, or it does not go with the other arguments.
     """
     check_offload(offload, memory_bytes, mesh=mesh, positions=positions)
+    if files.lora is not None:
+        raise ValueError(
+            f"a LoRA adapter ({files.lora}) is not merged into a model that is offloaded; merge it "
+            "into a folder first, with peft."
+        )
     return load_streamed(files, dtype=dtype, memory_bytes=memory_bytes, host=offload == HOST)
 
 

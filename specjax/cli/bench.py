@@ -59,6 +59,7 @@ def bench(options: Bench) -> int:
         positions=options.positions,
         offload=options.offload,
         memory=bytes_of("--memory", options.memory),
+        lora=options.lora,
     )
     workload = workload_of(options, pair)
     if parameters:

@@ -253,7 +253,7 @@ def prepare(options: BenchServe, folder: Path) -> Prepared:
     Raises:
       ValueError: the model has more weights than it is to be inflated to, or no prompt fits.
     """
-    files = named(options.model, options.draft, options.stage).target
+    files = named(options.model, options.draft, options.stage, options.lora).target
     config, _ = read_config(files.folder)
     tokenizer = tokenizer_of(files.folder, config.vocab_size)
     if options.inflate:
@@ -289,7 +289,9 @@ def flags_of(measurement: Measurement, folder: Path) -> list[str]:
     if options.inflate and options.model == "bundled" and draft in (None, "bundled"):
         draft, stage = "bundled", stage or "bundled/ngram,bundled/stage2"
     flags += ["--kernels", options.kernels]
-    for name, value in (("dtype", options.dtype), ("draft", draft), ("stage", stage)):
+    lora = None if options.inflate else options.lora  # what is written then is merged
+    named_ones = {"dtype": options.dtype, "draft": draft, "stage": stage, "lora": lora}
+    for name, value in named_ones.items():
         if value is not None:
             flags += [f"--{name}", value]
     fixed = [name for name in measurement.settings if name != AUTO]

@@ -48,7 +48,7 @@ def info(options: Info) -> int:
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
     mesh = devices_for(options.mesh, options.distributed)
-    found = named(options.model, options.draft)
+    found = named(options.model, options.draft, lora=options.lora)
     target = huggingface.read_config(found.target.folder, options.positions)[0]
     drafts = [huggingface.read_config(each.folder)[0] for each in found.drafts]
     pairs = list(zip(found.drafts, drafts, strict=True))
@@ -167,6 +167,7 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
     pair = load_pair(
         options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions,
         offload=options.offload, memory=bytes_of("--memory", options.memory),
+        lora=options.lora,
     )  # fmt: skip
 
     def chosen(temperature: float) -> str:

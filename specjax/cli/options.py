@@ -68,6 +68,15 @@ class Context:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Adapted:
+    """What is merged into a model."""
+
+    lora: str | None = None
+    """A LoRA adapter of the model, a folder of peft's or a hub's org/name; it is merged into the
+    weights as they are loaded."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """What a model runs on."""
 
@@ -139,7 +148,7 @@ class Kernels:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(Context, Hosts, Offloaded, Kernels):
+class Generate(Context, Adapted, Hosts, Offloaded, Kernels):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
@@ -186,7 +195,7 @@ class Generate(Context, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench(Context, Devices, Offloaded, Kernels):
+class Bench(Context, Adapted, Devices, Offloaded, Kernels):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
     prompts: str | None = None
@@ -249,7 +258,7 @@ class Bench(Context, Devices, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune(Offloaded, Kernels):
+class Tune(Adapted, Offloaded, Kernels):
     """Find the fastest method, shape and budget for this machine and these prompts."""
 
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -282,7 +291,7 @@ class Tune(Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(Context, Hosts, Offloaded, Kernels):
+class Verify(Context, Adapted, Hosts, Offloaded, Kernels):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
@@ -324,7 +333,7 @@ class Verify(Context, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Info(Context, Hosts, Offloaded, Ahead):
+class Info(Context, Adapted, Hosts, Offloaded, Ahead):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
@@ -362,7 +371,7 @@ class CheckPair(Context, Devices, Offloaded, Ahead):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard(Hosts):
+class Shard(Adapted, Hosts):
     """Write a model with Orbax, by shards that every process reads its own of, on any mesh."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -444,7 +453,7 @@ class Roofline(Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Context, Devices, Kernels):
+class Serve(Context, Adapted, Devices, Kernels):
     """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
 
     model: str = "bundled"
@@ -526,7 +535,7 @@ class Serve(Context, Devices, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchServe(Kernels):
+class BenchServe(Adapted, Kernels):
     """Measure a server under load: settings at rates of requests, and its own choice of them."""
 
     prompts: str | None = None

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from specjax.checkpoints.files import find
+from specjax.checkpoints.files import find, name_of
 from specjax.checkpoints.generation_config import defaults_for
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.generate import say
@@ -61,7 +61,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     defaults = defaults_for(options.generation_config, find(options.model).folder)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
-        mesh=mesh, positions=options.positions,
+        mesh=mesh, positions=options.positions, lora=options.lora,
     )  # fmt: skip
     for sentence in defaults.notices:
         say(sentence)
@@ -121,11 +121,7 @@ def _name_of(model: str) -> str:
     folder = Path(model)
     if not folder.exists():
         return model.partition("@")[0]
-    folder = folder.resolve().parent if folder.is_file() else folder.resolve()
-    *_, hub, snapshots, _ = ("", "", *folder.parts)
-    if snapshots == "snapshots" and hub.startswith("models--"):  # as hubs' clients keep them
-        return hub.removeprefix("models--").replace("--", "/", 1)
-    return folder.name
+    return name_of(folder.parent if folder.is_file() else folder)
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def shard(options: Shard) -> int:
     """
     kind, out = dtype_of(options.dtype), Path(options.out)
     mesh = devices_for(options.mesh, options.distributed)
-    files = find(options.model)
+    files = find(options.model, options.lora)
     check_free(out)
     config = read_config(files.folder)[0]
     tokenizer = tokenizer_of(files.folder, config.vocab_size)

@@ -57,6 +57,7 @@ def tune(options: Tune) -> int:
         stage=options.stage,
         offload=options.offload,
         memory=bytes_of("--memory", options.memory),
+        lora=options.lora,
     )
     grown = inflate(native.target, parameters) if parameters else native.target
     dtype = dtype_of(options.dtype) or default_dtype()

@@ -49,6 +49,7 @@ def verify(options: Verify) -> int:
         positions=options.positions,
         offload=options.offload,
         memory=bytes_of("--memory", options.memory),
+        lora=options.lora,
     )
     settings = settings_of(options, pair)
     with_rules(pair, settings, checks)
