@@ -67,6 +67,15 @@ class Sheet:
         return tried(f"{file} cannot be written", lambda: write_json(file, whole))
 
 
+def rows_kept(file: str | None, written: bool) -> str:
+    """What Ctrl-C leaves of a measurement that writes its rows to a file as they come."""
+    if file is None or is_stream(file):
+        return "nothing is kept; with --json FILE rows are, as they come"
+    if written:
+        return f'rows so far are in {file}, with "complete": false; the same command begins anew'
+    return f"{file} has no row yet; the same command begins anew"
+
+
 def remember(
     rows: Sequence[BenchRow], pair: Pair, targets: Mapping[str, Model], date: str, mixed: str
 ) -> Path | None:

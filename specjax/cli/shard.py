@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from specjax.base.progress import working
 from specjax.checkpoints.files import find
 from specjax.checkpoints.huggingface import (
     check_free,
@@ -31,8 +32,10 @@ def shard(options: Shard) -> int:
     files = find(options.model)
     check_free(out)
     config, tokenizer = read_config(files.folder)[0], tokenizer_of(files.folder)
-    model = load_model(files, dtype=kind, mesh=mesh)
-    save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
+    with working("loading the model"):
+        model = load_model(files, dtype=kind, mesh=mesh)
+    with working(f"writing {out}"):
+        save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
     held = model.embedding.dtype
     size = readable(config.num_parameters * held.itemsize)
     print(f"wrote {out}: {config.num_parameters:,} parameters in {held}, {size}.")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.platform import platform
+from specjax.base.progress import working
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.link import MOST_LEVELS, draft_seconds, link_of
 from specjax.methods import records
@@ -42,6 +43,7 @@ class Choice(NamedTuple):
     reason: str
 
 
+@working("choosing a method")
 def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choice:
     """The setting to use: that of the method named, or for `auto` the shipped one, or one that was
     measured here as faster than that.
