@@ -12,7 +12,7 @@ from specjax.base.output import is_stream, reason, tried, write_json
 from specjax.checkpoints.pair import Pair
 from specjax.measure.rows import BenchRow
 from specjax.methods import records
-from specjax.methods.choice import shipped
+from specjax.methods.choice import compared_with
 from specjax.methods.evidence import LEAST_ROUNDS
 from specjax.methods.method import PLAIN, Setting
 from specjax.methods.records import Measured, Run
@@ -90,7 +90,7 @@ def remember(
     file, untold = None, []
     for (batch, dtype, temperature), alike in _alike(rows, mixed):
         run = Run(date, temperature, alike[0][0].prompts, tuple(_measured(*one) for one in alike))
-        default = shipped(pair, temperature > 0, batch).setting
+        default = compared_with(pair, temperature > 0, batch)
         if len(run.measured) < 2:  # plain decoding alone says nothing about the methods
             continue
         if lacks := _lacks(run, default):
