@@ -32,7 +32,6 @@ from specjax.trees.tree import TreeShape
 from specjax.trees.widths import Widths, canonical, spelled, widest
 from specjax.verify.rules import AUTO, RULES, TRAVERSAL
 
-
 _MAKE = (
     "make one: python -m train.run configs/boost/from_checkpoint.py target=MODEL corpus=FILES "
     "trigrams.contexts=16000 --stages tokenizer,collect,label,trigrams --folder RUN leaves it in "
