@@ -47,12 +47,13 @@ class Left:
         """A stage begins."""
         self._began = time.monotonic()
 
-    def end(self, stage: str) -> None:
-        """A stage has ended."""
-        self._expected += self._seconds.get(stage, 0.0)
-        if stage in self._seconds:
-            self._taken += time.monotonic() - self._began
-            del self._seconds[stage]
+    def end(self, stage: str) -> bool:
+        """A stage has ended; gives whether it was one of those that take time."""
+        if stage not in self._seconds:
+            return False
+        self._expected += self._seconds.pop(stage)
+        self._taken += time.monotonic() - self._began
+        return True
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in self._seconds.items()

@@ -221,8 +221,7 @@ def _run(options: argparse.Namespace) -> None:
     for name in asked:
         left.begin()
         STAGES[name](work)
-        left.end(name)
-        if left.seconds >= _WORTH_SAYING:
+        if left.end(name) and left.seconds >= _WORTH_SAYING:
             estimate.say(f"after the stage {name} {left} are left.")
 
 
