@@ -169,7 +169,7 @@ def tell(work: Work, stages: Sequence[str]) -> Left:
     left, spare = Left(work, stages), memory.available(None)
     sizes = {name: size for name, size in bytes_of(work).items() if name in stages}
     most = max(sizes, key=lambda name: sizes[name], default=None)
-    text = f"this takes {left} on this machine"
+    text = f"this takes {left} on this machine, compilation apart"
     if most is not None:
         text += f", and about {memory.readable(sizes[most])} of memory, in the stage {most}"
         if spare is not None:
@@ -177,8 +177,8 @@ def tell(work: Work, stages: Sequence[str]) -> Left:
     say(f"{text}.")
     if "evaluate" in stages and (tables := work.recipe.evaluation.tables):
         say(
-            f"its {len(tables)} tables ({', '.join(tables)}) come on top, half an hour or more; "
-            "evaluation.tables= leaves them out."
+            f"its {len(tables)} tables ({', '.join(tables)}) come on top, all five half an hour "
+            "or more; evaluation.tables= leaves them out."
         )
     if most is not None and spare is not None and sizes[most] > spare:
         say("that is more memory than there is to spare; " + _LESS[most])
