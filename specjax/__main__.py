@@ -1,10 +1,17 @@
 """`python -m specjax`."""
 
-import sys
+from typing import NoReturn
 
+from specjax.base.interrupts import leave
 from specjax.cli.main import main
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
+
+
+def run() -> NoReturn:
+    """Runs the command line, and ends the process."""
+    leave(main())
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -43,10 +43,13 @@ if "SPECJAX_CACHE" not in os.environ:
 import jax
 import pytest
 
+from specjax.base import progress
 from specjax.measure import timing
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 from tests.slow import is_slow
+
+progress.EVERY_SECONDS = 3600.0  # a slow machine prints no line among those that tests compare
 
 
 @pytest.hookimpl(tryfirst=True)

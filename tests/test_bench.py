@@ -22,7 +22,7 @@ from specjax.measure import bench, prompts, timing
 from specjax.measure.prompts import Prompt
 from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
-from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.choice import Asked, choose
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import Entry
 from specjax.models.inflate import inflate
@@ -108,7 +108,7 @@ def test_a_cache_and_an_output_that_refuse_lose_nothing(output, prompt_file, tmp
 
 def test_a_cache_that_refuses_is_a_line(prompt_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECJAX_CACHE", "/proc/nope")
-    monkeypatch.setattr(outcome, "shipped", lambda *_: Choice(registry.setting_of("chain"), ""))
+    monkeypatch.setattr(outcome, "compared_with", lambda *_: registry.setting_of("chain"))
     assert main(["bench", *SHORT, *pair_flags()]) == 0
     printed = capsys.readouterr()
     assert "chain" in printed.out

@@ -298,3 +298,42 @@ def test_an_interrupt_that_python_drops_comes_again(lost, monkeypatch):
     began = time.monotonic()
     assert main(["generate", "x"]) == 130
     assert time.monotonic() - began < 9
+
+
+COMPILING = """
+import os, signal, threading, time
+import jax, jax.numpy as jnp
+from specjax.base import interrupts
+interrupts.PATIENCE_SECONDS = 0.1
+interrupts.if_interrupted(lambda: "overwritten")
+WORK = {
+    "compiles": lambda: jax.jit(
+        lambda x: sum(jnp.sin(x * i) @ x for i in range(400))).lower(jnp.ones((8, 8))).compile(),
+    "hears nothing": lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        or time.sleep(20),
+}
+work = WORK["%s"]
+def interrupt():
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+def run():
+    with interrupts.ending_at_interrupts():
+        interrupts.if_interrupted(lambda: "rows so far are in FILE")
+        threading.Thread(target=interrupt, daemon=True).start()
+        work()
+try:
+    run()
+except KeyboardInterrupt:
+    interrupts.leave(interrupts.CODE)
+"""
+
+
+@pytest.mark.parametrize("work", ["compiles", "hears nothing"])
+def test_an_interrupt_ends_a_command_wherever_it_is(work):
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILING % work], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 130
+    assert done.stderr == "specjax: interrupted; rows so far are in FILE.\n"
+    assert time.monotonic() - began < 15

@@ -123,8 +123,8 @@ def test_an_adapter_of_another_model_is_told_in_one_line(base, tmp_path, caplog)
     parts, _ = low(QUERY, 32, 32)
     load_model(find(base, adapter(tmp_path / "own", parts)))
     load_model(find(base, adapter(tmp_path / "other", parts, base_model_name_or_path="x/7B")))
-    assert caplog.messages == [f"specjax: {tmp_path / 'other'} is a LoRA adapter of x/7B; it is merged into "
-                               "base."]  # fmt: skip
+    told = f"specjax: {tmp_path / 'other'} is a LoRA adapter of x/7B; it is merged into base."
+    assert caplog.messages == [told]
 
 
 A, B = f"{UP}.lora_A.weight", f"{UP}.lora_B.weight"

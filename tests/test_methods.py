@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ from hypothesis import strategies as st
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.pair import Pair, load_pair
+from specjax.decoding import link
 from specjax.draft.ngram import pack
 from specjax.draft.plain import PlainDrafter
-from specjax.methods import choice, records, registry
+from specjax.methods import choice, defaults, records, registry
 from specjax.methods.choice import Asked, Choice, choose
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.records import Measured, Run
@@ -314,3 +317,63 @@ def test_settings_tell_machines_models_and_rows_apart():
         records.setting(tiny_model(num_layers=1), DRAFTS, 1, False),
     }
     assert len(names) == 5
+
+
+@pytest.fixture
+def large(monkeypatch) -> Pair:
+    """A pair whose draft is as large as its target, and what was timed of them."""
+    monkeypatch.setattr(defaults, "LEAST_TIMED", 0)
+    text = SimpleNamespace(input_ids=list(range(40)))
+    return Pair(TARGET, lambda prompts: text, [tiny_model(3)])
+
+
+def timed(monkeypatch, draft: float, accepted: float) -> None:
+    """A pass of the draft over that of the target, and how often its tokens would be accepted."""
+    monkeypatch.setattr(
+        choice, "pass_seconds", lambda model, columns: 1.0 if model is TARGET else draft
+    )
+    monkeypatch.setattr(choice, "_acceptance", lambda pair, temperature: accepted)
+
+
+@pytest.mark.parametrize(
+    ("draft", "accepted", "batch", "label"),
+    [
+        (0.9, 0.98, 1, "none"),
+        (0.6, 0.7, 8, "none"),
+        (0.2, 0.7, 1, "chain 1,1,1"),
+        (0.1, 0.98, 1, "chain 1,1,1,1,1,1,1"),
+        (0.1, 0.98, 8, "chain 1,1,1"),
+    ],
+)
+def test_a_large_draft_is_taken_as_far_as_it_pays(
+    draft, accepted, batch, label, large, monkeypatch
+):
+    timed(monkeypatch, draft, accepted)
+    found = choose(Asked(), large, 0.0, batch)
+    assert found.setting.label == label
+    assert f"a pass of the draft takes {draft * 1e3:.3g} ms, one of the model 1e+03 ms" in (
+        found.reason
+    )
+    assert ("would not pay" in found.reason) == (label == "none")
+    if label != "none":
+        with pytest.raises(ValueError, match="needs a draft"):
+            registry.build(found.setting, large._replace(drafts=[]))
+
+
+def test_passes_and_acceptance_of_a_large_draft_are_measured(large):
+    found = choose(Asked(), large, 0.8)
+    assert re.search(r"takes \d.* ms, one of the model \d.* ms, and about \d+%", found.reason)
+    text = list(range(40))
+    assert link.overlap(TARGET, TARGET, text, 0.0) == 1
+    assert link.overlap(TARGET, TARGET, text, 0.8) == pytest.approx(1, abs=1e-4)
+    assert link.overlap(TARGET, large.drafts[0], text, 0.8) < 0.95
+
+
+def test_a_large_draft_is_compared_with_plain_decoding(large, monkeypatch):
+    timed(monkeypatch, 0.1, 0.98)
+    name = records.setting(TARGET, large.drafts, 1, False)
+    runs = (measured("none", 1), measured("chain", 0.6))
+    records.remember(name, Run("2026-11-23", 0.0, 24, runs))
+    found = choose(Asked(), large, 0.0)
+    assert found.setting.label == "none"
+    assert "bench measured none here that is faster" in found.reason

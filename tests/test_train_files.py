@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from specjax.measure import prompts
 from train.config import Corpus
 from train.corpus import read_corpus
 from train.documents import SPLITS, Document, fingerprint
@@ -64,6 +65,7 @@ def test_missing_and_unreadable_files_are_named(tmp_path):
     ("text", "sentence"),
     [('{"text": "x"}\n{"txt": "x"}\n', 'line 2 of .*jsonl has neither a "text" nor a "prompt"'),
      ('{"text": 3}\n', 'line 1 of .*jsonl has neither a "text"'),
+     ('{"turns": ["x", 3]}\n', 'line 1 of .*jsonl has neither .* nor "turns" that are a list'),
      ("{\n", "line 1 of .*jsonl is not JSON"),
      ("[" * 100_000, "line 1 of .*jsonl is not JSON"),
      ('{"text": "a\\ud800"}', r"line 1 of .*jsonl is not UTF-8 text: character 1 is '\\ud800'")],
@@ -108,3 +110,14 @@ def test_a_fingerprint_changes_with_any_text_and_split():
     ]
     assert fingerprint(one) == fingerprint(list(one))
     assert len({fingerprint(each) for each in [one, *others]}) == 4
+
+
+def test_every_turn_of_a_talk_is_a_prompt_as_it_is_for_bench(tmp_path):
+    lines = [{"id": f"{n}", "category": "x", "turns": [f"Say {n}.", f"Again {n}."]}
+             for n in range(8)]  # fmt: skip
+    file = tmp_path / "spec_bench.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    found = read_corpus(Corpus(files=(str(file),)))
+    assert [d.text for d in found] == [text for _, text in prompts.read(str(file))]
+    assert all(document.is_prompt for document in found)
+    assert {document.split for document in found} == {"train", "dev", "heldout"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter
 from specjax.models.transformer import initialize
 from tests.conftest import tiny_config
-from train import evaluate, export, run
+from train import estimate, evaluate, export, run
 from train import work as work_module
 from train.collect import load_collected
 from train.config import load_recipe
 from train.corpus import train_tokenizer
 from train.loop import Log
+from train.report import flops_per_token
 from train.target import identity_of, lasting_name
 from train.work import Work
 
@@ -238,3 +240,60 @@ def test_a_pair_names_a_hubs_target_as_it_is_found_again(tmp_path, target, corpu
     assert said["target"] == f"org/tiny@{'d' * 40}"
     assert said["made_from"]["target"] == identity_of(Files(snapshot))
     assert own.target.config.vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (("corpus=nowhere.jsonl",), "'nowhere.jsonl', which is neither a file nor a folder"),
+        (("corpus={bad}",), 'bad.jsonl has neither a "text" nor a "prompt"'),
+        (("corpus={corpus}", "warm.length=4096"), "the target's context is 64"),
+        (("corpus={corpus}", "target={endless}"), "names no end token"),
+        (("corpus={corpus}", "target={narrow}"), "the target's vocabulary is 200"),
+    ],
+)
+def test_refusals_come_before_anything_is_loaded_or_measured(
+    overrides, sentence, tmp_path, target, corpus, monkeypatch, capsys
+):
+    def slow(*_):
+        raise AssertionError("it was loaded or measured")
+
+    monkeypatch.setattr(work_module, "load", slow)
+    monkeypatch.setattr(run, "matmul_rate", slow)
+    (tmp_path / "bad.jsonl").write_text('{"question": "x"}\n')
+    for name, change in (("endless", {"eos_token_id": None}), ("narrow", {"vocab_size": 200})):
+        shutil.copytree(target, tmp_path / name)
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    named = {"bad": tmp_path / "bad.jsonl", "corpus": corpus[0], "endless": tmp_path / "endless",
+             "narrow": tmp_path / "narrow"}  # fmt: skip
+    given = (each.format(**named) for each in overrides)
+    code = run.main([CONFIG, f"target={target}", *SMALL, *given, "--folder", str(tmp_path / "run")])
+    assert code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_before_it_starts_a_run_says_how_long_and_how_much_memory(
+    tmp_path, target, corpus, monkeypatch, capsys
+):
+    monkeypatch.setattr(estimate, "matmul_rate", lambda dtype: 1e6)
+    long = ("schedule.steps=4000", "collect.prompts=32", "evaluation.tables=coverage")
+    recipe = load_recipe(CONFIG, (f"target={target}", f"corpus={corpus[0]}", *SMALL, *long))
+    work = Work(recipe, tmp_path / "run", Log(tmp_path / "log.jsonl"), tmp_path / "pair")
+    left = estimate.tell(work, ["collect", "label", "warm", "boost", "evaluate"])
+    said = capsys.readouterr().err
+    assert re.search(r"train.run: this takes about .* h.* \(collect .*, boost .* h.*\) on", said)
+    assert re.search(r"about \d+.* MiB of memory, in the stage .* to spare\.\n", said)
+    assert "its 1 tables (coverage) come on top" in said
+    steps = 4000 * (4 * 24 + 2 * 24)  # tokens of a draft
+    flops = flops_per_token(work.draft_config(0), 24)
+    assert estimate.seconds_of(work)["boost"] == pytest.approx(2 * steps * flops / 0.4e6)
+    chunk = work.collected("collected")
+    before = estimate.seconds_of(work)["collect"]
+    (chunk / "00000.npz").write_bytes(b"")
+    assert estimate.seconds_of(work)["collect"] == pytest.approx(before / 2)
+    whole = left.seconds
+    for stage in ("collect", "label", "warm"):
+        left.begin()
+        left.end(stage)
+    assert left.seconds < whole / 100  # those that ended took no time

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.base.interrupts import ending_at_interrupts
 from tests.conftest import tiny_model
 from train import run
 from train.config import Schedule
@@ -64,9 +65,12 @@ def finite_with_a_gradient_that_is_not(model, rows):
 
 
 @pytest.mark.parametrize("wrong", [not_finite, finite_with_a_gradient_that_is_not])
-def test_the_last_finite_checkpoint_stays(tmp_path, wrong):
-    with pytest.raises(KeyboardInterrupt):
+def test_the_last_finite_checkpoint_stays(tmp_path, wrong, capsys):
+    with pytest.raises(KeyboardInterrupt), ending_at_interrupts("train.run"):
         trained(tmp_path, stop_at=SAVED + 1)
+    step = f"step {SAVED} of the stage 'toy'"
+    told = f"train.run: interrupted; the same command goes on from {step}.\n"
+    assert told in capsys.readouterr().err
     with pytest.raises(ValueError, match=rf"is nan|is inf.*/toy keeps step {SAVED}\."):
         trained(tmp_path, wrong)
     assert steps_done(tmp_path / "toy") == SAVED

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.base.interrupts import if_interrupted
 from train.loop import Log, progress_bar
 
 Arrays = Mapping[str, np.ndarray]
@@ -20,9 +21,11 @@ def make_chunks(
     """Fills `folder` with the chunks that it lacks; `make(i)` gives the arrays of chunk i."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = [i for i in range(count) if not _file(folder, i).is_file()]
+    if_interrupted(lambda: f"the same command goes on from {_place(stage, folder, count)}")
     began, entries = time.perf_counter(), 0
     with progress_bar(log.console) as progress:
-        task = progress.add_task(stage, total=count, completed=count - len(missing), note="")
+        made = count - len(missing)
+        task = progress.add_task(stage, total=count, completed=made, began=made, note="")
         for index in missing:
             arrays = make(index)
             _save(_file(folder, index), arrays)
@@ -33,6 +36,11 @@ def make_chunks(
                 seconds = time.perf_counter() - began
                 log.write(stage, where=folder.name, chunks=count, made=len(missing),
                           tokens_per_second=rate, seconds=seconds)  # fmt: skip
+
+
+def _place(stage: str, folder: Path, count: int) -> str:
+    made = sum(_file(folder, index).is_file() for index in range(count))
+    return f"chunk {made:,} of {count:,} of the stage {stage!r}"
 
 
 def load_chunks(stage: str, folder: Path, count: int) -> dict[str, np.ndarray]:

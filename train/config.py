@@ -71,7 +71,8 @@ class Size:
 class Corpus:
     """The user's `files`; without any, the standard library of the running interpreter.
 
-    Files are plain text, folders of source code, or `.jsonl` with a `text` or a `prompt` a line.
+    Files are plain text, folders of source code, or `.jsonl` with a `text`, a `prompt`
+    or `turns` a line.
     Of every `slices` documents (top-level modules of the library) about one is held out and one
     is for development. The rest concerns the library alone: modules in `exclude` are left out,
     `test_share` of a batch's sequences come from its own tests, and `max_files` bounds the files

@@ -17,6 +17,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from specjax.base.interrupts import CODE, ending_at_interrupts, if_interrupted, leave
+from specjax.base.progress import reporting
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import BUNDLED
 from specjax.cli.options import parsed
@@ -86,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options: Options = parsed(Options, _COMMAND, arguments)
     use_compilation_cache()
     try:
-        run(options)
+        with ending_at_interrupts(_COMMAND), reporting("evaluate", _COMMAND):
+            run(options)
+    except KeyboardInterrupt:
+        return CODE
     except (ValueError, OSError, ImportError) as error:
         print(f"{_COMMAND}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -210,6 +215,10 @@ def _fill(
         "equal_nodes": lambda: tables.equal_nodes(pair, development, task, earlier),
         "equal_time": lambda: tables.equal_time(pair, _few(development), _few(task)),
     }
+    if options.json:
+        if_interrupted(
+            lambda: f"tables that are done are in {options.json}; the same command goes on"
+        )
     missing = [name for name in TITLES if name in options.tables.split(",") and name not in found]
     with progress_bar(Console(stderr=True)) as progress:
         bar = progress.add_task("evaluate", total=len(missing), note="")
@@ -319,4 +328,4 @@ def _cell(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

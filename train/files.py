@@ -16,10 +16,10 @@ _FEWEST = 12
 def read_files(names: Sequence[str], slices: int, own: Sequence[Path] = ()) -> list[Document]:
     """The documents in `names`, about one of `slices` held out and one for development.
 
-    A `.jsonl` file holds `{"text": ...}` or `{"prompt": ...}` a line; of a folder every readable
-    text file counts, hidden ones and what lies in the folders `own` apart; a `.jsonl` with other
-    lines is left out, which standard error says. Equal texts are one document. A corpus of few
-    documents is cut at line ends.
+    A `.jsonl` file holds `{"text": ...}`, `{"prompt": ...}` or `{"turns": [...]}` a line, of which
+    each turn is a prompt; of a folder every readable text file counts, hidden ones and what lies in
+    the folders `own` apart; a `.jsonl` with other lines is left out, which standard error says.
+    Equal texts are one document. A corpus of few documents is cut at line ends.
 
     Raises:
       ValueError: a name is neither file nor folder, a file is not UTF-8, a line is not such an
@@ -82,8 +82,15 @@ def _lines(path: Path) -> Iterator[Document]:
                     f"{path}:{number}", prompts.checked(text, where), "train", is_prompt=True
                 )
                 yield document
+            case {"turns": [*turns]} if all(isinstance(turn, str) for turn in turns):
+                for place, turn in enumerate(turns):
+                    text, name = prompts.checked(turn, where), f"{path}:{number}/{place}"
+                    yield Document(name, text, "train", is_prompt=True)
             case _:
-                raise ValueError(f'{where} has neither a "text" nor a "prompt" that is a string.')
+                raise ValueError(
+                    f'{where} has neither a "text" nor a "prompt" that is a string, nor "turns" '
+                    "that are a list of strings."
+                )
 
 
 def _pieces(document: Document, documents: int) -> Iterator[Document]:

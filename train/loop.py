@@ -14,8 +14,10 @@ import orbax.checkpoint as ocp
 from flax.training.train_state import TrainState
 from jaxtyping import Array
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
+from specjax.base.interrupts import if_interrupted
+from specjax.base.progress import Shown
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
 from train.config import Schedule
@@ -76,7 +78,10 @@ def fit(
         state, start = _resume(manager, create_state(model, schedule))
         state = spread.everywhere(state)
         with progress_bar(log.console) as progress:
-            task = progress.add_task(stage, total=schedule.steps, completed=start, note="")
+            if_interrupted(lambda: f"the same command goes on from {_place(stage, folder)}")
+            task = progress.add_task(
+                stage, total=schedule.steps, completed=start, began=start, note=""
+            )
             pace = _Pace(stage, folder, model.config, schedule)
             for step in range(start, schedule.steps):
                 rows = batch(step)
@@ -206,14 +211,17 @@ def steps_done(folder: Path) -> int:
     return max((int(each.name) for each in found if each.name.isdigit()), default=0)
 
 
-def progress_bar(console: Console) -> Progress:
-    """A bar with a count, a `note` and the time left; nothing where there is no terminal."""
-    return Progress(
+def _place(stage: str, folder: Path) -> str:
+    return f"step {steps_done(folder):,} of the stage {stage!r}"
+
+
+def progress_bar(console: Console) -> Shown:
+    """A bar with a count, a `note` and the time left; lines where there is no terminal."""
+    return Shown(
         TextColumn("[bold]{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[note]}"),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
     )

@@ -11,9 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
+from specjax.base.interrupts import CODE, ending_at_interrupts, if_interrupted, leave
+from specjax.base.progress import reporting
+from specjax.measure import plots
 from specjax.methods.records import use_compilation_cache
 from specjax.models.transformer import Model
-from train import evaluate, labels, trigrams
+from train import estimate, evaluate, labels, trigrams
 from train.boost import boost_filter, gather
 from train.checks import check
 from train.collect import collect, ended, load_collected
@@ -157,6 +160,9 @@ def run_evaluate(work: Work) -> None:
     work.log.write("evaluate", tables=",".join(asked.tables), folder=str(work.pair))
 
 
+_WORTH_SAYING = 60.0
+"""Seconds that are left at least where a line says so after a stage."""
+
 STAGES = {
     "tokenizer": run_tokenizer,
     "pretrain": run_pretrain,
@@ -184,19 +190,39 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     use_compilation_cache()
     try:
-        asked = _stages(options.stages)
-        recipe, folder = load_recipe(options.config, tuple(options.overrides)), Path(options.folder)
-        check(recipe)
-        out = Path(options.out) if options.out else folder / "export"
-        work = Work(recipe, folder, Log(folder / "log.jsonl"), out)
-        check_place(out)
-        work.log.write("run", recipe=recipe.name, stages=",".join(asked), **_speed())
-        for name in asked:
-            STAGES[name](work)
+        with ending_at_interrupts("train.run"), reporting("run", "train.run"):
+            _run(options)
+    except KeyboardInterrupt:
+        return CODE
     except (ValueError, OSError, ImportError) as error:
         print(f"train.run: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _run(options: argparse.Namespace) -> None:
+    """Runs the stages that are asked for.
+
+    Raises:
+      ValueError: something is refused; what can be is before anything is loaded or measured.
+    """
+    if_interrupted(lambda: "the same command goes on where it was")
+    asked = _stages(options.stages)
+    recipe, folder = load_recipe(options.config, tuple(options.overrides)), Path(options.folder)
+    check(recipe)
+    out = Path(options.out) if options.out else folder / "export"
+    check_place(out)
+    if "evaluate" in asked and recipe.evaluation.tables:
+        plots.check(str(out / "tables.png"))
+    work = Work(recipe, folder, Log(folder / "log.jsonl"), out)
+    work.check()
+    work.log.write("run", recipe=recipe.name, stages=",".join(asked), **_speed())
+    left = estimate.tell(work, asked)
+    for name in asked:
+        left.begin()
+        STAGES[name](work)
+        if left.end(name) and left.seconds >= _WORTH_SAYING:
+            estimate.say(f"after the stage {name} {left} are left.")
 
 
 def _speed() -> Metrics:
@@ -215,4 +241,4 @@ def _stages(text: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

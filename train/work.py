@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from specjax.checkpoints.files import Files, find
-from specjax.checkpoints.huggingface import load
+from specjax.checkpoints.huggingface import load, read_config
+from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 from train.checks import check_for
@@ -55,6 +56,41 @@ class Work:
             folder.mkdir(parents=True, exist_ok=True)
             write_text(folder / "inputs.json", text)
         return folder
+
+    def check(self) -> None:
+        """Checks the corpus and a given target's configuration and tokenizer, before its weights
+        are read or anything is measured.
+
+        Raises:
+          ValueError: a file of the corpus is none, a setting does not go with the target, or its
+            tokenizer does not fit it.
+        """
+        read = self.documents
+        assert read
+        if isinstance(self.recipe.target, str):
+            config = self.read_config()
+            check_for(self.recipe, config)
+            identity_of(self.files)
+            self._check_tokenizer(len(tokenizer_of(self.files.folder)), config, self.recipe.target)
+            self._check_ends(config)
+
+    def read_config(self) -> ModelConfig:
+        """The configuration of a given target, of which no weights are read."""
+        return read_config(self.files.folder)[0]
+
+    def _check_tokenizer(self, size: int, target: ModelConfig, where: object) -> None:
+        if size > target.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {where} has {size} tokens, the target's vocabulary is "
+                f"{target.vocab_size}."
+            )
+
+    def _check_ends(self, target: ModelConfig) -> None:
+        if not target.eos_ids:
+            raise ValueError(
+                f"{self.recipe.target} names no end token, so its texts would never end; add "
+                "eos_token_id to its config.json or generation_config.json."
+            )
 
     @cached_property
     def documents(self) -> list[Document]:
@@ -113,22 +149,14 @@ class Work:
                 write_text(file, train_tokenizer(texts, vocabulary).to_str())
             found = Tokenizer.from_file(str(file))
             size = found.get_vocab_size()
-        if size > vocabulary:
-            raise ValueError(
-                f"the tokenizer in {where} has {size} tokens, the target's vocabulary is "
-                f"{vocabulary}."
-            )
+        self._check_tokenizer(size, self.target_config, where)
         return found
 
     @cached_property
     def streams(self) -> Streams:
         """The corpus as tokens."""
         tokenizer, eos_ids = self.tokenizer, self.target_config.eos_ids
-        if not eos_ids:
-            raise ValueError(
-                f"{self.recipe.target} names no end token, so its texts would never end; add "
-                "eos_token_id to its config.json or generation_config.json."
-            )
+        self._check_ends(self.target_config)
         if isinstance(tokenizer, Tokenizer):
             return encode(self.documents, lambda texts: _encoded(tokenizer, texts), eos_ids[0])
         return encode(

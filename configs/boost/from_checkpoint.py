@@ -3,7 +3,8 @@
 Command:    python -m train.run configs/boost/from_checkpoint.py target=DIR corpus=FILES... \
                 --folder runs/mine
             DIR is a Hugging Face folder with a tokenizer; FILES are text files, folders of source
-            code, or .jsonl with a "prompt" or a "text" a line. The result is runs/mine/export:
+            code, or .jsonl with a "prompt", a "text" or "turns" a line. The result is
+            runs/mine/export:
             specjax generate PROMPT --model DIR --draft runs/mine/export/drafts/0
 Hardware:   any; memory for the target, and for a few times 8,192 positions over its vocabulary
             (4 bytes each: 1 GB for a vocabulary of 32,000).

@@ -52,6 +52,15 @@ def is_stream(file: str | Path) -> bool:
     return path.exists() and not path.is_file()
 
 
+def mixed() -> bool:
+    """Whether standard output and standard error go to one file or pipe that is no terminal."""
+    try:
+        out, err = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+    except (OSError, ValueError):
+        return False
+    return os.path.samestat(out, err) and not sys.stdout.isatty()
+
+
 def write_text(file: str | Path, text: str) -> None:
     """Writes a file that is at any time the old one or the new one, whole.
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jax.sharding import Mesh
 
 from specjax.base.deprecated import keywords_after
-from specjax.base.progress import counted
+from specjax.base.progress import counted, working
 from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import BUNDLED, Files, config_of, find
@@ -43,6 +43,7 @@ class Pair(NamedTuple):
 
 
 @keywords_after(2)
+@working("loading the model")
 def load_pair(
     model: str = "bundled",
     draft: str | None = None,

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Bench
-from specjax.cli.outcome import Sheet, remember
+from specjax.cli.outcome import Sheet, remember, rows_kept
 from specjax.cli.tables import table
 from specjax.cli.values import (
     at_least,
@@ -77,6 +78,7 @@ def bench(options: Bench) -> int:
             traced=options.profile,
         )
         sheet = Sheet(options.json, _environment(options, bencher, left_out))
+        if_interrupted(lambda: rows_kept(options.json, sheet.written > 0))
         for batch in workload.batches:
             sheet.rows += bencher.rows(batch, sheet.keep)
     return _leave(options, bencher, sheet)

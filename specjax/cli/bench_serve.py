@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
-from specjax.base.progress import progress_bars
+from specjax.base.progress import progress_bars, working
 from specjax.checkpoints.huggingface import (
     default_dtype,
     load_model,
@@ -32,6 +33,7 @@ from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli.kernels import check_kernels
 from specjax.cli.load_report import LoadSheet, table
 from specjax.cli.options import BenchServe
+from specjax.cli.outcome import rows_kept
 from specjax.cli.values import (
     at_least,
     check_seed,
@@ -110,7 +112,7 @@ def bench_serve(options: BenchServe) -> int:
         prepared = _apart(options, Path(name) / _TARGET)
         mix = measurement.mix(prepared)
         start = time.perf_counter()
-        with serving(flags_of(measurement, Path(name) / _TARGET), Path(name) / "log") as server:
+        with _started(flags_of(measurement, Path(name) / _TARGET), Path(name) / "log") as server:
             _say(f"the server is ready after {time.perf_counter() - start:.0f} s.")
             sheet = _measured(server, measurement, mix, prepared.env)
     return _leave(options, sheet)
@@ -242,7 +244,8 @@ def _apart(options: BenchServe, folder: Path) -> Prepared:
     ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)  # this process ends it
     with ProcessPoolExecutor(1, context, *ignore) as executor:
         try:
-            return executor.submit(prepare, options, folder).result()
+            with working("reading the model and the prompts"):
+                return executor.submit(prepare, options, folder).result()
         except BrokenProcessPool as error:
             raise ValueError("the process that reads the model was ended.") from error
 
@@ -299,15 +302,28 @@ def flags_of(measurement: Measurement, folder: Path) -> list[str]:
     return [*flags, "--settings", ALL if known else ",".join(fixed)]
 
 
+@contextlib.contextmanager
+def _started(flags: Sequence[str], log: Path) -> Iterator[Server]:
+    """A server that is ready."""
+    with contextlib.ExitStack() as stack:
+        with working("starting the server"):
+            server = stack.enter_context(serving(flags, log))
+        yield server
+
+
 def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str, Any]) -> LoadSheet:
     """Every setting at every rate, in turns."""
     options = measurement.options
-    warm_up(server, measurement, mix)
-    requests, tokens = capacity_of(server, measurement, mix)
+    with working("running every setting once"):
+        warm_up(server, measurement, mix)
+    with working("measuring the capacity without drafting"):
+        requests, tokens = capacity_of(server, measurement, mix)
     _say(f"off completes {requests:.3g} requests/s, {tokens:.1f} tokens/s.")
     own = {"capacity_requests_per_s": requests, "capacity_tokens_per_s": tokens}
     runs = {rate: {name: [] for name in measurement.settings} for rate in measurement.rates}
     sheet = LoadSheet(options.json, env | own, requests, runs)
+    measured = lambda: any(each for own in runs.values() for each in own.values())  # noqa: E731
+    if_interrupted(lambda: rows_kept(options.json, measured()))
     with progress_bars() as progress:
         cells = list(measurement.order())
         for turn, rate, setting in progress.track(cells, description="load"):

@@ -1,15 +1,19 @@
 """`specjax generate`: text as it is committed, and what it cost."""
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
 from rich.text import Text
 
+from specjax.base.interrupts import if_interrupted
+from specjax.base.output import mixed
+from specjax.base.progress import counted, hidden, working
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.pair import Pair, load_pair
@@ -131,8 +135,10 @@ def say(sentence: str) -> None:
 
 def _answer(pair: Pair, choice: Choice, ids: list[int], request: Request) -> dict[str, Any]:
     """What `--json` prints; the program is compiled before the clock starts."""
-    timing.warm_up(request)
-    made, seconds = timing.timed(request)
+    with working("compiling, and reading the prompt"):
+        timing.warm_up(request)
+    with working(f"writing up to {request.outputs} tokens"):
+        made, seconds = timing.timed(request)
     count, steps = int(made.lengths[0]), int(made.steps[0])
     tokens = made.tokens[0, :count].tolist()
     return {
@@ -159,7 +165,8 @@ def _text(pair: Pair, prompt: Sequence[int], tokens: Sequence[int]) -> str:
 
 def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request: Request) -> None:
     """Streams the text, after the prompt on a terminal; then says what it cost."""
-    next(steps_on_host(request))  # compiles; the clock starts after it
+    with working("compiling, and reading the prompt"):
+        next(steps_on_host(request))  # the clock starts after it
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal:
         apart = options.chat or options.show_tree
@@ -167,15 +174,18 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     detokenizer = Detokenizer(TokenTexts(pair.tokenizer), ids)
     say_text = _printer(detokenizer, console)
     tokens = passes = 0
+    if_interrupted(lambda: f"{tokens} tokens were written; the same command begins anew")
     start = time.perf_counter()
-    for step in steps_on_host(request):
-        if options.show_tree:
-            _show_tree(step, pair.tokenizer)
-        say_text(step)
-        if options.show_tree:
-            print()
-        tokens += int(step.count[0])
-        passes += 1
+    with _writing(options) as told:
+        for step in steps_on_host(request):
+            if options.show_tree:
+                _show_tree(step, pair.tokenizer)
+            say_text(step)
+            if options.show_tree:
+                print()
+            tokens += int(step.count[0])
+            passes += 1
+            told(tokens, options.max_new_tokens)
     seconds = time.perf_counter() - start
     _print(console, detokenizer.flush())
     print(flush=True)
@@ -183,6 +193,17 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
         f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
         f"{tokens / seconds:.1f} tokens/s."
     )
+
+
+@contextlib.contextmanager
+def _writing(options: Generate) -> Iterator[Callable[[int, int], None]]:
+    """Tokens that are written, as a task where that disturbs no text."""
+    if sys.stderr.isatty() or mixed():
+        with hidden():
+            yield lambda count, of: None
+    else:
+        with counted("tokens written") as told:
+            yield told
 
 
 def _printer(detokenizer: Detokenizer, console: Console) -> Callable[[Step], None]:

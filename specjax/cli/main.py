@@ -1,17 +1,15 @@
 """The command line: `specjax generate`, `bench`, `tune`, `verify`, `info` and their like."""
 
-import _thread
-import contextlib
 import importlib
 import io
 import os
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import tyro
 
+from specjax.base.interrupts import CODE, ending_at_interrupts
+from specjax.base.progress import reporting
 from specjax.cli.options import (
     ABOUT,
     VERBS,
@@ -46,8 +44,6 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     Roofline: ("roofline", "roofline"),
 }
 """The module of a verb's options, and the function in it that runs them."""
-_AGAIN_SECONDS = 0.02
-"""After which the callback that lost an interrupt has ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         options = _options(sys.argv[1:] if arguments is None else arguments)
-        with _interrupts_kept():
+        with ending_at_interrupts(), reporting(_name_of(options)):
             code = _command(options)()
         sys.stdout.flush()
         return code
@@ -70,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _let_output_go()
         return 1
     except KeyboardInterrupt:
-        return 130
+        return CODE
     except RuntimeError as error:  # what jax raises when an allocation fails
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -88,35 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-@contextlib.contextmanager
-def _interrupts_kept() -> Iterator[None]:
-    """Raises Ctrl-C once more where it was lost.
-
-    Python drops what is raised within a callback of its garbage collector, of which jax has one,
-    or within `__del__`: 4 of 100 interrupts did nothing where it ran every 20 objects.
-    """
-    other = sys.unraisablehook
-
-    def hook(lost: "sys.UnraisableHookArgs") -> None:
-        if lost.exc_type is KeyboardInterrupt:
-            threading.Timer(_AGAIN_SECONDS, _interrupt).start()
-        else:
-            other(lost)
-
-    sys.unraisablehook = hook
-    try:
-        yield
-    finally:
-        sys.unraisablehook = other
-
-
-def _interrupt() -> None:
-    """What Ctrl-C does."""
-    main_thread = threading.main_thread().ident
-    if main_thread is not None and hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(main_thread, signal.SIGINT)  # which also ends waits of the system
-    else:
-        _thread.interrupt_main()
+def _name_of(options: Options) -> str | None:
+    """What a verb is called while it is at work; a server that is ready is at nothing."""
+    if isinstance(options, Serve):
+        return None
+    return _COMMANDS[type(options)][1].replace("_", "-")
 
 
 def _options(arguments: Sequence[str]) -> Options:

@@ -12,7 +12,7 @@ from specjax.base.output import is_stream, reason, tried, write_json
 from specjax.checkpoints.pair import Pair
 from specjax.measure.rows import BenchRow
 from specjax.methods import records
-from specjax.methods.choice import shipped
+from specjax.methods.choice import compared_with
 from specjax.methods.evidence import LEAST_ROUNDS
 from specjax.methods.method import PLAIN, Setting
 from specjax.methods.records import Measured, Run
@@ -67,6 +67,15 @@ class Sheet:
         return tried(f"{file} cannot be written", lambda: write_json(file, whole))
 
 
+def rows_kept(file: str | None, written: bool) -> str:
+    """What Ctrl-C leaves of a measurement that writes its rows to a file as they come."""
+    if file is None or is_stream(file):
+        return "nothing is kept; with --json FILE rows are, as they come"
+    if written:
+        return f'rows so far are in {file}, with "complete": false; the same command begins anew'
+    return f"{file} has no row yet; the same command begins anew"
+
+
 def remember(
     rows: Sequence[BenchRow], pair: Pair, targets: Mapping[str, Model], date: str, mixed: str
 ) -> Path | None:
@@ -81,7 +90,7 @@ def remember(
     file, untold = None, []
     for (batch, dtype, temperature), alike in _alike(rows, mixed):
         run = Run(date, temperature, alike[0][0].prompts, tuple(_measured(*one) for one in alike))
-        default = shipped(pair, temperature > 0, batch).setting
+        default = compared_with(pair, temperature > 0, batch)
         if len(run.measured) < 2:  # plain decoding alone says nothing about the methods
             continue
         if lacks := _lacks(run, default):

@@ -10,11 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.machine import read_bandwidth
+from specjax.base.interrupts import if_interrupted
 from specjax.base.output import is_stream, tried, write_json
+from specjax.base.progress import working
 from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Roofline
+from specjax.cli.outcome import rows_kept
 from specjax.cli.values import (
     at_least,
     budgets_of,
@@ -57,16 +60,19 @@ def roofline(options: Roofline) -> int:
     check_target_file("--json", options.json)
     rows: list[Row] = []
     unread: OSError | None = None
-    for row in measured(options):
-        rows.append(row)
-        if options.json and not is_stream(options.json):
-            _write(options, rows, complete=False)
-        try:
-            print(line(row), flush=True)
-        except OSError as error:  # nobody reads, but the file is still wanted
-            if not options.json:
-                raise
-            unread = error
+    if_interrupted(lambda: rows_kept(options.json, bool(rows)))
+    with working("read bandwidth") as now:
+        for row in measured(options):
+            rows.append(row)
+            if options.json and not is_stream(options.json):
+                _write(options, rows, complete=False)
+            try:
+                print(line(row), flush=True)
+            except OSError as error:  # nobody reads, but the file is still wanted
+                if not options.json:
+                    raise
+                unread = error
+            now(f"{len(rows)} rows, after {row.get('model', 'all models')}: {row['what']}")
     written = not options.json or _write(options, rows, complete=True)
     if unread is not None:
         raise unread

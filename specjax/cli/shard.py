@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from specjax.base.progress import working
 from specjax.checkpoints.files import find
 from specjax.checkpoints.huggingface import (
     check_free,
@@ -32,8 +33,10 @@ def shard(options: Shard) -> int:
     check_free(out)
     config = read_config(files.folder)[0]
     tokenizer = tokenizer_of(files.folder, config.vocab_size)
-    model = load_model(files, dtype=kind, mesh=mesh)
-    save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
+    with working("loading the model"):
+        model = load_model(files, dtype=kind, mesh=mesh)
+    with working(f"writing {out}"):
+        save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
     held = model.embedding.dtype
     size = readable(config.num_parameters * held.itemsize)
     print(f"wrote {out}: {config.num_parameters:,} parameters in {held}, {size}.")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import pallas_kernels
+from specjax.base.interrupts import ANEW, if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import default_dtype
@@ -80,6 +81,10 @@ def tune(options: Tune) -> int:
         entries = [entry for entry, _ in checked]
         unfinished.keep(entries, _environment(options, grown, so_far))
 
+    if_interrupted(
+        lambda: f"what was found so far is in {unfinished.beside}; the same command begins anew"
+        if unfinished.beside.exists() else ANEW
+    )  # fmt: skip
     with progress_bars() as progress:
         tuner = kind(choices, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
         for temperature in temperatures:

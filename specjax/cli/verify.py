@@ -2,6 +2,7 @@
 
 import json
 
+from specjax.base.interrupts import if_interrupted
 from specjax.base.progress import counted
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.kernels import check_kernels, use_kernels
@@ -59,7 +60,13 @@ def verify(options: Verify) -> int:
         pair.target.config.max_positions,
         options.max_new_tokens,
     )
-    with counted("methods checked") as told:
+    if_interrupted(
+        lambda: (
+            "nothing is certified; the same command begins anew, and fewer --samples, --prompts "
+            "or --methods take less"
+        )
+    )
+    with counted("methods") as told:
         found = certificate(pair, settings, chosen, checks, told)
     name = quantized_as(pair.target)
     report = found.report() | {"quantization": name}

@@ -2,25 +2,30 @@
 
 import time
 import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from specjax.base.pytree import replace
-from specjax.decoding.streamed import run_layer
+from specjax.decoding.streamed import logits_at, run_layer
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import LayerWeights, Model
+from specjax.models.transformer import LayerWeights, Model, unembed
 
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
 _COLUMNS, _SLOTS, _RUNS = (16, 64, 256, 1024), 64, 3
+_MANY = 20
+"""Runs of which the fastest counts where two models are compared."""
 MOST_LEVELS = 16
 """Tokens that a draft goes deep where its passes cost nearly nothing."""
-_ACCEPTANCE = 0.9
+ACCEPTANCE = 0.9
 """How often a drafted token is accepted if those before it were, before anything was measured."""
 
 
@@ -55,8 +60,7 @@ class Link(NamedTuple):
         """
 
         def rate(levels: int) -> float:
-            tokens = (1 - _ACCEPTANCE ** (levels + 1)) / (1 - _ACCEPTANCE)
-            return tokens / (self.read_seconds + levels * draft_seconds)
+            return expected_tokens(levels) / (self.read_seconds + levels * draft_seconds)
 
         return max(range(1, MOST_LEVELS + 1), key=rate)
 
@@ -76,8 +80,14 @@ class Link(NamedTuple):
         )
 
 
+def expected_tokens(levels: int, acceptance: float = ACCEPTANCE) -> float:
+    """Tokens of a step that drafts so many, one after the other."""
+    return sum(acceptance**level for level in range(levels + 1))
+
+
 _measured: "weakref.WeakKeyDictionary[StreamedModel, Link]" = weakref.WeakKeyDictionary()
 _of_drafts: "weakref.WeakKeyDictionary[Model, float]" = weakref.WeakKeyDictionary()
+_of_passes: "weakref.WeakKeyDictionary[Model, dict[int, float]]" = weakref.WeakKeyDictionary()
 
 
 def link_of(target: StreamedModel) -> Link:
@@ -119,7 +129,61 @@ def draft_seconds(draft: Model) -> float:
     return _of_drafts[draft]
 
 
-def _pass_seconds(outer: Model, config: ModelConfig, weights: LayerWeights, columns: int) -> float:
+def pass_seconds(model: Model, columns: int) -> float:
+    """Seconds of a model's pass over so many columns, logits included; measured once.
+
+    A layer and the unembedding are timed by themselves, so that little is compiled.
+    """
+    known = _of_passes.setdefault(model, {})
+    if columns not in known:
+        outer = model.outer if isinstance(model, StreamedModel) else replace(model, layers=())
+        layers = _pass_seconds(outer, model.config, model.layers[0], columns, _MANY)
+        logits = partial(_logits, outer)
+        known[columns] = layers + _least_seconds(logits, model.config.hidden_size, columns, _MANY)
+    return known[columns]
+
+
+_logits = jax.jit(unembed)
+
+
+def overlap(target: Model, draft: Model, text: Sequence[int], temperature: float) -> float:
+    """How much of the target's distributions along a text a draft's have, on the mean.
+
+    That is how often a token drawn from the one is accepted for the other; at temperature 0 how
+    often both have the same most likely token. A layer is compiled, and not the model.
+    """
+    tokens = jnp.asarray([text], jnp.int32)
+    columns = jnp.arange(len(text) // 8, len(text), dtype=jnp.int32)[None]
+    p, q = (logits_at(_by_layers(each), tokens, columns)[0] for each in (target, draft))
+    if temperature == 0:
+        return float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean())
+    p, q = (jax.nn.softmax(each / temperature, axis=-1) for each in (p, q))
+    return float(jnp.minimum(p, q).sum(axis=-1).mean())
+
+
+def _by_layers(model: Model) -> StreamedModel:
+    return StreamedModel(
+        model.embedding, model.layers, model.final_norm, model.unembedding, model.config,
+        model.final_norm_bias, model.position_embedding,
+    )  # fmt: skip
+
+
+def _least_seconds(
+    work: Callable[[Array], object], size: int, columns: int, runs: int = _RUNS
+) -> float:
+    """The least seconds of work on a state, which it may be given away to."""
+    taken = []
+    for _ in range(1 + runs):  # the first compiles
+        x = jax.block_until_ready(jnp.ones((size, columns), jnp.float32))
+        start = time.perf_counter()
+        jax.block_until_ready(work(x))
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def _pass_seconds(
+    outer: Model, config: ModelConfig, weights: LayerWeights, columns: int, runs: int = _RUNS
+) -> float:
     """The least seconds of a layer over so many columns, for all layers."""
     outer = replace(outer, layers=())
     heads = weights.key.shape[0] // config.head_dim
@@ -128,12 +192,8 @@ def _pass_seconds(outer: Model, config: ModelConfig, weights: LayerWeights, colu
     positions = jnp.zeros((1, columns), jnp.int32)
     tree_mask = jnp.eye(columns, dtype=bool)[None]
     windows = config.windows or (None,)
-    taken = []
-    for _ in range(1 + _RUNS):  # the first compiles
-        x = jax.block_until_ready(jnp.ones((config.hidden_size, columns), jnp.float32))
-        start = time.perf_counter()
-        jax.block_until_ready(
-            run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
-        )
-        taken.append(time.perf_counter() - start)
-    return config.num_layers * min(taken[1:])
+
+    def run(x: Array) -> object:
+        return run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
+
+    return config.num_layers * _least_seconds(run, config.hidden_size, columns, runs)

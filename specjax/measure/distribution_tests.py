@@ -1,6 +1,7 @@
 """Draws from the compiled decoder, and tests of them against the target's distribution."""
 
 import itertools
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from specjax.base.axes import Key
+from specjax.base.progress import counted
 from specjax.base.pytree import replace
 from specjax.base.sampling import Purpose, Sampling, fold, process
 from specjax.decoding import streamed
@@ -118,7 +120,7 @@ def draw_texts(
     first = np.arange(_ROWS) % _EARLY == 0
     early = laid_out(asked.layout, jnp.asarray(first), ROWS)
     found = []
-    for chunk in range(0, len(keys), _ROWS):
+    for chunk in _told("texts drawn", len(keys), _ROWS):
         own = laid_out(asked.layout, keys[chunk : chunk + _ROWS], ROWS)
         state = replace(jax.tree.map(jnp.copy, start), key=own)  # whose buffers are given away
         tokens, starts = np.zeros((_ROWS, most), np.int64), np.full((_ROWS, steps), -1)
@@ -134,6 +136,14 @@ def draw_texts(
             done = done | first
         found.append(Texts(tokens, made, starts))
     return Texts(*(np.concatenate(each)[:samples] for each in zip(*found, strict=True)))
+
+
+def _told(what: str, count: int, size: int) -> Iterator[int]:
+    """The starts of pieces of `size`, as a task."""
+    with counted(what) as told:
+        for start in range(0, count, size):
+            told(start, count)
+            yield start
 
 
 def _append(tokens: np.ndarray, made: np.ndarray, new: np.ndarray, count: np.ndarray) -> None:
@@ -156,7 +166,7 @@ def independence(
     tested = np.flatnonzero(drawn.starts[:, -1] >= 0)[:_TESTED]
     texts = Texts(*(each[tested] for each in drawn))
     noise, points = np.random.default_rng(seed), [np.zeros((0, 2))]
-    for first in range(0, len(tested), _PASS_ROWS):
+    for first in _told("texts tested", len(tested), _PASS_ROWS):
         part = Texts(*(each[first : first + _PASS_ROWS] for each in texts))
         at = part.starts[:, steps - 2 :]
         points.append(_places(model, prompt, part, at, sampling, noise))

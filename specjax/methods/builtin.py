@@ -32,20 +32,27 @@ from specjax.trees.tree import TreeShape
 from specjax.trees.widths import Widths, canonical, spelled, widest
 from specjax.verify.rules import AUTO, RULES, TRAVERSAL
 
+_MAKE = (
+    "make one: python -m train.run configs/boost/from_checkpoint.py target=MODEL corpus=FILES "
+    "trigrams.contexts=16000 --stages tokenizer,collect,label,trigrams --folder RUN leaves it in "
+    "RUN/trigrams-*/model (the methods lookup and recycle need none)"
+)
+"""What to do for an n-gram model where there is none."""
+
 
 def _needs_draft(pair: Pair) -> str | None:
     return None if pair.drafts else "a draft model; name one with --draft"
 
 
 def _needs_table(pair: Pair) -> str | None:
-    return None if pair.table else "an n-gram model; name its folder with --stage"
+    return None if pair.table else f"an n-gram model; name its folder with --stage, or {_MAKE}"
 
 
 def _needs_stage(pair: Pair) -> str | None:
     if missing := _needs_draft(pair):
         return missing
     if pair.table is None and pair.smaller is None:
-        return "a second stage; name an n-gram or model folder with --stage"
+        return f"a second stage; name an n-gram or model folder with --stage, or {_MAKE}"
     return None
 
 

@@ -1,25 +1,41 @@
 """Which method to use: the one asked for, one that tune wrote down, or the fastest measured."""
 
 import dataclasses
+import importlib.resources
+import json
 import math
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.platform import platform
+from specjax.base.progress import working
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.link import MOST_LEVELS, draft_seconds, link_of
-from specjax.methods import records
-from specjax.methods.defaults import ELSEWHERE, SHIPPED
+from specjax.decoding.link import (
+    MOST_LEVELS,
+    draft_seconds,
+    expected_tokens,
+    link_of,
+    overlap,
+    pass_seconds,
+)
+from specjax.methods import defaults, records
 from specjax.methods.evidence import Gain, evidence, fastest, gains
 from specjax.methods.method import Setting, check_method
 from specjax.methods.records import Run
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.methods.tuned import pick, read
 from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import Model
+from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import Widths, widest
 from specjax.verify.rules import AUTO, RULES
+
+_PROMPTS, _TOKENS = 16, 256
+"""Bundled prompts and tokens along which a draft is compared with its target."""
+_overlaps: "weakref.WeakKeyDictionary[Model, dict[float, float]]" = weakref.WeakKeyDictionary()
 
 
 class Asked(NamedTuple):
@@ -42,6 +58,7 @@ class Choice(NamedTuple):
     reason: str
 
 
+@working("choosing a method")
 def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choice:
     """The setting to use: that of the method named, or for `auto` the shipped one, or one that was
     measured here as faster than that.
@@ -105,15 +122,18 @@ def _measured(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choic
     if jax.process_count() > 1:  # each host has measurements of its own, and all must run the same
         return default
     kept = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
-    found = evidence(kept, default.setting)
+    beside = compared_with(pair, temperature > 0, batch, asked.verify)
+    found = evidence(kept, beside)
     if not found:
         return default._replace(reason=f"{default.reason}; run specjax bench to measure here")
     nearest = min((run.temperature for run in found), key=lambda one: abs(one - temperature))
     alike = [run for run in found if run.temperature == nearest]
-    able = [gain for gain in gains(alike, default.setting)
+    able = [gain for gain in gains(alike, beside)
             if _able(gain.setting, pair, asked.verify)]  # fmt: skip
     if best := fastest(able):
-        return Choice(best.setting, _told(best, default.setting))
+        return Choice(best.setting, _told(best, beside))
+    if beside != default.setting:
+        return Choice(beside, _kept(alike))
     return default._replace(reason=f"{default.reason}; {_kept(alike)}")
 
 
@@ -125,13 +145,17 @@ def _told(best: Gain, default: Setting) -> str:
     text = (
         f"bench measured {ran.tokens_per_second:.1f} tokens/s with it at temperature "
         f"{last.temperature:g} on this machine on {last.date[:10]}, {math.exp(best.mean):.2f} "
-        f"times the shipped default {default.label} (noise {math.expm1(best.noise):.0%}, "
+        f"times {_named(default)} (noise {math.expm1(best.noise):.0%}, "
         f"{_runs(best.runs)})"
     )
     if best.setting == Setting():
         return f"{text}, and no other method was faster"
     beside = "" if plain is None else f", and {plain.tokens_per_second:.1f} with plain decoding"
     return f"{text}{beside}"
+
+
+def _named(default: Setting) -> str:
+    return "plain decoding" if default == Setting() else f"the shipped default {default.label}"
 
 
 def _kept(runs: Sequence[Run]) -> str:
@@ -173,18 +197,81 @@ def no_deeper(setting: Setting, levels: int) -> Setting:
     )
 
 
+def _costly(pair: Pair) -> bool:
+    """Whether a draft is so large that its passes must be timed before it is taken."""
+    target = pair.target
+    if isinstance(target, StreamedModel):
+        if target.source is not None:
+            return False
+    elif mesh_of(target) is not None:
+        return False
+    size, own = target.config.num_parameters, pair.drafts[0].config.num_parameters
+    return size >= defaults.LEAST_TIMED and own >= defaults.LARGE_DRAFT * size
+
+
+def _if_it_pays(pair: Pair, batch: int, sampled: bool) -> Choice:
+    """A chain as long as pays by what passes take and how often tokens would be accepted, or none.
+
+    Both are measured here, the latter along bundled prompts.
+    """
+    draft, target, levels = pair.drafts[0], pair.target, len(defaults.WIDTHS["chain"])
+    if batch > 1:
+        levels = len(defaults.WIDTHS_OF_MANY["chain"])
+    accepted = _acceptance(pair, 0.8 if sampled else 0.0)
+    own, plain = pass_seconds(draft, batch), pass_seconds(target, batch)
+    most = pass_seconds(target, batch * (levels + 1))
+
+    def gain(deep: int) -> float:
+        scoring = plain + max(most - plain, 0) * deep / levels
+        return expected_tokens(deep, accepted) * plain / (scoring + deep * own)
+
+    best = max(range(1, levels + 1), key=gain)
+    told = (
+        f"a pass of the draft takes {own * 1e3:.3g} ms, one of the model {plain * 1e3:.3g} ms, and "
+        f"about {accepted:.0%} of its tokens would be accepted: {gain(best):.2f} times plain "
+        f"decoding, {best} deep"
+    )
+    if gain(best) < defaults.LEAST_GAIN:
+        return Choice(Setting(), f"drafting would not pay: {told}, at best")
+    return Choice(setting_of("chain", widths=(1,) * best), told)
+
+
+def _acceptance(pair: Pair, temperature: float) -> float:
+    """How often a token of the draft would be accepted along bundled prompts; measured once."""
+    known = _overlaps.setdefault(pair.drafts[0], {})
+    if temperature not in known:
+        lines = (importlib.resources.files("specjax") / "prompts.jsonl").read_text("utf-8")
+        texts = [json.loads(line)["prompt"] for line in lines.splitlines()[:_PROMPTS]]
+        tokens = pair.tokenizer("\n".join(texts)).input_ids[: pair.target.config.max_positions]
+        known[temperature] = overlap(pair.target, pair.drafts[0], tokens[:_TOKENS], temperature)
+    return known[temperature]
+
+
+def compared_with(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Setting:
+    """What measurements must be faster than: the shipped default, or with a large draft plain
+    decoding.
+    """
+    if pair.drafts and _costly(pair):
+        return Setting()
+    return shipped(pair, sampled, batch, verify).setting
+
+
 def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice:
     """What is taken where nothing is measured.
 
-    Of a target whose layers are read in every pass, as many nodes as cost no time (see
-    `specjax.decoding.link`).
+    Where the draft is large, by what it costs and gives (see `_if_it_pays`). Of a target whose
+    layers are read in every pass, as many nodes as cost no time (see `specjax.decoding.link`).
     """
     if isinstance(pair.target, StreamedModel) and pair.target.source is not None:
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:
         return Choice(Setting(), "there is no draft model")
+    if _costly(pair):
+        found = _if_it_pays(pair, batch, sampled)
+        return found if _able(found.setting, pair, verify) else found._replace(setting=Setting())
     here, kind = platform(), "sampling" if sampled else "greedy"
-    setting = setting_of(SHIPPED.get((here, kind, batch == 1), ELSEWHERE), batch=batch)
+    named = defaults.SHIPPED.get((here, kind, batch == 1), defaults.ELSEWHERE)
+    setting = setting_of(named, batch=batch)
     if not _able(setting, pair, verify):
-        setting = setting_of(ELSEWHERE, batch=batch)
+        setting = setting_of(defaults.ELSEWHERE, batch=batch)
     return Choice(setting, f"the shipped default for {here}, {kind}")

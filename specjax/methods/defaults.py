@@ -17,6 +17,14 @@ one row. 40 prompts of HumanEval, bundled pair at 100M, bfloat16, 2026-11-21: sp
 ELSEWHERE = "chain"
 """The method of `auto` where nothing else is known."""
 
+LARGE_DRAFT = 1 / 4
+"""Share of the target's parameters from which on a draft's passes are timed before it is taken."""
+LEAST_TIMED = 10_000_000
+"""Parameters of a target below which its passes are not timed: of a smaller one a layer's start
+would take most of the time, and in a whole program layers have none."""
+LEAST_GAIN = 1.1
+"""Times plain decoding below which a large draft is not taken: its acceptance is an estimate."""
+
 WIDTHS: dict[str, Widths] = {"chain": (1,) * 7, "tree": (2, 1, 1, 1, 1, 1, 1), "pool": (1,) * 5}
 WIDTHS_OF_MANY: dict[str, Widths] = {"chain": (1,) * 3, "tree": (2, 1), "pool": (1,)}
 """Children per level where none are named, for one row and for several. `specjax bench`, bundled,
