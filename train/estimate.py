@@ -67,7 +67,7 @@ def seconds_of(work: Work) -> dict[str, float]:
     The tables of `train.evaluate` are not among them.
     """
     recipe, target = work.recipe, config_of(work)
-    found = dict.fromkeys(("pretrain", "collect", "label", "warm", "boost"), 0.0)
+    found: dict[str, float] = dict.fromkeys(("pretrain", "collect", "label", "warm", "boost"), 0.0)
     if not isinstance(recipe.target, str):
         found["pretrain"] = _reading(recipe.pretrain, target, work.pretrained)
     forward = flops_per_token(target, 0) / 3

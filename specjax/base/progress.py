@@ -206,12 +206,12 @@ class _Reporter:
         monitoring.register_scalar_listener(self._compiles)
         monitoring.register_event_duration_secs_listener(self._compiled)
 
-    def _compiles(self, event: str, began: float | int, **found: str | int) -> None:
+    def _compiles(self, event: str, value: float | int, **kwargs: str | int) -> None:
         if event == _COMPILATION:
-            name = str(found.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
+            name = str(kwargs.get("fun_name", "a program")).removeprefix("jit(").removesuffix(")")
             self._compiling[threading.get_ident()] = name, time.monotonic()
 
-    def _compiled(self, event: str, seconds: float, **found: str | int) -> None:
+    def _compiled(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == _COMPILATION:
             self._compiling.pop(threading.get_ident(), None)
 
