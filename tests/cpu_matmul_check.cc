@@ -243,6 +243,8 @@ int main() {
           for (bool first : {false, true})
             if (!attends(form, nodes, nodes + 3, slots, dim, first, 1 + nodes % 2 * 3, pool)) return 1;
     if (!attends(form, 40, 40, 700, 64, true, 4, pool)) return 1;
+    for (bool first : {false, true})
+      if (!attends(form, 67, 70, 100, 48, first, 4, pool) || !attends(form, 67, 67, 0, 16, first, 1, pool)) return 1;
     if (!busy(form, pool)) return 1;
   }
   std::printf("%d forms agree\n", forms);

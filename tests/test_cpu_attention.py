@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from pallas_kernels.cpu_matmul import library
 from pallas_kernels.dispatch import ImplementationError
-from pallas_kernels.tree_attention import cpu, tree_attention, tuning
+from pallas_kernels.tree_attention import cpu, sequence, tree_attention, tuning, xla
 from tests.test_cpu_matmul import form, needs_it
 from tests.test_tree_attention import SHAPES, assert_close, make, run
 
@@ -20,6 +20,8 @@ MORE = {
     "more slots than a strip, and some": (1, 5, 1, 2, 0, 150, 48),
     "more queries than a unit": (2, 12, 2, 9, 2, 65, 16),
     "as many rows as threads and more": (7, 2, 1, 4, 0, 33, 64),
+    "many nodes": (2, 6, 2, 65, 0, 130, 16),
+    "many nodes, more blocks, and earlier levels": (1, 3, 1, 131, 9, 200, 80),
 }
 
 TAKEN = {name: shape for name, shape in (SHAPES | MORE).items() if shape[-1] % 16 == 0}
@@ -51,6 +53,57 @@ def test_a_node_does_not_depend_on_the_others(form):
         np.testing.assert_array_equal(np.asarray(run(own, "cpu"))[:, :, 0], whole[:, :, node])
     second = jax.tree.map(lambda x: x[1:], at)
     np.testing.assert_array_equal(np.asarray(run(second, "cpu")), whole[1:])
+
+
+def test_of_many_nodes_none_depends_on_the_others(form):
+    """To the bit, as long as they are many."""
+    at = make((2, 6, 2, 140, 0, 150, 32), jnp.float32, [150, 97], first=True)
+    whole = np.asarray(run(at, "cpu"))
+    own = slice(70, 139)
+    part = at._replace(
+        query=at.query[:, :, own], tree_mask=at.tree_mask[:, own], first=at.first[:, own]
+    )
+    np.testing.assert_array_equal(np.asarray(run(part, "cpu")), whole[:, :, own])
+
+
+@pytest.mark.parametrize("nodes", [3, 70])
+def test_rows_of_a_larger_cache_are_read_where_they_lie(form, nodes):
+    """`make` puts NaN past a row's length, and the row that is not asked for is all NaN."""
+    at = make((2, 4, 2, nodes, 0, 70, 32), jnp.float32, [70, 33], first=True)
+    keys, values = (jnp.stack([x[1], x[0] * jnp.nan, x[0]]) for x in at.prefix[:2])
+    rows = jnp.array([2, 0], jnp.int32)
+    of_more = at._replace(prefix=at.prefix._replace(keys=keys, values=values, rows=rows))
+    np.testing.assert_array_equal(np.asarray(run(of_more, "cpu")), np.asarray(run(at, "cpu")))
+
+
+@pytest.mark.parametrize("window", [None, 1, 40])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 200])
+def test_plain_sequences_equal_xlas_form(form, tokens, window):
+    noise = np.random.default_rng(tokens)
+    query, keys, values = (
+        jnp.asarray(noise.standard_normal((2, heads, tokens, 48)), jnp.float32)
+        for heads in (6, 2, 2)
+    )
+    expected = xla.causal(query, keys, values, None, window)
+    found = sequence.causal(query, keys, values, None, window)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
+
+
+@needs_it
+def test_gradients_of_plain_sequences_are_those_of_xlas_form():
+    noise = np.random.default_rng(0)
+    given = [
+        jnp.asarray(noise.standard_normal((2, heads, 20, 16)), jnp.float32) for heads in (4, 2, 2)
+    ]
+
+    def grads(call):
+        return jax.grad(lambda *at: jnp.square(call(*at, None, 7)).sum(), (0, 1, 2))(*given)
+
+    for found, expected in zip(grads(sequence.causal), grads(xla.causal), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+    stacked = [jnp.stack([x, 2 * x]) for x in given]
+    twice = jax.vmap(lambda *at: sequence.causal(*at))(*stacked)
+    np.testing.assert_array_equal(twice[1], sequence.causal(*(2 * x for x in given)))
 
 
 def test_what_is_no_number_stays_with_those_who_see_it(form):
@@ -129,7 +182,6 @@ def test_it_runs_where_it_can_unless_another_is_named():
         "of 8 bits": make(SHAPES["one node"], jnp.float32, bits=8),
         "capped": at._replace(soft_cap=3.0),
         "of 8 features": make(SHAPES["one key/value head"], jnp.float32),
-        "of rows of a larger cache": at._replace(prefix=at.prefix._replace(rows=jnp.arange(2))),
     }
     assert tuning.choice(at) == "cpu"
     assert {name: tuning.choice(other) for name, other in others.items()} == dict.fromkeys(

@@ -1,5 +1,7 @@
 """Speculative decoding against plain decoding, token by token, on tiny random models."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,8 @@ import pytest
 
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
+from specjax.decoding import stepping
+from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
@@ -180,3 +184,25 @@ def test_keys_decide_the_tokens(target):
     assert (one.tokens != other.tokens).any(axis=1).all()
     raw = generate(target, drafter, key=jax.random.key_data(jax.random.key(1)), sampling=sampling)
     np.testing.assert_array_equal(one.tokens, raw.tokens)
+
+
+def test_long_prompts_are_read_in_blocks_as_in_one_piece(monkeypatch):
+    """Of unequal lengths, with a window in one layer; the caches and the likeliest tokens."""
+    model = tiny_model(max_positions=1024, num_layers=2, windows=(40, None))
+    noise = np.random.default_rng(0)
+    prompts = [noise.integers(0, model.config.vocab_size, n).tolist() for n in (600, 513)]
+    asked = prepare(jax.random.key(0), model, None, prompts, max_new_tokens=4)
+
+    def read():
+        call = partial(stepping.read, slots=asked.slots, target_top_k=2)
+        return jax.jit(call)(model, asked.rows)
+
+    state, likeliest = read()
+    monkeypatch.setattr(stepping, "_LONG", 1 << 20)
+    expected, top_tokens = read()
+    for row, length in enumerate((600, 513)):
+        np.testing.assert_array_equal(likeliest[row, :length], top_tokens[row, :length])
+        for found, whole in zip(state.cache.keys, expected.cache.keys, strict=True):
+            assert found.shape == whole.shape
+            held = found[row, ..., : length - 1], whole[row, ..., : length - 1]
+            np.testing.assert_allclose(*held, rtol=0, atol=2e-5 * np.abs(held[1]).max())

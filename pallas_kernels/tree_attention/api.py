@@ -69,7 +69,7 @@ def tree_attention(
 def _run(at: Operands, named: str | None, interpret: bool) -> Float[Array, "B H T D"]:
     """What the named implementation gives, or the one chosen for such operands."""
     name = named or tuning.choice(at)
-    if at.prefix is not None and not (name == "xla" and xla.reads_rows_in_place()):
+    if at.prefix is not None and not (name in ("xla", "cpu") and xla.reads_rows_in_place()):
         at = at._replace(prefix=at.prefix.taken())
     run = dispatch.pick("tree_attention", name, named is not None, IMPLEMENTATIONS, at, interpret)
     if IMPLEMENTATIONS[name].platforms is None or run is IMPLEMENTATIONS["xla"].run:

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels.cpu_matmul.library import ATTENTION, status
+from pallas_kernels.tree_attention import xla
+from pallas_kernels.tree_attention.implementations import differentiable, folding
 from pallas_kernels.tree_attention.operands import Operands
 
 _FEATURES = 16
+_INT64 = jnp.dtype("int64").type
 _FEATURES_FIRST = (1, 3, 0, 2)
 """The axes of queries in memory: as a model's activations lie, so that nothing is turned."""
 
@@ -23,8 +26,6 @@ def unable(at: Operands) -> str | None:
     held = [at.query, at.block_keys, at.block_values]
     if at.prefix is not None:
         held += [at.prefix.keys, at.prefix.values]
-        if at.prefix.rows is not None:
-            return "it takes no rows of a larger cache"
     if (other := next((x.dtype for x in held if x.dtype != jnp.float32), None)) is not None:
         return f"it takes float32, not {other}"
     if at.soft_cap is not None:
@@ -38,16 +39,46 @@ def unable(at: Operands) -> str | None:
 
 
 def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
-    """See `reference.tree_attention`.
+    """See `reference.tree_attention`; rows of a larger cache are read where they lie.
 
-    What a node gives does not depend on the others, to the bit.
+    What a node gives does not depend on the others, to the bit. Of more than 64 nodes the block is
+    taken to be free of NaN in columns that somebody sees.
     """
-    past: tuple[Array, ...] = ()
+    return _called(at)
+
+
+def causal(
+    query: Float[Array, "B H T D"],
+    keys: Float[Array, "B K T D"],
+    values: Float[Array, "B K T D"],
+    window: int | None = None,
+) -> Float[Array, "B H T D"]:
+    """Attention of plain sequences (see `sequence.causal`), differentiable as XLA's form is."""
+    at = Operands(query, keys, values, None)
+
+    def run(at: Operands) -> Array:
+        return _called(at, window or 0)
+
+    def alike(at: Operands) -> Array:
+        return xla.causal(at.query, at.block_keys, at.block_values, None, window)
+
+    def again(at: Operands) -> Array:
+        return causal(at.query, at.block_keys, at.block_values, window)
+
+    return differentiable(folding(run, again), alike)(at)
+
+
+def _called(at: Operands, window: int = 0) -> Float[Array, "B H T D"]:
+    rest: list[Array] = [] if at.tree_mask is None else [at.tree_mask]
+    rows = None if at.prefix is None else at.prefix.rows
     if at.prefix is not None:
-        past = at.prefix.keys, at.prefix.values, at.prefix.length.astype(jnp.int32)
-        if at.first is not None:
-            past += (at.first.astype(jnp.int32),)
+        rest += [at.prefix.keys, at.prefix.values, at.prefix.length.astype(jnp.int32)]
+    rest += [each.astype(jnp.int32) for each in (at.first, rows) if each is not None]
     made = jax.ShapeDtypeStruct(at.query.shape, jnp.float32)
-    orders = _FEATURES_FIRST, None, None, None, *(None for _ in past)
+    orders = _FEATURES_FIRST, None, None, *(None for _ in rest)
     run = jax.ffi.ffi_call(ATTENTION, made, input_layouts=orders, output_layouts=_FEATURES_FIRST)
-    return run(at.query, at.block_keys, at.block_values, at.tree_mask, *past)
+    return run(
+        at.query, at.block_keys, at.block_values, *rest, has_mask=at.tree_mask is not None,
+        has_prefix=at.prefix is not None, has_first=at.first is not None,
+        has_rows=rows is not None, window=_INT64(window),
+    )  # fmt: skip

@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     query: Float[Array, "B H T D"]
     block_keys: Float[Array, "B K M D"]
     block_values: Float[Array, "B K M D"]
-    tree_mask: Bool[Array, "B T M"]
+    tree_mask: Bool[Array, "B T M"] | None
     prefix: Prefix | None = None
     first: Int[Array, "B T"] | None = None
     soft_cap: float | None = None

@@ -1,6 +1,7 @@
 """Attention of plain sequences, such as prompts.
 
-On a TPU it is jax's splash attention and on an NVIDIA GPU cuDNN's, of 16 bits both; XLA elsewhere.
+On a TPU it is jax's splash attention and on an NVIDIA GPU cuDNN's, of 16 bits both; on a CPU it is
+ours in C++, of float32. XLA elsewhere.
 """
 
 import functools
@@ -14,6 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.platform import at_hand, compute_capability, platform
 from pallas_kernels.tree_attention import xla
+from pallas_kernels.tree_attention.operands import Operands
 
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 _LANES = 128
@@ -36,6 +38,10 @@ def causal(
         return splash(query, keys, values, soft_cap, window)
     if platform() == "gpu" and can_cudnn(query, keys, soft_cap):
         return fused(query, keys, values, window)
+    if platform() == "cpu" and soft_cap is None:
+        cpu = importlib.import_module("pallas_kernels.tree_attention.cpu")
+        if cpu.unable(Operands(query, keys, values, None)) is None:
+            return cpu.causal(query, keys, values, window)
     return xla.causal(query, keys, values, soft_cap, window)
 
 

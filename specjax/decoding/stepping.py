@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.platform import platform
 from specjax.base.axes import Key
 from specjax.base.penalties import TokenCounts, penalized
 from specjax.base.pytree import pytree, replace
@@ -27,6 +28,10 @@ from specjax.verify.token_wise import NodeProbs, match
 
 _BLOCK = 128
 """Columns of a prompt that are unembedded at a time."""
+
+_LONG = 512
+"""Tokens past which a CPU reads prompts in blocks, as far as they go: the programs are for a few
+lengths, of which the next may be half as long again."""
 
 
 @pytree
@@ -62,6 +67,8 @@ def read(
     target: Model, rows: Rows, slots: int, target_top_k: int
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
     """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
+    if platform() == "cpu" and not target.is_stacked and rows.prompt.shape[1] > _LONG:
+        return _read_in_blocks(target, rows, slots, target_top_k)
     # A stack's keys and values are not copied into a cache, they become one.
     whole = slots if target.is_stacked else None
     x, new = trunk(target, rows.prompt, positions_of(rows), None, None, slots=whole)
@@ -71,6 +78,37 @@ def read(
 def positions_of(rows: Rows) -> Int32[Array, "B T"]:
     """Those of the tokens of prompts."""
     return jnp.broadcast_to(jnp.arange(rows.prompt.shape[1], dtype=jnp.int32), rows.prompt.shape)
+
+
+def _read_in_blocks(
+    target: Model, rows: Rows, slots: int, target_top_k: int
+) -> tuple[DecodeState, Int32[Array, "B T k"]]:
+    """What `read` gives, by passes over a block of tokens after those that a cache holds."""
+    count, tokens = rows.prompt.shape
+    prompt = jnp.pad(rows.prompt, ((0, 0), (0, -tokens % _BLOCK)))
+    tree_mask = jnp.broadcast_to(
+        jnp.tril(jnp.ones((_BLOCK, _BLOCK), bool)), (count, _BLOCK, _BLOCK)
+    )
+    room = max(slots, prompt.shape[1])
+    dtype = cache_dtype(target.embedding.dtype)
+    cache = empty_cache(target.config, count, room, dtype, target.kv_heads)
+    cache = replace(cache, rows=jnp.arange(count, dtype=jnp.int32))
+    best = jnp.zeros((*prompt.shape, target_top_k), jnp.int32)
+
+    def one(number: Array, made: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
+        cache, best = made
+        own = lax.dynamic_slice_in_dim(prompt, number * _BLOCK, _BLOCK, axis=1)
+        positions = cache.length[:, None] + jnp.arange(_BLOCK, dtype=jnp.int32)
+        x, new = trunk(target, own, positions, cache, tree_mask)
+        likeliest = top_tokens_in(target, x, own.shape, target_top_k)
+        best = lax.dynamic_update_slice_in_dim(best, likeliest, number * _BLOCK, axis=1)
+        return cache.keep(new, None, jnp.full(count, _BLOCK, jnp.int32)), best
+
+    blocks = -(-rows.length.max() // _BLOCK)
+    cache, best = lax.fori_loop(0, blocks, one, (cache, best))
+    keys = tuple(each[..., :slots] for each in cache.keys)
+    values = tuple(each[..., :slots, :] for each in cache.values)
+    return _begun(rows, KVCache(keys, values, rows.length - 1)), best[:, :tokens]
 
 
 def after_prompts(
@@ -84,8 +122,13 @@ def after_prompts(
         dtype = cache_dtype(target.embedding.dtype)
         empty = empty_cache(target.config, count, slots, dtype, target.kv_heads)
         cache = empty.keep(new, None, length)
-    made = jnp.zeros(count, jnp.int32)
-    state = DecodeState(
+    return _begun(rows, cache), top_tokens_in(target, x, rows.prompt.shape, target_top_k)
+
+
+def _begun(rows: Rows, cache: KVCache) -> DecodeState:
+    """The state of rows whose prompts a cache holds but for the last token."""
+    made = jnp.zeros_like(rows.length)
+    return DecodeState(
         cache=cache,
         draft=(),
         last=jnp.take_along_axis(rows.prompt, rows.length[:, None] - 1, axis=1)[:, 0],
@@ -96,7 +139,6 @@ def after_prompts(
         done=made != 0,
         counts=rows.counts,
     )
-    return state, top_tokens_in(target, x, rows.prompt.shape, target_top_k)
 
 
 def top_tokens_in(

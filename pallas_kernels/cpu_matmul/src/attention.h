@@ -9,25 +9,31 @@ namespace specjax {
 
 // Arrays lie row after row. Query head h uses key/value head h / (heads / kv_heads); the keys of the prefix are
 // stored transposed. A node sees the slots of its row's prefix from `first` to `length`, and block columns where
-// `tree_mask` is not 0; what it does not see may hold anything.
+// `tree_mask` is not 0; what it does not see may hold anything, but of many nodes what another one sees are numbers.
 struct Attention {
   int64_t rows, heads, kv_heads, nodes, columns, slots, dim;  // dim a multiple of kFeatures
+  int64_t window;             // of a plain sequence, how many tokens up to its own a token sees; 0 for all
   const float* query;         // [heads, dim, rows, nodes]: features first, as activations are
   const float* block_keys;    // [rows, kv_heads, columns, dim]
   const float* block_values;  // the same
-  const uint8_t* tree_mask;   // [rows, nodes, columns]
-  const float* keys;          // [rows, kv_heads, dim, slots]; null without a prefix
-  const float* values;        // [rows, kv_heads, slots, dim]
+  const uint8_t* tree_mask;   // [rows, nodes, columns]; null for a plain sequence, whose tokens see those up to them
+  const float* keys;          // [held, kv_heads, dim, slots]; null without a prefix
+  const float* values;        // [held, kv_heads, slots, dim]
+  int64_t held;               // rows of the cache
+  const int32_t* row_of;      // [rows]: which of them is a row's; null for all in order
   const int32_t* length;      // [rows]
   const int32_t* first;       // [rows, nodes], or null for 0
   float scale;                // of scores
   float* out;                 // [heads, dim, rows, nodes]
 
   int64_t queries() const { return heads / kv_heads * nodes; }  // of a key/value head
-  int64_t parts() const { return (queries() + kPart - 1) / kPart; }
+  bool is_many() const { return tree_mask == nullptr || nodes > kFewNodes; }
+  int64_t part() const { return is_many() ? kManyPart : kPart; }
+  int64_t parts() const { return (queries() + part() - 1) / part(); }
   int64_t units() const { return rows * kv_heads * parts(); }
 
-  static constexpr int64_t kPart = 40;  // queries of a unit of work
+  static constexpr int64_t kFewNodes = 64;  // up to which all scores of a few queries are held at once
+  static constexpr int64_t kPart = 40, kManyPart = 192;  // queries of a unit of work
 };
 
 constexpr int64_t kFeatures = 16;

@@ -184,7 +184,31 @@ void some_queries(const Attention& call, const Head& head, const Place* places, 
     for (int64_t d = 0; d < call.dim; d++) places[q].out[d * stride] = outs[q][d];
 }
 
-bool attention_units(const Attention& call, int64_t begin, int64_t end) {
+// A key/value head of a row, by its number among those of all rows; its `tail` is left out.
+Head head_of(const Attention& call, int64_t number) {
+  int64_t row = number / call.kv_heads, held = row;
+  if (call.row_of != nullptr) held = call.row_of[row] < 0 ? 0 : call.row_of[row] < call.held ? call.row_of[row] : call.held - 1;
+  int64_t past = (held * call.kv_heads + number % call.kv_heads) * call.slots * call.dim;
+  int64_t block = number * call.columns * call.dim;
+  Head head{call.keys == nullptr ? nullptr : call.keys + past,
+            call.values == nullptr ? nullptr : call.values + past,
+            call.block_keys + block,
+            call.block_values + block,
+            call.tree_mask == nullptr ? nullptr : call.tree_mask + row * call.nodes * call.columns,
+            call.first == nullptr ? nullptr : call.first + row * call.nodes,
+            0,
+            0,
+            nullptr};
+  if (call.keys != nullptr) head.length = call.length[row] < call.slots ? call.length[row] : call.slots;
+  if (head.first != nullptr) {
+    int64_t least = head.length;
+    for (int64_t t = 0; t < call.nodes; t++) least = head.first[t] < least ? head.first[t] : least;
+    head.begin = least > 0 ? least / kStrip * kStrip : 0;
+  }
+  return head;
+}
+
+bool few_units(const Attention& call, int64_t begin, int64_t end) {
   int64_t strips = (call.slots + kStrip - 1) / kStrip;
   int64_t widest = (strips * kStrip + call.columns + kLanes - 1) / kLanes * kLanes;
   int64_t tail = call.slots % kStrip == 0 ? 0 : call.dim * kStrip;
@@ -193,16 +217,7 @@ bool attention_units(const Attention& call, int64_t begin, int64_t end) {
   if (scratch == nullptr) return false;
   for (int64_t unit = begin; unit < end; unit++) {
     int64_t part = unit % call.parts(), head_of_row = unit / call.parts(), row = head_of_row / call.kv_heads;
-    int64_t held = head_of_row * call.slots * call.dim, block = head_of_row * call.columns * call.dim;
-    Head head{call.keys + held, call.values + held, call.block_keys + block, call.block_values + block,
-              call.tree_mask + row * call.nodes * call.columns,
-              call.first == nullptr ? nullptr : call.first + row * call.nodes, 0, 0, nullptr};
-    if (call.keys != nullptr) head.length = call.length[row] < call.slots ? call.length[row] : call.slots;
-    if (head.first != nullptr) {
-      int64_t least = head.length;
-      for (int64_t t = 0; t < call.nodes; t++) least = head.first[t] < least ? head.first[t] : least;
-      head.begin = least > 0 ? least / kStrip * kStrip : 0;
-    }
+    Head head = head_of(call, head_of_row);
     int64_t last = call.slots / kStrip * kStrip;  // the strip that is not whole
     if (tail > 0 && head.length > last) {
       float* keys = scratch + tiles;

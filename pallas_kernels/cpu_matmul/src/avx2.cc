@@ -14,7 +14,7 @@ namespace {
 constexpr int kLanes = 8, kTile = 4, kAcross = 2;
 }
 }  // namespace specjax
-#include "attention_loops.h"
+#include "attention_blocks.h"
 
 namespace specjax {
 namespace {

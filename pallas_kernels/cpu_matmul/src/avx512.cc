@@ -12,7 +12,7 @@ namespace {
 constexpr int kLanes = 16, kTile = 5, kAcross = 4;
 }
 }  // namespace specjax
-#include "attention_loops.h"
+#include "attention_blocks.h"
 
 namespace specjax {
 

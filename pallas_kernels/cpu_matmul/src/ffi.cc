@@ -110,9 +110,11 @@ bool is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<
   return buffer.element_type() == type && std::equal(own.begin(), own.end(), shape.begin(), shape.end());
 }
 
-// `past` are the keys, values and lengths of a prefix, and the first slots that nodes see; or fewer, or none.
+// `rest` are, as far as they are there: the tree's mask; the keys, values and lengths of a prefix; the first slots that
+// nodes see; which rows of the cache these are.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer block_keys, ffi::AnyBuffer block_values,
-                     ffi::AnyBuffer tree_mask, ffi::RemainingArgs past, ffi::Result<ffi::AnyBuffer> out) {
+                     ffi::RemainingArgs rest, bool has_mask, bool has_prefix, bool has_first, bool has_rows, int64_t window,
+                     ffi::Result<ffi::AnyBuffer> out) {
   auto refused = [&](const char* what) {
     return ffi::Error::InvalidArgument("cpu_attention: queries of " + shape_of(query) + " and keys of " +
                                        shape_of(block_keys) + ": " + what + ".");
@@ -128,31 +130,47 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   if (!is(query, f32, {call.rows, call.heads, call.nodes, call.dim}) ||
       !is(*out, f32, {call.rows, call.heads, call.nodes, call.dim}) ||
       !is(block_keys, f32, {call.rows, call.kv_heads, call.columns, call.dim}) ||
-      !is(block_values, f32, {call.rows, call.kv_heads, call.columns, call.dim}) ||
-      !is(tree_mask, ffi::PRED, {call.rows, call.nodes, call.columns}))
+      !is(block_values, f32, {call.rows, call.kv_heads, call.columns, call.dim}))
     return refused("the block does not fit");
   call.query = static_cast<const float*>(query.untyped_data());
   call.block_keys = static_cast<const float*>(block_keys.untyped_data());
   call.block_values = static_cast<const float*>(block_values.untyped_data());
-  call.tree_mask = static_cast<const uint8_t*>(tree_mask.untyped_data());
   call.out = static_cast<float*>(out->untyped_data());
   call.scale = 1 / std::sqrt(static_cast<float>(call.dim));
-  if (past.size() != 0 && past.size() != 3 && past.size() != 4) return refused("a prefix is keys, values and lengths");
-  if (past.size() > 0) {
-    auto keys = past.get<ffi::AnyBuffer>(0), values = past.get<ffi::AnyBuffer>(1), length = past.get<ffi::AnyBuffer>(2);
+  call.window = window;
+  if (static_cast<size_t>(has_mask + 3 * has_prefix + has_first + has_rows) != rest.size())
+    return refused("there is another number of operands");
+  if (!has_prefix && (has_first || has_rows)) return refused("there is no prefix");
+  if (!has_mask && (has_prefix || call.columns != call.nodes))
+    return refused("a plain sequence has no prefix, and as many keys as queries");
+  size_t next = 0;
+  if (has_mask) {
+    auto mask = rest.get<ffi::AnyBuffer>(next++);
+    if (!mask || !is(*mask, ffi::PRED, {call.rows, call.nodes, call.columns})) return refused("the block does not fit");
+    call.tree_mask = static_cast<const uint8_t*>(mask->untyped_data());
+  }
+  if (has_prefix) {
+    auto keys = rest.get<ffi::AnyBuffer>(next++), values = rest.get<ffi::AnyBuffer>(next++);
+    auto length = rest.get<ffi::AnyBuffer>(next++);
     if (!keys || !values || !length || keys->dimensions().size() != 4) return refused("there is no prefix");
-    call.slots = keys->dimensions()[3];
-    if (!is(*keys, f32, {call.rows, call.kv_heads, call.dim, call.slots}) ||
-        !is(*values, f32, {call.rows, call.kv_heads, call.slots, call.dim}) || !is(*length, ffi::S32, {call.rows}))
+    call.held = keys->dimensions()[0], call.slots = keys->dimensions()[3];
+    if (!is(*keys, f32, {call.held, call.kv_heads, call.dim, call.slots}) ||
+        !is(*values, f32, {call.held, call.kv_heads, call.slots, call.dim}) || !is(*length, ffi::S32, {call.rows}) ||
+        (has_rows ? call.held == 0 && call.rows > 0 : call.held != call.rows))
       return refused("the prefix does not fit");
     call.keys = static_cast<const float*>(keys->untyped_data());
     call.values = static_cast<const float*>(values->untyped_data());
     call.length = static_cast<const int32_t*>(length->untyped_data());
-    if (past.size() == 4) {
-      auto first = past.get<ffi::AnyBuffer>(3);
-      if (!first || !is(*first, ffi::S32, {call.rows, call.nodes})) return refused("`first` does not fit");
-      call.first = static_cast<const int32_t*>(first->untyped_data());
-    }
+  }
+  if (has_first) {
+    auto first = rest.get<ffi::AnyBuffer>(next++);
+    if (!first || !is(*first, ffi::S32, {call.rows, call.nodes})) return refused("`first` does not fit");
+    call.first = static_cast<const int32_t*>(first->untyped_data());
+  }
+  if (has_rows) {
+    auto rows = rest.get<ffi::AnyBuffer>(next++);
+    if (!rows || !is(*rows, ffi::S32, {call.rows})) return refused("`rows` does not fit");
+    call.row_of = static_cast<const int32_t*>(rows->untyped_data());
   }
   if (!attend(call, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_attention: no memory for scores.");
@@ -176,12 +194,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
+                                  .Attr<bool>("has_mask")
+                                  .Attr<bool>("has_prefix")
+                                  .Attr<bool>("has_first")
+                                  .Attr<bool>("has_rows")
+                                  .Attr<int64_t>("window")
                                   .Ret<xla::ffi::AnyBuffer>());
 
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 3; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 4; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 

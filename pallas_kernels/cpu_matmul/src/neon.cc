@@ -9,7 +9,7 @@ namespace {
 constexpr int kLanes = 4, kTile = 4, kAcross = 4;
 }
 }  // namespace specjax
-#include "attention_loops.h"
+#include "attention_blocks.h"
 
 namespace specjax {
 namespace {
