@@ -67,6 +67,7 @@ def test_values_that_no_request_may_have_are_left_out_with_a_sentence(tmp_path):
         "left out.",
         "generation_config.json: max_new_tokens is 0; it must be at least 1; it is left out.",
     )
+    assert defaults(tmp_path, {"top_k": 10**20}).notices[0].startswith(f"{FILE}: top_k is 1000")
     for temperature in (-1, True, 1e-45, 10**400):
         assert defaults(tmp_path, {"temperature": temperature}).values == {}
 

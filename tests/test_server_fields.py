@@ -165,6 +165,9 @@ def test_fields_that_would_change_the_text_are_refused(client, server, path):
         ({"options": {"temperature": 0}}, "options", "by themselves"),
         ({"options": {"num_ctx": 4096, "seed": None}}, None, ""),
         ({"repeat_last_n": 64}, None, ""),
+        ({"max_tokens": -2}, "max_tokens", "should be -1 or greater than or equal to 1"),
+        ({"reasoning": {"exclude": True}}, None, ""),
+        ({"reasoning": {"effort": "low"}}, "reasoning", "Give reasoning_effort."),
         ({"repeat_last_n": 64, "presence_penalty": 1}, "repeat_last_n", "should be -1; it is 64"),
         ({"repeat_last_n": -1, "presence_penalty": 1}, None, ""),
         ({"store": True, "service_tier": "flex", "metadata": {"a": 1}, "priority": 3}, None, ""),
@@ -188,6 +191,25 @@ def test_a_seed_of_minus_one_is_none(client, server):
     for seed, expected in ((-1, None), (-2, -2), (0, 0), (None, None)):
         sent(client, COMPLETIONS, seed=seed)
         assert server.engine.requests[-1].seed == expected
+
+
+def test_integers_may_be_floats(client, server):
+    asked: dict = {"max_tokens": 7.0, "seed": 5.0, "top_k": 40.0, "n": 1.0}
+    for path in (COMPLETIONS, CHAT):
+        sent(client, path, **asked)
+        made = server.engine.requests[-1]
+        assert (made.max_new_tokens, made.seed, made.top_k) == (7, 5, 40)
+        assert sent(client, path, 400, max_tokens=7.5).json()["error"]["param"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [(COMPLETIONS, "max_tokens"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens")],
+)
+def test_a_limit_of_minus_one_takes_all_the_room(client, server, path, name):
+    sent(client, path, **{name: -1})
+    made = server.engine.requests[-1]
+    assert len(made.prompt) + made.max_new_tokens == server.engine.max_model_len
 
 
 # What the template and the tokenizer get.
@@ -320,6 +342,14 @@ def test_thoughts_reach_the_template(client, server, tokenizer):
     odd = {"reasoning": {"effort": "low"}, "thinking": ["a"], "reasoning_details": [{}]}
     sent(client, CHAT, messages=[{"role": "assistant", "content": "a"} | odd])
     assert json.loads(rendered(server, tokenizer)) == [{"role": "assistant", "content": "a"}]
+    parts = [
+        {"type": "thinking", "thinking": "hm", "signature": "s"},
+        {"type": "reasoning", "text": "ha"},
+        {"type": "text", "text": "a"},
+    ]
+    sent(client, CHAT, messages=[{"role": "assistant", "content": parts}])
+    (made,) = json.loads(rendered(server, tokenizer))
+    assert (made["content"], made["reasoning_content"]) == ("a", "hm\nha")
 
 
 @pytest.mark.parametrize(

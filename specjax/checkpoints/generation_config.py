@@ -124,6 +124,8 @@ def _checked(name: str, value: Any) -> float | int:
             raise ValueError(f"{name} is {value!r}; it must be an integer")
         value = int(value)
         if name == "top_k":
+            if abs(value) >= 2**31:  # as many bits as steps have
+                raise ValueError(f"{name} is {_short(value)}; it must lie in [0, {2**31 - 1}]")
             return 0 if value == -1 else _within(name, value)  # vLLM's -1 is off
         if value < 1:
             raise ValueError(f"{name} is {value}; it must be at least 1")

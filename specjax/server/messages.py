@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specjax.server.errors import ApiError
-from specjax.server.protocol import CalledFunction, Message, RefusalPart, TextPart, ToolCall
+from specjax.server.protocol import (
+    CalledFunction,
+    Message,
+    RefusalPart,
+    TextPart,
+    ThoughtPart,
+    ToolCall,
+)
 
 _WRITES_ARGUMENTS = re.compile(r"\barguments['\"]?\]?\s*(?:[+~]|-?\}\})")
 _TELLS_KINDS = re.compile(r"\barguments['\"]?\]?\s+is\s+(?:not\s+)?(?:string|mapping)")
@@ -39,6 +46,8 @@ def _as_given(message: Message, place: int, arguments: _Arguments) -> dict[str, 
         param = f"messages[{place}].content"
         raise ApiError(400, f"{param} is missing.", param=param)
     given: dict[str, Any] = {"role": message.role, "content": _text_of(message)}
+    if thoughts := _thoughts_of(message):
+        given["reasoning_content"] = thoughts
     for name in _AS_THEY_ARE:
         if isinstance(value := getattr(message, name), str):
             given[name] = value
@@ -51,13 +60,22 @@ def _as_given(message: Message, place: int, arguments: _Arguments) -> dict[str, 
 
 def _text_of(message: Message) -> str:
     content = message.content or message.refusal or ""
-    return content if isinstance(content, str) else "\n".join(map(_text_of_part, content))
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text_of_part(part) for part in content if not isinstance(part, ThoughtPart))
 
 
 def _text_of_part(part: str | TextPart | RefusalPart) -> str:
     if isinstance(part, str):
         return part
     return part.text if isinstance(part, TextPart) else part.refusal
+
+
+def _thoughts_of(message: Message) -> str:
+    """What the parts of a content say that an answer thought; they are no part of its text."""
+    parts = message.content if isinstance(message.content, list) else []
+    thoughts = [part.thinking or part.text for part in parts if isinstance(part, ThoughtPart)]
+    return "\n".join(each for each in thoughts if each)
 
 
 def _call(call: ToolCall, arguments: _Arguments) -> dict[str, Any]:

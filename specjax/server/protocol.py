@@ -7,18 +7,27 @@ that would change the text (`unsupported.py`).
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 from specjax.engine.request import MAX_LOGPROBS
 from specjax.server import unsupported
 from specjax.server.unsupported import Neutral
 
+
+def _whole(value: Any) -> Any:
+    """100 for 100.0: some clients' languages write every number of JSON as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 Text = Annotated[str, Strict()]
 Flag = Annotated[bool, Strict()]
+Floats = BeforeValidator(_whole)
 Whole = Annotated[int, Strict(), Field(lt=2**53)]
 """An integer that every program's JSON holds."""
 Number = Annotated[float, Strict()]
-Count = Annotated[Whole, Field(ge=1)]
+Count = Annotated[Whole, Field(ge=1), Floats]
+Limit = Literal[-1] | Count
+"""Of new tokens; -1, llama.cpp's way, is all that fit."""
 TokenId = Annotated[Whole, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 TokenKey = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]
@@ -58,16 +67,16 @@ class GenerationRequest(Body):
     nested = ("stream_options",)
 
     model: Text | None = None
-    max_tokens: Annotated[Whole, Field(ge=0)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=-1), Floats] | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1), Floats] | None = None
     min_p: Annotated[Number, Field(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
     logit_bias: dict[TokenKey, Bias] | None = None
-    seed: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = None
+    seed: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63), Floats] | None = None
     n: Count | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
@@ -99,7 +108,7 @@ class CompletionRequest(GenerationRequest):
     )
     best_of: Count | None = Field(None, description="Must equal n.")
     echo: Flag | None = None
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS), Floats] | None = None
 
 
 class TextPart(Body):
@@ -114,6 +123,14 @@ class RefusalPart(Body):
 
     type: Literal["refusal"]
     refusal: Text
+
+
+class ThoughtPart(Body):
+    """What an answer thought before its text, as Anthropic's and LangChain's histories have it."""
+
+    type: Literal["thinking", "reasoning"]
+    thinking: Text | None = None
+    text: Text | None = None
 
 
 class CalledFunction(Body):
@@ -134,7 +151,7 @@ class ToolCall(Body):
     function: CalledFunction
 
 
-Part = Text | TextPart | RefusalPart
+Part = Text | TextPart | RefusalPart | ThoughtPart
 
 
 class Message(Body):
@@ -177,10 +194,10 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     nested = ("stream_options", "messages")
 
     messages: Messages
-    max_completion_tokens: Count | None = None
-    max_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
+    max_tokens: Limit | None = None
     logprobs: Flag | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS), Floats] | None = None
     tool_choice: Text | dict[Text, Any] | None = None
     parallel_tool_calls: Unused = None
     prediction: Unused = None

@@ -91,7 +91,7 @@ def new_tokens(
 
     Args:
       service: of the engine.
-      asked: the request's own limit.
+      asked: the request's own limit; -1 takes all the room.
       default: the limit where it has none, if the server has no smaller one; None takes all the
         room.
       prompt: token ids.
@@ -104,7 +104,7 @@ def new_tokens(
     if not prompt:
         raise ApiError(400, f"{param} has no tokens.", param=param)
     room = most - len(prompt)
-    wanted = 1 if asked is None else asked
+    wanted = 1 if asked in (None, -1) else asked
     if wanted > room:
         raise ApiError(
             400,
@@ -114,7 +114,7 @@ def new_tokens(
             code="context_length_exceeded",
         )
     if asked is not None:
-        return asked
+        return room if asked == -1 else asked
     limits = default, service.options.defaults.get("max_tokens"), room
     return min(int(limit) for limit in limits if limit is not None)
 

@@ -120,7 +120,7 @@ _TWINS: dict[str, Neutral] = {
     "reasoning_budget": _of(-1),
     "thinking": _of(instead="Give it in chat_template_kwargs."),
     "think": _of(instead="Give it in chat_template_kwargs."),
-    "reasoning": _of({}, False, instead="Give reasoning_effort."),
+    "reasoning": Neutral(({}, False), "Give reasoning_effort.", frozenset({"exclude", "summary"})),
 }
 
 GENERATION: Mapping[str, Neutral] = {
@@ -140,6 +140,7 @@ COMPLETION: Mapping[str, Neutral] = {
     "tools": _of([], instead="Give them to /v1/chat/completions."),
     "messages": _of([], instead="Give them to /v1/chat/completions."),
     "max_completion_tokens": _of(instead=_LENGTH),
+    "raw": _of(False, True),
 }
 """Of completions."""
 
