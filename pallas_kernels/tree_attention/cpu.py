@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from pallas_kernels.cpu_matmul.library import ATTENTION, status
 from pallas_kernels.tree_attention import xla
 from pallas_kernels.tree_attention.implementations import differentiable, folding
-from pallas_kernels.tree_attention.operands import Operands
+from pallas_kernels.tree_attention.operands import Operands, of_sequence
 
 _FEATURES = 16
 _INT64 = jnp.dtype("int64").type
@@ -54,7 +54,7 @@ def causal(
     window: int | None = None,
 ) -> Float[Array, "B H T D"]:
     """Attention of plain sequences (see `sequence.causal`), differentiable as XLA's form is."""
-    at = Operands(query, keys, values, None)
+    at = of_sequence(query, keys, values)
 
     def run(at: Operands) -> Array:
         return _called(at, window or 0)

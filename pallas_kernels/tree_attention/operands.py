@@ -1,6 +1,6 @@
 """What every implementation of tree attention is handed, and how a cache is made of 8 bits."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, Num
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     query: Float[Array, "B H T D"]
     block_keys: Float[Array, "B K M D"]
     block_values: Float[Array, "B K M D"]
-    tree_mask: Bool[Array, "B T M"] | None
+    tree_mask: Bool[Array, "B T M"]
     prefix: Prefix | None = None
     first: Int[Array, "B T"] | None = None
     soft_cap: float | None = None
@@ -53,6 +53,12 @@ class Operands(NamedTuple):
     def slots(self) -> int:
         """Slots of the prefix."""
         return 0 if self.prefix is None else self.prefix.keys.shape[-1]
+
+
+def of_sequence(query: Array, keys: Array, values: Array) -> Operands:
+    """Operands of a plain sequence, whose `tree_mask` is None."""
+    none: Any = None
+    return Operands(query, keys, values, none)
 
 
 def folded(at: Operands) -> Float[Array, "B K G T D"]:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.platform import at_hand, compute_capability, platform
 from pallas_kernels.tree_attention import xla
-from pallas_kernels.tree_attention.operands import Operands
+from pallas_kernels.tree_attention.operands import of_sequence
 
 _SPLASH = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention"
 _LANES = 128
@@ -40,7 +40,7 @@ def causal(
         return fused(query, keys, values, window)
     if platform() == "cpu" and soft_cap is None:
         cpu = importlib.import_module("pallas_kernels.tree_attention.cpu")
-        if cpu.unable(Operands(query, keys, values, None)) is None:
+        if cpu.unable(of_sequence(query, keys, values)) is None:
             return cpu.causal(query, keys, values, window)
     return xla.causal(query, keys, values, soft_cap, window)
 
