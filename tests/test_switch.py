@@ -82,7 +82,7 @@ def test_more_drafts_and_stages_do_not_get_in_the_way():
     [
         ("chain:3", "a draft model; name one with --draft"),
         ("tree:7", "a draft model; name one with --draft"),
-        ("ngram:7", "an n-gram model; name its folder with --stage"),
+        ("ngram:7", "an n-gram model; name its folder with --stage, or make one: .*"),
     ],
 )
 def test_a_named_setting_that_the_pair_has_not_what_it_takes_for_is_refused(name, lacks):

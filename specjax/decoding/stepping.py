@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.platform import platform
 from specjax.base.axes import Key
 from specjax.base.penalties import TokenCounts, penalized
 from specjax.base.pytree import pytree, replace
@@ -18,20 +17,20 @@ from specjax.draft.drafter import Drafter, DraftState, Step, TokenLogprobs
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.packing import Packing, packing_of
-from specjax.models.transformer import Model, forward, trunk, unembed
+from specjax.models.transformer import (
+    PROMPT_BLOCK,
+    Model,
+    forward,
+    reads_in_blocks,
+    trunk,
+    unembed,
+)
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TokenTree, shallower, tree_attention_mask
 from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import NodeProbs, match
-
-_BLOCK = 128
-"""Columns of a prompt that are unembedded at a time."""
-
-_LONG = 512
-"""Tokens past which a CPU reads prompts in blocks, as far as they go: the programs are for a few
-lengths, of which the next may be half as long again."""
 
 
 @pytree
@@ -67,7 +66,7 @@ def read(
     target: Model, rows: Rows, slots: int, target_top_k: int
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
     """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
-    if platform() == "cpu" and not target.is_stacked and rows.prompt.shape[1] > _LONG:
+    if not target.is_stacked and reads_in_blocks(rows.prompt.shape[1]):
         return _read_in_blocks(target, rows, slots, target_top_k)
     # A stack's keys and values are not copied into a cache, they become one.
     whole = slots if target.is_stacked else None
@@ -85,9 +84,9 @@ def _read_in_blocks(
 ) -> tuple[DecodeState, Int32[Array, "B T k"]]:
     """What `read` gives, by passes over a block of tokens after those that a cache holds."""
     count, tokens = rows.prompt.shape
-    prompt = jnp.pad(rows.prompt, ((0, 0), (0, -tokens % _BLOCK)))
+    prompt = jnp.pad(rows.prompt, ((0, 0), (0, -tokens % PROMPT_BLOCK)))
     tree_mask = jnp.broadcast_to(
-        jnp.tril(jnp.ones((_BLOCK, _BLOCK), bool)), (count, _BLOCK, _BLOCK)
+        jnp.tril(jnp.ones((PROMPT_BLOCK, PROMPT_BLOCK), bool)), (count, PROMPT_BLOCK, PROMPT_BLOCK)
     )
     room = max(slots, prompt.shape[1])
     dtype = cache_dtype(target.embedding.dtype)
@@ -97,14 +96,14 @@ def _read_in_blocks(
 
     def one(number: Array, made: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
         cache, best = made
-        own = lax.dynamic_slice_in_dim(prompt, number * _BLOCK, _BLOCK, axis=1)
-        positions = cache.length[:, None] + jnp.arange(_BLOCK, dtype=jnp.int32)
+        own = lax.dynamic_slice_in_dim(prompt, number * PROMPT_BLOCK, PROMPT_BLOCK, axis=1)
+        positions = cache.length[:, None] + jnp.arange(PROMPT_BLOCK, dtype=jnp.int32)
         x, new = trunk(target, own, positions, cache, tree_mask)
         likeliest = top_tokens_in(target, x, own.shape, target_top_k)
-        best = lax.dynamic_update_slice_in_dim(best, likeliest, number * _BLOCK, axis=1)
-        return cache.keep(new, None, jnp.full(count, _BLOCK, jnp.int32)), best
+        best = lax.dynamic_update_slice_in_dim(best, likeliest, number * PROMPT_BLOCK, axis=1)
+        return cache.keep(new, None, jnp.full(count, PROMPT_BLOCK, jnp.int32)), best
 
-    blocks = -(-rows.length.max() // _BLOCK)
+    blocks = -(-rows.length.max() // PROMPT_BLOCK)
     cache, best = lax.fori_loop(0, blocks, one, (cache, best))
     keys = tuple(each[..., :slots] for each in cache.keys)
     values = tuple(each[..., :slots, :] for each in cache.values)
@@ -147,8 +146,8 @@ def top_tokens_in(
     """The target's `count` likeliest tokens after each column of a pass, a block at a time."""
     if not count:
         return jnp.zeros((*shape, 0), jnp.int32)
-    columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % _BLOCK)))
-    blocks = columns.reshape(x.shape[0], -1, _BLOCK).swapaxes(0, 1)
+    columns = jnp.pad(x, ((0, 0), (0, -x.shape[1] % PROMPT_BLOCK)))
+    blocks = columns.reshape(x.shape[0], -1, PROMPT_BLOCK).swapaxes(0, 1)
     best = lax.map(lambda block: largest(unembed(target, block).T, count)[1], blocks)
     return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count)
 

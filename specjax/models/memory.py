@@ -15,7 +15,7 @@ from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
 from specjax.models.quantized import quantized_as
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import Model
+from specjax.models.transformer import PROMPT_BLOCK, Model, reads_in_blocks
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
 
 USUAL_DISTRIBUTIONS = 5.8
@@ -45,7 +45,7 @@ class Load(NamedTuple):
     """A model and how it is held: in `dtype`, `copies` of it, placed somehow.
 
     `held` are the bytes of weights that are quantized, of all devices that share a layer. Layers of
-    a `streamed` model come in every pass.
+    a `streamed` model come in every pass; those of a `stacked` one are run by a loop.
     """
 
     placed: Placement
@@ -53,6 +53,7 @@ class Load(NamedTuple):
     copies: int = 1
     held: int | None = None
     streamed: bool = False
+    stacked: bool = False
 
     @property
     def parts(self) -> int:
@@ -86,6 +87,12 @@ class Load(NamedTuple):
         config, scores = self.placed.config, 2 * 4 * min(tokens, _CHUNK) * tokens
         inside = self._layer(rows * tokens, scores * config.num_heads // self.parts)
         return inside + self.caches(rows, tokens)
+
+    def reading(self, rows: int, tokens: int, slots: int) -> int:
+        """Bytes of reading prompts: in one pass, or in blocks that go to the cache."""
+        if self.stacked or self.streamed or not reads_in_blocks(tokens):
+            return self.prefill(rows, tokens)
+        return self.step(rows, PROMPT_BLOCK, slots)
 
     def step(self, rows: int, nodes: int, slots: int) -> int:
         """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
@@ -136,7 +143,8 @@ def load_of(model: Model, beside: Any = None) -> Load:
         own = [leaf for leaf in jax.tree.leaves(model) if id(leaf) not in others]
         held = sum(leaf.nbytes for leaf in own) // stack
     streamed = isinstance(model, StreamedModel)
-    return Load(placed, model.embedding.dtype, -(-stack // size_of(mesh, DRAFT)), held, streamed)
+    copies = -(-stack // size_of(mesh, DRAFT))
+    return Load(placed, model.embedding.dtype, copies, held, streamed, model.is_stacked)
 
 
 def loads_in(tree: Any, beside: Any = None) -> list[Load]:
@@ -184,8 +192,8 @@ def plan(
 ) -> Plan:
     """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
 
-    Prompts of `prompt` tokens are read in one pass. `live_distributions` is that of the rule that
-    decides (`Rule.live_distributions`). Tables that draft without a model are left out, and that
+    Drafts read prompts of `prompt` tokens in one pass. `live_distributions` is that of the rule
+    that decides (`Rule.live_distributions`). Tables that draft without a model are left out, and that
     a pool which is stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
@@ -200,7 +208,8 @@ def plan(
         caches=target.caches(own, slots),
         draft_caches=sum(draft.caches(own, slots) for draft in drafts),
         trees=max([scoring, *(draft.step(own, nodes, slots) for draft in drafts)]),
-        prompts=sum(each.prefill(own, prompt) for each in every),
+        prompts=target.reading(own, prompt, slots)
+        + sum(draft.prefill(own, prompt) for draft in drafts),
         tables=sum(each.table for each in every),
         process=process if target.streamed and platform() == "cpu" else 0,
         available=available(target.placed.mesh),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, static, unchecked
 from specjax.models import layers
@@ -21,6 +22,18 @@ from specjax.parallel.mesh import all_sum, gathered
 
 Angles = tuple[Array, Array]
 _PROJECTIONS = ("query", "key", "value")
+
+PROMPT_BLOCK = 128
+"""Columns of a prompt that are read or unembedded at a time."""
+
+_LONG_PROMPT = 512
+"""Tokens past which a CPU reads prompts in blocks, as far as they go: the programs are for a few
+lengths, of which the next may be half as long again."""
+
+
+def reads_in_blocks(tokens: int) -> bool:
+    """Whether prompts of so many tokens, padding included, are read in blocks by unrolled layers."""
+    return tokens > _LONG_PROMPT and platform() == "cpu"
 
 
 @pytree
