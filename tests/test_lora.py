@@ -153,7 +153,17 @@ A, B = f"{UP}.lora_A.weight", f"{UP}.lora_B.weight"
         (low(UP, 48, 32)[0], {"lora_alpha": "6"}, "the alpha lora_alpha is '6'; it must be a num"),
         (low(UP, 48, 32)[0], {"r": 0}, "r is 0; it must be a whole number from 1"),
         (low(UP, 48, 32)[0], {"alpha_pattern": {"(a+)+b": 1}}, "the regular expression '.a...b'"),
-        (low(UP, 48, 32)[0], {"lora_alpha": 1e300}, "up_proj.weight with .* holds NaN or infinity"),
+        (
+            {A: np.full((2, 32), 1e30, "f4"), B: np.full((48, 2), 1e30, "f4")},
+            {},
+            "up_proj.weight with the adapter in .* holds NaN or infinity",
+        ),
+        (
+            low(UP, 48, 32)[0],
+            {"lora_alpha": 10**400},
+            "alpha lora_alpha is 1000.* must be a number",
+        ),
+        (low(UP, 48, 32)[0] | {f"{UP}.lora_A.default.weight": np.ones(1)}, {}, "is there twice"),
         (
             low(UP, 48, 32)[0],
             {"use_rslora": "false"},

@@ -367,13 +367,20 @@ def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
     if not isinstance(held, dict):
         raise CheckpointError(f"{file} holds a {type(held).__name__}, not tensors by name.")
     for name, tensor in held.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{name} in {file} is a {type(tensor).__name__}, not a tensor.")
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{name!r} in {file} is a {type(tensor).__name__}, not a tensor of a name."
+            )
         tensor = tensor.detach()
-        if tensor.dtype == torch.bfloat16:  # which numpy has from elsewhere
-            yield name, file, tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        else:
-            yield name, file, tensor.numpy()
+        try:
+            if tensor.dtype == torch.bfloat16:  # which numpy has from elsewhere
+                found = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            else:
+                found = tensor.numpy()
+        except (TypeError, RuntimeError) as error:
+            kind = f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
+            raise CheckpointError(f"{name} in {file} is {kind}, which is not supported.") from error
+        yield name, file, found
 
 
 def _weight_files(folder: Path) -> list[Path]:

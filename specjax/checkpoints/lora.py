@@ -28,6 +28,8 @@ _PART = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.default)?(?:\.weight)?"
 )
+_MOST = 1e38
+"""What alphas are below, as float32 ends there."""
 _PLAIN = re.compile(r"\^?[\w.\\-]+")
 _KNOWN = ("use_rslora", "use_dora")
 _CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -124,7 +126,9 @@ class Adapter:
             own = key.removeprefix(_PREFIX).removeprefix("_orig_mod.")
             whole.append(own)
             if found := _PART.fullmatch(own):
-                parts.setdefault(found[1], {})[found[2]] = tensor.astype(np.float32)
+                if found[2] in parts.setdefault(found[1], {}):
+                    raise CheckpointError(f"{key} in {file} is there twice.")
+                parts[found[1]][found[2]] = tensor.astype(np.float32)
             elif not self._is_ignored(own) and ".original_module." not in own:
                 name = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", own)
                 stored = self._stored(name, key, file)
@@ -263,7 +267,7 @@ def _described(folder: Path) -> dict[str, Any]:
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{where}: alpha_pattern is {patterns!r}; it must be an object.")
     for key, alpha in {"lora_alpha": about["lora_alpha"], **patterns}.items():
-        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        if type(alpha) not in (int, float) or not abs(alpha) < _MOST:
             raise CheckpointError(f"{where}: the alpha {key} is {alpha!r}; it must be a number.")
         if not _PLAIN.fullmatch(key) or "\\" in key.replace("\\.", ""):
             raise CheckpointError(
