@@ -354,6 +354,9 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
         (folder / file).unlink()
     with pytest.raises(CheckpointError, match=r"no tokenizer in .*copy"):
         tokenizer_of(folder)
+    (folder / "consolidated.safetensors").rename(folder / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is a pointer of Git LFS"):
+        load_model(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         load_model(folder)
@@ -421,7 +424,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_positi
         ({"eos_token_id": [*range(257)]}, "eos_token_id names 257 tokens; it may name 256"),
         *(({"rope_parameters": {"rope_type": "linear", "factor": factor}},
            "rope_parameters.factor is .*; it must be a finite number from 1 to 1e.06")
-          for factor in (1e300, 0, -1, float("nan"), "8", True)),
+          for factor in (1e300, 10**400, float("inf"), 0, -1, float("nan"), "8", True)),
         *(({"rope_parameters": None, "rope_theta": theta}, "rope_theta is .* above 1, at most")
           for theta in (1e300, 1, "1e4")),
         *(({"rope_parameters": YARN | {name: value}},

@@ -216,6 +216,7 @@ def parsed(path: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: it holds none.
     """
+    _check_fetched(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -317,8 +318,7 @@ def _check_fetched(file: Path) -> None:
         with file.open("rb") as opened:
             if opened.read(len(_POINTER)) == _POINTER:
                 raise CheckpointError(
-                    f"{file} is a pointer of Git LFS and holds no weights; fetch them with "
-                    "git lfs pull."
+                    f"{file} is a pointer of Git LFS, not the file; git lfs pull fetches that."
                 )
 
 
