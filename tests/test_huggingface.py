@@ -189,6 +189,19 @@ def test_tied_file_may_repeat_its_embedding(tmp_path):
     change_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embedding + 1}))
     with pytest.raises(CheckpointError, match="tie_word_embeddings, but its lm_head"):
         load_model(tmp_path)
+    change_tensors(
+        tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")})
+    )
+    np.testing.assert_array_equal(load_model(tmp_path).embedding, embedding)
+
+
+def test_names_of_the_model_within_are_read_too(folder, original):
+    def shorten(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    change_tensors(folder, shorten)
+    jax.tree.map(np.testing.assert_array_equal, load_model(folder), original)
 
 
 def test_rotary_constants_of_old_files_are_ignored(folder, original):
@@ -285,6 +298,10 @@ def test_layers_that_predict_further_tokens_are_left_out_where_the_configuration
         (LAYER + "self_attn.q_proj.lora_A.weight", ONE, "of a LoRA adapter, which must be merged"),
         ("_orig_mod.model.norm.weight", ONE, "'_orig_mod.' at the beginning .* torch.compile's"),
         ("module.model.norm.weight", ONE, "'module.' at the beginning .* DataParallel's"),
+        ("model._orig_mod.norm.weight", ONE, "'_orig_mod.' in names is torch's"),
+        (LAYER + "_checkpoint_wrapped_module.mlp.b", ONE, "'_checkpoint_wrapped_module.' in name"),
+        ("pretrained_model.lm_head.weight", ONE, "'pretrained_model.' at the beginning .* TRL's"),
+        (LAYER + "mlp.up_proj.base_layer.weight", ONE, "of a LoRA adapter, which must be merged"),
         ("d2t", np.zeros(3, np.int64), "unexpected tensor d2t"),
         (LAYER + "self_attn.bias", ONE[None], "unexpected tensor"),
     ],
@@ -326,13 +343,20 @@ def test_damaged_and_missing_files_are_named(folder, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged"):
         load_model(folder)
-    weights.unlink()
-    with pytest.raises(CheckpointError, match=r"copy has neither model\.safetensors nor"):
+    weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is a pointer of Git LFS"):
+        load_model(folder)
+    weights.rename(folder / "consolidated.safetensors")
+    with pytest.raises(CheckpointError, match=r"copy has neither model\.safetensors nor .*; it has "
+                       r"consolidated\.safetensors, of a format that is not read"):  # fmt: skip
         load_model(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).unlink()
     with pytest.raises(CheckpointError, match=r"no tokenizer in .*copy"):
         tokenizer_of(folder)
+    (folder / "consolidated.safetensors").rename(folder / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is a pointer of Git LFS"):
+        load_model(folder)
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json is not valid JSON"):
         load_model(folder)
@@ -400,7 +424,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "original_max_positi
         ({"eos_token_id": [*range(257)]}, "eos_token_id names 257 tokens; it may name 256"),
         *(({"rope_parameters": {"rope_type": "linear", "factor": factor}},
            "rope_parameters.factor is .*; it must be a finite number from 1 to 1e.06")
-          for factor in (1e300, 0, -1, float("nan"), "8", True)),
+          for factor in (1e300, 10**400, float("inf"), 0, -1, float("nan"), "8", True)),
         *(({"rope_parameters": None, "rope_theta": theta}, "rope_theta is .* above 1, at most")
           for theta in (1e300, 1, "1e4")),
         *(({"rope_parameters": YARN | {name: value}},

@@ -214,6 +214,18 @@ def test_weights_of_pytorchs_own_format_are_those_of_safetensors(tmp_path, kind)
     torch.save({n: older[n].to(dtype) for n in older}, tmp_path / "pytorch_model.bin")
     expected = load_model(GOLDEN / "opt", dtype=kind)
     jax.tree.map(np.testing.assert_array_equal, load_model(tmp_path, dtype=kind), expected)
+    torch.save(
+        older, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False
+    )  # before torch 1.6
+    assert load_model(tmp_path, dtype=kind).config == expected.config
+    for spoilt in (
+        {7: torch.ones(1)},
+        {"a": torch.ones(1).to_sparse()},
+        {"a": torch.ones(1).to(torch.float8_e5m2)},
+    ):
+        torch.save(spoilt, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=r"not a tensor of a name|which is not supp"):
+            load_model(tmp_path, dtype=kind)
     torch.save(list(older.values()), tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="holds a list, not tensors by name"):
         load_model(tmp_path, dtype=kind)

@@ -91,10 +91,11 @@ def test_embeddings_and_whole_tensors(base, tmp_path):
     parts = {
         "model.embed_tokens.lora_embedding_A": parts[".lora_A.weight"],
         "model.embed_tokens.lora_embedding_B": parts[".lora_B.weight"],
-        "lm_head.weight": head,
+        "lm_head.modules_to_save.default.weight": head,
+        "lm_head.original_module.weight": head + 1,
         "model.norm.modules_to_save.weight": norm,
     }
-    found = tensors_of(base, adapter(tmp_path / "lora", parts))
+    found = tensors_of(base, adapter(tmp_path / "lora", parts, modules_to_save=["lm_head"]))
     wanted = before["model.embed_tokens.weight"] + 3 * product.T
     np.testing.assert_allclose(found["model.embed_tokens.weight"], wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(found["lm_head.weight"], head)
@@ -152,6 +153,24 @@ A, B = f"{UP}.lora_A.weight", f"{UP}.lora_B.weight"
         (low(UP, 48, 32)[0], {"lora_alpha": "6"}, "the alpha lora_alpha is '6'; it must be a num"),
         (low(UP, 48, 32)[0], {"r": 0}, "r is 0; it must be a whole number from 1"),
         (low(UP, 48, 32)[0], {"alpha_pattern": {"(a+)+b": 1}}, "the regular expression '.a...b'"),
+        (
+            {A: np.full((2, 32), 1e30, "f4"), B: np.full((48, 2), 1e30, "f4")},
+            {},
+            "up_proj.weight with the adapter in .* holds NaN or infinity",
+        ),
+        (
+            low(UP, 48, 32)[0],
+            {"lora_alpha": 10**400},
+            "alpha lora_alpha is 1000.* must be a number",
+        ),
+        (low(UP, 48, 32)[0] | {f"{UP}.lora_A.default.weight": np.ones(1)}, {}, "is there twice"),
+        (
+            low(UP, 48, 32)[0],
+            {"use_rslora": "false"},
+            "use_rslora is 'false'; it must be true or f",
+        ),
+        (low(UP, 48, 32)[0], {"modules_to_save": ["lm_head"]}, "'lm_head', and there is no tensor"),
+        (low(UP, 48, 32)[0], {"modules_to_save": "lm_head"}, "is 'lm_head'; it must be names"),
         (low(UP, 48, 32)[0], {"alpha_pattern": [1]}, r"alpha_pattern is \[1\]; it must be an obj"),
     ],
 )
@@ -190,6 +209,14 @@ def test_a_folder_of_an_adapter_says_what_it_is_and_what_to_do(tmp_path, capsys)
         with pytest.raises(CheckpointError) as error:
             load_pair(*names)
         said.append(str(error.value))
+    (tmp_path / "lora" / "adapter_model.safetensors").rename(
+        tmp_path / "lora" / "adapters.safetensors"
+    )
+    for names in ((lora,), (pair_folder() / "target", lora)):
+        with pytest.raises(CheckpointError, match=r"as mlx-lm writes it, .* mlx_lm\.fuse writes"):
+            load_model(find(*names))
+    with pytest.raises(CheckpointError, match="no LoRA adapter at /nowhere; it must be a folder"):
+        find(lora, "/nowhere")
     for part in ("is a LoRA adapter of org/base, not a whole model", "--lora", "merge_and_unload"):
         assert all(part in each for each in said)
 

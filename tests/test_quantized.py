@@ -82,6 +82,33 @@ def test_a_layout_is_read_as_what_it_stands_for(layout, folder):
     assert held == pytest.approx(memory.load_of(model).weights, rel=0.5)
 
 
+@pytest.mark.parametrize(
+    ("layout", "name", "about"),
+    [
+        ("gptq 4 bits", "quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False}),
+        ("gptq_v2 4 bits shuffled", "quantize_config.json", {"bits": 4, "format": "gptq_v2"}),
+        ("awq", "quant_config.json", {"w_bit": 4, "q_group_size": 16, "version": "GEMM"}),
+        ("awq", "quantize_config.json", {"w_bit": 4, "zero_point": True}),
+    ],
+)
+def test_files_that_older_libraries_wrote_describe_a_folder_too(layout, name, about, folder):
+    expected = rewrite(folder, layout)
+    described = json.loads((folder / "config.json").read_text())
+    del described["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(described))
+    (folder / name).write_text(json.dumps(about))
+    wanted = expected["model.layers.0.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(dequantized(load_model(folder).layers[0].up), wanted)
+    (folder / name).write_text(json.dumps(about | {"quant_method": "exl2"}))
+    with pytest.raises(CheckpointError, match=f"{name}: quantization_config: quantization 'exl2'"):
+        load_model(folder)
+    (folder / "config.json").write_text(json.dumps(described | {"quantization": {"bits": 4}}))
+    with pytest.raises(
+        CheckpointError, match="it has no 'quant_method'; it is MLX's, which is not"
+    ):
+        load_model(folder)
+
+
 @pytest.mark.parametrize(("named", "stored"), [("gptq", 7), ("gptq", 8), ("gptq_v2", 8)])
 def test_symmetric_zeros_are_the_middle_whatever_the_version_is_called(named, stored, folder):
     expected = rewrite(folder, "gptq_v2 4 bits shuffled")
@@ -449,6 +476,10 @@ def test_a_folder_with_a_model_is_not_written_to(folder, capsys):
          "format 'marlin-24' is not supported"),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {},
           "sparsity_config": {"format": "sparse-24-bitmask"}}, "'sparse-24-bitmask' is not"),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized",
+          "transform_config": {"config_groups": {"R4": {}}}}, "transform_config has rotations of"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq", "format": "gptq_v2"},
+         "checkpoint_format is 'gptq', and format 'gptq_v2'"),
     ],
 )  # fmt: skip
 def test_kinds_that_are_not_supported_are_refused_by_name(about, said, folder):

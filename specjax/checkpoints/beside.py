@@ -67,9 +67,13 @@ _WRAPPED = {
     "module.": "torch's DataParallel's",
     "base_model.model.": "peft's",
     "_fsdp_wrapped_module.": "torch's FSDP's",
+    "pretrained_model.": "TRL's",
     "language_model.": "a multimodal model's",
 }
 """Beginnings of all names in files that were saved with what was around the model."""
+_WITHIN = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+"""What torch puts into the midst of names."""
+_OF_PEFT = re.compile(r"lora_|\.(base_layer|original_module|modules_to_save)\.")
 
 
 class Beside:
@@ -156,7 +160,7 @@ class Beside:
 
     def _reason(self, name: str, found: str) -> str:
         """Why there is such a tensor, where that can be told."""
-        if "lora_" in found:
+        if _OF_PEFT.search(found):
             return "; it is of a LoRA adapter, which must be merged first"
         for start, whose in _WRAPPED.items():
             if found.startswith(start):
@@ -164,8 +168,12 @@ class Beside:
                     f": {start!r} at the beginning of names is {whose}; save the model that is "
                     "within"
                 )
+        if part := next((part for part in _WITHIN if part in found), None):
+            return f": {part!r} in names is torch's; save the model that is within"
         if (layer := self._layer_of(name)) is not None:
             return f": it is of layer {layer}, and {CONFIG} says {self._layers} layers, from 0 on"
         if found.rpartition(".")[2] in _OF_QUANTIZED:
-            return f": it is of a quantized matrix that {CONFIG} does not describe so"
+            own = self._folder / "hf_quant_config.json"
+            more = f", and {own.name} is not read" if own.is_file() else ""
+            return f": it is of a quantized matrix that {CONFIG} does not describe so{more}"
         return ""

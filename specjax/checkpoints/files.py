@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,6 +107,8 @@ def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
 
 def _folder_of_adapter(name: Name) -> Path:
     folder = find(name).folder
+    if not folder.is_dir():
+        raise CheckpointError(f"no LoRA adapter at {folder}; it must be a folder or a hub's id.")
     if not (folder / ADAPTER).is_file():
         raise CheckpointError(f"{folder} has no {ADAPTER}, so it is no LoRA adapter.")
     return folder
@@ -120,7 +123,21 @@ def adapter_weights(folder: Path) -> Path:
     for name in _ADAPTER_WEIGHTS:
         if (folder / name).is_file():
             return folder / name
+    _check_not_of_mlx(folder)
     raise CheckpointError(f"{folder} has no {_ADAPTER_WEIGHTS[0]}.")
+
+
+def _check_not_of_mlx(folder: Path) -> None:
+    """Checks that a folder is no adapter of mlx-lm.
+
+    Raises:
+      CheckpointError: it is; the message says what to do.
+    """
+    if (folder / "adapters.safetensors").is_file():
+        raise CheckpointError(
+            f"{folder} is an adapter as mlx-lm writes it, not peft, and is not merged here; "
+            "mlx_lm.fuse writes the whole model (--dequantize where its base is quantized)."
+        )
 
 
 def _is_id(name: str) -> bool:
@@ -183,6 +200,7 @@ def _check_no_adapter(folder: Path) -> None:
       CheckpointError: it is; the message says what to do.
     """
     if (folder / ADAPTER).is_file():
+        _check_not_of_mlx(folder)
         base = parsed(folder / ADAPTER).get("base_model_name_or_path")
         raise CheckpointError(
             f"{folder} is a LoRA adapter of {base}, not a whole model: name that model, and this "
@@ -198,6 +216,7 @@ def parsed(path: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: it holds none.
     """
+    _check_fetched(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -210,6 +229,7 @@ def parsed(path: Path) -> dict[str, Any]:
 _EXPONENTS = {2: 0x7F80, 4: 0x7F800000, 8: 0x7FF0000000000000}
 """Bits of positive infinity; past it are numbers that are none."""
 _BLOCK = 1 << 20
+_POINTER = b"version https://git-lfs"
 
 
 def is_finite(tensor: np.ndarray) -> bool:
@@ -288,7 +308,22 @@ def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
         yield each.name, file, own.view(each.dtype).reshape(each.shape)
 
 
+def _check_fetched(file: Path) -> None:
+    """Checks that a file is not what Git LFS leaves in its place.
+
+    Raises:
+      CheckpointError: it is.
+    """
+    if file.is_file():
+        with file.open("rb") as opened:
+            if opened.read(len(_POINTER)) == _POINTER:
+                raise CheckpointError(
+                    f"{file} is a pointer of Git LFS, not the file; git lfs pull fetches that."
+                )
+
+
 def _extents_in(file: Path) -> Iterator[Extent]:
+    _check_fetched(file)
     try:
         with safe_open(file, framework="np"):  # checks the header against the file's size
             pass
@@ -312,6 +347,7 @@ def _extents_in(file: Path) -> Iterator[Extent]:
 
 def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
     """Tensors of PyTorch's own format, mapped; its reader of weights alone runs nothing."""
+    _check_fetched(file)
     try:
         torch = importlib.import_module("torch")
     except ImportError as error:
@@ -320,22 +356,31 @@ def _pickled(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
             "in it is run), or save it as safetensors (transformers' save_pretrained does)."
         ) from error
     try:
-        held = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        mapped = zipfile.is_zipfile(file)  # before torch 1.6 they were not
+        held = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing, though it is named.") from error
     except Exception as error:
-        message = str(error).partition("\n")[0]
-        raise CheckpointError(f"{file} cannot be read as weights alone: {message}") from error
+        raise CheckpointError(
+            f"{file} cannot be read as weights alone; it is damaged, or holds more than tensors."
+        ) from error
     if not isinstance(held, dict):
         raise CheckpointError(f"{file} holds a {type(held).__name__}, not tensors by name.")
     for name, tensor in held.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise CheckpointError(f"{name} in {file} is a {type(tensor).__name__}, not a tensor.")
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(
+                f"{name!r} in {file} is a {type(tensor).__name__}, not a tensor of a name."
+            )
         tensor = tensor.detach()
-        if tensor.dtype == torch.bfloat16:  # which numpy has from elsewhere
-            yield name, file, tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-        else:
-            yield name, file, tensor.numpy()
+        try:
+            if tensor.dtype == torch.bfloat16:  # which numpy has from elsewhere
+                found = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+            else:
+                found = tensor.numpy()
+        except (TypeError, RuntimeError) as error:
+            kind = f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
+            raise CheckpointError(f"{name} in {file} is {kind}, which is not supported.") from error
+        yield name, file, found
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -357,4 +402,9 @@ def _weight_files(folder: Path) -> list[Path]:
                     )
             return [folder / name for name in sorted(set(weight_map.values()))]
     _check_no_adapter(folder)
-    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}.")
+    kinds = (".safetensors", ".bin", ".pth", ".gguf")
+    there = sorted(each.name for each in folder.iterdir() if each.suffix in kinds)
+    more = f"; it has {', '.join(there[:3])}" if there else ""
+    if any(name.startswith("consolidated") for name in there):
+        more += ", of a format that is not read: take the model as transformers has it"
+    raise CheckpointError(f"{folder} has neither {WEIGHTS} nor {INDEX}{more}.")

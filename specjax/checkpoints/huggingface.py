@@ -499,6 +499,10 @@ def checked(
         if stored is not None:
             check_numbers(found, file, tensor, looks(stored))
             yield stored, tensor if adapter is None else adapter.merged(stored, tensor)
+    if repeated and repeated[0] in missing and repeated[1] in tied:  # safetensors keeps one name
+        stored, tensor = missing.pop(repeated[0]), tied[repeated[1]]
+        check_numbers(repeated[1], files.folder, tensor, looks(stored))
+        yield stored, tensor if adapter is None else adapter.merged(stored, tensor)
     if missing:
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:

@@ -166,6 +166,8 @@ def _compressed(about: Json) -> list[Layout]:
     sparse = object_of(about, "sparsity_config").get("format", "dense")
     if sparse != "dense":
         raise Unfit(f"sparsity format {sparse!r} is not supported.")
+    if object_of(about, "transform_config").get("config_groups"):
+        raise Unfit("transform_config has rotations of activations, which are not supported.")
     blocks = [
         block_of(each, "block_structure") for each in specs if each.get("strategy") == "block"
     ]
@@ -284,7 +286,10 @@ def _gptq(about: Json) -> list[Layout]:
     Of 4 bits they may be 16 then, as AutoGPTQ and vLLM have it. Some writers name the first version
     and store symmetric zeros as the second does: the middle itself.
     """
-    bits, version = _check_bits(about.get("bits")), said_of(about, "checkpoint_format", "gptq")
+    bits, own = _check_bits(about.get("bits")), said_of(about, "format", "gptq")
+    version = said_of(about, "checkpoint_format", own)
+    if about.get("format") not in (None, version):
+        raise Unfit(f"checkpoint_format is {version!r}, and format {own!r}.")
     if version not in ("gptq", "gptq_v2"):
         raise Unfit(f"checkpoint_format {version!r} is not supported; gptq and gptq_v2 are.")
     symmetric, sorts = truth_of(about, "sym"), truth_of(about, "desc_act")

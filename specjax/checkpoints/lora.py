@@ -25,8 +25,11 @@ from specjax.models.quantized import PackedWeight
 
 _PREFIX = "base_model.model."
 _PART = re.compile(
-    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
+    r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?:\.default)?(?:\.weight)?"
 )
+_MOST = 1e38
+"""What alphas are below, as float32 ends there."""
 _PLAIN = re.compile(r"\^?[\w.\\-]+")
 _KNOWN = ("use_rslora", "use_dora")
 _CHANGE_THE_MODEL = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -103,27 +106,42 @@ class Adapter:
             )
         if low is None:
             return tensor if whole is None else whole
-        made = low.added_to(tensor.T if stored.turned else tensor)
+        with np.errstate(over="ignore", invalid="ignore"):
+            made = low.added_to(tensor.T if stored.turned else tensor)
+        if not is_finite(made):
+            raise CheckpointError(
+                f"{stored.name} with the adapter in {self._folder} holds NaN or infinity."
+            )
         return made.T if stored.turned else made
 
     def _read(self) -> None:
         """Reads the adapter's tensors, those of each matrix together."""
         parts: dict[str, dict[str, np.ndarray]] = {}
+        whole: list[str] = []
         for key, file, tensor in tensors(Files(self._folder, (adapter_weights(self._folder),))):
             if not key.startswith(_PREFIX):
                 raise CheckpointError(f"{key} in {file} is no name of peft's: {_PREFIX}... .")
             if tensor.dtype.kind not in "fV" or tensor.itemsize == 1 or not is_finite(tensor):
                 raise CheckpointError(f"{key} in {file} is not of finite floating-point numbers.")
-            own = key.removeprefix(_PREFIX)
+            own = key.removeprefix(_PREFIX).removeprefix("_orig_mod.")
+            whole.append(own)
             if found := _PART.fullmatch(own):
-                parts.setdefault(found[1], {})[found[2]] = tensor.astype(np.float32)
-            elif not self._is_ignored(own):
-                name = re.sub(r"\.(base_layer|modules_to_save)(?=\.)", "", own)
+                if found[2] in parts.setdefault(found[1], {}):
+                    raise CheckpointError(f"{key} in {file} is there twice.")
+                parts[found[1]][found[2]] = tensor.astype(np.float32)
+            elif not self._is_ignored(own) and ".original_module." not in own:
+                name = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", own)
                 stored = self._stored(name, key, file)
                 _check(key, file, tensor.shape, stored.shape)
                 self._whole[stored.name] = tensor
         if not parts and not self._whole:
             raise CheckpointError(f"{self._folder} holds no tensor of an adapter.")
+        for module in self._about.get("modules_to_save") or ():
+            if not any(f".{module}." in f".{name}" for name in whole):
+                raise CheckpointError(
+                    f"{self._folder}: {ADAPTER} says modules_to_save {module!r}, and there is no "
+                    "tensor of it."
+                )
         for module, own in parts.items():
             if not self._is_ignored(module):
                 stored = self._stored(f"{module}.weight", f"{module}.lora_A", self._folder)
@@ -232,6 +250,12 @@ def _described(folder: Path) -> dict[str, Any]:
         unknown = key.startswith("use_") and key not in _KNOWN and value is True
         if unknown or (key in _CHANGES and value):
             raise CheckpointError(f"{where}: {key} is {value!r}, which is not merged here.")
+    for key in _KNOWN:
+        if type(about.get(key)) not in (bool, type(None)):
+            raise CheckpointError(f"{where}: {key} is {about[key]!r}; it must be true or false.")
+    saved = about.get("modules_to_save") or []
+    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
+        raise CheckpointError(f"{where}: modules_to_save is {saved!r}; it must be names.")
     if str(init := about.get("init_lora_weights")).lower().startswith(_CHANGE_THE_MODEL):
         raise CheckpointError(
             f"{where}: init_lora_weights is {init!r}, where the base's weights are changed too; "
@@ -243,7 +267,7 @@ def _described(folder: Path) -> dict[str, Any]:
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{where}: alpha_pattern is {patterns!r}; it must be an object.")
     for key, alpha in {"lora_alpha": about["lora_alpha"], **patterns}.items():
-        if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        if type(alpha) not in (int, float) or not abs(alpha) < _MOST:
             raise CheckpointError(f"{where}: the alpha {key} is {alpha!r}; it must be a number.")
         if not _PLAIN.fullmatch(key) or "\\" in key.replace("\\.", ""):
             raise CheckpointError(

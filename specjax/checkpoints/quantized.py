@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from specjax.base.notices import notice
-from specjax.checkpoints.files import CONFIG, CheckpointError, config_of
+from specjax.checkpoints.files import CONFIG, CheckpointError, config_of, parsed
 from specjax.checkpoints.layout_checks import Json, Parts, Unfit, object_of
 from specjax.checkpoints.layouts import METHODS, Layout, specs_of
 from specjax.models.quantized import FLOAT8, PackedWeight
@@ -22,6 +22,10 @@ Found = tuple[str, Path, "np.ndarray | PackedWeight"]
 _DAMAGED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError,
             RecursionError)  # fmt: skip
 """What arithmetic with parts that do not fit each other ends in."""
+_KEYS = ("quantization_config", "compression_config", "quantization")
+"""What of a `config.json` may tell of quantization; the last is MLX's."""
+_OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+"""Where AutoGPTQ and AutoAWQ wrote it before it was in `config.json`, and whose each is."""
 
 
 def layouts_of(config: Mapping[str, Any], folder: Path) -> list[Layout]:
@@ -36,7 +40,8 @@ def layouts_of(config: Mapping[str, Any], folder: Path) -> list[Layout]:
     try:
         return METHODS[about["quant_method"]](about)
     except Unfit as error:
-        raise CheckpointError(f"{folder / CONFIG}: quantization_config: {error}") from error
+        where = _where(config, folder)[2]
+        raise CheckpointError(f"{where}: quantization_config: {error}") from error
 
 
 def layouts_in(folder: Path) -> list[Layout]:
@@ -54,19 +59,36 @@ def _about(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
     Raises:
       CheckpointError: the method is not.
     """
-    keys = ("quantization_config", "compression_config")
-    key = next((key for key in keys if config.get(key) is not None), None)
+    config, key, where = _where(config, folder)
     if key is None:
         return None
     try:
         about = object_of(config, key)
         if (method := about.get("quant_method")) is None:
-            raise Unfit("it has no 'quant_method'.")
+            whose = "; it is MLX's, which is not supported" if "quantization" in config else ""
+            raise Unfit(f"it has no 'quant_method'{whose}.")
         if not isinstance(method, str) or method not in METHODS:
             raise Unfit(f"quantization {method!r} is not supported; {', '.join(METHODS)} are.")
         return about
     except Unfit as error:
-        raise CheckpointError(f"{folder / CONFIG}: quantization_config: {error}") from error
+        raise CheckpointError(f"{where}: {key}: {error}") from error
+
+
+def _where(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], str | None, Path]:
+    """A configuration that tells of quantization, the key with it, and the file that it is of.
+
+    Raises:
+      CheckpointError: a file is no JSON.
+    """
+    for key in _KEYS:
+        if config.get(key) is not None:
+            return config, key, folder / CONFIG
+    for name, method in _OWN_FILES.items():
+        if (folder / name).is_file():
+            found = parsed(folder / name)
+            about = {"quant_method": "awq" if "w_bit" in found else method} | found
+            return {_KEYS[0]: about}, _KEYS[0], folder / name
+    return config, None, folder / CONFIG
 
 
 def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -> Iterator[Found]:
@@ -170,7 +192,7 @@ class Contradictions:
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
-        self._about, self._folder = _about(config, folder), folder
+        self._about, self._file = _about(config, folder), _where(config, folder)[2]
         self._said: collections.Counter[str] = collections.Counter()
         self._seen = 0
 
@@ -192,11 +214,11 @@ class Contradictions:
         """Says in one line what the files decided."""
         if self._about is not None and not self._seen and _names_weights(self._about):
             method = self._about["quant_method"]
-            config = self._folder / CONFIG
+            config = self._file
             notice(f"{config} says that weights are quantized ({method}); none of the files' is.")
         if self._said:
             said = "; ".join(f"{what} ({count} matrices)" for what, count in self._said.items())
-            config = self._folder / CONFIG
+            config = self._file
             notice(
                 f"{config} says otherwise than its weights, which are taken as they are: {said}."
             )

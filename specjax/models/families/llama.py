@@ -66,6 +66,7 @@ LLAMA = Family(
         "unembedding": "lm_head.weight",
     },
     layer_prefix="model.layers.{index}.",
+    base="model.",
     layer={
         "attention_norm": "input_layernorm.weight",
         "query": "self_attn.q_proj.weight",

@@ -1,6 +1,5 @@
 """What numbers and flags of a `config.json` may be, whatever its family."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ class Range(NamedTuple):
 
     def __contains__(self, value: object) -> bool:
         kinds = (int,) if self.whole else (int, float)
-        if type(value) not in kinds or not math.isfinite(value):  # pyright: ignore[reportArgumentType]
+        if type(value) not in kinds:  # a comparison with NaN is false
             return False
         return self.low <= value <= self.high and not (self.above and value == self.low)  # pyright: ignore[reportOperatorIssue]
 
