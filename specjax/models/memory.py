@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.cpu_matmul.library import status
 from pallas_kernels.platform import platform
+from pallas_kernels.tree_attention import tuning
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
@@ -92,7 +94,16 @@ class Load(NamedTuple):
         """Bytes of reading prompts: in one pass, or in blocks that go to the cache."""
         if self.stacked or self.streamed or not reads_in_blocks(tokens):
             return self.prefill(rows, tokens)
-        return self.step(rows, PROMPT_BLOCK, slots)
+        if not self._makes_no_scores:
+            return self.step(rows, PROMPT_BLOCK, slots)
+        return self._layer(rows * PROMPT_BLOCK, 0) + 2 * self.caches(rows, PROMPT_BLOCK)
+
+    @property
+    def _makes_no_scores(self) -> bool:
+        """Whether tree attention is the C++ of a CPU, which reads caches where they lie."""
+        config = self.placed.config
+        takes = config.attention_cap is None and config.head_dim % 16 == 0
+        return takes and status().reason is None and tuning.named() != "xla"
 
     def step(self, rows: int, nodes: int, slots: int) -> int:
         """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
@@ -193,8 +204,8 @@ def plan(
     """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
 
     Drafts read prompts of `prompt` tokens in one pass. `live_distributions` is that of the rule
-    that decides (`Rule.live_distributions`). Tables that draft without a model are left out, and that
-    a pool which is stacked is held a second time.
+    that decides (`Rule.live_distributions`). Tables that draft without a model are left out, and
+    that a pool which is stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
     every = (target, *drafts)

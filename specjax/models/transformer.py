@@ -32,7 +32,7 @@ lengths, of which the next may be half as long again."""
 
 
 def reads_in_blocks(tokens: int) -> bool:
-    """Whether prompts of so many tokens, padding included, are read in blocks by unrolled layers."""
+    """Whether prompts of so many tokens, with padding, are read in blocks by unrolled layers."""
     return tokens > _LONG_PROMPT and platform() == "cpu"
 
 
