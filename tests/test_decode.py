@@ -18,6 +18,7 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.staged import TableStage
 from specjax.draft.token_recycling import RecycleDrafter
+from specjax.models import transformer
 from specjax.models.transformer import Model
 from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TreeShape
@@ -198,7 +199,7 @@ def test_long_prompts_are_read_in_blocks_as_in_one_piece(monkeypatch):
         return jax.jit(call)(model, asked.rows)
 
     state, likeliest = read()
-    monkeypatch.setattr(stepping, "_LONG", 1 << 20)
+    monkeypatch.setattr(transformer, "_LONG_PROMPT", 1 << 20)
     expected, top_tokens = read()
     for row, length in enumerate((600, 513)):
         np.testing.assert_array_equal(likeliest[row, :length], top_tokens[row, :length])
