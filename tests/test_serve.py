@@ -124,8 +124,7 @@ def test_what_is_refused_names_its_field(client, options, param):
 
 def test_a_signal_lets_a_stream_end_and_the_process_with_0(capfd):
     with process("--method", "none", "--rows", "1") as (url, running):
-        body = {"model": pair_flags()[1], "prompt": PROMPT, "max_tokens": 200, "stream": True,
-                "ignore_eos": True}  # fmt: skip
+        body = {"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as response:
             lines = response.iter_lines()
             next(lines)
