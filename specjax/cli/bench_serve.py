@@ -322,8 +322,9 @@ def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str,
     own = {"capacity_requests_per_s": requests, "capacity_tokens_per_s": tokens}
     runs = {rate: {name: [] for name in measurement.settings} for rate in measurement.rates}
     sheet = LoadSheet(options.json, env | own, requests, runs)
-    measured = lambda: any(each for own in runs.values() for each in own.values())  # noqa: E731
-    if_interrupted(lambda: rows_kept(options.json, measured()))
+    if_interrupted(
+        lambda: rows_kept(options.json, any(any(each.values()) for each in runs.values()))
+    )
     with progress_bars() as progress:
         cells = list(measurement.order())
         for turn, rate, setting in progress.track(cells, description="load"):
