@@ -70,6 +70,7 @@ ATTACKS: dict[str, tuple[str, dict[str, object], int]] = {
     ),
     "3.9 MB of spaces": (PATH, {"prompt": " " * 3_900_000}, 400),
     "3.9 MB of spaces, tokenized": ("/tokenize", {"prompt": " " * 3_900_000}, 400),
+    "64 prompts of 16 choices": (PATH, {"prompt": ["a"] * 64, "n": 16, "max_tokens": 1}, 200),
     "a field's name of 3.9 MB": (PATH, {"prompt": "a", "x" * 3_900_000: 1}, 400),
 }
 """Paths, bodies and the status of what the tiny pair's server must answer quickly or give up."""

@@ -20,7 +20,7 @@ from specjax.decoding.request import check_drafter, check_memory, memory_plan, r
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
 from specjax.engine import measured, measuring
-from specjax.engine.checks import check_request, key_of, num_end_ids
+from specjax.engine.checks import check_requests, key_of, num_end_ids
 from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
 from specjax.engine.joining import Joining, Part
 from specjax.engine.programs import Parameters, Setup
@@ -359,7 +359,8 @@ class Engine:
           EngineClosedError, QueueFullError, RuntimeError, TypeError: as `submit`.
           ValueError: as `submit`, or so many at once can never wait.
         """
-        asked = [self._ask(request) for request in requests]
+        checked = check_requests(requests, self._config, self.max_model_len)
+        asked = [self._ask(*each) for each in checked]
         with self._lock:
             if not self._accepts:
                 raise EngineClosedError(self.failure or "the engine takes no more requests.")
@@ -368,15 +369,8 @@ class Engine:
             self._lock.notify()
         return [each.stream for _, each in asked]
 
-    def _ask(self, request: Request) -> tuple[Ticket, _Asked]:
-        """A checked request of the engine's own: the caller may change theirs."""
-        parameters = check_request(request, self._config, self.max_model_len)
-        request = dataclasses.replace(
-            request,
-            prompt=tuple(request.prompt),
-            logit_bias=dict(request.logit_bias),
-            stop_token_ids=tuple(request.stop_token_ids),
-        )
+    def _ask(self, request: Request, parameters: Parameters) -> tuple[Ticket, _Asked]:
+        """A checked request on its way."""
         if self.rule.greedy_only and request.temperature > 0 and request.seed is None:
             raise ValueError(
                 f"temperature is {request.temperature:g}; this engine's rule, {self.rule.name}, "
