@@ -69,6 +69,12 @@ class _Call(NamedTuple):
         """What it is compiled for."""
         return (self.function, self.size, *self.static.values())
 
+    @property
+    def name(self) -> str:
+        """That in words: of the function, the size and what is static."""
+        parts = (self.function.__name__, self.size, *self.static.values())
+        return " ".join(map(str, parts))
+
 
 class Plan(NamedTuple):
     """The programs that an engine needs.
@@ -153,6 +159,7 @@ class Device:
             rows, rest = (made, None) if isinstance(made, EngineState) else made
             return jax.tree.leaves(rows), rest
 
+        flat.__name__ = call.name.replace(" ", "_")  # what progress and profiles call it
         lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._shapes, *call.given)
         return lowered.compile()
 
@@ -304,9 +311,7 @@ class Device:
             for each in as_completed(waiting):
                 call = waiting[each]
                 self._programs[call.program] = each.result()
-                yield " ".join(
-                    [call.function.__name__, str(call.size), *map(str, call.static.values())]
-                )
+                yield call.name
         finally:
             pool.shutdown(cancel_futures=True)
 
