@@ -153,14 +153,17 @@ class ScriptedEngine:
     def _die(self) -> None:
         self.ready, self.failure = False, "the engine failed: scripted trouble."
 
-    def submit_all(self, requests) -> list[ScriptedStream]:
+    def prepared(self, requests) -> list[Request]:
+        for each in requests:
+            if each.temperature > 99:
+                raise ValueError(f"temperature is {each.temperature}; it must lie in [0, 99].")
+        return list(requests)
+
+    def enqueue(self, requests) -> list[ScriptedStream]:
         if not self._accepts:
             raise EngineClosedError("the engine takes no more requests.")
         if len(self.running) + len(requests) > self.room:
             raise QueueFullError(f"the queue holds {self.room} requests.", 7)
-        for each in requests:
-            if each.temperature > 99:
-                raise ValueError(f"temperature is {each.temperature}; it must lie in [0, 99].")
         streams = [ScriptedStream(self, each) for each in requests]
         self.requests += requests
         self.running.update(streams)

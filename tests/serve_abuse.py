@@ -239,14 +239,14 @@ class Clients:
     async def attack(self) -> str:
         """Sends what would hold the server, and leaves one time in three."""
         name = str(self._noise.choice(list(ATTACKS)))
-        path, body, status = ATTACKS[name]
+        path, body, _ = ATTACKS[name]
         patience = None if self._noise.integers(3) else float(self._noise.exponential(1.0))
         try:
             async with asyncio.timeout(patience):
                 response = await self._client.post(path, json=body)
         except TimeoutError:
             return f"{name}: left"
-        if status == 400 and len(response.content) > 4_000:
+        if response.status_code == 400 and len(response.content) > 4_000:
             return f"{name}: AN ERROR OF {len(response.content)} BYTES"
         return f"{name}: {response.status_code}"
 

@@ -415,7 +415,7 @@ def test_inputs_for_calibration_are_those_of_the_layers_before():
 
 def test_texts_calibrate_a_model(tmp_path, capsys):
     pair = load(dtype="float32")[1]
-    model = tiny_model(**GROUPS_OF_32 | {"vocab_size": len(pair)})
+    model = tiny_model(**GROUPS_OF_32 | {"vocab_size": len(pair), "max_positions": 64})
     save_model(model, tmp_path / "model", tokenizer=pair, dtype="float32")
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"id": n, "prompt": f"def f{n}(x):\n    return x * {n}\n"})
@@ -429,6 +429,11 @@ def test_texts_calibrate_a_model(tmp_path, capsys):
     texts.write_text('{"id": "none", "prompt": ""}\n')
     assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/again", *flags]) == 2
     assert "the texts for calibration have no tokens" in capsys.readouterr().err
+    flags = ["--calibration", "self"]
+    assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/own", *flags]) == 0
+    assert re.search(r"Calibrated with \d[\d,]+ tokens\.", capsys.readouterr().out)
+    values = [load_model(tmp_path / name).layers[0].up.values for name in ("made", "own")]
+    assert (np.asarray(values[0]) != np.asarray(values[1])).any()
 
 
 @pytest.mark.parametrize(
@@ -439,6 +444,7 @@ def test_texts_calibrate_a_model(tmp_path, capsys):
         (["--group", "9"], "groups of 9 inputs in 4 bits do not divide"),
         (["--kept", "1.5"], "--kept is 1.5; it must be from 0 to 1"),
         (["--bits", "8", "--kept", "0.5"], "--kept and --calibration are for 4 bits"),
+        (["--bits", "8", "--calibration", "self"], "--kept and --calibration are for 4 bits"),
     ],
 )
 def test_what_cannot_be_quantized_is_said_and_leaves_nothing(flags, said, folder, capsys):

@@ -101,7 +101,9 @@ def _layer(
     window: int | None,
     wanted: bool,
 ) -> tuple[Float[Array, "E C"], dict[str, Float[Array, "I I"]]]:
-    """What leaves a layer, and the grams of what enters its matrices where they are wanted."""
+    """What leaves a layer, or the grams of what enters its matrices where they are wanted."""
     inputs: dict[str, Array] = {}
     made, _ = layer_of_pass(outer, weights, window, columns, positions, None, None, inputs)
-    return made, {name: each @ each.T for name, each in inputs.items()} if wanted else {}
+    if wanted:  # what leaves is not, so that its product is not computed
+        return columns, {name: each @ each.T for name, each in inputs.items()}
+    return made, {}

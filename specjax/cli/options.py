@@ -398,7 +398,8 @@ class Quantize:
     """The share of the layers' weights that 4 bits leave in 8: those of the attention's inputs,
     then of what ends the feed-forward part. By default 0.4, and 0 where --group is named."""
     calibration: str | None = None
-    """A JSONL file of texts ({"id", "prompt"} a line), by which 4 bits are chosen (GPTQ)."""
+    """A JSONL file of texts ({"id", "prompt"} a line), by which 4 bits are chosen (GPTQ); or "self"
+    for texts that the model writes, for which it has to fit in memory."""
 
 
 @dataclasses.dataclass(frozen=True)

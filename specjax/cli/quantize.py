@@ -2,12 +2,22 @@
 
 from pathlib import Path
 
-from specjax.base.progress import counted
-from specjax.checkpoints.files import find
-from specjax.checkpoints.quantizing import Quantized, quantize_folder
+import jax
+
+from specjax.base.progress import counted, working
+from specjax.base.sampling import Sampling
+from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.huggingface import load
+from specjax.checkpoints.quantizing import Quantized, Way, quantize_folder
 from specjax.cli.options import Quantize
+from specjax.decoding.generate import generate
 from specjax.measure import prompts
 from specjax.models.memory import readable
+
+_OWN = "self"
+"""The calibration with what the model writes."""
+_ROWS, _TOKENS = 24, 512
+"""How many texts it writes, and tokens of each, as far as its context goes."""
 
 
 def quantize(options: Quantize) -> int:
@@ -20,13 +30,44 @@ def quantize(options: Quantize) -> int:
       OSError: the texts cannot be read.
     """
     files, out = find(options.model), Path(options.out)
-    texts: list[str] = []
-    if options.calibration is not None:
-        texts = [text for _, text in prompts.read(options.calibration)]
+    texts = _texts(options)
     with counted("quantize") as told:
         done = quantize_folder(files, out, options.bits, options.group, told, options.kept, texts)
     print(f"wrote {out}: {_told(done)}")
     return 0
+
+
+def _texts(options: Quantize) -> list[str]:
+    """The texts for calibration, if there is to be one."""
+    if options.calibration is None:
+        return []
+    Way(options.bits, options.group, options.kept, [options.calibration]).check()  # before the work
+    if options.calibration != _OWN:
+        return [text for _, text in prompts.read(options.calibration)]
+    with working("quantize: the model writes texts"):
+        return _own_texts(options.model)
+
+
+def _own_texts(name: str) -> list[str]:
+    """What a model writes from its start token on, at temperature 1 (arXiv 2305.17888).
+
+    Raises:
+      CheckpointError: it cannot be loaded, or nothing says with which token texts start.
+    """
+    model, tokenizer = load(name, dtype="float32")
+    starts = [tokenizer.bos_token_id, *model.config.eos_ids]
+    start = next((token for token in starts if token is not None), None)
+    if start is None:
+        raise CheckpointError(
+            f"{name} names no start or end token from which the model could write texts; "
+            "give --calibration a file of them."
+        )
+    made = generate(
+        jax.random.key(0), model, None, [[start]] * _ROWS,
+        max_new_tokens=min(_TOKENS, model.config.max_positions) - 1,
+        sampling=Sampling(temperature=1.0), stop_at_eos=False,
+    )  # fmt: skip
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in made.tokens.tolist()]
 
 
 def _told(done: Quantized) -> str:

@@ -71,6 +71,13 @@ class _Asked(NamedTuple):
     prompt_logprobs: list[Logprob | None]
 
 
+class Prepared(NamedTuple):
+    """A checked request that is not in the queue yet."""
+
+    ticket: Ticket
+    asked: _Asked
+
+
 class _Flight(NamedTuple):
     """A step whose results are not read yet, what was decided for it, and who was in its rows.
 
@@ -359,17 +366,33 @@ class Engine:
           EngineClosedError, QueueFullError, RuntimeError, TypeError: as `submit`.
           ValueError: as `submit`, or so many at once can never wait.
         """
+        return self.enqueue(self.prepared(requests))
+
+    def prepared(self, requests: Sequence[Request]) -> list[Prepared]:
+        """Checked requests for `enqueue`; whoever has very many prepares some at a time.
+
+        Raises:
+          RuntimeError, TypeError, ValueError: as `submit`.
+        """
         checked = check_requests(requests, self._config, self.max_model_len)
-        asked = [self._ask(*each) for each in checked]
+        return [self._ask(*each) for each in checked]
+
+    def enqueue(self, prepared: Sequence[Prepared]) -> list[TokenStream]:
+        """Puts requests in the queue, all of them or none.
+
+        Raises:
+          EngineClosedError, QueueFullError: as `submit`.
+          ValueError: so many at once can never wait.
+        """
         with self._lock:
             if not self._accepts:
                 raise EngineClosedError(self.failure or "the engine takes no more requests.")
-            self._scheduler.submit(*(ticket for ticket, _ in asked))
-            self._asked.update((each.stream, each) for _, each in asked)
+            self._scheduler.submit(*(each.ticket for each in prepared))
+            self._asked.update((each.asked.stream, each.asked) for each in prepared)
             self._lock.notify()
-        return [each.stream for _, each in asked]
+        return [each.asked.stream for each in prepared]
 
-    def _ask(self, request: Request, parameters: Parameters) -> tuple[Ticket, _Asked]:
+    def _ask(self, request: Request, parameters: Parameters) -> Prepared:
         """A checked request on its way."""
         if self.rule.greedy_only and request.temperature > 0 and request.seed is None:
             raise ValueError(
@@ -382,7 +405,7 @@ class Engine:
         stream = TokenStream(request, asyncio.get_running_loop(), lambda: self._withdraw(ticket))
         stream.statistics.accepted_at = [0] * (self._window - 1)
         ticket.stream = stream
-        return ticket, _Asked(stream, parameters, [None])
+        return Prepared(ticket, _Asked(stream, parameters, [None]))
 
     def stop_accepting(self) -> None:
         """Refuses what is submitted from now on; what was goes on."""

@@ -52,7 +52,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     requests = requests_of(
         service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body)
     )
-    generation = submit(service, [Prompt(ids, None, requests)], stops_of(body), record.started)
+    prompts = [Prompt(ids, None, requests)]
+    generation = await submit(service, prompts, stops_of(body), record.started)
     record.generation = generation
     return await respond(
         request, generation, _Chat(service, body, generation, record.id), bool(body.stream)

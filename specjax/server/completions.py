@@ -41,7 +41,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service.check_model(body.model)
     _check(body, service)
     prompts = await unless_gone(request.receive, _all_prompts(service, body))
-    generation = submit(service, prompts, stops_of(body), record.started)
+    generation = await submit(service, prompts, stops_of(body), record.started)
     record.generation = generation
     return await respond(
         request, generation, _Completion(service, body, generation, record.id), bool(body.stream)

@@ -194,7 +194,7 @@ def _at(counts: Sequence[int], place: int) -> int:
     return counts[place] if place < len(counts) else 0
 
 
-def submit(
+async def submit(
     service: Service, prompts: Sequence[Prompt], stops: Sequence[str], started: float
 ) -> Generation:
     """Hands all choices of all prompts to the engine, or none.
@@ -204,7 +204,7 @@ def submit(
     """
     asked = [(prompt, request) for prompt in prompts for request in prompt.requests]
     search = StopStrings(stops, service.texts.special) if stops else None
-    streams = _submitted(service, [request for _, request in asked])
+    streams = await _submitted(service, prompts)
     try:
         choices = [
             Choice(
@@ -220,9 +220,13 @@ def submit(
     return Generation(choices, len(prompts[0].requests), service.metrics, started)
 
 
-def _submitted(service: Service, requests: Sequence[Request]) -> "list[TokenStream]":
+async def _submitted(service: Service, prompts: Sequence[Prompt]) -> "list[TokenStream]":
+    prepared = []
     try:
-        return service.engine.submit_all(requests)
+        for prompt in prompts:
+            prepared += service.engine.prepared(prompt.requests)
+            await asyncio.sleep(0)  # others are answered between the choices of two prompts
+        return service.engine.enqueue(prepared)
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
