@@ -399,6 +399,9 @@ class Quantize:
     then of what ends the feed-forward part. By default 0.4, and 0 where --group is named."""
     calibration: str | None = None
     """A JSONL file of texts ({"id", "prompt"} a line), by which 4 bits are chosen (GPTQ)."""
+    table: int | None = None
+    """The bits of the embedding, and of an unembedding of its own: 8, with a scale for each row. By
+    default they stay as they are."""
 
 
 @dataclasses.dataclass(frozen=True)

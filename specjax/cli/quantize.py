@@ -24,7 +24,9 @@ def quantize(options: Quantize) -> int:
     if options.calibration is not None:
         texts = [text for _, text in prompts.read(options.calibration)]
     with counted("quantize") as told:
-        done = quantize_folder(files, out, options.bits, options.group, told, options.kept, texts)
+        done = quantize_folder(
+            files, out, options.bits, options.group, told, options.kept, texts, options.table
+        )
     print(f"wrote {out}: {_told(done)}")
     return 0
 
@@ -38,5 +40,11 @@ def _told(done: Quantized) -> str:
         lines.append(f"In 8 bits, as 4 cost these most: {named}.")
     if done.tokens:
         lines.append(f"Calibrated with {done.tokens:,} tokens.")
-    lines.append(f"Embeddings and final norms stay as they are: {readable(done.outside)}.")
+    whole, eight = readable(done.outside), readable(done.packed_outside)
+    if done.table:
+        lines.append(f"Embeddings in 8 bits, a scale for each row, and norms: {eight} of {whole}.")
+    else:
+        lines.append(f"Embeddings and final norms stay as they are: {whole}.")
+        if done.packed_outside < done.outside:
+            lines[-1] += f" With --table 8 they take {eight}."
     return "\n".join(lines)
