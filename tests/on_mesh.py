@@ -17,8 +17,9 @@ import pytest
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
-from specjax.checkpoints.files import CheckpointError
+from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.pair import Pair
+from specjax.checkpoints.quantizing import quantize_folder
 from specjax.decoding.generate import generate, generate_jit, stream
 from specjax.decoding.request import prepare
 from specjax.engine import engine as engines
@@ -121,6 +122,12 @@ def moved(folder: Path) -> dict:
         shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in [model.layers[0].up]}
         error = float(np.abs(logits_after(model, PROMPTS) - expected).max())
         found[name] = {"error": error, "up": list(*shards), "repeats": model.repeats}
+    quantize_folder(find(folder / "target"), folder / "packed", 8, table=8)
+    one = huggingface.load_model(folder / "packed")
+    split = huggingface.load_model(folder / "packed", mesh=make_mesh(model=8))
+    error = np.abs(logits_after(split, PROMPTS) - logits_after(one, PROMPTS)).max()
+    rows = [part.data.shape[0] for part in split.embedding.values.addressable_shards]
+    found["packed"] = {"error": float(error), "rows": rows}
     written = huggingface.load_model(folder / "written")
     whole = huggingface.load_model(folder / "target")
     equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), written, whole)

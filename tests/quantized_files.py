@@ -242,13 +242,15 @@ LAYOUTS: dict[str, tuple[Callable[..., Made], dict[str, Any]]] = {
 """Writers by the names of their layouts, and what `config.json` says of each."""
 
 
-def rewrite(folder: Path, layout: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Puts random quantized matrices into a folder's layers; gives what they stand for."""
+def rewrite(
+    folder: Path, layout: str, seed: int = 0, ends: str | tuple[str, ...] = "_proj.weight"
+) -> dict[str, np.ndarray]:
+    """Puts random quantized matrices where names end so, the layers'; gives what they stand for."""
     write, about = LAYOUTS[layout]
     file, config = folder / "model.safetensors", folder / "config.json"
     held, drawn = load_file(file), np.random.default_rng(seed)
     expected = {}
-    for name in [name for name in held if name.endswith("_proj.weight")]:
+    for name in [name for name in held if name.endswith(ends)]:
         base = name.removesuffix(".weight")
         shape = held.pop(name).shape
         tensors, expected[name] = write(base, shape, drawn)

@@ -24,7 +24,11 @@ from specjax.checkpoints.huggingface import (
     save_sharded,
 )
 from specjax.checkpoints.quantizing import _in_8_bits, quantize_folder
+from specjax.checkpoints.streaming import division, load_streamed
+from specjax.checkpoints.tokenizers import fitted
 from specjax.draft import ExpansionDrafter
+from specjax.measure.timing import weight_bytes
+from specjax.methods import records
 from specjax.models import families, layers, memory, quantized
 from specjax.models.config import MATRICES
 from specjax.models.inflate import inflate
@@ -278,11 +282,11 @@ def test_codes_of_8_bits_are_exact_in_16(form):
         np.testing.assert_array_equal(found, numbers.reshape(2, 128))
 
 
-@pytest.mark.parametrize("method", ["none", "chain"])
-def test_a_quantized_target_and_draft_give_the_targets_own_text(method, tmp_path):
+@pytest.mark.parametrize(("method", "table"), [("none", None), ("chain", 8)])
+def test_a_quantized_target_and_draft_give_the_targets_own_text(method, table, tmp_path):
     save_model(varied_model(), tmp_path / "target", dtype="float32")
-    quantize_folder(find(tmp_path / "target"), tmp_path / "small", 8)
-    quantize_folder(find(tmp_path / "target"), tmp_path / "smaller", **GROUPED)
+    quantize_folder(find(tmp_path / "target"), tmp_path / "small", 8, table=table)
+    quantize_folder(find(tmp_path / "target"), tmp_path / "smaller", **GROUPED, table=table)
     target = load_model(tmp_path / "small")
     drafts = load_drafts(tmp_path / "smaller")
     drafter = None if method == "none" else ExpansionDrafter.of(drafts, (1, 1, 1))
@@ -333,7 +337,11 @@ def test_what_is_left_in_8_bits_is_named_and_read(tmp_path, capsys):
     assert "In 8 bits, as 4 cost these most: 1 down_proj, 2 k_proj, 2 q_proj, 2 v_proj." in said
     whole, model = load_model(tmp_path / "model"), load_model(tmp_path / "made")
     outside = whole.embedding.nbytes + whole.final_norm.nbytes
-    assert f"Embeddings and final norms stay as they are: {memory.readable(outside)}." in said
+    table = whole.embedding.size + 2 * len(whole.embedding) + whole.final_norm.nbytes
+    assert said.endswith(
+        f"Embeddings and final norms stay as they are: {memory.readable(outside)}. With --table 8 "
+        f"they take {memory.readable(table)}.\n"
+    )
     plain = sum(each.nbytes for each in jax.tree.leaves(whole)) // 2
     assert f"(plain bfloat16 is {memory.readable(plain)})" in said
     for at, (old, new) in enumerate(zip(whole.layers, model.layers, strict=True)):
@@ -445,6 +453,7 @@ def test_texts_calibrate_a_model(tmp_path, capsys):
         (["--kept", "1.5"], "--kept is 1.5; it must be from 0 to 1"),
         (["--bits", "8", "--kept", "0.5"], "--kept and --calibration are for 4 bits"),
         (["--bits", "8", "--calibration", "self"], "--kept and --calibration are for 4 bits"),
+        (["--table", "4"], "--table is 4; it must be 8"),
     ],
 )
 def test_what_cannot_be_quantized_is_said_and_leaves_nothing(flags, said, folder, capsys):
@@ -629,15 +638,93 @@ def test_blocks_must_be_those_of_the_configuration(folder):
         load_model(folder)
 
 
-def test_a_quantized_embedding_is_refused(folder):
-    file = folder / "model.safetensors"
-    rewrite(folder, "int8")
-    held = load_file(file)
-    held["lm_head.weight"] = np.ones(held["lm_head.weight"].shape, np.int8)
-    held["lm_head.weight_scale"] = np.ones((len(held["lm_head.weight"]), 1), np.float32)
-    save_file(held, file)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight .* outside the layers cannot be"):
-        load_model(folder)
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    "layout", ["gptq_v2 4 bits shuffled", "words with zeros", "int8", "blocks of fp8", "nf4"]
+)
+def test_tables_of_a_layout_are_looked_up_and_multiplied(layout, folder):
+    expected = rewrite(folder, layout, ends=TABLES)
+    model = load_model(folder)
+    table, head = expected["model.embed_tokens.weight"], expected["lm_head.weight"]
+    for count in (7, layers._FEW_TOKENS + 1):
+        tokens = np.arange(count)[None] % len(table)
+        found = layers.embed(model.embedding, jnp.asarray(tokens))
+        np.testing.assert_array_equal(found, table[tokens[0]].T)
+    x = jnp.sin(jnp.arange(3.0 * head.shape[1])).reshape(-1, 3)
+    np.testing.assert_allclose(unembed(model, x), head @ x, rtol=1e-4, atol=1e-4)
+    assert quantized_as(model).startswith("embedding and unembedding in ")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tables_in_8_bits_are_written_read_and_named(tied, tmp_path, capsys):
+    whole = tiny_model(tie_embeddings=tied, **GROUPS_OF_32)
+    save_model(whole, tmp_path / "model", dtype="float32")
+    assert main(["quantize", f"{tmp_path}/model", f"{tmp_path}/made", "--table", "8"]) == 0
+    model = load_model(tmp_path / "made")
+    tables = {"embed_tokens": (whole.embedding, model.embedding)}
+    if not tied:
+        tables["lm_head"] = whole.unembedding, model.unembedding
+    for old, new in tables.values():
+        wanted = jax.tree.map(jnp.asarray, packed(np.asarray(old), 8))
+        np.testing.assert_array_equal(dequantized(new), dequantized(wanted))
+    assert (model.unembedding is None) == tied
+    np.testing.assert_allclose(logits(model), logits(unpacked(model)), rtol=1e-4, atol=1e-4)
+    named = "embedding" if tied else "embedding and unembedding"
+    row = "int8, a scale for each row"
+    assert quantized_as(model).endswith(f" and {row}; {named} in {row}")
+    outside = sum(new.nbytes for _, new in tables.values()) + model.final_norm.nbytes
+    before = sum(old.nbytes for old, _ in tables.values()) + model.final_norm.nbytes
+    assert capsys.readouterr().out.endswith(
+        f"Embeddings in 8 bits, a scale for each row, and norms: {memory.readable(outside)} of "
+        f"{memory.readable(before)}.\n"
+    )
+    about = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    *_, group = about["config_groups"].values()
+    assert group["targets"] == [f"re:.*{name}$" for name in tables]
+    assert group["weights"]["strategy"] == "channel"
+    assert about["ignore"] == (["lm_head"] if tied else [])
+    shared = division(find(tmp_path / "made"), model.config, np.dtype("float32"), 10**9)
+    assert shared.outer == outside
+    assert load_streamed(find(tmp_path / "made")).quantization == quantized_as(model)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    assert weight_bytes(model) == held - (0 if tied else whole.embedding.size + 2 * 64)
+    assert memory.load_of(model).weights == held
+    assert memory.load_of(in_dtype(model, "bfloat16")).table == 0  # XLA copies none of it
+    assert records.setting(model, [], 1, False) != records.setting(whole, [], 1, False)
+    assert np.asarray(fitted(model, 70, 64).embedding.unpacked())[64:].max() == 0
+
+
+def test_one_table_of_a_tied_model_is_enough_and_two_must_be_equal(tmp_path):
+    save_model(tiny_model(), tmp_path / "model", dtype="float32")
+    file = tmp_path / "model" / "model.safetensors"
+    held, (table, head) = load_file(file), ("model.embed_tokens.weight", "lm_head.weight")
+    matrix = held.pop(table)
+    made = []
+    for names in ((table,), (head,), (table, head)):
+        save_file(held | dict.fromkeys(names, matrix), file)
+        out = tmp_path / f"made{len(made)}"
+        quantize_folder(find(tmp_path / "model"), out, 8, table=8)
+        made.append(load_model(out).embedding)
+        np.testing.assert_array_equal(made[-1].values, made[0].values)
+    packs = load_file(out / "model-00001.safetensors")
+    assert not any(name.startswith("lm_head") for name in packs)
+    again = {name.replace("model.embed_tokens", "lm_head"): each for name, each in packs.items()
+             if "embed_tokens" in name}  # fmt: skip
+    save_file(packs | again, out / "model.safetensors")
+    np.testing.assert_array_equal(load_model(out).embedding.values, made[0].values)
+    again["lm_head.weight_scale"] = 2 * again["lm_head.weight_scale"]
+    save_file(packs | again, out / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"its lm_head.weight differs from its model.embed_"):
+        load_model(out)
+
+
+def test_a_quantized_table_of_positions_is_refused(tmp_path):
+    shutil.copytree(GOLDEN / "opt", tmp_path / "opt")
+    rewrite(tmp_path / "opt", "int8", ends="embed_positions.weight")
+    with pytest.raises(CheckpointError, match=r"positions.weight .* only the embedding and the"):
+        load_model(tmp_path / "opt")
 
 
 def test_a_quantized_model_is_neither_written_nor_grown(folder, tmp_path):

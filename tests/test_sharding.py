@@ -122,6 +122,8 @@ def test_a_model_is_restored_onto_another_mesh(other_facts):
         # Heads that the first mesh held twice were kept once.
         assert other_facts["moved"][name]["repeats"] == max(1, devices // WIDE["num_kv_heads"])
     assert other_facts["moved"]["written"]
+    assert other_facts["moved"]["packed"]["error"] < 1e-3
+    assert other_facts["moved"]["packed"]["rows"] == [tiny_config().vocab_size // 8] * 8
 
 
 def test_a_draft_that_is_split_is_refused():

@@ -40,7 +40,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
-from specjax.models.quantized import PackedWeight, quantized_as
+from specjax.models.quantized import TABLES, PackedWeight, quantized_as
 from specjax.models.stacking import leaves_of_layers, stacks, unstacked
 from specjax.models.transformer import Model, assemble
 
@@ -481,7 +481,7 @@ def checked(
             place = expected.get(repeated[0] if repeated and name in repeated else name)
             tensor = _quantized(name, file, tensor, place)
             against.look(found, file, tensor)
-        elif repeated and name in repeated:
+        if repeated and name in repeated:
             tied[name] = tensor
         stored = missing.pop(name, None)
         shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
@@ -506,7 +506,7 @@ def checked(
     if missing:
         raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:
-        _check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
+        check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
     if tells:
         beside.tell()
         against.tell()
@@ -519,10 +519,17 @@ def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | Non
     Raises:
       CheckpointError: it may not.
     """
-    if stored is not None and (stored.layer is None or stored.turned):
-        what = "outside the layers" if stored.layer is None else "of this family"
-        raise CheckpointError(f"{name} in {file} is quantized; a matrix {what} cannot be.")
-    return packed
+    if stored is None or not (stored.turned or _is_outside(stored)):
+        return packed
+    what = "a matrix of this family cannot be"
+    if _is_outside(stored):
+        what = "outside the layers only the embedding and the unembedding can be"
+    raise CheckpointError(f"{name} in {file} is quantized; {what}.")
+
+
+def _is_outside(stored: Stored) -> bool:
+    """Whether a tensor is neither of a layer nor a table of tokens."""
+    return stored.layer is None and stored.leaves[0] not in TABLES
 
 
 def check_numbers(
@@ -544,9 +551,21 @@ def check_numbers(
         raise CheckpointError(f"{name} in {file} holds NaN or infinity.")
 
 
-def _check_tied(first: np.ndarray, second: np.ndarray, family: Family, folder: Path) -> None:
-    blocks = range(0, first.shape[0], 4096)
-    if not all(np.array_equal(first[at : at + 4096], second[at : at + 4096]) for at in blocks):
+def check_tied(
+    first: np.ndarray | PackedWeight, second: np.ndarray | PackedWeight, family: Family,
+    folder: Path,
+) -> None:  # fmt: skip
+    """Checks that a tied model's embedding and the unembedding beside it are one, and packed alike.
+
+    Raises:
+      CheckpointError: they are not.
+    """
+    alike = jax.tree.structure(first) == jax.tree.structure(second)
+    parts = list(zip(*map(jax.tree.leaves, (first, second)), strict=True)) if alike else []
+    blocks = ((*pair, at) for pair in parts for at in range(0, len(pair[0]), 4096))
+    if not alike or not all(
+        np.array_equal(one[at : at + 4096], other[at : at + 4096]) for one, other, at in blocks
+    ):
         raise CheckpointError(
             f"{folder} says tie_word_embeddings, but its {family.outer['unembedding']} differs "
             f"from its {family.outer['embedding']}: take it out, or set tie_word_embeddings to "

@@ -12,14 +12,14 @@ import numpy as np
 from specjax.checkpoints import gptq, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
-from specjax.checkpoints.huggingface import check_numbers, leaves_of, read_config
+from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.placement import placement
-from specjax.models.quantized import PackedWeight, packed
+from specjax.models.quantized import TABLES, PackedWeight, packed
 from specjax.models.transformer import assemble, layer_of
 
 _GROUP = 32
@@ -40,7 +40,9 @@ class Quantized(NamedTuple):
       size: bytes of weights.
       before: the same of the model that was read.
       plain: the same of that model in bfloat16.
-      outside: bytes of what stays as it is, most of it embeddings.
+      outside: bytes of what lies outside the layers in that model, most of it embeddings.
+      packed_outside: the same with the tables of tokens in 8 bits.
+      table: whether they are.
       kept: how many matrices of each kind are in 8 bits where 4 were asked for.
       tokens: with which it was calibrated.
     """
@@ -51,6 +53,8 @@ class Quantized(NamedTuple):
     before: int
     plain: int
     outside: int
+    packed_outside: int
+    table: bool
     kept: Mapping[str, int]
     tokens: int
 
@@ -64,12 +68,15 @@ class Way(NamedTuple):
       kept: the share of the layers' weights that are in 8 bits though `bits` are 4: those that
         suffer most. None is 0.4, and none of them where `group` is named.
       texts: what the model is calibrated with (GPTQ); none to round each weight by itself.
+      table: the bits of the embedding, and of an unembedding of its own: 8, with a scale for each
+        row. None leaves them as they are.
     """
 
     bits: int = 4
     group: int | None = None
     kept: float | None = None
     texts: Sequence[str] = ()
+    table: int | None = None
 
     @property
     def share(self) -> float:
@@ -96,6 +103,8 @@ class Way(NamedTuple):
             raise ValueError(f"--kept is {self.kept}; it must be from 0 to 1.")
         if self.bits == 8 and (self.kept is not None or self.texts):
             raise ValueError("--kept and --calibration are for 4 bits; --bits is 8.")
+        if self.table not in (None, 8):
+            raise ValueError(f"--table is {self.table}; it must be 8.")
 
 
 def quantize_folder(
@@ -106,6 +115,7 @@ def quantize_folder(
     told: Callable[[int, int], object] = lambda count, of: None,
     kept: float | None = None,
     texts: Sequence[str] = (),
+    table: int | None = None,
 ) -> Quantized:
     """Writes a model with symmetric integers for its layers' matrices; the rest stays as it is.
 
@@ -121,13 +131,14 @@ def quantize_folder(
       told: is told how many tensors of how many are done.
       kept: see `Way`.
       texts: see `Way`.
+      table: see `Way`.
 
     Raises:
       CheckpointError: the model is missing, damaged, not finite, quantized already or of a family
         whose matrices cannot be, or `out` holds one.
       ValueError: there are no such bits, groups or shares, or groups do not divide a matrix.
     """
-    way = Way(bits, group, kept, texts)
+    way = Way(bits, group, kept, texts, table)
     way.check()
     described = config_of(files.folder)
     if quantized.layouts_of(described, files.folder):
@@ -135,9 +146,11 @@ def quantize_folder(
     config, family = read_config(files.folder)
     matrices = _matrices_of(files, config, family)
     eight = _in_8_bits(matrices.values(), way.share)
-    whole = described | {"quantization_config": _described(way, matrices, eight)}
-    with new_model(files.folder, out, whole) as shards:
-        return _Writing(files, config, family, way, matrices, eight).write(shards, told)
+    writing = _Writing(files, config, family, way, matrices, eight)
+    head = family.outer["unembedding"].split(".")[-2]
+    about = _described(way, matrices, eight, writing.packed_tables, head)
+    with new_model(files.folder, out, described | {"quantization_config": about}) as shards:
+        return writing.write(shards, told)
 
 
 def _in_8_bits(matrices: Collection[Stored], share: float) -> frozenset[str]:
@@ -198,27 +211,46 @@ class _Writing:
             for name, file, tensor in tensors(files)
         }
         self._placed = placement(config, None)
+        self._tie()
+        self._tables = {
+            stored.name: stored for stored in expected.values()
+            if stored.layer is None and stored.leaves[0] in TABLES and stored.name in self._found
+        }  # fmt: skip
+
+    def _tie(self) -> None:
+        """Leaves a tied model one table, under either name."""
+        first, second = (self._family.outer[leaf] for leaf in TABLES)
+        if not self._config.tie_embeddings or second not in self._found:
+            return
+        found = self._found.pop(second)
+        own = self._found.setdefault(first, found)
+        check_tied(own[2], found[2], self._family, self._files.folder)
+
+    @property
+    def packed_tables(self) -> list[str]:
+        """The modules of the tables that are in 8 bits."""
+        names = [] if self._way.table is None else list(self._tables)
+        return [self._found[name][0].split(".")[-2] for name in names]
 
     def write(self, shards: Shards, told: Callable[[int, int], object]) -> Quantized:
         """Writes all tensors, matrices a layer after the other."""
         missing = sorted(self._matrices.keys() - self._found.keys())
         if missing:
             raise CheckpointError(f"{self._files.folder} has no tensor {', '.join(missing)}.")
-        outside = 0
         others = [each for each in self._found.items() if each[0] not in self._matrices]
         for number, (name, found) in enumerate(others):
             check_numbers(*found)
-            shards.add(found[0], found[2])
-            outside += found[2].nbytes if self._is_outside(name) else 0
+            if self._way.table is not None and name in self._tables:
+                self._add(shards, found[0], self._quantized(self._tables[name], None))
+            else:
+                shards.add(found[0], found[2])
             told(number + 1, len(self._found))
         calibration = self._calibration()
         names: dict[str, None] = {}
         done = len(others)
         for layer in range(self._config.num_layers):
             for stored, weight in self._layer(layer, calibration):
-                found = self._found[stored.name][0]
-                for name, part in _parts(found.removesuffix("weight"), weight):
-                    shards.add(name, part)
+                self._add(shards, self._found[stored.name][0], weight)
                 names[weight.name] = None
                 done += 1
                 told(done, len(self._found))
@@ -226,13 +258,26 @@ class _Writing:
         kept = [re.sub(r".*\.", "", name.removesuffix(".weight")) for name in sorted(self._eight)]
         return Quantized(
             len(self._matrices), " and ".join(sorted(names)), shards.size,
-            sum(each.nbytes for each in every), sum(2 * each.size for each in every), outside,
+            sum(each.nbytes for each in every), sum(2 * each.size for each in every),
+            *self._outside(), self._way.table is not None,
             {name: kept.count(name) for name in kept} if self._way.bits == 4 else {},
             0 if calibration is None else calibration.tokens,
         )  # fmt: skip
 
-    def _is_outside(self, name: str) -> bool:
-        return name in self._expected and self._expected[name].layer is None
+    def _outside(self) -> tuple[int, int]:
+        """Bytes of what lies outside the layers, as it is and with tables in 8 bits."""
+        held = {
+            name: found[2] for name, found in self._found.items()
+            if name in self._expected and self._expected[name].layer is None
+        }  # fmt: skip
+        whole = sum(each.nbytes for each in held.values())
+        tables = [held[name] for name in self._tables]
+        return whole, whole - sum(each.nbytes - each.size - 2 * len(each) for each in tables)
+
+    @staticmethod
+    def _add(shards: Shards, found: str, weight: PackedWeight) -> None:
+        for name, part in _parts(found.removesuffix("weight"), weight):
+            shards.add(name, part)
 
     def _leaves(self, stored: Stored, tensor: np.ndarray) -> dict[str, Any]:
         return leaves_of(stored, tensor, self._placed, jnp.dtype("float32"), self._files.folder)
@@ -279,6 +324,8 @@ class _Writing:
                 f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {stored.shape}."
             )
         try:
+            if stored.name in self._tables:
+                return packed(tensor, 8)
             if stored.name in self._eight:
                 return packed(tensor, 8, self._way.group if self._way.bits == 8 else None)
             if gram is None:
@@ -297,26 +344,36 @@ def _parts(base: str, weight: Any) -> Iterator[tuple[str, np.ndarray]]:
     yield f"{base}weight_shape", np.asarray(weight.shape, np.int64)
 
 
-def _described(way: Way, matrices: Mapping[str, Stored], eight: Collection[str]) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors; where bits differ, matrices by name."""
+def _described(
+    way: Way, matrices: Mapping[str, Stored], eight: Collection[str], tables: Collection[str],
+    head: str,
+) -> dict[str, Any]:  # fmt: skip
+    """The `quantization_config` of compressed-tensors; where bits differ, matrices by name.
+
+    `tables` are the modules of tables in 8 bits; `head` is that of the unembedding.
+    """
     rest = [name for name in matrices if name not in eight]
-    groups = [(8, None if way.bits == 4 else way.group, sorted(eight)), (4, way.of_group, rest)]
+    groups = [(8, None if way.bits == 4 else way.group, _targets(sorted(eight))),
+              (4, way.of_group, _targets(rest))]  # fmt: skip
     groups = [each for each in groups if each[2]]
-    one = len(groups) == 1
+    if len(groups) == 1:
+        groups = [(*groups[0][:2], ["Linear"])]
+    if tables:
+        groups.append((8, None, [rf"re:.*{re.escape(module)}$" for module in tables]))
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{number}": {
-                "targets": ["Linear"] if one else _targets(names),
+                "targets": targets,
                 "weights": _weights(bits, group),
                 "input_activations": None,
                 "output_activations": None,
             }
-            for number, (bits, group, names) in enumerate(groups)
+            for number, (bits, group, targets) in enumerate(groups)
         },
-        "ignore": ["lm_head"],
+        "ignore": [] if head in tables else [head],
     }
 
 

@@ -1,6 +1,6 @@
 """Models of which the first layers stay in memory, and the others come in every pass."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.checkpoints import quantized
-from specjax.checkpoints.files import CheckpointError, Files, extents
+from specjax.checkpoints.files import CheckpointError, Files, extents, tensors
 from specjax.checkpoints.hosted import HostLayers, on_host
 from specjax.checkpoints.huggingface import (
     checked,
@@ -27,8 +27,9 @@ from specjax.checkpoints.spans import (
 )
 from specjax.models import memory
 from specjax.models.config import ModelConfig
+from specjax.models.families import Family
 from specjax.models.placement import placement
-from specjax.models.quantized import PackedWeight
+from specjax.models.quantized import PackedWeight, quantization_of
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import assemble, layer_of
 
@@ -105,12 +106,12 @@ def load_streamed(
     outer: dict[str, Any] = {}
     kept = config.num_layers if host else first
     layers: list[dict[str, Any]] = [{} for _ in range(kept)]
-    names: dict[str, None] = {}
+    names: dict[tuple[str, str], None] = {}
     for stored, tensor in checked(
         files, config, family, lambda stored: stored.layer is None or stored.layer < kept
     ):
         if isinstance(tensor, PackedWeight):
-            names[tensor.name] = None
+            names[stored.leaves[0], tensor.name] = None
         if stored.layer is not None and stored.layer >= kept:
             continue
         leaves = leaves_of(stored, tensor, placed, kind, files.folder)
@@ -127,22 +128,22 @@ def load_streamed(
     return StreamedModel(
         made.embedding, made.layers, made.final_norm, made.unembedding, made.config,
         made.final_norm_bias, made.position_embedding, source=source,
-        quantization=" and ".join(names) or None, held_bytes=shared.total,
+        quantization=quantization_of(names), held_bytes=shared.total,
     )  # fmt: skip
 
 
 def dtype_of_layers(files: Files, dtype: str | None) -> jnp.dtype:
     """The dtype of an offloaded model: if none is named bfloat16 where its embedding is stored so.
 
-    Scales of packed matrices may be bfloat16 whatever the weights were.
+    Of a packed embedding the last norm says it: scales may be bfloat16 whatever the weights were.
     """
     if dtype is not None:
         return jnp.dtype(dtype)
     config, family = read_config(files.folder)
     expected = expected_tensors(config, family)
-    name = family.outer["embedding"]
-    found = {each.dtype for each in extents(files) if family.name_of(each.name, expected) == name}
-    return jnp.dtype("bfloat16" if jnp.dtype("bfloat16") in found else default_dtype())
+    found = {family.name_of(each.name, expected): each.dtype for each in extents(files)}
+    own = found.get(family.outer["embedding"], found.get(family.outer["final_norm"]))
+    return jnp.dtype("bfloat16" if own == jnp.dtype("bfloat16") else default_dtype())
 
 
 class Division(NamedTuple):
@@ -190,6 +191,7 @@ def division(
     if quantized.layouts_in(files.folder):
         layer = max(map(buffer_bytes, spans.values()))
     outer = whole.weights - config.num_layers * _unpacked_bytes(config, dtype)
+    outer -= _saved_outside(files, config, family, spans.values(), dtype)
     spare = memory_bytes
     if spare is None:
         found = memory.available(None)
@@ -213,6 +215,21 @@ def _ring_bytes(spans: Collection[Sequence[Span]], dtype: jnp.dtype, layer: int)
     kinds = {one.dtype for own in spans for span in own for one in span.tensors}
     made = 0 if kinds == {np.dtype(dtype)} else layer
     return BUFFERS * (each + made) + READERS * piece_bytes(spans)
+
+
+def _saved_outside(
+    files: Files, config: ModelConfig, family: Family, spans: Iterable[Sequence[Span]],
+    dtype: jnp.dtype,
+) -> int:  # fmt: skip
+    """Bytes that packed tables take less than they would in `dtype`."""
+    expected = expected_tensors(config, family)
+    inside = {each.name for own in spans for span in own for each in span.tensors}
+    outside = (each for each in tensors(files) if each[0] not in inside)
+    saved = 0
+    for name, _, tensor in quantized.read(outside, quantized.layouts_in(files.folder)):
+        if isinstance(tensor, PackedWeight) and family.name_of(name, expected) in expected:
+            saved += int(np.prod(tensor.shape)) * dtype.itemsize - tensor.nbytes
+    return saved
 
 
 def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:

@@ -17,6 +17,7 @@ from specjax.base.pytree import replace
 from specjax.checkpoints.files import CheckpointError, Files, Name, find, parsed
 from specjax.checkpoints.tokenizer_bounds import bounded, check_files
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model
 
 if TYPE_CHECKING:
@@ -210,15 +211,18 @@ def fitted(model: Model, size: int, known: int) -> Model:
     if model.config.vocab_size == size:
         return model
 
-    def rows(table: Array | None) -> Array | None:
-        if table is None:
-            return None
-        spare = max(0, size - table.shape[0])
-        return jnp.pad(table, ((0, spare), (0, 0)))[:size]
+    def rows(part: Array) -> Array:
+        spare = max(0, size - part.shape[0])
+        return jnp.pad(part, ((0, spare), (0, 0)))[:size]
+
+    def fit(table: Array | PackedWeight | None) -> Array | PackedWeight | None:
+        if isinstance(table, PackedWeight):
+            return table.of_rows(rows)
+        return None if table is None else rows(table)
 
     proposed = min(known, size, model.config.vocab_size)
     config = dataclasses.replace(model.config, vocab_size=size, num_known=proposed)
-    embedding, unembedding = rows(model.embedding), rows(model.unembedding)
+    embedding, unembedding = fit(model.embedding), fit(model.unembedding)
     return replace(model, embedding=embedding, unembedding=unembedding, config=config)
 
 

@@ -400,6 +400,9 @@ class Quantize:
     calibration: str | None = None
     """A JSONL file of texts ({"id", "prompt"} a line), by which 4 bits are chosen (GPTQ); or "self"
     for texts that the model writes, for which it has to fit in memory."""
+    table: int | None = None
+    """The bits of the embedding, and of an unembedding of its own: 8, with a scale for each row. By
+    default they stay as they are."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,7 +32,9 @@ def quantize(options: Quantize) -> int:
     files, out = find(options.model), Path(options.out)
     texts = _texts(options)
     with counted("quantize") as told:
-        done = quantize_folder(files, out, options.bits, options.group, told, options.kept, texts)
+        done = quantize_folder(
+            files, out, options.bits, options.group, told, options.kept, texts, options.table
+        )
     print(f"wrote {out}: {_told(done)}")
     return 0
 
@@ -41,7 +43,8 @@ def _texts(options: Quantize) -> list[str]:
     """The texts for calibration, if there is to be one."""
     if options.calibration is None:
         return []
-    Way(options.bits, options.group, options.kept, [options.calibration]).check()  # before the work
+    way = Way(options.bits, options.group, options.kept, [options.calibration], options.table)
+    way.check()  # before the work
     if options.calibration != _OWN:
         return [text for _, text in prompts.read(options.calibration)]
     with working("quantize: the model writes texts"):
@@ -79,5 +82,11 @@ def _told(done: Quantized) -> str:
         lines.append(f"In 8 bits, as 4 cost these most: {named}.")
     if done.tokens:
         lines.append(f"Calibrated with {done.tokens:,} tokens.")
-    lines.append(f"Embeddings and final norms stay as they are: {readable(done.outside)}.")
+    whole, eight = readable(done.outside), readable(done.packed_outside)
+    if done.table:
+        lines.append(f"Embeddings in 8 bits, a scale for each row, and norms: {eight} of {whole}.")
+    else:
+        lines.append(f"Embeddings and final norms stay as they are: {whole}.")
+        if done.packed_outside < done.outside:
+            lines[-1] += f" With --table 8 they take {eight}."
     return "\n".join(lines)

@@ -97,7 +97,8 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
     for model in (target, *drafts):
         models.update(repr(model.config).encode())
         models.update(np.asarray(model.final_norm).tobytes())
-        models.update(np.asarray(model.embedding[:8], np.float32).tobytes())
+        for part in jax.tree.leaves(model.embedding):
+            models.update(np.asarray(part[:8], np.float32).tobytes())
     parts = (
         jax.devices()[0].device_kind,
         f"{cpu_model()} {cpu_digest()}",

@@ -70,6 +70,8 @@ def widen(model: Model, factor: int) -> Model:
     if factor == 1:
         return model
     _check_plain(model.config)
+    assert not isinstance(model.embedding, PackedWeight)
+    assert not isinstance(model.unembedding, PackedWeight)
     return Model(
         embedding=jnp.tile(model.embedding, (1, factor)),
         layers=tuple(_wider_layer(weights, factor) for weights in model.layers),

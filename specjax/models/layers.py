@@ -330,14 +330,26 @@ def rotate(
     return jnp.concatenate([part for part in turned if part.shape[1]], axis=1)
 
 
-def embed(table: Float[Array, "V E"], tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:
-    """The tokens' rows of `table` as columns, in float32.
+def embed(
+    table: Float[Array, "V E"] | PackedWeight, tokens: Int32[Array, "B T"]
+) -> Float[Array, "E C"]:
+    """The tokens' rows of `table` as columns, in float32; of a packed one only they are unpacked.
 
     XLA:CPU takes the table's size for the work of a gather, and wakes a second thread for it: a
     few rows are sliced there. And it does both in float32 alone: ahead of a loop it would widen a
     whole table of bfloat16 for a few of its rows. As bits it copies it, which is half of that.
     """
+    if isinstance(table, PackedWeight):
+        return row_major(_unpacked_rows(table, tokens.reshape(-1)).T)
     return row_major(_looked_up(table, tokens.reshape(-1)))
+
+
+def _unpacked_rows(table: PackedWeight, tokens: Array) -> Array:
+    def rows(part: Array) -> Array:
+        return of_bits(_columns(bits_of(part), tokens), part.dtype).T
+
+    found = table.of_rows(rows).unpacked()
+    return found if table.order is None else found[:, jnp.argsort(table.order)]
 
 
 def _columns(table: Array, tokens: Array) -> Array:

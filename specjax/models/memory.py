@@ -15,7 +15,7 @@ from pallas_kernels.tree_attention import tuning
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
-from specjax.models.quantized import quantized_as
+from specjax.models.quantized import PackedWeight, quantized_as
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import PROMPT_BLOCK, Model, reads_in_blocks
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
@@ -47,7 +47,8 @@ class Load(NamedTuple):
     """A model and how it is held: in `dtype`, `copies` of it, placed somehow.
 
     `held` are the bytes of weights that are quantized, of all devices that share a layer. Layers of
-    a `streamed` model come in every pass; those of a `stacked` one are run by a loop.
+    a `streamed` model come in every pass; those of a `stacked` one are run by a loop. Of a model
+    with a `packed_table` the embedding is one of those weights.
     """
 
     placed: Placement
@@ -56,6 +57,7 @@ class Load(NamedTuple):
     held: int | None = None
     streamed: bool = False
     stacked: bool = False
+    packed_table: bool = False
 
     @property
     def parts(self) -> int:
@@ -132,7 +134,8 @@ class Load(NamedTuple):
         It does ahead of a loop (`specjax.models.layers.embed`); the steps of a streamed model are
         none.
         """
-        if self.streamed or self.dtype.itemsize == 4 or platform() != "cpu":
+        copied = not (self.streamed or self.packed_table) and self.dtype.itemsize < 4
+        if not copied or platform() != "cpu":
             return 0
         held = self.placed.config.outer_shapes["embedding"]
         return self.dtype.itemsize * math.prod(held) // self.parts
@@ -143,7 +146,7 @@ def load_of(model: Model, beside: Any = None) -> Load:
 
     Of one that is quantized those weights do not count that are also in the tree `beside`.
     """
-    stack = model.embedding.shape[0] if model.embedding.ndim == 3 else 1
+    stack = model.embedding.shape[0] if len(model.embedding.shape) == 3 else 1
     mesh = mesh_of(model)
     placed = Placement(model.config, mesh, model.axis)
     held = None
@@ -155,7 +158,8 @@ def load_of(model: Model, beside: Any = None) -> Load:
         held = sum(leaf.nbytes for leaf in own) // stack
     streamed = isinstance(model, StreamedModel)
     copies = -(-stack // size_of(mesh, DRAFT))
-    return Load(placed, model.embedding.dtype, copies, held, streamed, model.is_stacked)
+    packed = isinstance(model.embedding, PackedWeight)
+    return Load(placed, model.embedding.dtype, copies, held, streamed, model.is_stacked, packed)
 
 
 def loads_in(tree: Any, beside: Any = None) -> list[Load]:

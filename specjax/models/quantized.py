@@ -1,7 +1,7 @@
 """Weights in 8 and 4 bits: a packed matrix, and the numbers that it stands for."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,8 @@ from specjax.base.pytree import pytree, replace, static, unchecked
 _FLOAT32 = np.dtype("float32")
 INTEGER, FLOAT8 = "int", "fp8"
 """What a code is: an integer, or an 8-bit float (e4m3fn). Others are places in a table."""
+TABLES = ("embedding", "unembedding")
+"""Leaves of a model that have a row for each token, and may be packed as matrices of layers are."""
 
 
 @pytree
@@ -47,20 +49,25 @@ class PackedWeight:
     dtype: np.dtype = static(default=np.dtype("float32"))
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        return self.values.shape[0], self.values.shape[1] * 8 // self.bits
+    def shape(self) -> tuple[int, ...]:
+        """Outputs and inputs, after the axes of several matrices where they are stacked."""
+        return *self.values.shape[:-1], self.values.shape[-1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its parts."""
+        return sum(part.nbytes for part in jax.tree.leaves(self))
 
     @property
     def group(self) -> int:
         """Inputs that share a scale."""
-        return self.shape[1] // self.scale.shape[1]
+        return self.shape[-1] // self.scale.shape[-1]
 
     @property
     def name(self) -> str:
         """Its bits and groups, as people name them."""
         kind = f"int{self.bits}" if self.form == INTEGER else self.form
-        whole = self.group == self.shape[1]
+        whole = self.group == self.shape[-1]
         return f"{kind}, a scale for each {'row' if whole else f'{self.group} inputs'}"
 
     def changed(self, **parts: Any) -> "PackedWeight":
@@ -150,9 +157,23 @@ def quantized_as(model: Any) -> str | None:
     """How the matrices of a model are quantized; None if none is."""
     if (told := getattr(model, "quantization", None)) is not None:
         return told  # of one whose layers are elsewhere
-    leaves = jax.tree.leaves(model, is_leaf=_is_packed)
-    names = dict.fromkeys(leaf.name for leaf in leaves if isinstance(leaf, PackedWeight))
-    return " and ".join(names) or None
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_packed)
+    packed = [(path, leaf) for path, leaf in leaves if isinstance(leaf, PackedWeight)]
+    return quantization_of((path[-1].name, leaf.name) for path, leaf in packed)
+
+
+def quantization_of(packed: Iterable[tuple[str, str]]) -> str | None:
+    """The same of packed leaves, each with the name of its form; tables are named by themselves."""
+    of_tables: dict[str, set[str]] = {}
+    of_layers: set[str] = set()
+    for leaf, form in packed:
+        if leaf in TABLES:
+            of_tables.setdefault(form, set()).add(leaf)
+        else:
+            of_layers.add(form)
+    said = [" and ".join(sorted(of_layers))] if of_layers else []
+    said += [f"{' and '.join(sorted(of_tables[form]))} in {form}" for form in sorted(of_tables)]
+    return "; ".join(said) or None
 
 
 def in_dtype(model: Any, dtype: Any) -> Any:

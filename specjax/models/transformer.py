@@ -78,10 +78,10 @@ class Model:
     `config` counts the key/value heads that are held, `repeats` times as many as the checkpoint's.
     """
 
-    embedding: Float[Array, "V E"]
+    embedding: Float[Array, "V E"] | PackedWeight
     layers: tuple[LayerWeights, ...]
     final_norm: Float[Array, " E"]
-    unembedding: Float[Array, "V E"] | None
+    unembedding: Float[Array, "V E"] | PackedWeight | None
     config: ModelConfig = static()
     final_norm_bias: Float[Array, " E"] | None = None
     position_embedding: Float[Array, "P E"] | None = None
