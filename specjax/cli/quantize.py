@@ -70,7 +70,8 @@ def _own_texts(name: str) -> list[str]:
         max_new_tokens=min(_TOKENS, model.config.max_positions) - 1,
         sampling=Sampling(temperature=1.0), stop_at_eos=False,
     )  # fmt: skip
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in made.tokens.tolist()]
+    rows = made.tokens.tolist()
+    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
 
 
 def _told(done: Quantized) -> str:
