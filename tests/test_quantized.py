@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 
 from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface
-from specjax.checkpoints.calibration import Calibration
+from specjax.checkpoints.calibration import Calibration, rows_of
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import (
     load,
@@ -419,6 +420,26 @@ def test_inputs_for_calibration_are_those_of_the_layers_before():
     left = unembed(model, final_norm(model, texts.columns)).T.reshape(4, 8, -1)
     wanted = forward(model, jnp.asarray(tokens), places, None, None)[0]
     np.testing.assert_allclose(left, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_for_calibration_begin_as_texts_do():
+    texts = ["def f(x):\n    return x\n" * 20, "import os", "x = 3"]
+    tokenizer = load(dtype="float32")[1]
+    whole = [token for text in texts for token in tokenizer(text).input_ids]
+    plain = rows_of(texts, tokenizer, 16)
+    assert plain.shape == (4 * (len(whole) // 64), 16)
+    assert whole[:16] in plain.tolist()
+    first = tokenizer.eos_token
+    tokenizer.bos_token = first
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.eos_token_id)]
+    )
+    assert tokenizer("x").input_ids[0] == tokenizer.bos_token_id
+    rows = rows_of(texts, tokenizer, 16)
+    assert rows.shape[1] == 16
+    assert (rows[:, 0] == tokenizer.bos_token_id).all()
+    assert rows[0, 1:].tolist() == whole[:15]
+    assert not (rows[:, 1:] == tokenizer.bos_token_id).any()
 
 
 def test_texts_calibrate_a_model(tmp_path, capsys):

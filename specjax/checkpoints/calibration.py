@@ -33,14 +33,21 @@ def rows_of(
 ) -> np.ndarray:
     """Rows of tokens, of texts one behind the other; of many rows 24, from all over the texts.
 
+    Every row begins with the token that every text begins with, if there is one: what a model makes
+    of a text's first token is unlike all else, and it attends to it from everywhere.
+
     Raises:
       ValueError: the texts have no tokens.
     """
-    tokens = np.asarray([each for text in texts for each in tokenizer(text).input_ids], np.int32)
+    found = [tokenizer(text).input_ids for text in texts]
+    begin = [tokenizer.bos_token_id]
+    start = begin if all(ids[:1] == begin for ids in found) else []
+    tokens = np.asarray([each for ids in found for each in ids[len(start) :]], np.int32)
     if not len(tokens):
         raise ValueError("the texts for calibration have no tokens.")
-    size = min(_TOKENS, max_positions, len(tokens))
+    size = min(_TOKENS, max_positions, len(start) + len(tokens)) - len(start)
     rows = tokens[: len(tokens) // size * size].reshape(-1, size)
+    rows = np.concatenate([np.tile(np.asarray(start, np.int32), (len(rows), 1)), rows], axis=1)
     count = min(len(rows), _MOST_ROWS)
     count -= count % _TOGETHER if count > _TOGETHER else 0
     return rows[np.linspace(0, len(rows) - 1, count).astype(int)]
