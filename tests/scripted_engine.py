@@ -153,7 +153,7 @@ class ScriptedEngine:
     def _die(self) -> None:
         self.ready, self.failure = False, "the engine failed: scripted trouble."
 
-    def prepared(self, requests) -> list[Request]:
+    def prepare(self, requests) -> list[Request]:
         for each in requests:
             if each.temperature > 99:
                 raise ValueError(f"temperature is {each.temperature}; it must lie in [0, 99].")

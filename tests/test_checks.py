@@ -18,6 +18,7 @@ def test_choices_of_a_prompt_are_checked_once(monkeypatch):
         Request(prompt=[3, 4]),
         Request(prompt=one.prompt, temperature=0.7, seed=6),
         Request(prompt=one.prompt, temperature=0.9, seed=6),
+        Request(prompt=one.prompt, temperature=0.9, seed=6, stop_token_ids=[2, 3]),
     ]
     requests = [dataclasses.replace(one, choice=choice) for choice in (0, 1, 2)] + others
     counted: list[Request] = []
@@ -28,12 +29,13 @@ def test_choices_of_a_prompt_are_checked_once(monkeypatch):
 
     monkeypatch.setattr(checks, "check_request", counting)
     found = check_requests(requests, config, 256)
-    assert counted == [requests[0], *others]
+    assert all(each is own for each, own in zip(counted, [requests[0], *others], strict=True))
     for request, (own, parameters) in zip(requests, found, strict=True):
-        assert dataclasses.replace(own, prompt=request.prompt, stop_token_ids=[]) == (
-            dataclasses.replace(request, stop_token_ids=[])
-        )
         assert own.prompt == tuple(request.prompt)
+        assert own.stop_token_ids == tuple(request.stop_token_ids)
+        assert (own.choice, own.seed, own.temperature) == (
+            request.choice, request.seed, request.temperature
+        )  # fmt: skip
         wanted = check_request(request, config, 256)
         assert all(map(np.array_equal, parameters, wanted))
     with pytest.raises(ValueError, match=r"choice is -1; it must lie in \[0, 2147483647\]"):

@@ -25,7 +25,7 @@ from specjax.checkpoints.huggingface import (
     save_sharded,
 )
 from specjax.checkpoints.quantizing import _in_8_bits, quantize_folder
-from specjax.checkpoints.streaming import division, load_streamed
+from specjax.checkpoints.streaming import division, dtype_of_layers, load_streamed
 from specjax.checkpoints.tokenizers import fitted
 from specjax.draft import ExpansionDrafter
 from specjax.measure.timing import weight_bytes
@@ -729,6 +729,8 @@ def test_one_table_of_a_tied_model_is_enough_and_two_must_be_equal(tmp_path):
         quantize_folder(find(tmp_path / "model"), out, 8, table=8)
         made.append(load_model(out).embedding)
         np.testing.assert_array_equal(made[-1].values, made[0].values)
+        shared = division(find(out), tiny_model().config, np.dtype("float32"), 10**9)
+        assert shared.outer == made[0].nbytes + tiny_model().final_norm.nbytes
     packs = load_file(out / "model-00001.safetensors")
     assert not any(name.startswith("lm_head") for name in packs)
     again = {name.replace("model.embed_tokens", "lm_head"): each for name, each in packs.items()
@@ -739,6 +741,13 @@ def test_one_table_of_a_tied_model_is_enough_and_two_must_be_equal(tmp_path):
     save_file(packs | again, out / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"its lm_head.weight differs from its model.embed_"):
         load_model(out)
+
+
+def test_the_last_norm_says_the_dtype_where_the_table_is_packed(tmp_path):
+    folder = tmp_path / "model"
+    save_model(tiny_model(), folder, dtype="bfloat16")
+    rewrite(folder, "int8", ends="embed_tokens.weight")
+    assert dtype_of_layers(find(folder), None) == jnp.bfloat16
 
 
 def test_a_quantized_table_of_positions_is_refused(tmp_path):

@@ -108,7 +108,7 @@ def _layer(
     window: int | None,
     wanted: bool,
 ) -> tuple[Float[Array, "E C"], dict[str, Float[Array, "I I"]]]:
-    """What leaves a layer, or the grams of what enters its matrices where they are wanted."""
+    """What leaves a layer; where they are wanted, the grams of what enters its matrices instead."""
     inputs: dict[str, Array] = {}
     made, _ = layer_of_pass(outer, weights, window, columns, positions, None, None, inputs)
     if wanted:  # what leaves is not, so that its product is not computed

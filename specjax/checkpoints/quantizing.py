@@ -19,7 +19,7 @@ from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.placement import placement
-from specjax.models.quantized import TABLES, PackedWeight, packed
+from specjax.models.quantized import TABLES, PackedWeight, check_groups, packed
 from specjax.models.transformer import assemble, layer_of
 
 _GROUP = 32
@@ -29,6 +29,10 @@ KEPT = 0.4
 _SENSITIVE = ("query", "down", "up", "output")
 """Which matrices are kept in 8 bits, the first of all layers before the next, as their inputs are
 named: what 4 bits of each cost SmolLM2-135M a weight."""
+
+
+Texts = Callable[[], Sequence[str]]
+"""Gives texts, once it is sure that nothing else is wrong: to make them may take long."""
 
 
 class Quantized(NamedTuple):
@@ -67,7 +71,7 @@ class Way(NamedTuple):
       group: inputs that share a scale; by default 32 in 4 bits, and all of a row in 8.
       kept: the share of the layers' weights that are in 8 bits though `bits` are 4: those that
         suffer most. None is 0.4, and none of them where `group` is named.
-      texts: what the model is calibrated with (GPTQ); none to round each weight by itself.
+      texts: gives what the model is calibrated with (GPTQ); None to round each weight by itself.
       table: the bits of the embedding, and of an unembedding of its own: 8, with a scale for each
         row. None leaves them as they are.
     """
@@ -75,7 +79,7 @@ class Way(NamedTuple):
     bits: int = 4
     group: int | None = None
     kept: float | None = None
-    texts: Sequence[str] = ()
+    texts: Texts | None = None
     table: int | None = None
 
     @property
@@ -101,7 +105,7 @@ class Way(NamedTuple):
             raise ValueError(f"--group is {self.group}; it must be at least 1.")
         if self.kept is not None and not 0 <= self.kept <= 1:
             raise ValueError(f"--kept is {self.kept}; it must be from 0 to 1.")
-        if self.bits == 8 and (self.kept is not None or self.texts):
+        if self.bits == 8 and (self.kept is not None or self.texts is not None):
             raise ValueError("--kept and --calibration are for 4 bits; --bits is 8.")
         if self.table not in (None, 8):
             raise ValueError(f"--table is {self.table}; it must be 8.")
@@ -114,7 +118,7 @@ def quantize_folder(
     group: int | None = None,
     told: Callable[[int, int], object] = lambda count, of: None,
     kept: float | None = None,
-    texts: Sequence[str] = (),
+    texts: Texts | None = None,
     table: int | None = None,
 ) -> Quantized:
     """Writes a model with symmetric integers for its layers' matrices; the rest stays as it is.
@@ -146,11 +150,22 @@ def quantize_folder(
     config, family = read_config(files.folder)
     matrices = _matrices_of(files, config, family)
     eight = _in_8_bits(matrices.values(), way.share)
+    for name, stored in matrices.items():
+        if way.bits == 8 or name not in eight:
+            _check_groups(name, stored.shape[1], way)
     writing = _Writing(files, config, family, way, matrices, eight)
     head = family.outer["unembedding"].split(".")[-2]
     about = _described(way, matrices, eight, writing.packed_tables, head)
     with new_model(files.folder, out, described | {"quantization_config": about}) as shards:
         return writing.write(shards, told)
+
+
+def _check_groups(name: str, inputs: int, way: Way) -> None:
+    """Checks that a matrix can be of the groups asked for, before anything is made."""
+    try:
+        check_groups(inputs, way.bits, way.of_group)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _in_8_bits(matrices: Collection[Stored], share: float) -> frozenset[str]:
@@ -224,6 +239,7 @@ class _Writing:
             return
         found = self._found.pop(second)
         own = self._found.setdefault(first, found)
+        check_numbers(*own)  # those that are none differ from themselves
         check_tied(own[2], found[2], self._family, self._files.folder)
 
     @property
@@ -284,14 +300,14 @@ class _Writing:
 
     def _calibration(self) -> Calibration | None:
         """The texts before the first layer, if there are some."""
-        if not self._way.texts:
+        if self._way.texts is None:
             return None
         outer: dict[str, Any] = {}
         for name, stored in self._expected.items():
             if stored.layer is None and name in self._found:
                 outer |= self._leaves(stored, self._found[name][2])
         tokenizer = tokenizer_of(self._files.folder)
-        rows = rows_of(self._way.texts, tokenizer, self._config.max_positions)
+        rows = rows_of(self._way.texts(), tokenizer, self._config.max_positions)
         return Calibration(assemble(self._config, outer, []), rows)
 
     def _layer(

@@ -29,7 +29,7 @@ from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
 from specjax.models.placement import placement
-from specjax.models.quantized import PackedWeight, quantization_of
+from specjax.models.quantized import TABLES, PackedWeight, quantization_of
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import assemble, layer_of
 
@@ -37,6 +37,8 @@ DISK, HOST = "disk", "host"
 WAYS = (DISK, HOST)
 """Where layers that are not in memory are."""
 WAYS_TOLD = " or ".join(map(repr, WAYS))
+_WHOLE = tuple(map(jnp.dtype, ("float32", "float16", "bfloat16")))
+"""What tables that are not packed are in."""
 
 
 def load_offloaded(
@@ -142,7 +144,9 @@ def dtype_of_layers(files: Files, dtype: str | None) -> jnp.dtype:
     config, family = read_config(files.folder)
     expected = expected_tensors(config, family)
     found = {family.name_of(each.name, expected): each.dtype for each in extents(files)}
-    own = found.get(family.outer["embedding"], found.get(family.outer["final_norm"]))
+    own = found.get(family.outer["embedding"])
+    if own not in _WHOLE:
+        own = found.get(family.outer["final_norm"])
     return jnp.dtype("bfloat16" if own == jnp.dtype("bfloat16") else default_dtype())
 
 
@@ -225,11 +229,14 @@ def _saved_outside(
     expected = expected_tensors(config, family)
     inside = {each.name for own in spans for span in own for each in span.tensors}
     outside = (each for each in tensors(files) if each[0] not in inside)
-    saved = 0
+    first, second = (family.outer[leaf] for leaf in TABLES)
+    saved: dict[str, int] = {}
     for name, _, tensor in quantized.read(outside, quantized.layouts_in(files.folder)):
-        if isinstance(tensor, PackedWeight) and family.name_of(name, expected) in expected:
-            saved += int(np.prod(tensor.shape)) * dtype.itemsize - tensor.nbytes
-    return saved
+        own = family.name_of(name, expected)
+        own = first if config.tie_embeddings and own == second else own
+        if isinstance(tensor, PackedWeight) and own in expected:
+            saved[own] = int(np.prod(tensor.shape)) * dtype.itemsize - tensor.nbytes
+    return sum(saved.values())
 
 
 def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:

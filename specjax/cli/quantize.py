@@ -1,5 +1,6 @@
 """`specjax quantize`: a model's matrices in 8 or 4 bits, written as others read them."""
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,7 +9,7 @@ from specjax.base.progress import counted, working
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import load
-from specjax.checkpoints.quantizing import Quantized, Way, quantize_folder
+from specjax.checkpoints.quantizing import Quantized, quantize_folder
 from specjax.cli.options import Quantize
 from specjax.decoding.generate import generate
 from specjax.measure import prompts
@@ -30,7 +31,9 @@ def quantize(options: Quantize) -> int:
       OSError: the texts cannot be read.
     """
     files, out = find(options.model), Path(options.out)
-    texts = _texts(options)
+    texts = (
+        None if options.calibration is None else partial(_texts, options.model, options.calibration)
+    )
     with counted("quantize") as told:
         done = quantize_folder(
             files, out, options.bits, options.group, told, options.kept, texts, options.table
@@ -39,16 +42,12 @@ def quantize(options: Quantize) -> int:
     return 0
 
 
-def _texts(options: Quantize) -> list[str]:
-    """The texts for calibration, if there is to be one."""
-    if options.calibration is None:
-        return []
-    way = Way(options.bits, options.group, options.kept, [options.calibration], options.table)
-    way.check()  # before the work
-    if options.calibration != _OWN:
-        return [text for _, text in prompts.read(options.calibration)]
+def _texts(model: str, calibration: str) -> list[str]:
+    """The texts of a file, or the model's own."""
+    if calibration != _OWN:
+        return [text for _, text in prompts.read(calibration)]
     with working("quantize: the model writes texts"):
-        return _own_texts(options.model)
+        return _own_texts(model)
 
 
 def _own_texts(name: str) -> list[str]:

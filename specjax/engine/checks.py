@@ -50,9 +50,9 @@ def check_requests(
 
 
 def _differ_by_choice(one: Request, other: Request) -> bool:
-    if one.prompt is not other.prompt:  # they may be of a kind that has no single answer
-        return False
-    return vars(one) | {"choice": 0} == vars(other) | {"choice": 0}
+    """Whether all else is the very same: equal values may be of other types, or have no answer."""
+    held = vars(other)
+    return all(name == "choice" or value is held[name] for name, value in vars(one).items())
 
 
 def _other_choice(

@@ -366,10 +366,12 @@ class Engine:
           EngineClosedError, QueueFullError, RuntimeError, TypeError: as `submit`.
           ValueError: as `submit`, or so many at once can never wait.
         """
-        return self.enqueue(self.prepared(requests))
+        return self.enqueue(self.prepare(requests))
 
-    def prepared(self, requests: Sequence[Request]) -> list[Prepared]:
+    def prepare(self, requests: Sequence[Request]) -> list[Prepared]:
         """Checked requests for `enqueue`; whoever has very many prepares some at a time.
+
+        Until then there is nothing to abort.
 
         Raises:
           RuntimeError, TypeError, ValueError: as `submit`.

@@ -227,9 +227,7 @@ def packed(
       ValueError: groups do not divide the inputs, or two codes do not fill a byte.
     """
     outputs, inputs = matrix.shape
-    each = inputs if group is None else group
-    if inputs % each or inputs * bits % 8:
-        raise ValueError(f"groups of {each} inputs in {bits} bits do not divide {inputs} inputs.")
+    each = check_groups(inputs, bits, group)
     weights = np.ones(inputs, np.float32) if importance is None else importance
     weights = jnp.asarray(weights, jnp.float32).reshape(-1, each)
     rows = min(outputs, max(1, _AT_A_TIME // inputs))
@@ -243,6 +241,18 @@ def packed(
         codes[start : start + rows] = np.asarray(made).reshape(rows, -1)[: len(own)]
         scale[start : start + rows] = np.asarray(scales)[: len(own)]
     return packed_weight(bytes_of(codes, bits), scale, bits)
+
+
+def check_groups(inputs: int, bits: int, group: int | None) -> int:
+    """How many inputs share a scale, where None is all of a row.
+
+    Raises:
+      ValueError: groups do not divide the inputs, or two codes do not fill a byte.
+    """
+    each = inputs if group is None else group
+    if inputs % each or inputs * bits % 8:
+        raise ValueError(f"groups of {each} inputs in {bits} bits do not divide {inputs} inputs.")
+    return each
 
 
 @partial(jax.jit, static_argnames="bits")

@@ -224,7 +224,7 @@ async def _submitted(service: Service, prompts: Sequence[Prompt]) -> "list[Token
     prepared = []
     try:
         for prompt in prompts:
-            prepared += service.engine.prepared(prompt.requests)
+            prepared += service.engine.prepare(prompt.requests)
             await asyncio.sleep(0)  # others are answered between the choices of two prompts
         return service.engine.enqueue(prepared)
     except QueueFullError as error:
