@@ -145,7 +145,7 @@ def main() -> None:
 
 def _texts(check: Check, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
     """Prompts as guidellm reads them, as text: none has special tokens."""
-    tokenizer = tokenizer_of(named().target.folder)
+    tokenizer = tokenizer_of(named().target.path)
     return [
         {"prompt": tokenizer.decode(each), "output_tokens_count": check.tokens} for each in prompts
     ]

@@ -219,7 +219,7 @@ def room_of(bench: Bench) -> int | None:
     if bench.layers is None:
         return bytes_of("--memory", bench.memory)
     files = find(bench.model)
-    config, _ = read_config(files.folder)
+    config, _ = read_config(files.path)
     split = partial(division, files, config, jnp.dtype(bench.dtype), host=bench.offload == HOST)
     whole = split(1 << 50)
     least = whole.outer + whole.layer

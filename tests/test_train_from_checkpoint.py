@@ -201,7 +201,7 @@ def test_targets_that_differ_in_their_weights_have_names_of_their_own(tmp_path, 
     again = checkpoint(tmp_path / "again", **{name: bytes(3)})
     assert identity_of(again) == sizes[0]
     if name == "model__safetensors":
-        assert identity_of(checkpoint(again.folder, pytorch_model__bin=b"x")) == sizes[0]
+        assert identity_of(checkpoint(again.path, pytorch_model__bin=b"x")) == sizes[0]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no weights"):
         identity_of(checkpoint(tmp_path / "empty"))

@@ -21,13 +21,13 @@ def identity_of(files: Files) -> str:
     """
     found = hashlib.sha256()
     for pattern in _TEXTS:
-        for file in sorted(files.folder.glob(pattern)):
+        for file in sorted(files.path.glob(pattern)):
             found.update(file.name.encode() + file.read_bytes())
     weights = list(_weights(files))
     if not weights:
-        raise ValueError(f"{files.folder} holds no weights, so nothing tells it from others.")
+        raise ValueError(f"{files.path} holds no weights, so nothing tells it from others.")
     for file in weights:
-        name = file.relative_to(files.folder).as_posix()
+        name = file.relative_to(files.path).as_posix()
         found.update(f"{name} {_version_of(file)}".encode())
     return f"target-{found.hexdigest()[:16]}"
 
@@ -37,13 +37,13 @@ def lasting_name(name: str, files: Files) -> str:
     if name == "bundled":
         return name
     if Path(name).is_dir():
-        return str(files.folder.resolve())
-    return f"{name.partition('@')[0]}@{files.folder.name}"
+        return str(files.path.resolve())
+    return f"{name.partition('@')[0]}@{files.path.name}"
 
 
 def _weights(files: Files) -> Iterator[Path]:
     for pattern in _WEIGHTS:
-        found = [file for file in sorted(files.folder.glob(pattern)) if file.is_file()]
+        found = [file for file in sorted(files.path.glob(pattern)) if file.is_file()]
         if found:
             yield from found
             return

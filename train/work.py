@@ -71,12 +71,12 @@ class Work:
             config = self.read_config()
             check_for(self.recipe, config)
             identity_of(self.files)
-            self._check_tokenizer(len(tokenizer_of(self.files.folder)), config, self.recipe.target)
+            self._check_tokenizer(len(tokenizer_of(self.files.path)), config, self.recipe.target)
             self._check_ends(config)
 
     def read_config(self) -> ModelConfig:
         """The configuration of a given target, of which no weights are read."""
-        return read_config(self.files.folder)[0]
+        return read_config(self.files.path)[0]
 
     def _check_tokenizer(self, size: int, target: ModelConfig, where: object) -> None:
         if size > target.vocab_size:
@@ -111,7 +111,7 @@ class Work:
     @cached_property
     def given(self) -> tuple[Model, Any]:
         """The target that the recipe names, and its tokenizer."""
-        found = load(self.files.folder)
+        found = load(self.files.path)
         check_for(self.recipe, found[0].config)
         return found
 

@@ -23,8 +23,8 @@ def with_end_tokens(model: Model, tokenizer: "PreTrainedTokenizerFast", files: F
     """
     config = model.config
     files_own = {
-        CONFIG: families.read_config(config_of(files.folder)).eos_ids,
-        generation_config.FILE: generation_config.end_ids_in(files.folder),
+        CONFIG: families.read_config(config_of(files.path)).eos_ids,
+        generation_config.FILE: generation_config.end_ids_in(files.path),
     }
     tokenizers_own = _of_tokenizer(tokenizer)
     own = {**files_own, "the tokenizer": tokenizers_own}

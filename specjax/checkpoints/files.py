@@ -1,16 +1,21 @@
 """Where a model's files are, and what they hold: folders, lists of files, and names of a hub."""
 
+import contextlib
 import importlib
 import json
+import math
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
+
+from specjax.checkpoints import gguf
+from specjax.checkpoints.errors import CheckpointError
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
 """The pair that comes with the package."""
@@ -39,29 +44,18 @@ _DTYPES = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 
-_SHOWN = 300
-
 Name = str | Path
 
 
-class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or not what its configuration says.
-
-    Of a long sentence, as files can make it, the first and the last words are kept.
-    """
-
-    def __init__(self, message: str) -> None:
-        short = len(message) <= 2 * _SHOWN
-        super().__init__(message if short else f"{message[:_SHOWN]} ... {message[-_SHOWN:]}")
-
-
 class Files(NamedTuple):
-    """A folder with a configuration, and its weights where they were named one by one.
+    """A folder with a configuration, or a GGUF file, which is all of a model.
+
+    Of a folder's weights `weights` are those that were named one by one.
 
     `lora` is the folder of an adapter that is merged into them as they are read.
     """
 
-    folder: Path
+    path: Path
     weights: tuple[Path, ...] = ()
     lora: Path | None = None
 
@@ -76,12 +70,12 @@ def name_of(folder: Path) -> str:
 
 
 def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
-    """The files that a name means: a folder, safetensors files of one, or a hub's id.
+    """The files that a name means: a folder, safetensors files of one, a GGUF file, a hub's id.
 
     "bundled" is the target that comes with the package. An id is `org/name` or
-    `org/name@revision`; what it names is downloaded unless it is there already, with
-    huggingface_hub, which must be installed and may be set to be offline. `lora` is the folder or
-    the hub's id of a LoRA adapter for it.
+    `org/name@revision`, with `:FILE.gguf` behind it where a GGUF file is meant; what it names is
+    downloaded unless it is there already, with huggingface_hub, which must be installed and may be
+    set to be offline. `lora` is the folder or the hub's id of a LoRA adapter for it.
 
     Raises:
       CheckpointError: there is nothing of that name.
@@ -102,11 +96,12 @@ def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
     path = Path(name)
     if path.is_dir() or not _is_id(str(name)):
         return Files(path)
-    return Files(_download(str(name)))
+    repository, _, file = str(name).partition(":")
+    return Files(_download_file(repository, file) if file else _download(repository))
 
 
 def _folder_of_adapter(name: Name) -> Path:
-    folder = find(name).folder
+    folder = find(name).path
     if not folder.is_dir():
         raise CheckpointError(f"no LoRA adapter at {folder}; it must be a folder or a hub's id.")
     if not (folder / ADAPTER).is_file():
@@ -142,21 +137,19 @@ def _check_not_of_mlx(folder: Path) -> None:
 
 def _is_id(name: str) -> bool:
     """Whether a name that is no folder can be one of a hub's."""
-    first, *rest = name.partition("@")[0].split("/")
+    repository, colon, file = name.partition(":")
+    if gguf.is_gguf(Path(repository)) or (colon and not gguf.is_gguf(Path(file))):
+        return False
+    first, *rest = repository.partition("@")[0].split("/")
     local = first in ("", ".", "..", "~", "bundled") or Path(first).exists()
     return len(rest) == 1 and bool(rest[0]) and not local and "\\" not in name
 
 
 def _download(name: str) -> Path:
-    repository, _, revision = name.partition("@")
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise CheckpointError(
-            f"no model folder at {name}; to take it from a hub, install huggingface_hub."
-        ) from error
-    try:
-        found = snapshot_download(
+    """The folder of a hub's id."""
+    with _from_hub(name) as hub:
+        repository, _, revision = name.partition("@")
+        found = hub.snapshot_download(
             repository,
             revision=revision or None,
             allow_patterns=_WANTED,
@@ -164,7 +157,36 @@ def _download(name: str) -> Path:
         )
         if not any(Path(found).glob("*.safetensors")):
             wanted = [*_WANTED, "pytorch_model*.bin", "adapter_model.bin"]
-            found = snapshot_download(repository, revision=revision or None, allow_patterns=wanted)
+            found = hub.snapshot_download(
+                repository, revision=revision or None, allow_patterns=wanted
+            )
+    return Path(found)
+
+
+def _download_file(name: str, file: str) -> Path:
+    """A GGUF file of a hub's id, and the others where it is the first of several."""
+    with _from_hub(name) as hub:
+        repository, _, revision = name.partition("@")
+        parts = [file, *gguf.further_parts(file)]
+        found = [hub.hf_hub_download(repository, each, revision=revision or None) for each in parts]
+    return Path(found[0])
+
+
+@contextlib.contextmanager
+def _from_hub(name: str) -> Iterator[Any]:
+    """What downloads from a hub, whose errors become one sentence.
+
+    Raises:
+      CheckpointError: it is not installed, or there is nothing of that name.
+    """
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise CheckpointError(
+            f"no model folder at {name}; to take it from a hub, install huggingface_hub."
+        ) from error
+    try:
+        yield hub
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
@@ -172,15 +194,16 @@ def _download(name: str) -> Path:
             f"no model folder at {name}, and none of that name could be had from the hub"
             f"{offline}: {first}"
         ) from error
-    return Path(found)
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """A folder's parsed `config.json`.
+    """A folder's parsed `config.json`, or what a GGUF file says in its words.
 
     Raises:
       CheckpointError: there is none, or it cannot be read.
     """
+    if gguf.is_gguf(folder):
+        return gguf.config_of(folder)
     if not folder.is_dir():
         if BUNDLED in folder.parents:
             raise CheckpointError(f"this installation has no bundled pair: {folder} is missing.")
@@ -252,15 +275,20 @@ def is_finite(tensor: np.ndarray) -> bool:
 def tensors(files: Files) -> Iterator[tuple[str, Path, np.ndarray]]:
     """Every tensor with its name and file, as a view of the file that is mapped, not read.
 
+    Those of a GGUF file are blocks (see `specjax.checkpoints.gguf.blocks`).
+
     Raises:
       CheckpointError: a file is missing or damaged, or holds something that is no array.
     """
-    for file in files.weights or _weight_files(files.folder):
+    if gguf.is_gguf(files.path):
+        yield from _views(_extents_of_gguf(files.path))
+        return
+    for file in files.weights or _weight_files(files.path):
         yield from _mapped(file) if file.suffix == ".safetensors" else _pickled(file)
 
 
 class Extent(NamedTuple):
-    """Where a safetensors file holds a tensor: its first byte, and how many there are."""
+    """Where a file holds a tensor: its first byte, and how many there are."""
 
     name: str
     file: Path
@@ -277,8 +305,11 @@ def extents(files: Files) -> Iterator[Extent]:
       CheckpointError: a file is missing, damaged or of PyTorch's own format, or the tensors are
         not as many bytes as the index says.
     """
+    if gguf.is_gguf(files.path):
+        yield from _extents_of_gguf(files.path)
+        return
     size = 0
-    for file in files.weights or _weight_files(files.folder):
+    for file in files.weights or _weight_files(files.path):
         if file.suffix != ".safetensors":
             raise CheckpointError(
                 f"{file} is of PyTorch's own format, which cannot be streamed; save it as "
@@ -287,8 +318,8 @@ def extents(files: Files) -> Iterator[Extent]:
         for each in _extents_in(file):
             size += each.size
             yield each
-    index = files.folder / INDEX
-    if files.weights or (files.folder / WEIGHTS).is_file() or not index.is_file():
+    index = files.path / INDEX
+    if files.weights or (files.path / WEIGHTS).is_file() or not index.is_file():
         return
     metadata = parsed(index).get("metadata")
     said = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -300,12 +331,34 @@ def extents(files: Files) -> Iterator[Extent]:
 
 
 def _mapped(file: Path) -> Iterator[tuple[str, Path, np.ndarray]]:
-    data: np.ndarray | None = None
-    for each in _extents_in(file):
-        if data is None:
-            data = np.asarray(np.memmap(file, np.uint8, "r"))
-        own = data[each.start : each.start + each.size]
-        yield each.name, file, own.view(each.dtype).reshape(each.shape)
+    yield from _views(_extents_in(file))
+
+
+def _views(found: Iterable[Extent]) -> Iterator[tuple[str, Path, np.ndarray]]:
+    """Tensors as views of their files, each of which is mapped once."""
+    mapped: dict[Path, np.ndarray] = {}
+    for each in found:
+        if each.file not in mapped:
+            mapped[each.file] = np.asarray(np.memmap(each.file, np.uint8, "r"))
+        own = mapped[each.file][each.start : each.start + each.size]
+        yield each.name, each.file, own.view(each.dtype).reshape(each.shape)
+
+
+def _extents_of_gguf(file: Path) -> Iterator[Extent]:
+    """Where a GGUF file holds its tensors.
+
+    Raises:
+      CheckpointError: it is damaged, or ends before.
+    """
+    for name, tensor in gguf.header_of(file).tensors.items():
+        form, shape = gguf.form_of(tensor)
+        size, held = form.itemsize * math.prod(shape), tensor.file.stat().st_size
+        if tensor.start + size > held:
+            raise CheckpointError(
+                f"{tensor.file} is truncated: {name} goes on to byte {tensor.start + size}, and "
+                f"it has {held}."
+            )
+        yield Extent(name, tensor.file, form, shape, tensor.start, size)
 
 
 def _check_fetched(file: Path) -> None:

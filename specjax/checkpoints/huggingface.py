@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
-from specjax.checkpoints import lora, orbax, quantized
+from specjax.checkpoints import gguf, lora, orbax, quantized
 from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import (
@@ -29,6 +29,7 @@ from specjax.checkpoints.files import (
     Files,
     Name,
     config_of,
+    extents,
     find,
     is_finite,
     tensors,
@@ -93,7 +94,7 @@ def load(
         made = load_offloaded(found, offload, memory, dtype=dtype, mesh=mesh, positions=positions)
     else:
         made = load_model(found, dtype=dtype, mesh=mesh, positions=positions)
-    tokenizer = tokenizer_of(found.folder, made.config.vocab_size)
+    tokenizer = tokenizer_of(found.path, made.config.vocab_size)
     return with_end_tokens(made, tokenizer, found), tokenizer
 
 
@@ -197,9 +198,9 @@ def load_model(
         shape differs from what the configuration says, or the configuration is not supported.
     """
     files = name if isinstance(name, Files) else find(name)
-    config, family = read_config(files.folder, positions)
+    config, family = read_config(files.path, positions)
     # Of a table of positions the file has all.
-    whole = config if positions is None else read_config(files.folder)[0]
+    whole = config if positions is None else read_config(files.path)[0]
     kind = jnp.dtype(dtype or default_dtype())
     try:
         placement = placement_of(config, mesh, split)
@@ -209,29 +210,29 @@ def load_model(
             f"its weights in {kind}",
         )
     except ValueError as error:
-        raise CheckpointError(f"{files.folder}: {error}") from error
+        raise CheckpointError(f"{files.path}: {error}") from error
     stack = split and stacks(config)
-    if (files.folder / orbax.FOLDER).is_dir() and not files.weights:
-        if any(files.folder.glob("*.safetensors")):
+    if (files.path / orbax.FOLDER).is_dir() and not files.weights:
+        if any(files.path.glob("*.safetensors")):
             raise CheckpointError(
-                f"{files.folder} holds weights twice, {orbax.FOLDER} and safetensors files."
+                f"{files.path} holds weights twice, {orbax.FOLDER} and safetensors files."
             )
         if files.lora is not None:
             raise CheckpointError(
-                f"{files.folder} holds {orbax.FOLDER}, which no LoRA adapter is merged into; "
+                f"{files.path} holds {orbax.FOLDER}, which no LoRA adapter is merged into; "
                 "merge it before the model is written so."
             )
         try:
-            return orbax.restore(files.folder, whole, placement, kind, stack)
+            return orbax.restore(files.path, whole, placement, kind, stack)
         except (ValueError, KeyError, OSError) as error:
             message = str(error).partition("\n")[0]
             raise CheckpointError(
-                f"{files.folder / orbax.FOLDER} cannot be read: {message}"
+                f"{files.path / orbax.FOLDER} cannot be read: {message}"
             ) from error
     outer: dict[str, Any] = {}
     layers = leaves_of_layers(config.num_layers, stack)
     for stored, tensor in checked(files, whole, family):
-        leaves = leaves_of(stored, tensor, placement, kind, files.folder)
+        leaves = leaves_of(stored, tensor, placement, kind, files.path)
         if stored.layer is None:
             outer |= leaves
         else:
@@ -272,9 +273,11 @@ def held_bytes(files: Files, dtype: Any) -> int | None:
     Raises:
       CheckpointError: a file is missing or damaged.
     """
-    if not quantized.layouts_in(files.folder):
+    if not quantized.is_quantized(files.path):
         return None
     size = jnp.dtype(dtype).itemsize
+    if gguf.is_gguf(files.path):
+        return sum(quantized.bytes_of_blocks(each, size) for each in extents(files))
     every = [tensor for _, _, tensor in tensors(files)]
     codes = [each.nbytes for each in every if each.dtype.kind in "iu" or each.itemsize == 1]
     numbers = [each.size * size for each in every if each.dtype.kind in "fV" and each.itemsize > 1]
@@ -441,7 +444,10 @@ def read_config(folder: Path, positions: int | None = None) -> tuple[ModelConfig
     try:
         config, family = families.read_config(found, positions), families.family_of(found)
     except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
+        where = folder if gguf.is_gguf(folder) else folder / CONFIG
+        raise CheckpointError(f"{where}: {error}") from error
+    if gguf.is_gguf(folder):
+        family = gguf.family_of(folder)
     ends = union(config.vocab_size, end_ids_in(folder), config.eos_ids)
     return dataclasses.replace(config, eos_ids=ends), family
 
@@ -466,13 +472,13 @@ def checked(
     expected = {stored.name: stored for stored in families.stored(family, config)}
     missing, tied = dict(expected), {}
     repeated = config.tie_embeddings and (family.outer["embedding"], family.outer["unembedding"])
-    described = config_of(files.folder)
-    layouts = quantized.layouts_of(described, files.folder)
-    beside = Beside(files.folder, config, family, described)
-    against = quantized.Contradictions(described, files.folder)
+    described = config_of(files.path)
+    layouts = quantized.layouts_of(described, files.path)
+    beside = Beside(files.path, config, family, described)
+    against = quantized.Contradictions(described, files.path)
     adapter = None
     if files.lora is not None:
-        adapter = lora.Adapter(files.lora, files.folder, config, family, expected, tells=tells)
+        adapter = lora.Adapter(files.lora, files.path, config, family, expected, tells=tells)
     for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
             continue
@@ -501,12 +507,12 @@ def checked(
             yield stored, tensor if adapter is None else adapter.merged(stored, tensor)
     if repeated and repeated[0] in missing and repeated[1] in tied:  # safetensors keeps one name
         stored, tensor = missing.pop(repeated[0]), tied[repeated[1]]
-        check_numbers(repeated[1], files.folder, tensor, looks(stored))
+        check_numbers(repeated[1], files.path, tensor, looks(stored))
         yield stored, tensor if adapter is None else adapter.merged(stored, tensor)
     if missing:
-        raise CheckpointError(f"{files.folder} has no tensor {', '.join(sorted(missing))}.")
+        raise CheckpointError(f"{files.path} has no tensor {', '.join(sorted(missing))}.")
     if repeated and len(tied) == 2:
-        check_tied(tied[repeated[0]], tied[repeated[1]], family, files.folder)
+        check_tied(tied[repeated[0]], tied[repeated[1]], family, files.path)
     if tells:
         beside.tell()
         against.tell()

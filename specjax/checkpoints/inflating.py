@@ -57,7 +57,7 @@ def inflate_folder(
     model = load_model(files, dtype="float32")
     check_inflates(model, parameters)
     config = shape_of(model.config, parameters)
-    whole = config_of(files.folder) | {
+    whole = config_of(files.path) | {
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": config.num_layers,
@@ -69,7 +69,7 @@ def inflate_folder(
     }
     every = list(families.stored(families.FAMILIES[config.family], config))
     noise, small = np.random.default_rng(seed), model.config.num_layers
-    with new_model(files.folder, out, whole) as shards:
+    with new_model(files.path, out, whole) as shards:
         for number, stored in enumerate(every):
             inside, idle = stored.layer is not None, (stored.layer or 0) >= small
             source = model.layers[(stored.layer or 0) % small] if inside else model

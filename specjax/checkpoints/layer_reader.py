@@ -75,7 +75,7 @@ class LayerReader:
         self._files, self._placed, self._dtype = files, placed, dtype
         self._family = family
         self._expected = expected_tensors(config, family)
-        self._layouts = quantized.layouts_in(files.folder)
+        self._layouts = quantized.layouts_in(files.path)
         self._order = range(first, config.num_layers)
         self._spans = spans_of(files, family, self._expected, self._order)
         size = max(map(buffer_bytes, self._spans.values()))
@@ -111,7 +111,7 @@ class LayerReader:
           CheckpointError: it could not be read.
         """
         if self._stop.is_set():
-            raise CheckpointError(f"{self._files.folder} is not read any more.")
+            raise CheckpointError(f"{self._files.path} is not read any more.")
         if self._thread is None:
             self._thread = threading.Thread(
                 target=_read_on, args=(weakref.proxy(self), self._ring, self._stop),
@@ -212,7 +212,7 @@ class LayerReader:
                 continue  # what the family ignores
             check_numbers(name, file, tensor, looks)
             leaves |= leaves_of(
-                stored, tensor, self._placed, self._dtype, self._files.folder, copy=False
+                stored, tensor, self._placed, self._dtype, self._files.path, copy=False
             )
         self._looked.add(layer)
         return layer_of(leaves)

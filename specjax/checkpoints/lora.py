@@ -222,9 +222,9 @@ class Adapter:
 
 def tell_of_another(files: Files) -> None:
     """Says so in a line if a model's folder holds an adapter that is not asked for."""
-    if files.lora is None and (files.folder / ADAPTER).is_file():
+    if files.lora is None and (files.path / ADAPTER).is_file():
         notice(
-            f"{files.folder} holds a LoRA adapter too, which is not merged; --lora (lora=... in "
+            f"{files.path} holds a LoRA adapter too, which is not merged; --lora (lora=... in "
             "Python) with the same folder merges it."
         )
 

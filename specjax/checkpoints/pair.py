@@ -89,7 +89,7 @@ def load_pair(
         target = load_offloaded(
             found.target, offload, memory, dtype=dtype, mesh=mesh, positions=positions
         )
-    tokenizer = tokenizer_of(found.target.folder, target.config.vocab_size)
+    tokenizer = tokenizer_of(found.target.path, target.config.vocab_size)
     target = with_end_tokens(target, tokenizer, found.target)
     pair = Pair(target, tokenizer, [])
     if found.drafts or found.stages:
@@ -149,7 +149,7 @@ def own_by_default(found: Named, config: ModelConfig) -> tuple[int, ...]:
 
     None where it is quantized, or would take more than half of what memory there is.
     """
-    if found.drafts or quantized.layouts_in(found.target.folder):
+    if found.drafts or quantized.is_quantized(found.target.path):
         return ()
     spare = memory.available(None)
     return (_OWN,) if spare is None or self_drafts.self_bytes(config, _OWN) <= spare // 2 else ()
@@ -182,7 +182,7 @@ def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Mo
     verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:
         raise ValueError(
-            f"{name} ({files.folder}) has another vocabulary than the model: "
+            f"{name} ({files.path}) has another vocabulary than the model: "
             f"{verdict.reason}; see specjax check-pair."
         )
     return fitted(model, target.rows, verdict.known)

@@ -5,6 +5,7 @@ where a file says that its library would.
 """
 
 import collections
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from specjax.base.notices import notice
-from specjax.checkpoints.files import CONFIG, CheckpointError, config_of, parsed
+from specjax.checkpoints import gguf
+from specjax.checkpoints.files import CONFIG, CheckpointError, Extent, config_of, parsed
 from specjax.checkpoints.layout_checks import Json, Parts, Unfit, object_of
 from specjax.checkpoints.layouts import METHODS, Layout, specs_of
 from specjax.models.quantized import FLOAT8, PackedWeight
@@ -51,6 +53,25 @@ def layouts_in(folder: Path) -> list[Layout]:
       CheckpointError: see `layouts_of`, or there is none.
     """
     return layouts_of(config_of(folder), folder)
+
+
+def is_quantized(path: Path) -> bool:
+    """Whether matrices of a folder or of a GGUF file are packed in memory.
+
+    Raises:
+      CheckpointError: see `layouts_of`, or there is no model.
+    """
+    if gguf.is_gguf(path):
+        tensors = gguf.header_of(path).tensors.values()
+        return any(gguf.is_packed(gguf.form_of(each)[0]) for each in tensors)
+    return bool(layouts_in(path))
+
+
+def bytes_of_blocks(tensor: Extent, itemsize: int) -> int:
+    """Bytes that a tensor of a GGUF file takes in memory, in numbers of so many where not packed."""
+    if gguf.is_packed(tensor.dtype):
+        return tensor.size
+    return itemsize * gguf.weights_of(tensor.dtype, math.prod(tensor.shape))
 
 
 def _about(config: Mapping[str, Any], folder: Path) -> Mapping[str, Any] | None:
@@ -94,11 +115,14 @@ def _where(config: Mapping[str, Any], folder: Path) -> tuple[Mapping[str, Any], 
 def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -> Iterator[Found]:
     """The tensors of files, those of each quantized matrix as one, called `….weight`.
 
+    Those of GGUF files are what their blocks stand for.
+
     Raises:
       CheckpointError: one of them is missing, is there twice or is not of its layout.
     """
     if not layouts:
-        yield from found
+        for name, file, tensor in found:
+            yield name, file, gguf.matrix_of(name, tensor)
         return
     held: dict[str, tuple[Path, np.ndarray]] = {}
     for name, file, tensor in found:

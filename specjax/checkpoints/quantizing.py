@@ -144,10 +144,12 @@ def quantize_folder(
     """
     way = Way(bits, group, kept, texts, table)
     way.check()
-    described = config_of(files.folder)
-    if quantized.layouts_of(described, files.folder):
-        raise CheckpointError(f"{files.folder} is quantized already.")
-    config, family = read_config(files.folder)
+    if gguf.is_gguf(files.path):
+        raise CheckpointError(f"{files.path} is a GGUF file; a model is quantized from its folder.")
+    described = config_of(files.path)
+    if quantized.layouts_of(described, files.path):
+        raise CheckpointError(f"{files.path} is quantized already.")
+    config, family = read_config(files.path)
     matrices = _matrices_of(files, config, family)
     eight = _in_8_bits(matrices.values(), way.share)
     for name, stored in matrices.items():
@@ -156,7 +158,7 @@ def quantize_folder(
     writing = _Writing(files, config, family, way, matrices, eight)
     head = family.outer["unembedding"].split(".")[-2]
     about = _described(way, matrices, eight, writing.packed_tables, head)
-    with new_model(files.folder, out, described | {"quantization_config": about}) as shards:
+    with new_model(files.path, out, described | {"quantization_config": about}) as shards:
         return writing.write(shards, told)
 
 
@@ -204,7 +206,7 @@ def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str,
     }
     if any(stored.turned for stored in found.values()):
         raise CheckpointError(
-            f"{files.folder}: matrices of {family.model_type} models are stored [in, out], which "
+            f"{files.path}: matrices of {family.model_type} models are stored [in, out], which "
             "has no packed form."
         )
     return found
@@ -240,7 +242,7 @@ class _Writing:
         found = self._found.pop(second)
         own = self._found.setdefault(first, found)
         check_numbers(*own)  # those that are none differ from themselves
-        check_tied(own[2], found[2], self._family, self._files.folder)
+        check_tied(own[2], found[2], self._family, self._files.path)
 
     @property
     def packed_tables(self) -> list[str]:
@@ -252,7 +254,7 @@ class _Writing:
         """Writes all tensors, matrices a layer after the other."""
         missing = sorted(self._matrices.keys() - self._found.keys())
         if missing:
-            raise CheckpointError(f"{self._files.folder} has no tensor {', '.join(missing)}.")
+            raise CheckpointError(f"{self._files.path} has no tensor {', '.join(missing)}.")
         others = [each for each in self._found.items() if each[0] not in self._matrices]
         for number, (name, found) in enumerate(others):
             check_numbers(*found)
@@ -296,7 +298,7 @@ class _Writing:
             shards.add(name, part)
 
     def _leaves(self, stored: Stored, tensor: np.ndarray) -> dict[str, Any]:
-        return leaves_of(stored, tensor, self._placed, jnp.dtype("float32"), self._files.folder)
+        return leaves_of(stored, tensor, self._placed, jnp.dtype("float32"), self._files.path)
 
     def _calibration(self) -> Calibration | None:
         """The texts before the first layer, if there are some."""
@@ -306,7 +308,7 @@ class _Writing:
         for name, stored in self._expected.items():
             if stored.layer is None and name in self._found:
                 outer |= self._leaves(stored, self._found[name][2])
-        tokenizer = tokenizer_of(self._files.folder)
+        tokenizer = tokenizer_of(self._files.path)
         rows = rows_of(self._way.texts(), tokenizer, self._config.max_positions)
         return Calibration(assemble(self._config, outer, []), rows)
 

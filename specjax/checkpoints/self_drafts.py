@@ -53,11 +53,11 @@ def self_draft(
     """
     if (name := quantized_as(target)) is not None:
         raise ValueError(
-            f"{files.folder} is quantized ({name}); a draft in {bits} bits is made of full weights."
+            f"{files.path} is quantized ({name}); a draft in {bits} bits is made of full weights."
         )
     if mesh_of(target) is not None:
         raise ValueError(f"a draft of the model itself in {bits} bits is on one device, no mesh.")
-    config, family = read_config(files.folder)
+    config, family = read_config(files.path)
     placed = placement(config, None)
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     whole = len(list(families.stored(family, config)))
@@ -76,7 +76,7 @@ def _leaves(
     """The leaves of a tensor, matrices packed."""
     kind = jnp.dtype(default_dtype())
     if stored.leaves[0] not in MATRICES:
-        return leaves_of(stored, tensor, placed, kind, files.folder)
+        return leaves_of(stored, tensor, placed, kind, files.path)
     return {
         leaf: placed.put_packed(leaf, packed(part, bits, _group_of(part.shape[1], bits)), kind)
         for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True)

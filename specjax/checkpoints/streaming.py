@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.checkpoints import quantized
+from specjax.checkpoints import gguf, quantized
 from specjax.checkpoints.files import CheckpointError, Files, extents, tensors
 from specjax.checkpoints.hosted import HostLayers, on_host
 from specjax.checkpoints.huggingface import (
@@ -100,7 +100,7 @@ def load_streamed(
       CheckpointError: a file or a tensor is missing or not supported, or not even what lies outside
         the layers fits beside a few of them.
     """
-    config, family = read_config(files.folder)
+    config, family = read_config(files.path)
     kind = dtype_of_layers(files, dtype)
     placed = placement(config, None)
     shared = division(files, config, kind, memory_bytes, host=host)
@@ -116,7 +116,7 @@ def load_streamed(
             names[stored.leaves[0], tensor.name] = None
         if stored.layer is not None and stored.layer >= kept:
             continue
-        leaves = leaves_of(stored, tensor, placed, kind, files.folder)
+        leaves = leaves_of(stored, tensor, placed, kind, files.path)
         if stored.layer is None:
             outer |= leaves
         else:
@@ -141,7 +141,7 @@ def dtype_of_layers(files: Files, dtype: str | None) -> jnp.dtype:
     """
     if dtype is not None:
         return jnp.dtype(dtype)
-    config, family = read_config(files.folder)
+    config, family = read_config(files.path)
     expected = expected_tensors(config, family)
     found = {family.name_of(each.name, expected): each.dtype for each in extents(files)}
     own = found.get(family.outer["embedding"])
@@ -189,10 +189,12 @@ def division(
       CheckpointError: there is no room for what lies outside the layers and for streaming.
     """
     whole = memory.Load(placement(config, None), dtype)
-    _, family = read_config(files.folder)
+    _, family = read_config(files.path)
     spans = spans_of(files, family, expected_tensors(config, family), range(config.num_layers))
     layer = _unpacked_bytes(config, dtype)
-    if quantized.layouts_in(files.folder):
+    if gguf.is_gguf(files.path):
+        layer = max(_bytes_of_blocks(own, dtype) for own in spans.values())
+    elif quantized.is_quantized(files.path):
         layer = max(map(buffer_bytes, spans.values()))
     outer = whole.weights - config.num_layers * _unpacked_bytes(config, dtype)
     outer -= _saved_outside(files, config, family, spans.values(), dtype)
@@ -205,7 +207,7 @@ def division(
     ring = BUFFERS * layer if host else _ring_bytes(spans.values(), dtype, layer)
     if outer + ring > spare:
         raise CheckpointError(
-            f"{files.folder}: what lies outside the layers takes {memory.readable(outer)}, and "
+            f"{files.path}: what lies outside the layers takes {memory.readable(outer)}, and "
             f"streaming {memory.readable(ring)}; there are {memory.readable(spare)} for both."
         )
     resident = min((spare - outer - ring) // layer, config.num_layers - 1)
@@ -231,12 +233,18 @@ def _saved_outside(
     outside = (each for each in tensors(files) if each[0] not in inside)
     first, second = (family.outer[leaf] for leaf in TABLES)
     saved: dict[str, int] = {}
-    for name, _, tensor in quantized.read(outside, quantized.layouts_in(files.folder)):
+    for name, _, tensor in quantized.read(outside, quantized.layouts_in(files.path)):
         own = family.name_of(name, expected)
         own = first if config.tie_embeddings and own == second else own
         if isinstance(tensor, PackedWeight) and own in expected:
             saved[own] = int(np.prod(tensor.shape)) * dtype.itemsize - tensor.nbytes
     return sum(saved.values())
+
+
+def _bytes_of_blocks(spans: Sequence[Span], dtype: jnp.dtype) -> int:
+    """Bytes of a layer of a GGUF file in memory."""
+    tensors = [each for span in spans for each in span.tensors]
+    return sum(quantized.bytes_of_blocks(each, dtype.itemsize) for each in tensors)
 
 
 def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:

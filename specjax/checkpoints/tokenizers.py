@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from specjax.base.notices import notice
 from specjax.base.pytree import replace
+from specjax.checkpoints import gguf
 from specjax.checkpoints.files import CheckpointError, Files, Name, find, parsed
 from specjax.checkpoints.tokenizer_bounds import bounded, check_files
 from specjax.models.config import ModelConfig
@@ -32,7 +33,7 @@ _SHOWN = 3
 def tokenizer_of(
     folder: Name | Sequence[Name], vocab_size: int | None = None
 ) -> "PreTrainedTokenizerFast":
-    """The transformers tokenizer stored in `folder`.
+    """The transformers tokenizer stored in `folder`, or in a GGUF file.
 
     Args:
       folder: a model's.
@@ -43,18 +44,28 @@ def tokenizer_of(
       CheckpointError: the folder holds no tokenizer, or one that cannot be read, is too large for
         the vocabulary or would make texts much longer.
     """
-    folder = find(folder).folder
+    folder = find(folder).path
+    _quieten()
+    if gguf.is_gguf(folder):
+        with _named(f"the tokenizer in {folder}"):
+            return _fits(gguf.tokenizer_of(folder), folder, vocab_size)
     if not any((folder / name).is_file() for name in _FILES):
         raise CheckpointError(f"no tokenizer in {folder}; it needs a {_FILE}.")
     check_files(folder, vocab_size)
-    _quieten()
     from transformers import AutoTokenizer
 
     with _named(f"the tokenizer in {folder}"):
         found = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        found.decode(found("a").input_ids)  # what is wrong in its settings fails here
+        return _fits(found, folder, vocab_size)
+
+
+def _fits(
+    found: "PreTrainedTokenizerFast", folder: Path, vocab_size: int | None
+) -> "PreTrainedTokenizerFast":
+    """The tokenizer, with a notice where it has more tokens than the vocabulary has rows."""
+    found.decode(found("a").input_ids)  # what is wrong in its settings fails here
     last = max(found.get_vocab().values(), default=-1)
     if vocab_size is not None and last >= vocab_size:
         notice(
@@ -89,7 +100,7 @@ def _named(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, CheckpointError):
         raise
     except BaseException as error:
         raise CheckpointError(f"{what} cannot be read: {error}") from error
@@ -135,7 +146,7 @@ def vocabulary_of(files: Files, config: ModelConfig) -> Vocabulary:
     Raises:
       CheckpointError: the tokenizer cannot be read, or is too large for the model's vocabulary.
     """
-    return Vocabulary(files.folder, config.vocab_size, _contents(files, config.vocab_size))
+    return Vocabulary(files.path, config.vocab_size, _contents(files, config.vocab_size))
 
 
 def _contents(files: Files, vocab_size: int) -> Contents | None:
@@ -143,13 +154,13 @@ def _contents(files: Files, vocab_size: int) -> Contents | None:
 
     Other files than `tokenizer.json` may need packages that are not here; then there are none.
     """
-    file = files.folder / _FILE
+    file = files.path / _FILE
     if not file.is_file():
         try:
-            return tokenizer_of(files.folder, vocab_size).get_vocab()
+            return tokenizer_of(files.path, vocab_size).get_vocab()
         except CheckpointError:
             return None
-    check_files(files.folder, vocab_size)
+    check_files(files.path, vocab_size)
     with _named(str(file)):
         return Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)
 

@@ -42,8 +42,8 @@ def compile_for(options: Info) -> int:
         raise ValueError("--compile-for compiles in one process; leave out --distributed.")
     on_a_cpu(options)
     found = named(options.model, options.draft)
-    target = read_config(found.target.folder, options.positions)[0]
-    drafts = [read_config(each.folder)[0] for each in found.drafts]
+    target = read_config(found.target.path, options.positions)[0]
+    drafts = [read_config(each.path)[0] for each in found.drafts]
     size = options.batch, length_of(options.length, target)
     report = compiled_for(options, found.target, target, drafts, size)
     print(json.dumps(report)) if options.json else _tell(report)
@@ -66,9 +66,9 @@ def compiled_for(
     """
     if options.offloaded:
         raise ValueError("--compile-for compiles what is in memory; leave out --offload, --memory.")
-    if quantized.layouts_in(files.folder):
+    if quantized.is_quantized(files.path):
         raise ValueError(
-            f"--compile-for compiles models in float32 or bfloat16; {files.folder} is quantized."
+            f"--compile-for compiles models in float32 or bfloat16; {files.path} is quantized."
         )
     assert options.compile_for is not None
     found = hardware(options.compile_for)
@@ -83,7 +83,7 @@ def compiled_for(
         made.append(_of(program, found))
         print(f"compiled: {program.name}", file=sys.stderr)
     return {
-        "model": str(files.folder), "hardware": found.name, "devices": mesh.size, "dtype": dtype,
+        "model": str(files.path), "hardware": found.name, "devices": mesh.size, "dtype": dtype,
         "batch": rows, "length": length, "memory_bytes": found.memory_bytes, "programs": made,
     }  # fmt: skip
 

@@ -257,8 +257,8 @@ def prepare(options: BenchServe, folder: Path) -> Prepared:
       ValueError: the model has more weights than it is to be inflated to, or no prompt fits.
     """
     files = named(options.model, options.draft, options.stage, options.lora).target
-    config, _ = read_config(files.folder)
-    tokenizer = tokenizer_of(files.folder, config.vocab_size)
+    config, _ = read_config(files.path)
+    tokenizer = tokenizer_of(files.path, config.vocab_size)
     if options.inflate:
         model = inflate(load_model(files, dtype="float32"), count_of(options.inflate))
         dtype = dtype_of(options.dtype) or default_dtype()

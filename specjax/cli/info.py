@@ -49,8 +49,8 @@ def info(options: Info) -> int:
         at_least(f"--{name}", getattr(options, name), 1)
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft, lora=options.lora)
-    target = huggingface.read_config(found.target.folder, options.positions)[0]
-    drafts = [huggingface.read_config(each.folder)[0] for each in found.drafts]
+    target = huggingface.read_config(found.target.path, options.positions)[0]
+    drafts = [huggingface.read_config(each.path)[0] for each in found.drafts]
     pairs = list(zip(found.drafts, drafts, strict=True))
     loads = _loads((found.target, target), pairs, options.dtype, mesh)
     streamed, own = None, found.own
@@ -241,7 +241,7 @@ def check_pair(options: CheckPair) -> int:
     on_a_cpu(options)
     mesh = devices_for(options.mesh if options.compile_for is None else None)
     found = named(options.target, ",".join(options.drafts))
-    target = huggingface.read_config(found.target.folder, options.positions)[0]
+    target = huggingface.read_config(found.target.path, options.positions)[0]
     vocabulary = vocabulary_of(found.target, target)
     report = {"target": _described(found.target, target, kind), "drafts": []}
     plain = True  # compiled with the first draft alone
@@ -249,7 +249,7 @@ def check_pair(options: CheckPair) -> int:
     if options.offloaded:
         held = _offloaded(options, found.target, target, mesh)[0]
     for files in found.drafts:
-        draft = huggingface.read_config(files.folder)[0]
+        draft = huggingface.read_config(files.path)[0]
         _, own = _loads((found.target, target), [(files, draft)], kind, mesh)
         verdict = compared(vocabulary, vocabulary_of(files, draft))
         findings = [
@@ -274,7 +274,7 @@ def check_pair(options: CheckPair) -> int:
 def _described(files: Files, config: ModelConfig, dtype: str) -> str:
     size = _load(files, placement(config, None), dtype).weights
     return (
-        f"{files.folder}: {config.family}, {config.num_parameters:,} parameters "
+        f"{files.path}: {config.family}, {config.num_parameters:,} parameters "
         f"({readable(size)} in {dtype}), {config.vocab_size:,} rows of vocabulary, "
         f"{config.max_positions:,} positions"
     )

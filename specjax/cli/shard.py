@@ -31,12 +31,12 @@ def shard(options: Shard) -> int:
     mesh = devices_for(options.mesh, options.distributed)
     files = find(options.model, options.lora)
     check_free(out)
-    config = read_config(files.folder)[0]
-    tokenizer = tokenizer_of(files.folder, config.vocab_size)
+    config = read_config(files.path)[0]
+    tokenizer = tokenizer_of(files.path, config.vocab_size)
     with working("loading the model"):
         model = load_model(files, dtype=kind, mesh=mesh)
     with working(f"writing {out}"):
-        save_sharded(model, out, tokenizer=tokenizer, config=described(files.folder))
+        save_sharded(model, out, tokenizer=tokenizer, config=described(files.path))
     held = model.embedding.dtype
     size = readable(config.num_parameters * held.itemsize)
     print(f"wrote {out}: {config.num_parameters:,} parameters in {held}, {size}.")

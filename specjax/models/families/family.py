@@ -43,7 +43,8 @@ class Family:
     `outer` maps leaves of `Model` to tensor names, `layer` those of `LayerWeights` to names within
     `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
-    leaves of each. Tensors of biases follow from those of their weights. `ignored` are ends of
+    leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns;
+    norms are stored with `norm_shift` added. Tensors of biases follow from those of their weights. `ignored` are ends of
     the names of constants that files carry along; `renamed` are beginnings that files have, and
     what they stand for; `base` is a beginning that some files leave out. `upgrade` makes a
     configuration of before one of today.
@@ -60,6 +61,8 @@ class Family:
     features: Callable[[Json, Positions], Json]
     written: Callable[[ModelConfig], Json]
     packing: str = "rows"
+    interleaved: tuple[str, ...] = ()
+    norm_shift: float = 0.0
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     base: str = ""

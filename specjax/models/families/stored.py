@@ -15,7 +15,8 @@ class Stored:
     """A tensor of a file: its name and shape there, and the leaves that it holds.
 
     `layer` is that of the leaves, None for those outside; `sizes` are their rows and `heads` how
-    many heads lie one after the other, 0 where the leaves do.
+    many heads lie one after the other, 0 where the leaves do. `interleaved` are the heads whose two
+    halves' rows take turns, 0 where they do not, and `shift` is what was added.
     """
 
     name: str
@@ -25,15 +26,22 @@ class Stored:
     sizes: tuple[int, ...]
     turned: bool = False
     heads: int = 0
+    interleaved: int = 0
+    shift: float = 0.0
 
     @property
     def is_leaf(self) -> bool:
         """Whether the tensor is a single leaf as it stands."""
-        return len(self.leaves) == 1 and not self.turned
+        as_is = not (self.turned or self.interleaved or self.shift)
+        return len(self.leaves) == 1 and as_is
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """The leaves of the tensor, as views of it where they lie together."""
         tensor = tensor.T if self.turned else tensor
+        if self.interleaved:
+            tensor = _halves_swapped(tensor, (self.interleaved, -1, 2))
+        if self.shift:
+            tensor = tensor.astype(np.float32) - np.float32(self.shift)
         if self.heads:
             parts = tensor.reshape(self.heads, len(self.leaves), -1, *tensor.shape[1:])
             return [parts[:, i].reshape(-1, *tensor.shape[1:]) for i in range(len(self.leaves))]
@@ -45,7 +53,17 @@ class Stored:
             parts = [leaf.reshape(self.heads, 1, -1, *leaf.shape[1:]) for leaf in leaves]
             return np.concatenate(parts, axis=1).reshape(-1, *leaves[0].shape[1:])
         tensor = leaves[0] if len(leaves) == 1 else np.concatenate(leaves)
+        if self.interleaved:
+            tensor = _halves_swapped(tensor, (self.interleaved, 2, -1))
+        if self.shift:
+            tensor = tensor.astype(np.float32) + np.float32(self.shift)
         return tensor.T if self.turned else tensor
+
+
+def _halves_swapped(tensor: np.ndarray, rows: tuple[int, int, int]) -> np.ndarray:
+    """With rows that are counted so in an order in which the last two numbers are exchanged."""
+    parts = tensor.reshape(*rows, *tensor.shape[1:])
+    return parts.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def stored(family: Family, config: ModelConfig) -> Iterator[Stored]:
@@ -73,6 +91,14 @@ def _tensors(
             shape = sum(sizes), *shapes[leaves[0]][1:]
             turned = family.packing == "turned" and layer is not None and len(shape) == 2
             heads = config.num_heads if config and family.packing == "heads" and leaves[1:] else 0
+            of_leaf = {leaf: heads_of(leaf, config) for leaf in family.interleaved if config}
+            shift = family.norm_shift if not end and together.endswith("norm") else 0.0
             whole = prefix + name.removesuffix("weight") + kind
             shape = shape[::-1] if turned else shape
-            yield Stored(whole, shape, layer, leaves, sizes, turned, heads)
+            interleaved = of_leaf.get(together, 0)
+            yield Stored(whole, shape, layer, leaves, sizes, turned, heads, interleaved, shift)
+
+
+def heads_of(leaf: str, config: ModelConfig) -> int:
+    """How many heads the rows of a leaf of attention are."""
+    return config.num_heads if leaf == "query" else config.num_kv_heads

@@ -1,0 +1,20 @@
+"""Models in GGUF files, llama.cpp's format: configuration, tensors and tokenizer in one file."""
+
+from specjax.checkpoints.gguf.architectures import config_of, family_of
+from specjax.checkpoints.gguf.blocks import form_of, is_packed, matrix_of, name_of, weights_of
+from specjax.checkpoints.gguf.header import further_parts, header_of, is_gguf
+from specjax.checkpoints.gguf.tokenizer import tokenizer_of
+
+__all__ = [
+    "config_of",
+    "family_of",
+    "form_of",
+    "further_parts",
+    "header_of",
+    "is_gguf",
+    "is_packed",
+    "matrix_of",
+    "name_of",
+    "tokenizer_of",
+    "weights_of",
+]
