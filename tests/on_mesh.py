@@ -26,6 +26,8 @@ from specjax.engine import engine as engines
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
 from specjax.models import stacking
+from specjax.models.placement import placement
+from specjax.models.quantized import packed_weight
 from specjax.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 from tests.engines import alone as plain_texts
@@ -128,6 +130,15 @@ def moved(folder: Path) -> dict:
     error = np.abs(logits_after(split, PROMPTS) - logits_after(one, PROMPTS)).max()
     rows = [part.data.shape[0] for part in split.embedding.values.addressable_shards]
     found["packed"] = {"error": float(error), "rows": rows}
+    codes = np.arange(16 * 128, dtype=np.uint32).astype(np.uint8).reshape(16, 128)
+    part = np.linspace(-1, 1, 128, dtype=np.float16).reshape(16, 8)
+    weight = packed_weight(codes, part, 4, offset=-part)
+    on_mesh = placement(tiny_config(), make_mesh(model=4))
+    shards = {leaf: on_mesh.put_packed(leaf, weight, "float32") for leaf in ("up", "down")}
+    found["offsets"] = {leaf: list(own.offset.sharding.shard_shape((16, 8)))
+                        for leaf, own in shards.items()}  # fmt: skip
+    equal = [np.array_equal(own.unpacked(), weight.unpacked()) for own in shards.values()]
+    found["offsets"]["equal"] = all(equal)
     written = huggingface.load_model(folder / "written")
     whole = huggingface.load_model(folder / "target")
     equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), written, whole)

@@ -33,9 +33,17 @@ from specjax.methods import records
 from specjax.models import families, layers, memory, quantized
 from specjax.models.config import MATRICES
 from specjax.models.inflate import inflate
-from specjax.models.quantized import PackedWeight, in_dtype, packed, quantized_as
+from specjax.models.placement import Placement
+from specjax.models.quantized import (
+    PackedWeight,
+    in_dtype,
+    packed,
+    packed_weight,
+    quantized_as,
+)
 from specjax.models.transformer import final_norm, forward, unembed
-from tests.conftest import tiny_model
+from specjax.parallel.mesh import make_mesh
+from tests.conftest import tiny_config, tiny_model
 from tests.damaged import damaged, dequantized, outcome
 from tests.pairs import generate, varied_model
 from tests.quantized_files import LAYOUTS, rewrite
@@ -281,6 +289,49 @@ def test_codes_of_8_bits_are_exact_in_16(form):
         assert found.dtype == dtype
         found = np.asarray(found, float)
         np.testing.assert_array_equal(found, numbers.reshape(2, 128))
+
+
+def grouped(bits, kind, offset, shape=(24, 96)):
+    """A matrix as GGUF's blocks have it: groups of 32, and offsets in some; and its numbers."""
+    drawn = np.random.default_rng(bits)
+    outputs, inputs = shape
+    codes = drawn.integers(0, 1 << bits, shape).astype(np.uint8)
+    scale = drawn.uniform(0.01, 0.1, (outputs, inputs // 32)).astype(kind)
+    made: dict[str, np.ndarray] = {}
+    wide = np.repeat(scale.astype(np.float32), 32, axis=1)
+    numbers = wide * (codes.astype(np.float32) - (1 << (bits - 1)))
+    if offset:
+        made["offset"] = drawn.normal(size=scale.shape).astype(kind)
+        numbers = wide * codes + np.repeat(made["offset"].astype(np.float32), 32, axis=1)
+    return packed_weight(quantized.bytes_of(codes, bits), scale, bits, **made), numbers
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("kind", ["float16", jnp.bfloat16, "float32"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_of_groups_stand_for_their_numbers(bits, kind, offset, monkeypatch):
+    """Alone, in products of all rows and of some, as a table, on a mesh, and in a stack."""
+    held, numbers = grouped(bits, kind, offset)
+    said = "a scale and an offset" if offset else "a scale"
+    assert (held.shape, held.group) == ((24, 96), 32)
+    assert held.name == f"int{bits}, {said} for each 32 inputs"
+    weight = jax.tree.map(jnp.asarray, held)
+    np.testing.assert_array_equal(weight.unpacked(), numbers)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(96, 5)), jnp.float32)
+    near = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    for size in (layers._UNPACKED_BYTES, 4 * 96 * 6):
+        monkeypatch.setattr(layers, "_UNPACKED_BYTES", size)
+        for linear in (layers.linear, layers._packed_linear):
+            near(linear(weight, x, np.dtype("float32")), numbers @ np.asarray(x))
+    tokens = jnp.asarray([[3, 0, 23]])
+    np.testing.assert_array_equal(layers.embed(weight, tokens), numbers[[3, 0, 23]].T)
+    several = jax.tree.map(lambda part: jnp.stack([part, part]), weight)
+    np.testing.assert_array_equal(jax.tree.map(lambda part: part[1], several).unpacked(), numbers)
+    mesh = make_mesh()
+    placed = Placement(tiny_config(), mesh, "model").put_packed("down", held, "bfloat16")
+    assert placed.nbytes == held.nbytes
+    assert {part.sharding.mesh for part in placed.rows.values()} == {mesh}
+    np.testing.assert_array_equal(placed.unpacked(), numbers)
 
 
 @pytest.mark.parametrize(("method", "table"), [("none", None), ("chain", 8)])

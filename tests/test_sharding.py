@@ -123,6 +123,7 @@ def test_a_model_is_restored_onto_another_mesh(other_facts):
         assert other_facts["moved"][name]["repeats"] == max(1, devices // WIDE["num_kv_heads"])
     assert other_facts["moved"]["written"]
     assert other_facts["moved"]["packed"]["error"] < 1e-3
+    assert other_facts["moved"]["offsets"] == {"up": [4, 8], "down": [16, 2], "equal": True}
     assert other_facts["moved"]["packed"]["rows"] == [tiny_config().vocab_size // 8] * 8
 
 

@@ -161,7 +161,7 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
-    symmetric = weight.form == INTEGER and weight.zero is None
+    symmetric = weight.form == INTEGER and weight.zero is None and weight.offset is None
     return symmetric and unable(weight.values, inputs, columns, weight.scale) is None
 
 
@@ -399,11 +399,12 @@ _looked_up.defvjp(_looked_up_forward, _looked_up_backward)
 
 
 def bits_of(x: Array) -> Array:
-    """Numbers of bfloat16 as their bits, which XLA:CPU moves as they are.
+    """Numbers of 16 bits as their bits, which XLA:CPU moves as they are.
 
     Others stay as they are, and elsewhere all do: a TPU would copy the whole.
     """
-    return lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 and _on_cpu() else x
+    are_narrow = x.dtype in (jnp.bfloat16, jnp.float16)
+    return lax.bitcast_convert_type(x, jnp.uint16) if are_narrow and _on_cpu() else x
 
 
 def of_bits(x: Array, dtype: jnp.dtype) -> Array:

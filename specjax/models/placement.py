@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from specjax.models.config import ModelConfig
-from specjax.models.quantized import PackedWeight
+from specjax.models.quantized import OF_GROUPS, PackedWeight
 from specjax.parallel.mesh import MODEL, put, size_of, with_all_axes
 
 MESH_AXES: Mapping[str, str] = {
@@ -106,10 +106,10 @@ class Placement:
                 f"over {devices} devices."
             )
         of_groups = P(rows, inputs if groups > 1 else None)
-        specs = {"values": P(rows, inputs), "scale": of_groups, "zero": of_groups}
+        specs = {"values": P(rows, inputs)} | dict.fromkeys(OF_GROUPS, of_groups)
         made: dict[str, Any] = {
             name: self._put_as_is(part, specs.get(name, P()), copy)
-            for name in ("values", "scale", "zero", "order", "table")
+            for name in ("values", *OF_GROUPS, "order", "table")
             if (part := getattr(weight, name)) is not None
         }
         return weight.changed(dtype=np.dtype(dtype), **made)

@@ -16,6 +16,8 @@ from specjax.base.pytree import pytree, replace, static, unchecked
 _FLOAT32 = np.dtype("float32")
 INTEGER, FLOAT8 = "int", "fp8"
 """What a code is: an integer, or an 8-bit float (e4m3fn). Others are places in a table."""
+OF_GROUPS = ("scale", "zero", "offset")
+"""Parts of a packed matrix that have a number for each group of a row's inputs."""
 TABLES = ("embedding", "unembedding")
 """Leaves of a model that have a row for each token, and may be packed as matrices of layers are."""
 
@@ -24,16 +26,17 @@ TABLES = ("embedding", "unembedding")
 class PackedWeight:
     """A matrix `[O, I]` of codes of 8 or 4 bits, each group of a row's inputs with a scale.
 
-    It stands for `scale · (code - zero)`, of floats and of tables for `scale · number(code)`. Of
-    two codes in a byte the input that comes first has the lower bits, as in files of
-    compressed-tensors.
+    It stands for `scale · (code - zero)`, of floats and of tables for `scale · number(code)`, and
+    where groups have an offset for `scale · code + offset`. Of two codes in a byte the input that
+    comes first has the lower bits, as in files of compressed-tensors.
 
     Attributes:
       values: the codes, unsigned.
-      scale: of each of the `G` groups, which are equally long.
+      scale: of each of the `G` groups, which are equally long; in 16 bits or float32.
       zero: the code of 0 of each group; None for the middle one, 8 or 128.
       order: which input stands at each place, where groups are not of neighbours.
       table: the numbers that codes stand for, where they are none themselves.
+      offset: of each group of integers, what a code of 0 stands for, in place of `zero`.
       bits: of a code, 8 or 4.
       form: what a code is: `INTEGER`, `FLOAT8`, or a table's name, such as `nf4`.
       dtype: what products with it are computed in.
@@ -44,6 +47,7 @@ class PackedWeight:
     zero: UInt8[Array, "O G"] | None = None
     order: Int32[Array, " I"] | None = None
     table: Float[Array, " N"] | None = None
+    offset: Float[Array, "O G"] | None = None
     bits: int = static(default=8)
     form: str = static(default=INTEGER)
     dtype: np.dtype = static(default=np.dtype("float32"))
@@ -67,8 +71,8 @@ class PackedWeight:
     def name(self) -> str:
         """Its bits and groups, as people name them."""
         kind = f"int{self.bits}" if self.form == INTEGER else self.form
-        whole = self.group == self.shape[-1]
-        return f"{kind}, a scale for each {'row' if whole else f'{self.group} inputs'}"
+        each = "row" if self.group == self.shape[-1] else f"{self.group} inputs"
+        return f"{kind}, a scale{'' if self.offset is None else ' and an offset'} for each {each}"
 
     def changed(self, **parts: Any) -> "PackedWeight":
         """The same with other parts, which numpy may hold: their types are not checked."""
@@ -78,7 +82,7 @@ class PackedWeight:
     @property
     def rows(self) -> dict[str, Any]:
         """The parts that have a row for each output."""
-        parts = {name: getattr(self, name) for name in ("values", "scale", "zero")}
+        parts = {name: getattr(self, name) for name in ("values", *OF_GROUPS)}
         return {name: part for name, part in parts.items() if part is not None}
 
     def of_rows(self, change: Callable[[Any], Any]) -> "PackedWeight":
@@ -91,7 +95,7 @@ class PackedWeight:
 
         The codes' own numbers are exact in 16 bits, which scaled ones are not.
         """
-        return self.bits == 8 and self.scale.shape[1] == 1
+        return self.bits == 8 and self.scale.shape[1] == 1 and self.offset is None
 
     @property
     def strides(self) -> int:
@@ -121,7 +125,9 @@ class PackedWeight:
 
     def _scaled(self, codes: UInt8[Array, "O *rest"]) -> Float[Array, "O J"]:
         codes = codes.reshape(*self.scale.shape, -1)
-        return (self._numbers(codes) * _wide(self.scale)).reshape(codes.shape[0], -1)
+        numbers = self._numbers(codes) * _wide(self.scale)
+        numbers = numbers if self.offset is None else numbers + _wide(self.offset)
+        return numbers.reshape(codes.shape[0], -1)
 
     def _numbers(
         self, codes: UInt8[Array, "O G J"], dtype: jnp.dtype = _FLOAT32
@@ -130,6 +136,8 @@ class PackedWeight:
             return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(dtype)
         if self.table is not None:
             return self.table.astype(jnp.float32)[codes]
+        if self.offset is not None:
+            return codes.astype(dtype)
         if self.zero is None and self.bits == 8:
             signed = lax.bitcast_convert_type(codes, jnp.int8) + jnp.int8(-128)  # wraps around
             return signed.astype(dtype)
@@ -143,7 +151,7 @@ def _wide(of_groups: Array) -> Float[Array, "O G 1"]:
 
 def packed_weight(values: np.ndarray, scale: np.ndarray, bits: int, **parts: Any) -> PackedWeight:
     """A packed matrix that numpy holds; what is not given is as in `PackedWeight`."""
-    absent = {"zero": None, "order": None, "table": None, "form": INTEGER}
+    absent = {"zero": None, "order": None, "table": None, "offset": None, "form": INTEGER}
     absent["dtype"] = np.dtype("float32")
     return unchecked(PackedWeight, values=values, scale=scale, bits=bits, **(absent | parts))
 
