@@ -212,7 +212,9 @@ def config_of(folder: Path) -> dict[str, Any]:
         )
     if not (folder / CONFIG).is_file():
         _check_no_adapter(folder)
-        raise CheckpointError(f"{folder} has no {CONFIG}, so it is not a model folder.")
+        there = sorted(each.name for each in folder.glob(f"*{gguf.SUFFIX}"))
+        more = f"; of its GGUF files name one, such as {folder / there[0]}" if there else ""
+        raise CheckpointError(f"{folder} has no {CONFIG}, so it is not a model folder{more}.")
     return parsed(folder / CONFIG)
 
 

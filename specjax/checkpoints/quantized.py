@@ -68,7 +68,7 @@ def is_quantized(path: Path) -> bool:
 
 
 def bytes_of_blocks(tensor: Extent, itemsize: int) -> int:
-    """Bytes that a tensor of a GGUF file takes in memory, in numbers of so many where not packed."""
+    """Bytes in memory of a tensor of a GGUF file; where it is not packed, so many for a weight."""
     if gguf.is_packed(tensor.dtype):
         return tensor.size
     return itemsize * gguf.weights_of(tensor.dtype, math.prod(tensor.shape))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import gptq, quantized
+from specjax.checkpoints import gguf, gptq, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.cpu_matmul import products
-from specjax.checkpoints import huggingface
+from specjax.checkpoints import gguf, huggingface
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
@@ -67,6 +67,8 @@ def info(options: Info) -> int:
     needed = plan_for(length)
     longest = _longest(plan_for, needed.available, most)
     sizes = _sizes(target, drafts, needed) | {"length": length, "longest_text": longest}
+    if gguf.is_gguf(found.target.path):
+        sizes["tensor_types"] = gguf.types_in(found.target.path)
     if streamed is not None:
         sizes |= {
             "layers_in_memory": streamed.resident, "layers": target.num_layers,

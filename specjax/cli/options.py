@@ -154,7 +154,8 @@ class Generate(Context, Adapted, Hosts, Offloaded, Kernels):
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """The text to continue; - reads it from standard input."""
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
@@ -246,7 +247,8 @@ class Bench(Context, Adapted, Devices, Offloaded, Kernels):
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     seed: int = 0
@@ -283,7 +285,8 @@ class Tune(Adapted, Offloaded, Kernels):
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     seed: int = 0
@@ -295,7 +298,8 @@ class Verify(Context, Adapted, Hosts, Offloaded, Kernels):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
@@ -337,7 +341,8 @@ class Info(Context, Adapted, Hosts, Offloaded, Ahead):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
@@ -356,7 +361,8 @@ class CheckPair(Context, Devices, Offloaded, Ahead):
     """Say whether drafts can work for a model: their vocabularies, contexts and memory."""
 
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
-    """A Hugging Face folder, a hub's org/name or org/name@revision, or "bundled"."""
+    """A Hugging Face folder, a GGUF file, a hub's org/name, org/name@revision or
+    org/name:FILE.gguf, or "bundled"."""
     drafts: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="DRAFT")]
     """Drafts, named likewise."""
     dtype: Annotated[
@@ -375,7 +381,8 @@ class Shard(Adapted, Hosts):
     """Write a model with Orbax, by shards that every process reads its own of, on any mesh."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """Where to write it; --model takes this folder then."""
     dtype: str | None = None
@@ -387,7 +394,8 @@ class Quantize:
     """Write a model with its layers' matrices in 8 or 4 bits, as compressed-tensors has them."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """Where to write it; --model takes this folder then."""
     bits: int = 4
@@ -410,7 +418,8 @@ class Inflate:
     """Write a model grown to a size that nobody trained, with the logits of the small one."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
     """Where to write it; --model takes this folder then."""
     parameters: str
@@ -461,7 +470,8 @@ class Serve(Context, Adapted, Devices, Kernels):
     """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
 
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     host: str = "127.0.0.1"
@@ -577,7 +587,8 @@ class BenchServe(Adapted, Kernels):
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     model: str = "bundled"
-    """"bundled", a Hugging Face folder, or a hub's org/name or org/name@revision."""
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     seed: int = 0

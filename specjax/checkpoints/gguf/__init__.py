@@ -1,11 +1,12 @@
 """Models in GGUF files, llama.cpp's format: configuration, tensors and tokenizer in one file."""
 
 from specjax.checkpoints.gguf.architectures import config_of, family_of
-from specjax.checkpoints.gguf.blocks import form_of, is_packed, matrix_of, name_of, weights_of
-from specjax.checkpoints.gguf.header import further_parts, header_of, is_gguf
+from specjax.checkpoints.gguf.blocks import form_of, is_packed, matrix_of, types_in, weights_of
+from specjax.checkpoints.gguf.header import SUFFIX, further_parts, header_of, is_gguf
 from specjax.checkpoints.gguf.tokenizer import tokenizer_of
 
 __all__ = [
+    "SUFFIX",
     "config_of",
     "family_of",
     "form_of",
@@ -14,7 +15,7 @@ __all__ = [
     "is_gguf",
     "is_packed",
     "matrix_of",
-    "name_of",
     "tokenizer_of",
+    "types_in",
     "weights_of",
 ]

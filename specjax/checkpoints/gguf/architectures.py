@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specjax.checkpoints.errors import CheckpointError
-from specjax.checkpoints.gguf.blocks import form_of, matrix_of
+from specjax.checkpoints.gguf.blocks import form_of
 from specjax.checkpoints.gguf.header import Header, header_of, shown
 from specjax.models.families import FAMILIES, Family
 
@@ -177,8 +177,9 @@ def _rotary(header: Header, config: Json) -> Json:
                          "original_max_position_embeddings": whole,
                          "short_factor": factors, "long_factor": factors}  # fmt: skip
         return config | made | {"rope_scaling": stretch}
-    stretch = _stretch(header)
-    return config | made | ({"rope_scaling": stretch} if stretch else {})
+    if (named := _stretch(header)) is not None:
+        made["rope_scaling"] = named
+    return config | made
 
 
 def _stretch(header: Header) -> Json | None:
@@ -223,7 +224,7 @@ def _numbers(header: Header, name: str) -> list[float]:
         held = opened.read(form.itemsize * shape[0])
     if len(held) < form.itemsize * shape[0]:
         raise CheckpointError(f"{tensor.file} is truncated: it ends within {name}.")
-    return np.asarray(matrix_of(name, np.frombuffer(held, form))).astype(np.float32).tolist()
+    return [float(str(each)) for each in np.frombuffer(held, form).astype(np.float32)]
 
 
 def _head_size(header: Header) -> int | None:

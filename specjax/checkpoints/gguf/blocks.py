@@ -5,8 +5,10 @@ Q8_0, Q4_0 and Q4_1 become packed weights of groups of 32, to the bit what the f
 blocks are dequantized to float32, by the package `gguf`.
 """
 
+import collections
 import functools
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from specjax.checkpoints.errors import CheckpointError
-from specjax.checkpoints.gguf.header import Tensor
+from specjax.checkpoints.gguf.header import Tensor, header_of
 from specjax.models.quantized import PackedWeight, bytes_of, packed_weight
 
 _GROUP = 32
@@ -83,7 +85,20 @@ def form_of(tensor: Tensor) -> tuple[np.dtype, tuple[int, ...]]:
     return form, (*tensor.shape[:-1], tensor.shape[-1] // weights)
 
 
-def name_of(form: np.dtype) -> str:
+def types_in(file: Path) -> dict[str, str]:
+    """How many tensors of a file are of each type, and what becomes of those, as people read it.
+
+    Raises:
+      CheckpointError: the file is damaged, or a type is not supported.
+    """
+    found = collections.Counter(
+        _name_of(form_of(each)[0]) for each in header_of(file).tensors.values()
+    )
+    fates = {**dict.fromkeys(_PACKED, " packed"), **dict.fromkeys(_OTHERS, " dequantized")}
+    return {name: f"{count}{fates.get(name, '')}" for name, count in found.most_common()}
+
+
+def _name_of(form: np.dtype) -> str:
     """The name of the type that a tensor's dtype is of."""
     return next(name for name, own, _ in _forms().values() if own == form)
 
@@ -112,7 +127,7 @@ def matrix_of(name: str, tensor: np.ndarray) -> np.ndarray | PackedWeight:
         return tensor
     if is_packed(tensor.dtype) and tensor.ndim == 2:
         return _packed(name, tensor)
-    kind = package().GGMLQuantizationType[name_of(tensor.dtype)]
+    kind = package().GGMLQuantizationType[_name_of(tensor.dtype)]
     raw = np.ascontiguousarray(tensor).view(np.uint8).reshape(*tensor.shape[:-1], -1)
     with np.errstate(all="ignore"):  # of numbers that are then looked at
         return package().quants.dequantize(raw, kind)

@@ -266,7 +266,9 @@ class _Cursor:
 
     def _value(self, kind: int) -> Any:
         if kind in _SCALARS:
-            return self._numbers(kind, 1)[0].item()
+            (number,) = self._numbers(kind, 1)
+            # The shortest decimal number that is this float: what was written, such as 1e-05.
+            return float(str(number)) if number.dtype == np.float32 else number.item()
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:

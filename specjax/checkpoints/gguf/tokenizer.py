@@ -211,9 +211,7 @@ def _sentence_piece(header: Header, tokens: list[str], unknown: str | None) -> T
     by_place = header.architecture.startswith("gemma")  # whose scores do not follow its merges
     order = np.arange(len(tokens)) if by_place else np.argsort(-scores, kind="stable")
     merges = _merges(spelled, order, header.file)
-    made = _tokenizer(
-        header, spelled, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True
-    )
+    made = _tokenizer(header, spelled, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True)
     steps: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     normal: list[Any] = [normalizers.Replace(" ", _SPACE)]
     if header.get("tokenizer.ggml.add_space_prefix", bool, True):

@@ -44,10 +44,10 @@ class Family:
     `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
     leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns;
-    norms are stored with `norm_shift` added. Tensors of biases follow from those of their weights. `ignored` are ends of
-    the names of constants that files carry along; `renamed` are beginnings that files have, and
-    what they stand for; `base` is a beginning that some files leave out. `upgrade` makes a
-    configuration of before one of today.
+    norms are stored with `norm_shift` added. Tensors of biases follow from those of their weights.
+    `ignored` are ends of the names of constants that files carry along; `renamed` are beginnings
+    that files have, and what they stand for; `base` is a beginning that some files leave out.
+    `upgrade` makes a configuration of before one of today.
     """
 
     model_type: str
