@@ -87,6 +87,7 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
     hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
     writer.add_context_length(of("max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
+    writer.add_vocab_size(config["vocab_size"])
     writer.add_block_count(of("num_hidden_layers", "n_layer"))
     writer.add_feed_forward_length(of("intermediate_size", "n_inner") if "n_embd" not in config
                                    else of("n_inner", default=4 * hidden))  # fmt: skip

@@ -42,16 +42,16 @@ def logits_of(model, rows: np.ndarray) -> np.ndarray:
         return model(torch.tensor(rows)).logits.double().numpy()
 
 
-def compared(file: Path, rows: np.ndarray, prompts: list[list[int]]) -> dict:
-    """What both make of rows of tokens, and of prompts."""
+def compared(file: Path, rows: np.ndarray, prompts: list[list[int]], new: int = NEW) -> dict:
+    """What both make of rows of tokens, and of prompts with so many new tokens."""
     ours, other = load_model(file), theirs(file)
     first = logits_of(other, rows)
     second = np.asarray(plain_pass(ours, rows)[0]).astype(np.float64)
-    made = generate(ours, None, prompts, max_new_tokens=NEW)
+    made = generate(ours, None, prompts, max_new_tokens=new)
     equal = 0
     for prompt, tokens in zip(prompts, made.tokens, strict=True):
         text = list(prompt)
-        for _ in range(NEW):
+        for _ in range(new):
             text.append(int(logits_of(other, np.array([text]))[0, -1].argmax()))
         equal += text[len(prompt) :] == tokens.tolist()
     return {
@@ -101,7 +101,7 @@ def main() -> None:
             for file in made(Path(name)):
                 rows = np.random.default_rng(0).integers(1, 48, (2, 40))
                 prompts = [row[:9].tolist() for row in rows]
-                print(json.dumps(compared(file, rows, prompts)), flush=True)
+                print(json.dumps(compared(file, rows, prompts, 48)), flush=True)
 
 
 if __name__ == "__main__":

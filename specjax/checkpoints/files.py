@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from specjax.checkpoints import gguf
+from specjax.base.notices import notice
+from specjax.checkpoints import gguf, names
 from specjax.checkpoints.errors import CheckpointError
 
 BUNDLED = Path(__file__).parent.parent / "bundled"
@@ -72,7 +73,9 @@ def name_of(folder: Path) -> str:
 def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
     """The files that a name means: a folder, safetensors files of one, a GGUF file, a hub's id.
 
-    "bundled" is the target that comes with the package. An id is `org/name` or
+    "bundled" is the target that comes with the package; other short names are in
+    `specjax.checkpoints.names`, whose weights are taken from the cache folder, from a package that
+    is installed, or from a hub, and a notice says which. An id is `org/name` or
     `org/name@revision`, with `:FILE.gguf` behind it where a GGUF file is meant; what it names is
     downloaded unless it is there already, with huggingface_hub, which must be installed and may be
     set to be offline. `lora` is the folder or the hub's id of a LoRA adapter for it.
@@ -94,10 +97,32 @@ def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
     if name == "bundled":
         return Files(BUNDLED / "target")
     path = Path(name)
+    if str(name) in names.MODELS and not path.exists():
+        return Files(_of_short_name(names.MODELS[str(name)]))
     if path.is_dir() or not _is_id(str(name)):
         return Files(path)
     repository, _, file = str(name).partition(":")
     return Files(_download_file(repository, file) if file else _download(repository))
+
+
+def _of_short_name(known: names.Known) -> Path:
+    """Where the weights of a short name are.
+
+    Raises:
+      CheckpointError: they are nowhere, and could not be had from the hub.
+    """
+    found = names.place_of(known)
+    if found is not None:
+        notice(f"{known.name} is {found.path} ({found.what}).")
+        return found.path
+    try:
+        path = _download(known.hub)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"there are no weights of {known.name} here; {names.how_to_have(known)}. {error}"
+        ) from error
+    notice(f"{known.name} is {known.hub} of the hub.")
+    return path
 
 
 def _folder_of_adapter(name: Name) -> Path:

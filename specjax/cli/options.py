@@ -599,9 +599,17 @@ class BenchServe(Adapted, Kernels):
     """Draw mean latency and goodput against the rate of requests to this file."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """List the models that have short names: what they are, their licences, where they are here."""
+
+    json: bool = False
+    """Print one JSON object instead."""
+
+
 Options: TypeAlias = (
-    Generate | Serve | Bench | BenchServe | Tune | Verify | Info | CheckPair | Shard | Quantize
-    | Inflate | Roofline
+    Generate | Serve | Bench | BenchServe | Tune | Verify | Info | CheckPair | Models | Shard
+    | Quantize | Inflate | Roofline
 )  # fmt: skip
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
@@ -612,6 +620,7 @@ VERBS = (
     | Annotated[Verify, tyro.conf.subcommand("verify")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[CheckPair, tyro.conf.subcommand("check-pair")]
+    | Annotated[Models, tyro.conf.subcommand("models")]
     | Annotated[Shard, tyro.conf.subcommand("shard")]
     | Annotated[Quantize, tyro.conf.subcommand("quantize")]
     | Annotated[Inflate, tyro.conf.subcommand("inflate")]

