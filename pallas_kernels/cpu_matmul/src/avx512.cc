@@ -16,7 +16,7 @@ constexpr int kLanes = 16, kTile = 5, kAcross = 4;
 
 namespace specjax {
 
-const Form* avx512_form(const Call& call) { return float_form<Avx512>(call.format); }
+const Form* avx512_form(const Call& call) { return float_form<Avx512>(call); }
 bool avx512_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
 }  // namespace specjax

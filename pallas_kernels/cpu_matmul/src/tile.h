@@ -6,7 +6,7 @@
 //   kXBytes of a packed column, kPacksBfloat16 if `pack` rounds it; kRows of a tile of kColumns columns
 //   kRowsOfOne that are multiplied together with one column, and half as many with two or three
 //   kMostAsCodes: columns up to which codes are read anew for each tile; for more they are unpacked once
-//   Scales, what is known of a row; Weights load(bytes, scales, block), Weights ready(bytes), store(weights, bytes)
+//   Scales, what is known of a row; Weights load(bytes, scales, group), Weights ready(bytes), store(weights, bytes)
 //   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, their scales, floats)
 //
 // Which sums a product is made of does not depend on the number of columns or threads: nor does any bit of it.
@@ -37,39 +37,92 @@ inline uint16_t rounded_bits(float value) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of a row of weights that has none.
-struct NoScale {
-  void read(const Call&, int64_t) {}
-  float of_sums() const { return 1; }
+// Of float16. Nothing on the way is a denormal float32, which a thread may take for 0.
+inline float of_half(uint16_t half) {
+  uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = static_cast<uint32_t>(half & 0x7fff) << 13;
+  uint32_t exponent = rest & 0x0f800000u, bits = rest + (112u << 23) + (exponent == 0x0f800000u ? 112u << 23 : 0);
+  uint32_t small = rest + (113u << 23), least = 113u << 23;
+  float of_small, less;
+  std::memcpy(&of_small, &small, 4);
+  std::memcpy(&less, &least, 4);
+  of_small -= less;
+  std::memcpy(&small, &of_small, 4);
+  bits = (exponent == 0 ? small : bits) | sign;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// `count` scales or offsets from the first on, as float32.
+inline void widen(ScaleType type, const void* from, int64_t first, int64_t count, float* to) {
+  auto halves = static_cast<const uint16_t*>(from) + first;
+  switch (type) {
+    case kScaleFloat16:
+      for (int64_t i = 0; i < count; i++) to[i] = of_half(halves[i]);
+      return;
+    case kScaleBfloat16:
+      for (int64_t i = 0; i < count; i++) to[i] = widened(halves[i]);
+      return;
+    default: std::memcpy(to, static_cast<const float*>(from) + first, 4 * count);
+  }
+}
+
+constexpr int64_t kSpan = 64;  // units of inputs whose scales are widened at a time: no more groups than that
+
+// Which group a unit of inputs is in. A division takes as long as 16 products on some processors.
+struct Groups {
+  uint64_t factor;  // 2 to the 40th over the units of a group; 0 where that is all of a row
+  explicit Groups(const Call& call)
+      : factor(call.groups <= 1 ? 0 : (uint64_t{1} << 40) / (call.inputs / call.groups / kUnit) + 1) {}
+  int64_t of(int64_t unit) const { return static_cast<int64_t>((static_cast<uint64_t>(unit) * factor) >> 40); }
 };
 
-// The scales of a row's groups, and whether weights are rounded to bfloat16 when they have theirs.
-struct GroupScales {
-  const void* scales;
-  bool bfloat16, rounded;
-  int64_t group;  // its inputs
-  void read(const Call& call, int64_t row) {
-    bfloat16 = call.scale_is_bfloat16;
-    rounded = call.rounded;
-    group = call.inputs / call.groups;
-    scales = static_cast<const uint8_t*>(call.scale) + row * call.groups * (bfloat16 ? 2 : 4);
-  }
-  float at(int64_t input) const {
-    int64_t g = input / group;
-    return bfloat16 ? widened(static_cast<const uint16_t*>(scales)[g]) : static_cast<const float*>(scales)[g];
-  }
+// The groups of a block's first unit and of its second, counted from the first group of the span.
+struct OfBlock {
+  int64_t first, second;
+};
+
+// Of a row of weights that has none.
+struct NoScale {
+  static constexpr bool kGrouped = false;
+  void read(const Call&, int64_t) {}
+  void widen_span(int64_t, int64_t) {}
   float of_sums() const { return 1; }
 };
 
 // One scale a row, by which its sums are multiplied.
 struct RowScale {
+  static constexpr bool kGrouped = false;
   float of_row;
-  void read(const Call& call, int64_t row) {
-    GroupScales of_group;
-    of_group.read(call, row);
-    of_row = of_group.at(0);
-  }
+  void read(const Call& call, int64_t row) { widen(call.scale_type, call.scale, row, 1, &of_row); }
+  void widen_span(int64_t, int64_t) {}
   float of_sums() const { return of_row; }
+};
+
+// What a row's codes are multiplied by, and what is added to that, in the groups of a span; and whether these numbers are
+// rounded to bfloat16.
+struct GroupScales {
+  static constexpr bool kGrouped = true;
+  ScaleType type;
+  bool rounded;
+  float middle;
+  const void *scales, *offsets;
+  float scale[kSpan + 1], bias[kSpan + 1];  // one more: that of a unit behind the last
+  void read(const Call& call, int64_t row) {
+    type = call.scale_type, rounded = call.rounded, middle = call.format == kInt8 ? 128.0f : 8.0f;
+    scales = static_cast<const uint8_t*>(call.scale) + row * call.scale_bytes();
+    offsets = call.offset == nullptr ? nullptr : static_cast<const uint8_t*>(call.offset) + row * call.scale_bytes();
+  }
+  void widen_span(int64_t first, int64_t count) {
+    widen(type, scales, first, count, scale);
+    if (offsets != nullptr) {
+      widen(type, offsets, first, count, bias);
+    } else {
+      for (int64_t g = 0; g < count; g++) bias[g] = -middle * scale[g];
+    }
+    scale[count] = bias[count] = 0;
+  }
+  float of_sums() const { return 1; }
 };
 
 // A block of inputs of all columns, turned: `turned[c * kBlock + i]`, zeros past the last input.
@@ -92,7 +145,28 @@ inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
 
 template <class M>
 struct Driver {
-  static constexpr bool kCoded = M::kReadyBytes != M::kBytes;
+  static constexpr bool kCoded = M::kReadyBytes != M::kBytes, kGrouped = M::Scales::kGrouped;
+  static constexpr int64_t kSpanBlocks = kSpan * kUnit / M::kBlock;
+
+  // Goes over the blocks of some rows: where each is, and their scales as far as they are needed.
+  template <int R>
+  struct Walk {
+    Groups groups;
+    typename M::Scales* scales;
+    int64_t units, base = 0;
+    Walk(const Call& call, typename M::Scales* scales)
+        : groups(call), scales(scales), units(ceil_div(call.inputs, kUnit)) {}
+    OfBlock at(int64_t block) {
+      if (!kGrouped) return {0, 0};
+      int64_t unit = block * M::kBlock / kUnit;
+      if (block % kSpanBlocks == 0) {
+        int64_t last = unit + kSpan < units ? unit + kSpan - 1 : units - 1;
+        base = groups.of(unit);
+        for (int r = 0; r < R; r++) scales[r].widen_span(base, groups.of(last) - base + 1);
+      }
+      return {groups.of(unit) - base, groups.of(unit + 1) - base};
+    }
+  };
 
   template <int R>
   static constexpr int kBlocksOfALine = R * M::kBytes < 64 ? 64 / (R * M::kBytes) : 1;
@@ -115,7 +189,7 @@ struct Driver {
   template <int R>
   struct Strip {
     int64_t begin, count;
-    typename M::Scales scales[R];
+    mutable typename M::Scales scales[R];
     float of_sums[R][kColumns];  // what a row's sums are multiplied by
     const uint8_t* rows[R];
     const uint8_t* ready[R];  // the same as they are multiplied, where they were codes
@@ -132,7 +206,9 @@ struct Driver {
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; c++) M::clear(sums[r][c]);
     int64_t whole = call.inputs / M::kBlock, all = blocks(call), stride = all * M::kXBytes;
+    Walk<R> walk(call, strip.scales);
     for (int64_t b = 0; b < all; b++) {
+      OfBlock group = kReady ? OfBlock{} : walk.at(b);
       if (b % kBlocksOfALine<R> == 0)
         for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
       typename M::Weights weights[R];
@@ -141,7 +217,7 @@ struct Driver {
         if (kReady) {
           weights[r] = M::ready(strip.ready[r] + b * M::kReadyBytes);
         } else {
-          weights[r] = M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], b);
+          weights[r] = M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group);
         }
       }
 #pragma GCC unroll 4
@@ -202,9 +278,12 @@ struct Driver {
       if (kCoded && scratch != nullptr) {
         for (int r = 0; r < R; r++) {
           uint8_t* ready = scratch + r * all * M::kReadyBytes;
-          for (int64_t b = 0; b < all; b++)
-            M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], b),
+          Walk<1> walk(call, strip.scales + r);
+          for (int64_t b = 0; b < all; b++) {
+            OfBlock group = walk.at(b);
+            M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group),
                      ready + b * M::kReadyBytes);
+          }
           strip.ready[r] = ready;
         }
         tiles<R, kCoded>(call, strip, packed);
@@ -235,11 +314,13 @@ struct Driver {
         scales[r].read(call, row);
         for (int c = 0; c < C; c++) of_sums[r * C + c] = scales[r].of_sums();
       }
+      Walk<R> walk(call, scales);
       auto block = [&](int64_t b) {
+        OfBlock group = walk.at(b);
         typename M::Weights weights[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          weights[r] = M::load(rows[r], scales[r], b);
+          weights[r] = M::load(rows[r], scales[r], group);
           rows[r] += M::kBytes;
         }
 #pragma GCC unroll 4
