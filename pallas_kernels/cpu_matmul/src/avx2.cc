@@ -1,11 +1,13 @@
 // x86-64 with AVX2 and FMA.
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 #include <immintrin.h>
+
+#define SPECJAX_F16C  // which all processors with AVX2 have
 
 #include "float_forms.h"
 

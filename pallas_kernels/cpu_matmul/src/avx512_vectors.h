@@ -1,6 +1,8 @@
 // Vectors of 16 float32 for x86-64 with AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
+#define SPECJAX_F16C
+
 #include "float_forms.h"
 
 namespace specjax {

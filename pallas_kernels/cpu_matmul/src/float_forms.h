@@ -37,13 +37,13 @@ struct Int8 : Float32<V> {
   static typename V::Vector load(const uint8_t* at, const Scales&, OfBlock) { return V::codes(at); }
 };
 
-template <class V>
+template <class V, bool kRounded>
 struct Int8Groups : Float32<V> {
   using Scales = GroupScales;
   static constexpr int kBytes = V::kWidth;
   static typename V::Vector load(const uint8_t* at, const Scales& scales, OfBlock group) {
     typename V::Vector numbers = V::bytes(at, scales.scale[group.first], scales.bias[group.first]);
-    return scales.rounded ? V::rounded(numbers) : numbers;
+    return kRounded ? V::rounded(numbers) : numbers;
   }
 };
 
@@ -88,28 +88,30 @@ struct Bfloat16 {
   static void totals(const Sum* sums, const float* scales, float* to) { V::totals(sums, scales, to); }
 };
 
-template <class V>
+template <class V, bool kRounded>
 struct Int4 : Bfloat16<V> {
   using typename Bfloat16<V>::Weights;
   using Scales = GroupScales;
   static constexpr int kBytes = V::kWidth, kReadyBytes = 8 * V::kWidth;
   static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
     Weights w;
-    V::nibbles(at, scales.scale[group.first], scales.bias[group.first], scales.rounded, w.even, w.odd);
+    V::nibbles(at, scales.scale[group.first], scales.bias[group.first], kRounded, w.even, w.odd);
     return w;
   }
 };
 
 template <class V>
 const Form* float_form(const Call& call) {
-  static constexpr Form forms[kFormats] = {
+  static constexpr Form whole[kFormats] = {
       Driver<Float32<V>>::form(),
       Driver<Bfloat16<V>>::form(),
-      Driver<Int8Groups<V>>::form(),
-      Driver<Int4<V>>::form(),
+      Driver<Int8<V>>::form(),
+      Driver<Int4<V, false>>::form(),
   };
-  static constexpr Form of_sums = Driver<Int8<V>>::form();
-  return call.scales_sums() ? &of_sums : &forms[call.format];
+  static constexpr Form rounded = Driver<Int4<V, true>>::form();
+  static constexpr Form groups[2] = {Driver<Int8Groups<V, false>>::form(), Driver<Int8Groups<V, true>>::form()};
+  if (call.format == kInt4 && call.rounded) return &rounded;
+  return call.format == kInt8 && !call.scales_sums() ? &groups[call.rounded] : &whole[call.format];
 }
 
 }  // namespace

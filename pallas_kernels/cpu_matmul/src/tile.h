@@ -40,29 +40,52 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Of float16. Nothing on the way is a denormal float32, which a thread may take for 0.
 inline float of_half(uint16_t half) {
   uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = static_cast<uint32_t>(half & 0x7fff) << 13;
-  uint32_t exponent = rest & 0x0f800000u, bits = rest + (112u << 23) + (exponent == 0x0f800000u ? 112u << 23 : 0);
+  uint32_t exponent = rest & 0x0f800000u, is_small = -static_cast<uint32_t>(exponent == 0);
+  uint32_t is_none = -static_cast<uint32_t>(exponent == 0x0f800000u), bits = rest + (112u << 23) + (is_none & 112u << 23);
   uint32_t small = rest + (113u << 23), least = 113u << 23;
   float of_small, less;
   std::memcpy(&of_small, &small, 4);
   std::memcpy(&less, &least, 4);
   of_small -= less;
   std::memcpy(&small, &of_small, 4);
-  bits = (exponent == 0 ? small : bits) | sign;
+  bits = (small & is_small) | (bits & ~is_small) | sign;
   float value;
   std::memcpy(&value, &bits, 4);
   return value;
 }
 
+// Calls each(i) for all i below `count`, 16 at a time, which compilers make vectors of; the last ones with some before.
+template <class Each>
+inline void all_below(int64_t count, Each each) {
+  if (count < 16) {
+    for (int64_t i = 0; i < count; i++) each(i);
+    return;
+  }
+  for (int64_t from = 0; from < count; from += 16) {
+    int64_t at = from + 16 <= count ? from : count - 16;
+    for (int64_t i = at; i < at + 16; i++) each(i);
+  }
+}
+
+inline void widen_halves(const uint16_t* from, int64_t count, float* __restrict to) {
+#ifdef SPECJAX_F16C
+  if (count >= 8) {
+    for (int64_t next = 0; next < count; next += 8) {
+      int64_t at = next + 8 <= count ? next : count - 8;
+      _mm256_storeu_ps(to + at, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at))));
+    }
+    return;
+  }
+#endif
+  all_below(count, [=](int64_t i) { to[i] = of_half(from[i]); });
+}
+
 // `count` scales or offsets from the first on, as float32.
-inline void widen(ScaleType type, const void* from, int64_t first, int64_t count, float* to) {
+inline void widen(ScaleType type, const void* from, int64_t first, int64_t count, float* __restrict to) {
   auto halves = static_cast<const uint16_t*>(from) + first;
   switch (type) {
-    case kScaleFloat16:
-      for (int64_t i = 0; i < count; i++) to[i] = of_half(halves[i]);
-      return;
-    case kScaleBfloat16:
-      for (int64_t i = 0; i < count; i++) to[i] = widened(halves[i]);
-      return;
+    case kScaleFloat16: return widen_halves(halves, count, to);
+    case kScaleBfloat16: return all_below(count, [=](int64_t i) { to[i] = widened(halves[i]); });
     default: std::memcpy(to, static_cast<const float*>(from) + first, 4 * count);
   }
 }
@@ -99,28 +122,36 @@ struct RowScale {
   float of_sums() const { return of_row; }
 };
 
-// What a row's codes are multiplied by, and what is added to that, in the groups of a span; and whether these numbers are
-// rounded to bfloat16.
+// What a row's codes are multiplied by, and what is added to that, in the groups of a span.
 struct GroupScales {
   static constexpr bool kGrouped = true;
   ScaleType type;
-  bool rounded;
   float middle;
+  int64_t row_bytes;
   const void *scales, *offsets;
   float scale[kSpan + 1], bias[kSpan + 1];  // one more: that of a unit behind the last
   void read(const Call& call, int64_t row) {
-    type = call.scale_type, rounded = call.rounded, middle = call.format == kInt8 ? 128.0f : 8.0f;
+    type = call.scale_type, row_bytes = call.scale_bytes(), middle = call.format == kInt8 ? 128.0f : 8.0f;
     scales = static_cast<const uint8_t*>(call.scale) + row * call.scale_bytes();
     offsets = call.offset == nullptr ? nullptr : static_cast<const uint8_t*>(call.offset) + row * call.scale_bytes();
   }
-  void widen_span(int64_t first, int64_t count) {
+  // Apart from the loops, whose sums are in registers.
+  __attribute__((noinline)) void widen_span(int64_t first, int64_t count) {
+    fetch(scales, first, count);
     widen(type, scales, first, count, scale);
     if (offsets != nullptr) {
+      fetch(offsets, first, count);
       widen(type, offsets, first, count, bias);
     } else {
-      for (int64_t g = 0; g < count; g++) bias[g] = -middle * scale[g];
+      all_below(count, [this](int64_t g) { bias[g] = -middle * scale[g]; });
     }
     scale[count] = bias[count] = 0;
+  }
+  // Those of the next row, which is most often the next that is asked for.
+  void fetch(const void* of_row, int64_t first, int64_t count) const {
+    int64_t size = type == kScaleFloat32 ? 4 : 2;
+    auto next = static_cast<const uint8_t*>(of_row) + row_bytes + first * size;
+    for (int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(next + at, 0, 2);
   }
   float of_sums() const { return 1; }
 };
@@ -146,9 +177,9 @@ inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
 template <class M>
 struct Driver {
   static constexpr bool kCoded = M::kReadyBytes != M::kBytes, kGrouped = M::Scales::kGrouped;
-  static constexpr int64_t kSpanBlocks = kSpan * kUnit / M::kBlock;
+  static constexpr int64_t kSpanBlocks = kGrouped ? kSpan * kUnit / M::kBlock : int64_t{1} << 40;
 
-  // Goes over the blocks of some rows: where each is, and their scales as far as they are needed.
+  // Goes over some rows in spans of kSpanBlocks, whose scales are widened; says in which groups a block is.
   template <int R>
   struct Walk {
     Groups groups;
@@ -156,14 +187,15 @@ struct Driver {
     int64_t units, base = 0;
     Walk(const Call& call, typename M::Scales* scales)
         : groups(call), scales(scales), units(ceil_div(call.inputs, kUnit)) {}
-    OfBlock at(int64_t block) {
+    void enter(int64_t block) {
+      if (!kGrouped) return;
+      int64_t unit = block * M::kBlock / kUnit, last = unit + kSpan < units ? unit + kSpan - 1 : units - 1;
+      base = groups.of(unit);
+      for (int r = 0; r < R; r++) scales[r].widen_span(base, groups.of(last) - base + 1);
+    }
+    OfBlock at(int64_t block) const {
       if (!kGrouped) return {0, 0};
       int64_t unit = block * M::kBlock / kUnit;
-      if (block % kSpanBlocks == 0) {
-        int64_t last = unit + kSpan < units ? unit + kSpan - 1 : units - 1;
-        base = groups.of(unit);
-        for (int r = 0; r < R; r++) scales[r].widen_span(base, groups.of(last) - base + 1);
-      }
       return {groups.of(unit) - base, groups.of(unit + 1) - base};
     }
   };
@@ -207,7 +239,7 @@ struct Driver {
       for (int c = 0; c < kColumns; c++) M::clear(sums[r][c]);
     int64_t whole = call.inputs / M::kBlock, all = blocks(call), stride = all * M::kXBytes;
     Walk<R> walk(call, strip.scales);
-    for (int64_t b = 0; b < all; b++) {
+    auto block = [&](int64_t b) {
       OfBlock group = kReady ? OfBlock{} : walk.at(b);
       if (b % kBlocksOfALine<R> == 0)
         for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
@@ -226,6 +258,11 @@ struct Driver {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) M::dot(sums[r][c], weights[r], columns);
       }
+    };
+    for (int64_t from = 0; from < all; from += kReady ? all : kSpanBlocks) {
+      if (!kReady) walk.enter(from);
+      int64_t end = kReady || all - from < kSpanBlocks ? all : from + kSpanBlocks;
+      for (int64_t b = from; b < end; b++) block(b);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -280,6 +317,7 @@ struct Driver {
           uint8_t* ready = scratch + r * all * M::kReadyBytes;
           Walk<1> walk(call, strip.scales + r);
           for (int64_t b = 0; b < all; b++) {
+            if (b % kSpanBlocks == 0) walk.enter(b);
             OfBlock group = walk.at(b);
             M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group),
                      ready + b * M::kReadyBytes);
@@ -332,16 +370,21 @@ struct Driver {
         x += M::kXBytes;
       };
       int64_t ahead = begin + (R - 1) * part + i + 1 < call.outputs ? row_bytes : 0, b = 0;
-      for (; b + kLine <= whole; b += kLine) {
+      while (b < whole) {
+        walk.enter(b);
+        int64_t end = whole - b < kSpanBlocks ? whole : b + kSpanBlocks;
+        for (; b + kLine <= end; b += kLine) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
+          for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-          for (int line = 0; line < M::kBytes * kLine; line += 64) __builtin_prefetch(rows[r] + (ahead + line), 0, 2);
+            for (int line = 0; line < M::kBytes * kLine; line += 64) __builtin_prefetch(rows[r] + (ahead + line), 0, 2);
 #pragma GCC unroll 4
-        for (int line = 0; line < kLine; line++) block(b + line);
+          for (int line = 0; line < kLine; line++) block(b + line);
+        }
+        for (; b < end; b++) block(b);
       }
-      for (; b < whole; b++) block(b);
       if (left > 0) {
+        if (whole % kSpanBlocks == 0) walk.enter(whole);
         uint8_t tail[R][M::kBytes] = {};
         for (int r = 0; r < R; r++) rows[r] = static_cast<uint8_t*>(std::memcpy(tail[r], rows[r], left));
         block(whole);
