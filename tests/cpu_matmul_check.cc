@@ -71,16 +71,17 @@ struct Pool {
 };
 
 bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64_t inputs, int64_t columns,
-           int64_t groups, int64_t threads, Pool& pool) {
+           int64_t groups, bool has_offset, int64_t threads, Pool& pool) {
   Call call{};
   call.format = format, call.rounded = rounded;
   call.outputs = outputs, call.inputs = inputs, call.columns = columns, call.groups = groups;
-  call.scale_is_bfloat16 = true;
+  call.scale_type = kScaleBfloat16;
   std::vector<uint8_t> weights(outputs * call.row_bytes());
-  std::vector<uint16_t> scale(outputs * groups);
+  std::vector<uint16_t> scale(outputs * groups), offset(has_offset ? outputs * groups : 0);
   std::vector<float> x(inputs * columns), out(outputs * columns, NAN);
   for (auto& each : x) each = real();
   for (auto& each : scale) each = upper(0.01f + 0.01f * std::fabs(real()));
+  for (auto& each : offset) each = upper(real());
   std::vector<double> numbers(outputs * inputs);
   for (int64_t o = 0; o < outputs; o++) {
     for (int64_t i = 0; i < inputs; i++) {
@@ -98,16 +99,21 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
         int code = number() >> (format == kInt8 ? 24 : 28);
         if (format == kInt8) weights[at] = static_cast<uint8_t>(code);
         else weights[at / 2] = static_cast<uint8_t>(weights[at / 2] | code << (i % 2 ? 4 : 0));
-        float value = (code - (format == kInt8 ? 128 : 8)) * of_bits(scale[o * groups + i / (inputs / groups)]);
-        stands_for = rounded && format == kInt4 ? of_bits(upper(value)) : value;
+        int64_t group = o * groups + i / (inputs / groups);
+        int middle = has_offset ? 0 : format == kInt8 ? 128 : 8;
+        float value = (code - middle) * of_bits(scale[group]) + (has_offset ? of_bits(offset[group]) : 0.0f);
+        bool sums = format == kInt8 && groups == 1 && !has_offset;
+        stands_for = rounded && !sums ? of_bits(upper(value)) : value;
       }
     }
   }
   call.weights = weights.data(), call.scale = scale.data(), call.x = x.data(), call.out = out.data();
+  call.offset = has_offset ? offset.data() : nullptr;
   Call first = call, second = call;  // as two matrices
   first.outputs = outputs / 3, second.outputs = outputs - first.outputs;
   second.weights += first.outputs * call.row_bytes(), second.out += first.outputs * columns;
   second.scale = scale.data() + first.outputs * groups;
+  if (has_offset) second.offset = offset.data() + first.outputs * groups;
   if (!multiply({first, second}, threads, [&](auto task) { pool.schedule(task); })) return false;
   double most = 0, off = 0;
   for (int64_t o = 0; o < outputs; o++) {
@@ -125,9 +131,9 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
   }
   double allowed = 1e-6 * (most > 0 ? most : 1);
   if (off <= allowed) return true;
-  std::printf("%s: format %d rounded %d, %ld x %ld times %ld, %ld groups, %ld threads: off by %g of %g\n", form,
-              static_cast<int>(format), rounded, static_cast<long>(outputs), static_cast<long>(inputs),
-              static_cast<long>(columns), static_cast<long>(groups), static_cast<long>(threads), off, most);
+  std::printf("%s: format %d rounded %d, %ld x %ld times %ld, %ld groups, offsets %d, %ld threads: off by %g of %g\n",
+              form, static_cast<int>(format), rounded, static_cast<long>(outputs), static_cast<long>(inputs),
+              static_cast<long>(columns), static_cast<long>(groups), has_offset, static_cast<long>(threads), off, most);
   return false;
 }
 
@@ -226,15 +232,22 @@ int main() {
           for (int64_t outputs : {1, 5, 24, 61}) {
             for (int64_t columns : {1, 2, 3, 4, 5, 8, 9, 17, 64}) {
               std::vector<int64_t> groups = {1};
-              if (format == kInt4 && inputs % 32 == 0) groups.push_back(inputs / 32);
-              if (format == kInt4 && inputs % 64 == 0) groups.push_back(inputs / 64);
+              bool coded = format >= kInt8;
+              if (coded && inputs % 32 == 0) groups.push_back(inputs / 32);
+              if (coded && inputs % 64 == 0) groups.push_back(inputs / 64);
               for (int64_t count : groups)
-                if (!agree(form, static_cast<Format>(format), rounded, outputs, inputs, columns, count, 1, pool)) return 1;
+                for (bool has_offset : {false, true})
+                  if ((coded || !has_offset) && !agree(form, static_cast<Format>(format), rounded, outputs, inputs,
+                                                       columns, count, has_offset, 1, pool))
+                    return 1;
             }
           }
         }
-        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 3, 1, 4, pool)) return 1;
-        if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, 16, 1, 4, pool)) return 1;
+        for (int64_t columns : {3, 16})
+          if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, columns, 1, false, 4, pool)) return 1;
+        for (int64_t columns : {1, 16})  // more groups than a span has
+          if (!agree(form, static_cast<Format>(format), rounded, 9, 4192, columns, format >= kInt8 ? 131 : 1, false, 1, pool))
+            return 1;
       }
     }
     for (int64_t slots : {0, 1, 16, 37, 64, 150})

@@ -33,14 +33,24 @@ from specjax.models.quantized import packed
 FORMS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
 SOURCES = Path(library.__file__).parent / "src"
 KINDS = {
-    "float32": (32, False, None), "bfloat16": (16, True, None),
-    "bfloat16 times float32": (16, False, None),
-    "int8": (8, False, None), "int8 times bfloat16": (8, True, None),
-    "int4": (4, False, None), "int4 times bfloat16": (4, True, None),
-    "int4 of groups of 32": (4, False, 32), "int4 of groups of 32 times bfloat16": (4, True, 32),
-    "int4 of groups of 64": (4, False, 64), "int4 of groups of 64 times bfloat16": (4, True, 64),
+    "float32": (32, False, None, False), "bfloat16": (16, True, None, False),
+    "bfloat16 times float32": (16, False, None, False),
+    "int8": (8, False, None, False), "int8 times bfloat16": (8, True, None, False),
+    "int8 of groups of 32": (8, False, 32, False),
+    "int8 of groups of 32 times bfloat16": (8, True, 32, False),
+    "int8 with offsets": (8, False, None, True),
+    "int8 of groups of 96 with offsets times bfloat16": (8, True, 96, True),
+    "int4": (4, False, None, False), "int4 times bfloat16": (4, True, None, False),
+    "int4 of groups of 32": (4, False, 32, False),
+    "int4 of groups of 32 times bfloat16": (4, True, 32, False),
+    "int4 of groups of 64": (4, False, 64, False),
+    "int4 of groups of 64 times bfloat16": (4, True, 64, False),
+    "int4 of groups of 32 with offsets": (4, False, 32, True),
+    "int4 of groups of 32 with offsets times bfloat16": (4, True, 32, True),
 }  # fmt: skip
-"""Bits of a weight, whether x is rounded, and the inputs of a group where it is not a row."""
+"""Bits of a weight, whether x is rounded, the inputs of a group where it is not a row, and whether
+groups have an offset."""
+SCALES = jnp.bfloat16, jnp.float32, jnp.float16
 _NONE = library.status().form is None
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
@@ -68,29 +78,50 @@ def form(request):
 
 
 def operands(kind, outputs, inputs, columns, seed=0):
-    """Weights, scales or None, x, and whether it is rounded."""
-    bits, rounded, group = KINDS[kind]
+    """Weights, x, scales and offsets if there are any; and whether x is rounded."""
+    bits, rounded, group, has_offset = KINDS[kind]
     random = np.random.default_rng(seed)
     x = jnp.asarray(random.normal(size=(inputs, columns)), jnp.float32)
     if bits >= 16:
         dtype = jnp.float32 if bits == 32 else jnp.bfloat16
-        return jnp.asarray(random.normal(size=(outputs, inputs)), dtype), None, x, rounded
+        return jnp.asarray(random.normal(size=(outputs, inputs)), dtype), x, None, None, rounded
     codes = random.integers(0, 256, (outputs, inputs * bits // 8))
     scale = 0.01 + 0.01 * random.random((outputs, inputs // (group or inputs)))
-    dtype = jnp.bfloat16 if seed % 2 == 0 else jnp.float32
-    return jnp.asarray(codes, jnp.uint8), jnp.asarray(scale, dtype), x, rounded
+    scale[::3] *= 1e-5  # a float16 of less digits
+    dtype = SCALES[seed % 3]
+    offset = jnp.asarray(random.normal(size=scale.shape) * scale, dtype) if has_offset else None
+    return jnp.asarray(codes, jnp.uint8), x, jnp.asarray(scale, dtype), offset, rounded
 
 
-def exact(weights, scale, x, rounded):
+def exact(weights, x, scale, offset, rounded):
     """The product in float64, and for each of its entries the sum of the terms' sizes."""
-    numbers, after = weights, 1.0
-    if scale is not None:
-        numbers, after = reference.unpacked(weights, scale, x.shape[0])
-    after = np.asarray(after, np.float64)
+    x, after = np.asarray(x), 1.0
+    if scale is None:
+        numbers = np.asarray(weights.astype(jnp.float32))
+    else:
+        codes, groups = np.asarray(weights), scale.shape[1]
+        if codes.shape[1] < len(x):
+            codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+        middle = 128 if codes.shape[1] == weights.shape[1] else 8
+        wide, more = (
+            np.repeat(np.asarray(part, np.float64), len(x) // groups, axis=1)
+            for part in (
+                scale,
+                -middle * np.asarray(scale, np.float64) if offset is None else offset,
+            )
+        )
+        if offset is None and groups == 1 and middle == 128:
+            numbers, after = codes - 128.0, wide[:, :1]
+        else:
+            numbers = (wide * codes + more).astype(np.float32)
     if rounded:
-        numbers, x = (lax.reduce_precision(each, 8, 7) for each in (numbers, x))
-    numbers, x = (np.asarray(each.astype(jnp.float32), np.float64) for each in (numbers, x))
+        numbers, x = (np.asarray(each, jnp.bfloat16) for each in (numbers, x))
+    numbers, x = (np.asarray(each, np.float64) for each in (numbers, x))
     return after * (numbers @ x), after * (np.abs(numbers) @ np.abs(x))
+
+
+def product(weights, x, scale, offset, rounded):
+    return cpu_matmul(weights, x, scale, offset, rounded=rounded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,32 +134,37 @@ def test_it_is_the_product(form, kind):
     ):  # fmt: skip
         inputs = -(-inputs // group) * group
         at = operands(kind, outputs, inputs, columns, seed=columns)
-        found = cpu_matmul(at[0], at[2], at[1], rounded=at[3])
+        found = product(*at)
         expected, size = exact(*at)
         assert found.dtype == jnp.float32
         assert found.shape == expected.shape
         assert np.all(np.abs(np.asarray(found) - expected) <= 1e-6 * size)
+        if columns == 9:
+            found = reference.matmul(*at[:-1], rounded=at[-1])
+            assert np.all(np.abs(np.asarray(found) - expected) <= 1e-6 * size)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_column_does_not_depend_on_the_others(form, kind):
     """To the bit: a tree's root gives what plain decoding gives. Large enough for two threads."""
-    weights, scale, x, rounded = operands(kind, 1500, 512, MOST_COLUMNS)
-    whole = np.asarray(cpu_matmul(weights, x, scale, rounded=rounded))
+    inputs = 576 if KINDS[kind][2] == 96 else 512
+    weights, x, *rest = operands(kind, 1500, inputs, MOST_COLUMNS)
+    whole = np.asarray(product(weights, x, *rest))
     for first, columns in ((0, 1), (5, 2), (7, 3), (10, 4), (20, 7), (32, 16), (3, 40)):
-        own = cpu_matmul(weights, x[:, first : first + columns], scale, rounded=rounded)
+        own = product(weights, x[:, first : first + columns], *rest)
         np.testing.assert_array_equal(whole[:, first : first + columns], np.asarray(own))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_number_stays_in_its_row_and_column(form, kind):
-    weights, scale, x, rounded = operands(kind, 30, 70 if KINDS[kind][2] is None else 128, 6)
+    inputs = 70 if KINDS[kind][2] is None else 4 * KINDS[kind][2]
+    weights, x, scale, offset, rounded = operands(kind, 30, inputs, 6)
     x = x.at[3, 2].set(jnp.nan).at[-1, 4].set(jnp.inf)
     rows = [11] if scale is None else []
     for row in rows:
         weights = weights.at[row, -1].set(jnp.nan)
-    found = np.asarray(cpu_matmul(weights, x, scale, rounded=rounded))
-    expected = np.asarray(reference.matmul(weights, x, scale, rounded=rounded))
+    found = np.asarray(product(weights, x, scale, offset, rounded))
+    expected = np.asarray(reference.matmul(weights, x, scale, offset, rounded=rounded))
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
     np.testing.assert_array_equal(np.isposinf(found), np.isposinf(expected))
     assert np.isnan(found[:, 2]).all()
@@ -138,21 +174,24 @@ def test_what_is_no_number_stays_in_its_row_and_column(form, kind):
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_tiny_numbers_are_kept_or_are_zero(form, kind):
     """Some processors take denormal numbers of bfloat16 for 0."""
-    weights, _, x, rounded = operands(kind, 9, 64, 5)
+    weights, x, *rest = operands(kind, 9, 64, 5)
     for size in (1e-39, 1e-30, 1e-20):
-        found = np.asarray(cpu_matmul(weights, size * x, rounded=rounded))
-        expected, terms = exact(weights, None, size * x, rounded)
+        found = np.asarray(product(weights, size * x, *rest))
+        expected, terms = exact(weights, size * x, *rest)
         assert np.all(np.abs(found - expected) <= 1e-6 * terms + 64 * 1.2e-38)
-    assert not np.asarray(cpu_matmul(weights, 0 * x, rounded=rounded)).any()
+    assert not np.asarray(product(weights, 0 * x, *rest)).any()
 
 
 @needs_it
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4 of groups of 64"])
+@pytest.mark.parametrize(
+    "kind",
+    ["float32", "bfloat16", "int8", "int4 of groups of 64", "int4 of groups of 32 with offsets"],
+)
 def test_it_runs_in_jit_loops_and_vmap(kind):
-    weights, scale, x, rounded = operands(kind, 40, 64, 3)
+    weights, x, *scale, rounded = operands(kind, 40, 64, 3)
 
     def call(weights, scale, x):
-        return cpu_matmul(weights, x, scale, rounded=rounded)
+        return product(weights, x, *scale, rounded)
 
     once = np.asarray(call(weights, scale, x))
     np.testing.assert_array_equal(np.asarray(jax.jit(call)(weights, scale, x)), once)
@@ -170,18 +209,19 @@ def test_it_runs_in_jit_loops_and_vmap(kind):
     np.testing.assert_array_equal(np.asarray(wide[7]), once)
     pool = [operands(kind, 40, 64, 3, seed=2 * n) for n in range(3)]
     stacked = [None if part[0] is None else jnp.stack(part) for part in zip(*pool, strict=True)]
-    axes = 0, None if scale is None else 0
-    of_each = jax.vmap(call, (*axes, 0))(*stacked[:3])
-    of_same = jax.vmap(call, (*axes, None))(*stacked[:2], x)
+    axes = [None if part is None else 0 for part in scale]
+    of_each = jax.vmap(call, (0, axes, 0))(stacked[0], stacked[2:4], stacked[1])
+    of_same = jax.vmap(call, (0, axes, None))(stacked[0], stacked[2:4], x)
     for n, own in enumerate(pool):
-        np.testing.assert_array_equal(np.asarray(of_each[n]), np.asarray(call(*own[:3])))
-        np.testing.assert_array_equal(np.asarray(of_same[n]), np.asarray(call(*own[:2], x)))
+        np.testing.assert_array_equal(np.asarray(of_each[n]), np.asarray(product(*own)))
+        wanted = call(own[0], own[2:4], x)
+        np.testing.assert_array_equal(np.asarray(of_same[n]), np.asarray(wanted))
 
 
 @needs_it
 def test_it_runs_on_a_mesh():
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
-    weights, _, x, _ = operands("float32", 64, 96, 5)
+    weights, x, *_ = operands("float32", 64, 96, 5)
 
     def call(weights, x):
         return cpu_matmul(weights, x)
@@ -214,7 +254,7 @@ def test_linear_is_it_unless_xla_is_asked_for():
 
 
 @needs_it
-@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, None), (4, 32)])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, None), (4, 32)])
 def test_packed_weights_are_multiplied_as_they_are(bits, group):
     matrix = np.random.default_rng(bits).normal(size=(48, 64)).astype(np.float32)
     weight = jax.tree.map(jnp.asarray, packed(matrix, bits, group))
@@ -291,10 +331,14 @@ def test_what_it_does_not_take_is_said():
     assert unable(shape(8, 64), 64, 65) == "it takes 1 to 64 columns, not 65"
     assert "not float16" in (unable(shape(8, 64, dtype=jnp.float16), 64, 1) or "")
     assert unable(codes, 64, 1, shape(8, 1)) is None
-    assert unable(codes, 64, 1, shape(8, 2)) == "codes of 8 bits have a scale a row, not 2"
+    assert unable(codes, 64, 1, shape(8, 2), shape(8, 2)) is None
+    assert unable(codes, 64, 1, shape(8, 4)) == "groups are of multiples of 32 inputs"
     assert unable(codes, 128, 1, shape(8, 4)) is None
     assert unable(codes, 128, 1, shape(8, 8)) == "groups are of multiples of 32 inputs"
-    assert "scales are" in (unable(codes, 64, 1, shape(8, 1, dtype=jnp.float16)) or "")
+    assert unable(codes, 64, 1, shape(8, 1, dtype=jnp.float16)) is None
+    assert "scales are" in (unable(codes, 64, 1, shape(8, 1, dtype=np.float64)) or "")
+    said = unable(codes, 64, 1, shape(8, 1), shape(8, 1, dtype=jnp.float16))
+    assert said == "offsets are as scales are, float32[8, 1]"
     assert "codes are bytes" in (unable(codes, 100, 1, shape(8, 1)) or "")
     with pytest.raises(ValueError, match="cpu_matmul cannot run here: it takes 1 to 64 columns"):
         cpu_matmul(jnp.ones((8, 64)), jnp.ones((64, 65)))
@@ -316,6 +360,7 @@ def test_what_it_does_not_take_is_said():
         (((64, 2), (8, 64), (8, 1)), [(8, 2)], "codes have scales"),
         (((64, 2), (8, 64), (7, 64)), [(8, 2), (8, 2)], "the result has another shape"),
         (((64, 2), (8, 64), (8, 64), (8, 64)), [(8, 2), (8, 2)], "another number of matrices"),
+        (((64, 2), (8, 64), (8, 1), (8, 1), (8, 1)), [(8, 2)], "another number of matrices"),
     ],
 )
 def test_a_call_of_other_shapes_is_refused_before_anything_is_read(shapes, made, error):
@@ -339,16 +384,16 @@ def test_a_call_of_two_kinds_is_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_matrices_give_what_each_gives(form, kind):
     """To the bit, also where a thread's share ends within one of them; and under `vmap`."""
-    rows = 1500, 3, 0, 130
-    whole, scale, x, rounded = operands(kind, sum(rows), 512, 5)
+    rows, inputs = (1500, 3, 0, 130), 576 if KINDS[kind][2] == 96 else 512
+    whole, x, *of_groups, rounded = operands(kind, sum(rows), inputs, 5)
     ends = np.cumsum(rows)[:-1]
     several = tuple(jnp.split(whole, ends))
-    scales = None if scale is None else tuple(jnp.split(scale, ends))
+    parts = [None if part is None else tuple(jnp.split(part, ends)) for part in of_groups]
 
     def together(x):
-        return cpu_matmuls(several, x, scales, rounded=rounded)
+        return cpu_matmuls(several, x, *parts, rounded=rounded)
 
-    expected = np.split(np.asarray(cpu_matmul(whole, x, scale, rounded=rounded)), ends)
+    expected = np.split(np.asarray(product(whole, x, *of_groups, rounded)), ends)
     for columns in (1, 5):
         for found, wanted in zip(together(x[:, :columns]), expected, strict=True):
             np.testing.assert_array_equal(np.asarray(found), wanted[:, :columns])

@@ -32,7 +32,11 @@ def unable_here(columns: int) -> str | None:
 
 
 def unable(
-    weights: _Operand, inputs: int, columns: int, scale: _Operand | None = None
+    weights: _Operand,
+    inputs: int,
+    columns: int,
+    scale: _Operand | None = None,
+    offset: _Operand | None = None,
 ) -> str | None:
     """Why a product cannot run as `cpu_matmul` where it is traced; None if it can.
 
@@ -41,25 +45,28 @@ def unable(
         4 bits `[..., O, I / 2]`. Shapes and dtypes count alone.
       inputs: `I`.
       columns: of x.
-      scale: `[..., O, G]` of codes; float32 or bfloat16.
+      scale: `[..., O, G]` of codes; float32, bfloat16 or float16.
+      offset: the same of codes that have offsets.
     """
-    return unable_here(columns) or _unable_of(weights, inputs, scale)
+    return unable_here(columns) or _unable_of(weights, inputs, scale, offset)
 
 
-def _unable_of(weights: _Operand, inputs: int, scale: _Operand | None) -> str | None:
+def _unable_of(
+    weights: _Operand, inputs: int, scale: _Operand | None, offset: _Operand | None
+) -> str | None:
     held = weights.shape[-1]
     if scale is None:
         known = weights.dtype in (jnp.float32, jnp.bfloat16) and held == inputs
         return None if known else f"it takes float32 and bfloat16, not {weights.dtype}"
     if weights.dtype != jnp.uint8 or held not in (inputs, inputs / 2):
         return "codes are bytes, one or half of one for each input"
-    if scale.dtype not in (jnp.float32, jnp.bfloat16):
-        return f"scales are float32 or bfloat16, not {scale.dtype}"
+    if scale.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"scales are float32, bfloat16 or float16, not {scale.dtype}"
+    if offset is not None and (offset.dtype, offset.shape) != (scale.dtype, scale.shape):
+        return f"offsets are as scales are, {scale.dtype}{list(scale.shape)}"
     groups = scale.shape[-1]
     if groups == 1:
         return None
-    if held == inputs:
-        return f"codes of 8 bits have a scale a row, not {groups}"
     fits = inputs % groups == 0 and inputs // groups % _GROUPED_BY == 0
     return None if fits else f"groups are of multiples of {_GROUPED_BY} inputs"
 
@@ -83,26 +90,30 @@ def cpu_matmul(
     weights: Num[Array, "*lead O B"],
     x: Float[Array, "*lead I N"],
     scale: Num[Array, "*lead O G"] | None = None,
+    offset: Num[Array, "*lead O G"] | None = None,
     *,
     rounded: bool = False,
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` with sums in float32, for each of the first dimensions.
 
-    Codes stand for `scale · (code - middle)`, the middle being 128 or 8; of those of 8 bits the
-    sums are scaled. What a column gives does not depend on the others, nor on the number of
-    threads, to the bit.
+    Codes stand for `scale · (code - middle)`, the middle being 128 or 8, or for
+    `scale · code + offset`; of those of 8 bits with a scale a row and no offset the sums are
+    scaled. What a column gives does not depend on the others, nor on the number of threads, to the
+    bit.
 
     Args:
       weights: see `unable`.
       x: float32, 1 to 64 columns.
       scale: of codes.
-      rounded: whether x is rounded to bfloat16, and so are the numbers that codes of 4 bits stand
-        for.
+      offset: of codes.
+      rounded: whether x is rounded to bfloat16, and so are the numbers that codes stand for, but
+        where it is sums that are scaled.
 
     Raises:
       ValueError: it cannot run so (`unable`), or weights of float32 would have to be rounded.
     """
-    (made,) = cpu_matmuls((weights,), x, None if scale is None else (scale,), rounded=rounded)
+    scales, offsets = (None if part is None else (part,) for part in (scale, offset))
+    (made,) = cpu_matmuls((weights,), x, scales, offsets, rounded=rounded)
     return made
 
 
@@ -110,6 +121,7 @@ def cpu_matmuls(
     weights: Sequence[Num[Array, "*lead _ B"]],
     x: Float[Array, "*lead I N"],
     scales: Sequence[Num[Array, "*lead _ G"]] | None = None,
+    offsets: Sequence[Num[Array, "*lead _ G"]] | None = None,
     *,
     rounded: bool = False,
 ) -> tuple[Float[Array, "*lead _ N"], ...]:
@@ -119,6 +131,7 @@ def cpu_matmuls(
       weights: see `cpu_matmul`; of one dtype, and with rows of one length.
       x: see `cpu_matmul`.
       scales: of codes; each matrix has as many a row.
+      offsets: of codes; all of them have some or none has.
       rounded: see `cpu_matmul`.
 
     Raises:
@@ -126,19 +139,24 @@ def cpu_matmuls(
     """
     if rounded and weights[0].dtype == jnp.float32:
         raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
-    if not share_a_call(weights, scales):
+    if not share_a_call(weights, scales, offsets):
         given = " and ".join(f"{each.dtype}{list(each.shape)}" for each in weights)
         raise ValueError(
             "cpu_matmul takes matrices of one dtype, with rows of one length and as many scales, "
             f"not {given}."
         )
-    first = None if scales is None else scales[0]
-    if (reason := unable(weights[0], x.shape[-2], x.shape[-1], first)) is not None:
+    scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
+    if (reason := unable(weights[0], x.shape[-2], x.shape[-1], scale, offset)) is not None:
         raise ValueError(f"cpu_matmul cannot run here: {reason}.")
-    return _products(rounded, tuple(weights), tuple(scales or ()), x.astype(jnp.float32))
+    parts = (*weights, *(scales or ()), *(offsets or ()))
+    return _products(rounded, len(weights), parts, x.astype(jnp.float32))
 
 
-def share_a_call(weights: Sequence[_Operand], scales: Sequence[_Operand] | None = None) -> bool:
+def share_a_call(
+    weights: Sequence[_Operand],
+    scales: Sequence[_Operand] | None = None,
+    offsets: Sequence[_Operand] | None = None,
+) -> bool:
     """Whether matrices are alike but for their number of rows, as `cpu_matmuls` takes them.
 
     If one of them can run as `cpu_matmul`, all can.
@@ -147,50 +165,52 @@ def share_a_call(weights: Sequence[_Operand], scales: Sequence[_Operand] | None 
     def kinds(operands: Sequence[_Operand]) -> set[Any]:
         return {(each.dtype, each.shape[:-2], each.shape[-1]) for each in operands}
 
-    return len(kinds(weights)) == 1 and len(kinds(scales or ())) <= 1
+    of_groups = [part for part in (scales, offsets) if part is not None]
+    whole = all(len(part) == len(weights) for part in of_groups)
+    return whole and len(kinds(weights)) == 1 and all(len(kinds(part)) == 1 for part in of_groups)
 
 
-def _products(
-    rounded: bool, weights: tuple[Array, ...], scales: tuple[Array, ...], x: Array
-) -> tuple[Array, ...]:
+def _products(rounded: bool, count: int, parts: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+    """The products of `count` matrices; `parts` are these, then scales, then offsets."""
     columns = x.shape[-1]
-    made = [jax.ShapeDtypeStruct((*each.shape[:-1], columns), jnp.float32) for each in weights]
+    made = [
+        jax.ShapeDtypeStruct((*each.shape[:-1], columns), jnp.float32) for each in parts[:count]
+    ]
 
     @jax.custom_batching.custom_vmap
-    def call(weights: tuple[Array, ...], scales: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-        return tuple(jax.ffi.ffi_call(MATMUL, made)(x, *weights, *scales, rounded=rounded))
+    def call(parts: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        return tuple(jax.ffi.ffi_call(MATMUL, made)(x, *parts, rounded=rounded))
 
-    call.def_vmap(partial(_of_each, rounded))
-    return call(weights, scales, x)
+    call.def_vmap(partial(_of_each, rounded, count))
+    return call(parts, x)
 
 
 def _of_each(
     rounded: bool,
+    matrices: int,
     count: int,
     batched: Sequence,
-    weights: tuple[Array, ...],
-    scales: tuple[Array, ...],
+    parts: tuple[Array, ...],
     x: Array,
 ) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
     """Under `vmap`: columns of one matrix lie beside each other, or go one after the other where
     they are too many; matrices lie behind one another.
     """
-    of_weights, of_scales, of_x = batched
-    all_of_them = (True,) * len(weights)
-    if any(of_weights) or any(of_scales):
+    of_parts, of_x = batched
+    all_of_them = (True,) * matrices
+    if any(of_parts):
 
         def each(array: Array, is_batched: bool) -> Array:
             return array if is_batched else jnp.broadcast_to(array, (count, *array.shape))
 
-        weights = tuple(map(each, weights, of_weights))
-        scales = tuple(map(each, scales, of_scales))
-        return _products(rounded, weights, scales, each(x, of_x)), all_of_them
+        parts = tuple(map(each, parts, of_parts))
+        return _products(rounded, matrices, parts, each(x, of_x)), all_of_them
     inputs, columns = x.shape[-2:]
     if count * columns > MOST_COLUMNS:
-        return lax.map(partial(_products, rounded, weights, scales), x), all_of_them
+        return lax.map(partial(_products, rounded, matrices, parts), x), all_of_them
     beside = jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-2], inputs, count * columns)
 
     def apart(made: Array) -> Array:
         return jnp.moveaxis(made.reshape(*made.shape[:-1], count, columns), -2, 0)
 
-    return tuple(map(apart, _products(rounded, weights, scales, beside))), all_of_them
+    return tuple(map(apart, _products(rounded, matrices, parts, beside))), all_of_them

@@ -154,23 +154,31 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
     """Whether `cpu_matmul` multiplies all of `count` matrices in one call, as codes."""
     if len(codes) < count or any(weight.order is not None for weight in codes):
         return False
-    values, scales = [weight.values for weight in codes], [weight.scale for weight in codes]
-    return share_a_call(values, scales) and all(_takes_codes(weight, x) for weight in codes)
+    return share_a_call(*_parts(codes)) and all(_takes_codes(weight, x) for weight in codes)
 
 
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
-    symmetric = weight.form == INTEGER and weight.zero is None and weight.offset is None
-    return symmetric and unable(weight.values, inputs, columns, weight.scale) is None
+    known = weight.form == INTEGER and weight.zero is None
+    return known and unable(weight.values, inputs, columns, weight.scale, weight.offset) is None
+
+
+def _parts(
+    weights: Sequence[PackedWeight],
+) -> tuple[list[Array], list[Array], list[Array] | None]:
+    """The codes, scales and offsets of matrices; of no offsets where one of them has none."""
+    offsets = [weight.offset for weight in weights if weight.offset is not None]
+    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
+    return values, scales, offsets or None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _coded_linears(
     weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
-    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-    return cpu_matmuls(values, x, scales, rounded=dtype == jnp.bfloat16)
+    values, scales, offsets = _parts(weights)
+    return cpu_matmuls(values, x, scales, offsets, rounded=dtype == jnp.bfloat16)
 
 
 def _coded_linears_forward(

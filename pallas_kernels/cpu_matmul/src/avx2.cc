@@ -1,11 +1,13 @@
 // x86-64 with AVX2 and FMA.
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,f16c,fma")
 #endif
 #include <immintrin.h>
+
+#define SPECJAX_F16C  // which all processors with AVX2 have
 
 #include "float_forms.h"
 
@@ -42,22 +44,30 @@ struct Avx2 {
     odd = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static Vector codes(const uint8_t* at) {
-    return _mm256_sub_ps(widen(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at))), _mm256_set1_ps(128.0f));
+    return _mm256_sub_ps(_mm256_cvtepi32_ps(lanes(at)), _mm256_set1_ps(128.0f));
   }
-  static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
-    __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)), mask = _mm_set1_epi8(15);
-    Vector each = _mm256_set1_ps(scale), middle = _mm256_set1_ps(8.0f * scale);
-    even = _mm256_fmsub_ps(widen(_mm_and_si128(bytes, mask)), each, middle);
-    odd = _mm256_fmsub_ps(widen(_mm_and_si128(_mm_srli_epi16(bytes, 4), mask)), each, middle);
+  static Vector bytes(const uint8_t* at, float scale, float bias) {
+    return scaled(lanes(at), scale, bias);
   }
-  static Vector widen(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes)); }
+  static void nibbles(const uint8_t* at, float scale, float bias, bool is_rounded, Vector& even, Vector& odd) {
+    __m256i both = lanes(at);
+    even = scaled(_mm256_and_si256(both, _mm256_set1_epi32(15)), scale, bias);
+    odd = scaled(_mm256_srli_epi32(both, 4), scale, bias);
+    if (is_rounded) even = rounded(even), odd = rounded(odd);
+  }
+  static __m256i lanes(const uint8_t* at) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
+  }
+  static Vector scaled(__m256i codes, float scale, float bias) {
+    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(codes), _mm256_set1_ps(scale), _mm256_set1_ps(bias));
+  }
 };
 
 }  // namespace
 
 bool avx2_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
-const Form* avx2_form(const Call& call) { return float_form<Avx2>(call.format); }
+const Form* avx2_form(const Call& call) { return float_form<Avx2>(call); }
 
 }  // namespace specjax
 #if defined(__clang__)

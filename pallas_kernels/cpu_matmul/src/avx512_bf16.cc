@@ -1,9 +1,9 @@
 // x86-64 with AVX512-BF16: products of pairs of bfloat16, summed in float32.
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), apply_to = function)
 #else
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+#pragma GCC target("avx2,f16c,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
 #endif
 #include "avx512_vectors.h"
 
@@ -26,7 +26,7 @@ struct Bfloat16Pairs {
     std::memcpy(to, &both, 64);
   }
   static X load_x(const uint8_t* at) { return bits(at); }
-  static Weights load(const uint8_t* at, const Scales&, int64_t) { return bits(at); }
+  static Weights load(const uint8_t* at, const Scales&, OfBlock) { return bits(at); }
   static Weights ready(const uint8_t* at) { return bits(at); }
   static void store(const Weights& w, uint8_t* to) { std::memcpy(to, &w, 64); }
   static void clear(Sum& sum) { sum = _mm512_setzero_ps(); }
@@ -40,7 +40,7 @@ struct Int8Pairs : Bfloat16Pairs {
   static constexpr int kBytes = 32;
   // Two codes a lane. Either becomes the last bits of a float of which they are the units, and which less 128 is the
   // number; its lower half is 0.
-  static Weights load(const uint8_t* at, const Scales&, int64_t) {
+  static Weights load(const uint8_t* at, const Scales&, OfBlock) {
     __m512i both = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
     __m512i first = _mm512_set1_epi32(0x4b000000), second = _mm512_set1_epi32(0x47000000);  // 2 to the 23rd and 15th
     __m512i even = _mm512_ternarylogic_epi32(both, _mm512_set1_epi32(0xff), first, 0xea);  // a and b, or c
@@ -51,7 +51,17 @@ struct Int8Pairs : Bfloat16Pairs {
   }
 };
 
-// Codes of 4 bits, of groups of 64 or more, times their scale are rounded to bfloat16: the inputs of even places, then those of odd ones.
+// Codes of 8 bits times the scale of their group, which is theirs alone, are rounded to bfloat16.
+struct Int8GroupPairs : Bfloat16Pairs {
+  using Scales = GroupScales;
+  static constexpr int kBytes = 32;
+  static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
+    float scale = scales.scale[group.first], bias = scales.bias[group.first];
+    return pairs(Avx512::bytes(at, scale, bias), Avx512::bytes(at + 16, scale, bias));
+  }
+};
+
+// Codes of 4 bits, the inputs of even places, then those of odd ones. A block has one group or two.
 struct Int4Pairs {
   using Scales = GroupScales;
   struct Weights { __m512bh even, odd; };
@@ -66,13 +76,15 @@ struct Int4Pairs {
     std::memcpy(to, numbers, 128);
   }
   static X load_x(const uint8_t* at) { return ready(at); }
-  static Weights load(const uint8_t* at, const Scales& scales, int64_t block) {
+  static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
     __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-    // Looked up by the lowest 5 bits of each lane, of which the fifth is another code's: both halves are alike.
-    __m512 of_codes = Avx512::of_codes(scales.at(block * kBlock));
-    __m512i numbers = (__m512i)pairs(of_codes, of_codes);
-    return {(__m512bh)_mm512_permutexvar_epi16(bytes, numbers),
-            (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(bytes, 4), numbers)};
+    // Looked up by the lowest 5 bits of each lane, of which the fifth says the half, and so the group.
+    __m512i numbers = (__m512i)pairs(Avx512::of_codes(scales.scale[group.first], scales.bias[group.first]),
+                                     Avx512::of_codes(scales.scale[group.second], scales.bias[group.second]));
+    __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    __m512i even = _mm512_ternarylogic_epi32(bytes, _mm512_set1_epi16(15), half, 0xea);  // a and b, or c
+    __m512i odd = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), half);
+    return {(__m512bh)_mm512_permutexvar_epi16(even, numbers), (__m512bh)_mm512_permutexvar_epi16(odd, numbers)};
   }
   static Weights ready(const uint8_t* at) { return {bits(at), bits(at + 64)}; }
   static void store(const Weights& w, uint8_t* to) { std::memcpy(to, &w, 128); }
@@ -87,12 +99,11 @@ struct Int4Pairs {
 
 const Form* avx512_bf16_form(const Call& call) {
   static constexpr Form bfloat16 = Driver<Bfloat16Pairs>::form(), int8 = Driver<Int8Pairs>::form(),
-                        int4 = Driver<Int4Pairs>::form();
-  if (!call.rounded) return float_form<Avx512>(call.format);
+                        groups = Driver<Int8GroupPairs>::form(), int4 = Driver<Int4Pairs>::form();
+  if (!call.rounded || call.format == kFloat32) return float_form<Avx512>(call);
   if (call.format == kBfloat16) return &bfloat16;
-  if (call.format == kInt8) return &int8;
-  bool fits = call.format == kInt4 && (call.groups == 1 || call.inputs / call.groups % Int4Pairs::kBlock == 0);
-  return fits ? &int4 : float_form<Avx512>(call.format);
+  if (call.format == kInt4) return &int4;
+  return call.scales_sums() ? &int8 : &groups;
 }
 
 }  // namespace specjax

@@ -1,6 +1,8 @@
 // Vectors of 16 float32 for x86-64 with AVX-512 (F, BW, DQ, VL).
 #include <immintrin.h>
 
+#define SPECJAX_F16C
+
 #include "float_forms.h"
 
 namespace specjax {
@@ -32,19 +34,25 @@ struct Avx512 {
     odd = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
   static Vector codes(const uint8_t* at) {
-    __m512i codes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-    return _mm512_sub_ps(_mm512_cvtepi32_ps(codes), _mm512_set1_ps(128.0f));
+    return _mm512_sub_ps(_mm512_cvtepi32_ps(lanes(at)), _mm512_set1_ps(128.0f));
   }
-  static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
-    __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
-    Vector numbers = of_codes(scale);  // looked up by the lowest 4 bits of each lane
-    even = _mm512_permutexvar_ps(bytes, numbers);
-    odd = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
+  static Vector bytes(const uint8_t* at, float scale, float bias) {
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(lanes(at)), _mm512_set1_ps(scale), _mm512_set1_ps(bias));
+  }
+  static void nibbles(const uint8_t* at, float scale, float bias, bool is_rounded, Vector& even, Vector& odd) {
+    Vector numbers = of_codes(scale, bias);  // looked up by the lowest 4 bits of each lane
+    if (is_rounded) numbers = rounded(numbers);
+    __m512i both = lanes(at);
+    even = _mm512_permutexvar_ps(both, numbers);
+    odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
+  }
+  static __m512i lanes(const uint8_t* at) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
   }
   // What the codes 0 to 15 stand for.
-  static Vector of_codes(float scale) {
-    Vector codes = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
-    return _mm512_mul_ps(codes, _mm512_set1_ps(scale));
+  static Vector of_codes(float scale, float bias) {
+    Vector codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(bias));
   }
 };
 

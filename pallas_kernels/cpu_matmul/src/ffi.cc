@@ -28,8 +28,8 @@ std::string shape_of(const ffi::AnyBuffer& buffer) {
 
 // Sets what a call is made of, of weights [..., outputs, what a row holds] times x [..., inputs, columns]; an error where
 // they do not fit.
-ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale, ffi::AnyBuffer x, ffi::AnyBuffer out,
-                    Call& call) {
+ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale, std::optional<ffi::AnyBuffer> offset,
+                    ffi::AnyBuffer x, ffi::AnyBuffer out, Call& call) {
   auto held = weights.dimensions(), given = x.dimensions(), made = out.dimensions();
   size_t rank = held.size();
   auto refused = [&](const char* why) {
@@ -56,27 +56,36 @@ ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale,
   if (call.is_coded() != scale.has_value()) return refused("codes have scales, and others have none");
   if (!call.is_coded()) return ffi::Error::Success();
   auto scales = scale->dimensions();
-  bool known = scale->element_type() == ffi::F32 || scale->element_type() == ffi::BF16;
-  if (!known || scales.size() != rank || scales[rank - 2] != call.outputs)
-    return refused("scales are float32 or bfloat16, some for each row");
+  switch (scale->element_type()) {
+    case ffi::F32: call.scale_type = kScaleFloat32; break;
+    case ffi::BF16: call.scale_type = kScaleBfloat16; break;
+    case ffi::F16: call.scale_type = kScaleFloat16; break;
+    default: return refused("scales are float32, bfloat16 or float16");
+  }
+  if (scales.size() != rank || scales[rank - 2] != call.outputs) return refused("there are some scales for each row");
   for (size_t i = 0; i + 2 < rank; i++)
     if (held[i] != scales[i]) return refused("scales differ in their first dimensions");
   call.scale = scale->untyped_data(), call.groups = scales[rank - 1];
-  call.scale_is_bfloat16 = scale->element_type() == ffi::BF16;
-  bool whole = call.groups == 1;
-  bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % 32 == 0;
-  if (call.format == kInt8 ? !whole : !(whole || fits)) return refused("there is another number of scales");
+  bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % kUnit == 0;
+  if (call.groups != 1 && !fits) return refused("there is another number of scales");
+  if (!offset) return ffi::Error::Success();
+  auto offsets = offset->dimensions();
+  if (offset->element_type() != scale->element_type() ||
+      !std::equal(offsets.begin(), offsets.end(), scales.begin(), scales.end()))
+    return refused("offsets are as scales are");
+  call.offset = offset->untyped_data();
   return ffi::Error::Success();
 }
 
-// Some matrices times the same x: `rest` are all of them, and then the scales of each where they are codes.
+// Some matrices times the same x: `rest` are all of them, then the scales of each where they are codes, then their offsets
+// where they have some.
 ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, bool rounded, ffi::RemainingRets outs) {
   auto refused = [](const char* why) {
     return ffi::Error::InvalidArgument(std::string("cpu_matmul: ") + why + ".");
   };
   size_t matrices = outs.size();
-  bool coded = rest.size() == 2 * matrices;
-  if (matrices == 0 || (!coded && rest.size() != matrices)) return refused("there is another number of matrices");
+  size_t parts = matrices == 0 ? 0 : rest.size() / matrices;
+  if (parts < 1 || parts > 3 || rest.size() != parts * matrices) return refused("there is another number of matrices");
   std::vector<Call> calls(matrices);
   for (size_t m = 0; m < matrices; m++) {
     auto weights = rest.get<ffi::AnyBuffer>(m);
@@ -84,13 +93,13 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs res
     if (!weights || !out) return refused("weights and results are arrays");
     Call& call = calls[m];
     call.rounded = rounded;
-    std::optional<ffi::AnyBuffer> scale;
-    if (coded) {
-      auto own = rest.get<ffi::AnyBuffer>(matrices + m);
-      if (!own) return refused("scales are arrays");
-      scale = *own;
+    std::optional<ffi::AnyBuffer> of_groups[2];  // scales and offsets
+    for (size_t part = 1; part < parts; part++) {
+      auto own = rest.get<ffi::AnyBuffer>(part * matrices + m);
+      if (!own) return refused("scales and offsets are arrays");
+      of_groups[part - 1] = *own;
     }
-    if (ffi::Error error = describe(*weights, scale, x, **out, call); error.failure()) return error;
+    if (ffi::Error error = describe(*weights, of_groups[0], of_groups[1], x, **out, call); error.failure()) return error;
     if (call.format != calls[0].format || call.groups != calls[0].groups)
       return refused("matrices of one call have one dtype and as many scales a row");
   }
@@ -203,7 +212,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Ret<xla::ffi::AnyBuffer>());
 
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 4; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 5; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 

@@ -2,8 +2,9 @@
 //
 // A `V` says: kWidth, kRows, kRowsOfOne; Vector, zero(), load(const float*), store(float*, Vector),
 // fma(a, b, c), rounded(Vector) to bfloat16, totals(const Vector[4], scales, float[4]); pair(const uint8_t*, &even, &odd)
-// of 2 * kWidth bfloat16; codes(const uint8_t*), the numbers of kWidth bytes, and nibbles(const uint8_t*, scale, &even,
-// &odd), the numbers that they stand for.
+// of 2 * kWidth bfloat16; codes(const uint8_t*), the numbers of kWidth bytes less 128; bytes(const uint8_t*, scale, bias),
+// what they are times a scale plus a bias, rounded once; and nibbles(const uint8_t*, scale, bias, bool rounded, &even, &odd),
+// the same of two codes in each byte, to bfloat16 where that is asked for.
 #include "tile.h"
 
 namespace specjax {
@@ -21,7 +22,7 @@ struct Float32 {
   static constexpr bool kPacksBfloat16 = false;
   static void pack(const float* turned, uint8_t* to) { std::memcpy(to, turned, kXBytes); }
   static X load_x(const uint8_t* at) { return V::load(reinterpret_cast<const float*>(at)); }
-  static Weights load(const uint8_t* at, const Scales&, int64_t) { return ready(at); }
+  static Weights load(const uint8_t* at, const Scales&, OfBlock) { return ready(at); }
   static Weights ready(const uint8_t* at) { return V::load(reinterpret_cast<const float*>(at)); }
   static void store(const Weights& w, uint8_t* to) { V::store(reinterpret_cast<float*>(to), w); }
   static void clear(Sum& sum) { sum = V::zero(); }
@@ -33,7 +34,17 @@ template <class V>
 struct Int8 : Float32<V> {
   using Scales = RowScale;
   static constexpr int kBytes = V::kWidth;
-  static typename V::Vector load(const uint8_t* at, const Scales&, int64_t) { return V::codes(at); }
+  static typename V::Vector load(const uint8_t* at, const Scales&, OfBlock) { return V::codes(at); }
+};
+
+template <class V, bool kRounded>
+struct Int8Groups : Float32<V> {
+  using Scales = GroupScales;
+  static constexpr int kBytes = V::kWidth;
+  static typename V::Vector load(const uint8_t* at, const Scales& scales, OfBlock group) {
+    typename V::Vector numbers = V::bytes(at, scales.scale[group.first], scales.bias[group.first]);
+    return kRounded ? V::rounded(numbers) : numbers;
+  }
 };
 
 // Two vectors a block: the inputs of even places, then those of odd ones.
@@ -56,7 +67,7 @@ struct Bfloat16 {
     }
   }
   static X load_x(const uint8_t* at) { return ready(at); }
-  static Weights load(const uint8_t* at, const Scales&, int64_t) {
+  static Weights load(const uint8_t* at, const Scales&, OfBlock) {
     Weights w;
     V::pair(at, w.even, w.odd);
     return w;
@@ -77,31 +88,30 @@ struct Bfloat16 {
   static void totals(const Sum* sums, const float* scales, float* to) { V::totals(sums, scales, to); }
 };
 
-template <class V>
+template <class V, bool kRounded>
 struct Int4 : Bfloat16<V> {
   using typename Bfloat16<V>::Weights;
   using Scales = GroupScales;
   static constexpr int kBytes = V::kWidth, kReadyBytes = 8 * V::kWidth;
-  static Weights load(const uint8_t* at, const Scales& scales, int64_t block) {
+  static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
     Weights w;
-    V::nibbles(at, scales.at(block * Bfloat16<V>::kBlock), w.even, w.odd);
-    if (scales.rounded) {
-      w.even = V::rounded(w.even);
-      w.odd = V::rounded(w.odd);
-    }
+    V::nibbles(at, scales.scale[group.first], scales.bias[group.first], kRounded, w.even, w.odd);
     return w;
   }
 };
 
 template <class V>
-const Form* float_form(Format format) {
-  static constexpr Form forms[kFormats] = {
+const Form* float_form(const Call& call) {
+  static constexpr Form whole[kFormats] = {
       Driver<Float32<V>>::form(),
       Driver<Bfloat16<V>>::form(),
       Driver<Int8<V>>::form(),
-      Driver<Int4<V>>::form(),
+      Driver<Int4<V, false>>::form(),
   };
-  return &forms[format];
+  static constexpr Form rounded = Driver<Int4<V, true>>::form();
+  static constexpr Form groups[2] = {Driver<Int8Groups<V, false>>::form(), Driver<Int8Groups<V, true>>::form()};
+  if (call.format == kInt4 && call.rounded) return &rounded;
+  return call.format == kInt8 && !call.scales_sums() ? &groups[call.rounded] : &whole[call.format];
 }
 
 }  // namespace

@@ -8,17 +8,20 @@
 namespace specjax {
 
 enum Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFormats = 4 };
+enum ScaleType : int { kScaleFloat32 = 0, kScaleBfloat16 = 1, kScaleFloat16 = 2, kScaleTypes = 3 };
 
 // out[o, n] = sum over i of weights[o, i] * x[i, n], rows after one another in memory.
-// Codes stand for scale * (code - middle), middle 128 or 8; of two in a byte the first has the lower bits.
-// Those of 8 bits have a scale a row, which its sums are multiplied by; those of 4 bits one for each group of inputs, a multiple of 32 of them.
+// Codes stand for scale * (code - middle), middle 128 or 8, or for scale * code + offset; of two in a byte the first has the
+// lower bits. A scale, and an offset, is that of a group of inputs, a multiple of kUnit of them, or of all in a row; of
+// codes of 8 bits with a scale a row and no offset it is the sums that are multiplied.
 struct Call {
   Format format;
-  bool rounded;  // x to bfloat16, and the numbers that codes of 4 bits stand for
+  bool rounded;  // x to bfloat16, and the numbers that codes stand for where it is not sums that are multiplied
   int64_t outputs, inputs, columns;
   const uint8_t* weights;
-  const void* scale;  // [outputs, groups], of codes alone
-  bool scale_is_bfloat16;
+  const void* scale;   // [outputs, groups], of codes alone
+  const void* offset;  // the same, or null
+  ScaleType scale_type;  // of both
   int64_t groups;
   const float* x;
   float* out;
@@ -32,11 +35,14 @@ struct Call {
     }
   }
   bool is_coded() const { return format == kInt8 || format == kInt4; }
+  bool scales_sums() const { return format == kInt8 && groups == 1 && offset == nullptr; }
+  int64_t scale_bytes() const { return groups * (scale_type == kScaleFloat32 ? 4 : 2); }  // of a row
 
   // To the next of several that lie behind one another.
   void step() {
     weights += outputs * row_bytes();
-    if (is_coded()) scale = static_cast<const uint8_t*>(scale) + outputs * groups * (scale_is_bfloat16 ? 2 : 4);
+    if (scale != nullptr) scale = static_cast<const uint8_t*>(scale) + outputs * scale_bytes();
+    if (offset != nullptr) offset = static_cast<const uint8_t*>(offset) + outputs * scale_bytes();
     x += inputs * columns;
     out += outputs * columns;
   }
@@ -57,6 +63,7 @@ const Form* avx512_bf16_form(const Call&);
 const Form* neon_form(const Call&);
 
 constexpr size_t kAlign = 64;
+constexpr int64_t kUnit = 32;  // inputs; groups are multiples of them
 constexpr int64_t kMostColumns = 64;
 
 }  // namespace specjax

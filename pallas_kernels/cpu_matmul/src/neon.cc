@@ -39,18 +39,20 @@ struct Neon {
     even = {vreinterpretq_f32_u32(vshlq_n_u32(low, 16)), vreinterpretq_f32_u32(vshlq_n_u32(high, 16))};
     odd = {vreinterpretq_f32_u32(vandq_u32(low, mask)), vreinterpretq_f32_u32(vandq_u32(high, mask))};
   }
-  static Vector codes(const uint8_t* at) { return scaled(vld1_u8(at), 128.0f, 1.0f); }
-  static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
-    uint8x8_t bytes = vld1_u8(at);
-    even = scaled(vand_u8(bytes, vdup_n_u8(15)), 8.0f, scale);
-    odd = scaled(vshr_n_u8(bytes, 4), 8.0f, scale);
+  static Vector codes(const uint8_t* at) { return scaled(vld1_u8(at), 1.0f, -128.0f); }
+  static Vector bytes(const uint8_t* at, float scale, float bias) { return scaled(vld1_u8(at), scale, bias); }
+  static void nibbles(const uint8_t* at, float scale, float bias, bool is_rounded, Vector& even, Vector& odd) {
+    uint8x8_t both = vld1_u8(at);
+    even = scaled(vand_u8(both, vdup_n_u8(15)), scale, bias);
+    odd = scaled(vshr_n_u8(both, 4), scale, bias);
+    if (is_rounded) even = rounded(even), odd = rounded(odd);
   }
-  static Vector scaled(uint8x8_t codes, float middle, float scale) {
+  static Vector scaled(uint8x8_t codes, float scale, float bias) {
     uint16x8_t wide = vmovl_u8(codes);
     float32x4_t a = vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
     float32x4_t b = vcvtq_f32_u32(vmovl_u16(vget_high_u16(wide)));
-    float32x4_t zero = vdupq_n_f32(middle);
-    return {vmulq_n_f32(vsubq_f32(a, zero), scale), vmulq_n_f32(vsubq_f32(b, zero), scale)};
+    float32x4_t each = vdupq_n_f32(scale), more = vdupq_n_f32(bias);
+    return {vfmaq_f32(more, a, each), vfmaq_f32(more, b, each)};
   }
 };
 
@@ -58,7 +60,7 @@ struct Neon {
 
 bool neon_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
-const Form* neon_form(const Call& call) { return float_form<Neon>(call.format); }
+const Form* neon_form(const Call& call) { return float_form<Neon>(call); }
 
 }  // namespace specjax
 #else

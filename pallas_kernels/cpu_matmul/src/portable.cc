@@ -45,11 +45,20 @@ struct Portable {
     for (int i = 0; i < kWidth; i++) a.v[i] = static_cast<float>(at[i] - 128);
     return a;
   }
-  static void nibbles(const uint8_t* at, float scale, Vector& even, Vector& odd) {
+  static Vector bytes(const uint8_t* at, float scale, float bias) {
+    Vector a;
+    for (int i = 0; i < kWidth; i++) a.v[i] = scaled(at[i], scale, bias);
+    return a;
+  }
+  static void nibbles(const uint8_t* at, float scale, float bias, bool is_rounded, Vector& even, Vector& odd) {
     for (int i = 0; i < kWidth; i++) {
-      even.v[i] = static_cast<float>((at[i] & 15) - 8) * scale;
-      odd.v[i] = static_cast<float>((at[i] >> 4) - 8) * scale;
+      even.v[i] = scaled(at[i] & 15, scale, bias);
+      odd.v[i] = scaled(at[i] >> 4, scale, bias);
     }
+    if (is_rounded) even = rounded(even), odd = rounded(odd);
+  }
+  static float scaled(int code, float scale, float bias) {  // a product of floats is exact
+    return static_cast<float>(static_cast<double>(scale) * code + bias);
   }
 };
 
@@ -57,6 +66,6 @@ struct Portable {
 
 bool portable_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
-const Form* portable_form(const Call& call) { return float_form<Portable>(call.format); }
+const Form* portable_form(const Call& call) { return float_form<Portable>(call); }
 
 }  // namespace specjax

@@ -6,7 +6,7 @@
 //   kXBytes of a packed column, kPacksBfloat16 if `pack` rounds it; kRows of a tile of kColumns columns
 //   kRowsOfOne that are multiplied together with one column, and half as many with two or three
 //   kMostAsCodes: columns up to which codes are read anew for each tile; for more they are unpacked once
-//   Scales, what is known of a row; Weights load(bytes, scales, block), Weights ready(bytes), store(weights, bytes)
+//   Scales, what is known of a row; Weights load(bytes, scales, group), Weights ready(bytes), store(weights, bytes)
 //   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, their scales, floats)
 //
 // Which sums a product is made of does not depend on the number of columns or threads: nor does any bit of it.
@@ -37,39 +37,123 @@ inline uint16_t rounded_bits(float value) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of a row of weights that has none.
-struct NoScale {
-  void read(const Call&, int64_t) {}
-  float of_sums() const { return 1; }
+// Of float16. Nothing on the way is a denormal float32, which a thread may take for 0.
+inline float of_half(uint16_t half) {
+  uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16, rest = static_cast<uint32_t>(half & 0x7fff) << 13;
+  uint32_t exponent = rest & 0x0f800000u, is_small = -static_cast<uint32_t>(exponent == 0);
+  uint32_t is_none = -static_cast<uint32_t>(exponent == 0x0f800000u), bits = rest + (112u << 23) + (is_none & 112u << 23);
+  uint32_t small = rest + (113u << 23), least = 113u << 23;
+  float of_small, less;
+  std::memcpy(&of_small, &small, 4);
+  std::memcpy(&less, &least, 4);
+  of_small -= less;
+  std::memcpy(&small, &of_small, 4);
+  bits = (small & is_small) | (bits & ~is_small) | sign;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+// Calls each(i) for all i below `count`, 16 at a time, which compilers make vectors of; the last ones with some before.
+template <class Each>
+inline void all_below(int64_t count, Each each) {
+  if (count < 16) {
+    for (int64_t i = 0; i < count; i++) each(i);
+    return;
+  }
+  for (int64_t from = 0; from < count; from += 16) {
+    int64_t at = from + 16 <= count ? from : count - 16;
+    for (int64_t i = at; i < at + 16; i++) each(i);
+  }
+}
+
+inline void widen_halves(const uint16_t* from, int64_t count, float* __restrict to) {
+#ifdef SPECJAX_F16C
+  if (count >= 8) {
+    for (int64_t next = 0; next < count; next += 8) {
+      int64_t at = next + 8 <= count ? next : count - 8;
+      _mm256_storeu_ps(to + at, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at))));
+    }
+    return;
+  }
+#endif
+  all_below(count, [=](int64_t i) { to[i] = of_half(from[i]); });
+}
+
+// `count` scales or offsets from the first on, as float32.
+inline void widen(ScaleType type, const void* from, int64_t first, int64_t count, float* __restrict to) {
+  auto halves = static_cast<const uint16_t*>(from) + first;
+  switch (type) {
+    case kScaleFloat16: return widen_halves(halves, count, to);
+    case kScaleBfloat16: return all_below(count, [=](int64_t i) { to[i] = widened(halves[i]); });
+    default: std::memcpy(to, static_cast<const float*>(from) + first, 4 * count);
+  }
+}
+
+constexpr int64_t kSpan = 64;  // units of inputs whose scales are widened at a time: no more groups than that
+
+// Which group a unit of inputs is in. A division takes as long as 16 products on some processors.
+struct Groups {
+  uint64_t factor;  // 2 to the 40th over the units of a group; 0 where that is all of a row
+  explicit Groups(const Call& call)
+      : factor(call.groups <= 1 ? 0 : (uint64_t{1} << 40) / (call.inputs / call.groups / kUnit) + 1) {}
+  int64_t of(int64_t unit) const { return static_cast<int64_t>((static_cast<uint64_t>(unit) * factor) >> 40); }
 };
 
-// The scales of a row's groups, and whether weights are rounded to bfloat16 when they have theirs.
-struct GroupScales {
-  const void* scales;
-  bool bfloat16, rounded;
-  int64_t group;  // its inputs
-  void read(const Call& call, int64_t row) {
-    bfloat16 = call.scale_is_bfloat16;
-    rounded = call.rounded;
-    group = call.inputs / call.groups;
-    scales = static_cast<const uint8_t*>(call.scale) + row * call.groups * (bfloat16 ? 2 : 4);
-  }
-  float at(int64_t input) const {
-    int64_t g = input / group;
-    return bfloat16 ? widened(static_cast<const uint16_t*>(scales)[g]) : static_cast<const float*>(scales)[g];
-  }
+// The groups of a block's first unit and of its second, counted from the first group of the span.
+struct OfBlock {
+  int64_t first, second;
+};
+
+// Of a row of weights that has none.
+struct NoScale {
+  static constexpr bool kGrouped = false;
+  void read(const Call&, int64_t) {}
+  void widen_span(int64_t, int64_t) {}
   float of_sums() const { return 1; }
 };
 
 // One scale a row, by which its sums are multiplied.
 struct RowScale {
+  static constexpr bool kGrouped = false;
   float of_row;
-  void read(const Call& call, int64_t row) {
-    GroupScales of_group;
-    of_group.read(call, row);
-    of_row = of_group.at(0);
-  }
+  void read(const Call& call, int64_t row) { widen(call.scale_type, call.scale, row, 1, &of_row); }
+  void widen_span(int64_t, int64_t) {}
   float of_sums() const { return of_row; }
+};
+
+// What a row's codes are multiplied by, and what is added to that, in the groups of a span.
+struct GroupScales {
+  static constexpr bool kGrouped = true;
+  ScaleType type;
+  float middle;
+  int64_t row_bytes;
+  const void *scales, *offsets;
+  float scale[kSpan + 1], bias[kSpan + 1];  // one more: that of a unit behind the last
+  void read(const Call& call, int64_t row) {
+    type = call.scale_type, row_bytes = call.scale_bytes(), middle = call.format == kInt8 ? 128.0f : 8.0f;
+    scales = static_cast<const uint8_t*>(call.scale) + row * call.scale_bytes();
+    offsets = call.offset == nullptr ? nullptr : static_cast<const uint8_t*>(call.offset) + row * call.scale_bytes();
+  }
+  // Apart from the loops, whose sums are in registers.
+  __attribute__((noinline)) void widen_span(int64_t first, int64_t count) {
+    fetch(scales, first, count);
+    widen(type, scales, first, count, scale);
+    if (offsets != nullptr) {
+      fetch(offsets, first, count);
+      widen(type, offsets, first, count, bias);
+    } else {
+      all_below(count, [this](int64_t g) { bias[g] = -middle * scale[g]; });
+    }
+    scale[count] = bias[count] = 0;
+  }
+  // Those of the next row, which is most often the next that is asked for.
+  void fetch(const void* of_row, int64_t first, int64_t count) const {
+    int64_t size = type == kScaleFloat32 ? 4 : 2;
+    auto next = static_cast<const uint8_t*>(of_row) + row_bytes + first * size;
+    for (int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(next + at, 0, 2);
+  }
+  float of_sums() const { return 1; }
 };
 
 // A block of inputs of all columns, turned: `turned[c * kBlock + i]`, zeros past the last input.
@@ -92,7 +176,29 @@ inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
 
 template <class M>
 struct Driver {
-  static constexpr bool kCoded = M::kReadyBytes != M::kBytes;
+  static constexpr bool kCoded = M::kReadyBytes != M::kBytes, kGrouped = M::Scales::kGrouped;
+  static constexpr int64_t kSpanBlocks = kGrouped ? kSpan * kUnit / M::kBlock : int64_t{1} << 40;
+
+  // Goes over some rows in spans of kSpanBlocks, whose scales are widened; says in which groups a block is.
+  template <int R>
+  struct Walk {
+    Groups groups;
+    typename M::Scales* scales;
+    int64_t units, base = 0;
+    Walk(const Call& call, typename M::Scales* scales)
+        : groups(call), scales(scales), units(ceil_div(call.inputs, kUnit)) {}
+    void enter(int64_t block) {
+      if (!kGrouped) return;
+      int64_t unit = block * M::kBlock / kUnit, last = unit + kSpan < units ? unit + kSpan - 1 : units - 1;
+      base = groups.of(unit);
+      for (int r = 0; r < R; r++) scales[r].widen_span(base, groups.of(last) - base + 1);
+    }
+    OfBlock at(int64_t block) const {
+      if (!kGrouped) return {0, 0};
+      int64_t unit = block * M::kBlock / kUnit;
+      return {groups.of(unit) - base, groups.of(unit + 1) - base};
+    }
+  };
 
   template <int R>
   static constexpr int kBlocksOfALine = R * M::kBytes < 64 ? 64 / (R * M::kBytes) : 1;
@@ -115,7 +221,7 @@ struct Driver {
   template <int R>
   struct Strip {
     int64_t begin, count;
-    typename M::Scales scales[R];
+    mutable typename M::Scales scales[R];
     float of_sums[R][kColumns];  // what a row's sums are multiplied by
     const uint8_t* rows[R];
     const uint8_t* ready[R];  // the same as they are multiplied, where they were codes
@@ -132,7 +238,9 @@ struct Driver {
 #pragma GCC unroll 4
       for (int c = 0; c < kColumns; c++) M::clear(sums[r][c]);
     int64_t whole = call.inputs / M::kBlock, all = blocks(call), stride = all * M::kXBytes;
-    for (int64_t b = 0; b < all; b++) {
+    Walk<R> walk(call, strip.scales);
+    auto block = [&](int64_t b) {
+      OfBlock group = kReady ? OfBlock{} : walk.at(b);
       if (b % kBlocksOfALine<R> == 0)
         for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
       typename M::Weights weights[R];
@@ -141,7 +249,7 @@ struct Driver {
         if (kReady) {
           weights[r] = M::ready(strip.ready[r] + b * M::kReadyBytes);
         } else {
-          weights[r] = M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], b);
+          weights[r] = M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group);
         }
       }
 #pragma GCC unroll 4
@@ -150,6 +258,11 @@ struct Driver {
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) M::dot(sums[r][c], weights[r], columns);
       }
+    };
+    for (int64_t from = 0; from < all; from += kReady ? all : kSpanBlocks) {
+      if (!kReady) walk.enter(from);
+      int64_t end = kReady || all - from < kSpanBlocks ? all : from + kSpanBlocks;
+      for (int64_t b = from; b < end; b++) block(b);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -202,9 +315,13 @@ struct Driver {
       if (kCoded && scratch != nullptr) {
         for (int r = 0; r < R; r++) {
           uint8_t* ready = scratch + r * all * M::kReadyBytes;
-          for (int64_t b = 0; b < all; b++)
-            M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], b),
+          Walk<1> walk(call, strip.scales + r);
+          for (int64_t b = 0; b < all; b++) {
+            if (b % kSpanBlocks == 0) walk.enter(b);
+            OfBlock group = walk.at(b);
+            M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group),
                      ready + b * M::kReadyBytes);
+          }
           strip.ready[r] = ready;
         }
         tiles<R, kCoded>(call, strip, packed);
@@ -235,11 +352,13 @@ struct Driver {
         scales[r].read(call, row);
         for (int c = 0; c < C; c++) of_sums[r * C + c] = scales[r].of_sums();
       }
+      Walk<R> walk(call, scales);
       auto block = [&](int64_t b) {
+        OfBlock group = walk.at(b);
         typename M::Weights weights[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-          weights[r] = M::load(rows[r], scales[r], b);
+          weights[r] = M::load(rows[r], scales[r], group);
           rows[r] += M::kBytes;
         }
 #pragma GCC unroll 4
@@ -251,16 +370,21 @@ struct Driver {
         x += M::kXBytes;
       };
       int64_t ahead = begin + (R - 1) * part + i + 1 < call.outputs ? row_bytes : 0, b = 0;
-      for (; b + kLine <= whole; b += kLine) {
+      while (b < whole) {
+        walk.enter(b);
+        int64_t end = whole - b < kSpanBlocks ? whole : b + kSpanBlocks;
+        for (; b + kLine <= end; b += kLine) {
 #pragma GCC unroll 8
-        for (int r = 0; r < R; r++)
+          for (int r = 0; r < R; r++)
 #pragma GCC unroll 2
-          for (int line = 0; line < M::kBytes * kLine; line += 64) __builtin_prefetch(rows[r] + (ahead + line), 0, 2);
+            for (int line = 0; line < M::kBytes * kLine; line += 64) __builtin_prefetch(rows[r] + (ahead + line), 0, 2);
 #pragma GCC unroll 4
-        for (int line = 0; line < kLine; line++) block(b + line);
+          for (int line = 0; line < kLine; line++) block(b + line);
+        }
+        for (; b < end; b++) block(b);
       }
-      for (; b < whole; b++) block(b);
       if (left > 0) {
+        if (whole % kSpanBlocks == 0) walk.enter(whole);
         uint8_t tail[R][M::kBytes] = {};
         for (int r = 0; r < R; r++) rows[r] = static_cast<uint8_t*>(std::memcpy(tail[r], rows[r], left));
         block(whole);
