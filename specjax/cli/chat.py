@@ -126,7 +126,7 @@ def _check(options: Chat) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C while a reply is made stops it; at other times, and the second time, it is raised."""
+    """Ctrl-C while a reply is made stops that, however often it comes; else it is raised."""
 
     def __init__(self) -> None:
         self.replying = self.stopped = False
@@ -144,7 +144,7 @@ class _Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if not self.replying or self.stopped:
+        if not self.replying:
             raise KeyboardInterrupt
         self.stopped = True
 

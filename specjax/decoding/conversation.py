@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.penalties import counts_of
 from specjax.base.prefix import common_prefix
-from specjax.base.pytree import replace
+from specjax.base.pytree import replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.decoding.extending import can_truncate, extended, shortened
 from specjax.decoding.generate import state_specs, step_jit
@@ -205,7 +205,7 @@ class Conversation:
 
     def compile(self) -> None:
         """Compiles what every reply needs, several programs at once; else the first ones do."""
-        state = self._begun(0)
+        state: Any = self._begun(0) if self._layout else jax.eval_shape(lambda: self._begun(0))
         asked = self._asked(state, [0], jax.random.key(0), 1, None, True)
         one = self._put([1])
         calls = [
@@ -368,10 +368,11 @@ class Conversation:
             counts=counts_of(sampling, [prompt], target.config.vocab_size),
         )
         asked = laid_out(self._layout, asked, ROWS)
-        return replace(
-            state, key=asked.key, sampling=asked.sampling, limits=asked.limits, counts=asked.counts,
-            made=asked.length, done=asked.length > 0,
-        )  # fmt: skip
+        own = {
+            "key": asked.key, "sampling": asked.sampling, "limits": asked.limits,
+            "counts": asked.counts, "made": asked.length, "done": asked.length > 0,
+        }  # fmt: skip
+        return unchecked(DecodeState, **{**vars(state), **own})
 
     def _chunk(self, tokens: list[int], size: int) -> tuple[Array, Array]:
         """Tokens for a pass that takes `size` of them, and how many they are."""
