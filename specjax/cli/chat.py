@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -88,15 +89,19 @@ def chat(options: Chat) -> int:
         pair.target, registry.build(choice.setting, pair, verify=options.verify),
         max_model_len=options.max_model_len, verify=options.verify,
     )  # fmt: skip
-    with ThreadPoolExecutor(1, "specjax-chat") as pool:  # people type meanwhile
-        talk = Talk(
-            pair.tokenizer, conversation, max_new_tokens=int(given["max_tokens"]),
-            sampling=sampling, seed=options.seed, ready=pool.submit(conversation.compile),
-        )  # fmt: skip
-        if options.system is not None:
-            talk.tell(options.system)
-        say(f"method {choice.setting.label}: {choice.reason}.")
+    talk = Talk(
+        pair.tokenizer, conversation, max_new_tokens=int(given["max_tokens"]), sampling=sampling,
+        seed=options.seed,
+    )  # fmt: skip
+    if options.system is not None:
+        talk.tell(options.system)
+    say(f"method {choice.setting.label}: {choice.reason}.")
+    pool = ThreadPoolExecutor(1, "specjax-chat")
+    try:
+        talk.ready = pool.submit(conversation.compile)  # people type meanwhile
         return _Terminal(options, pair, choice, talk).run(first)
+    finally:
+        pool.shutdown(wait=False)
 
 
 _SAMPLING = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -263,7 +268,9 @@ class _Terminal:
         elif reply.finish_reason == "interrupted":
             say("stopped; what was written stays in the conversation.")
         elif reply.finish_reason == "length":
-            say(f"the reply was cut off after {len(reply.token_ids)} tokens; --max-new-tokens.")
+            made, most = len(reply.token_ids), self._talk.max_new_tokens
+            why = "--max-new-tokens names more" if made == most else "the context is full"
+            say(f"the reply was cut off after {made} tokens; {why}.")
 
     def _answer(self, reply: Reply) -> dict[str, Any]:
         """What `--json` prints of a reply."""
@@ -322,7 +329,10 @@ class _Terminal:
         if not text:
             raise ValueError("/save needs the name of a file.")
         try:
-            write_json(text, {"model": self._options.model, "messages": self._talk.whole()})
+            write_json(
+                Path(text).expanduser(),
+                {"model": self._options.model, "messages": self._talk.whole()},
+            )
         except OSError as error:
             raise ValueError(f"{text} cannot be written: {reason(error)}.") from error
         _note(f"{len(self._talk.whole())} messages are in {text}.")

@@ -88,7 +88,12 @@ class Talk:
       max_new_tokens: of a reply.
       sampling: how to sample.
       seed: names the random numbers; None draws them.
-      ready: is done when the conversation's programs are compiled.
+
+    Attributes:
+      ready: is done when the conversation's programs are compiled; None where nothing compiles
+        them ahead.
+      system: the system message, if there is one.
+      messages: the others.
     """
 
     def __init__(
@@ -99,12 +104,12 @@ class Talk:
         max_new_tokens: int,
         sampling: Sampling,
         seed: int | None = None,
-        ready: "Future[None] | None" = None,
     ) -> None:
         self._tokenizer, self.conversation = tokenizer, conversation
-        self._max_new_tokens, self._sampling, self._ready = max_new_tokens, sampling, ready
+        self.max_new_tokens, self._sampling = max_new_tokens, sampling
         self._texts = TokenTexts(tokenizer)
         self._key = jax.random.key(secrets.randbits(32) if seed is None else seed)
+        self.ready: Future[None] | None = None
         self.system: str | None = None
         self.messages: list[Message] = []
         self.replies = 0
@@ -164,7 +169,7 @@ class Talk:
         Where the context is full, the oldest messages are left out, each with its reply.
         """
         context = self.conversation.max_model_len
-        wanted = min(self._max_new_tokens, context // 2)
+        wanted = min(self.max_new_tokens, context // 2)
         while True:
             ids = ids_of_talk(self._tokenizer, [*_as_system(self.system), *messages])
             if len(ids) + wanted <= context or len(messages) < 3:
@@ -175,14 +180,14 @@ class Talk:
                 f"the message makes a prompt of {len(ids)} tokens; it must be below the context of "
                 f"{context}."
             )
-        return ids, messages, min(self._max_new_tokens, context - len(ids))
+        return ids, messages, min(self.max_new_tokens, context - len(ids))
 
     def _read(self, ids: list[int], reply: Reply, stopped: Callable[[], bool]) -> bool:
         """Reads a prompt; whether it was not stopped."""
-        while self._ready is not None and not stopped():
-            if wait([self._ready], _NOTICED_SECONDS).done:
-                self._ready.result()
-                self._ready = None
+        while self.ready is not None and not stopped():
+            if wait([self.ready], _NOTICED_SECONDS).done:
+                self.ready.result()
+                self.ready = None
         if stopped():
             return False
         reading = self.conversation.read(ids)
