@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         save_sharded,
     )
     from specjax.checkpoints.pair import Pair, load_pair
+    from specjax.decoding.conversation import Conversation
     from specjax.decoding.generate import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
     from specjax.engine.engine import Engine
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoints.huggingface": ("load", "load_drafts", "load_model", "save_model", "save_sharded"),
     "models.config": ("ModelConfig",),
+    "decoding.conversation": ("Conversation",),
     "decoding.generate": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
     "engine.engine": ("Engine",),
@@ -44,6 +46,7 @@ _HOMES = {
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "Conversation",
     "Drafter",
     "Engine",
     "EngineClosedError",

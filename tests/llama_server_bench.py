@@ -33,10 +33,10 @@ import numpy as np
 import tyro
 
 import specjax
+from specjax.base.prefix import common_prefix
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
-from specjax.engine.scheduler import common_prefix
 from specjax.measure import prompts
 from specjax.models.inflate import inflate
 from specjax.models.transformer import Model

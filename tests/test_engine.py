@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels.tree_attention import xla
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
+from specjax.decoding.extending import can_truncate
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
@@ -25,7 +26,6 @@ from specjax.engine import programs, state
 from specjax.engine.checks import key_of
 from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
-from specjax.engine.state import can_truncate
 from specjax.models.transformer import forward
 from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape

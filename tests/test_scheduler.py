@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.base.prefix import common_prefix
 from specjax.engine.request import QueueFullError, Request
-from specjax.engine.scheduler import Scheduler, Ticket, common_prefix
+from specjax.engine.scheduler import Scheduler, Ticket
 from specjax.goodput.chunks import fastest
 
 COSTS = {16: (0.01, 1e-5), 64: (0.02, 0.0), 256: (0.06, 0.0)}

@@ -20,6 +20,7 @@ from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.tokenizers import encode
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Generate
+from specjax.cli.talk import ids_of_talk
 from specjax.cli.values import at_least, bytes_of, check_seed, dtype_of, widths_of
 from specjax.decoding.generate import steps_on_host
 from specjax.decoding.request import Request, prepare
@@ -48,7 +49,11 @@ def generate(options: Generate) -> int:
       ValueError: an option is wrong, the pair does not fit, or the prompt does not.
     """
     _check(options)
-    prompt = _read() if options.prompt == "-" else prompts.checked(options.prompt, "the prompt")
+    prompt = (
+        read_standard_input()
+        if options.prompt == "-"
+        else prompts.checked(options.prompt, "the prompt")
+    )
     mesh = devices_for(options.mesh, options.distributed)
     use_kernels(options.kernels)
     pair = load_pair(
@@ -75,8 +80,12 @@ def generate(options: Generate) -> int:
     return 0
 
 
-def _read() -> str:
-    """The prompt on standard input."""
+def read_standard_input() -> str:
+    """The prompt on standard input.
+
+    Raises:
+      ValueError: there is none, or it is no text.
+    """
     if sys.stdin is None:  # it was closed before this process began
         raise ValueError("the prompt is -, and there is no standard input.")
     what = "the prompt on standard input"
@@ -88,6 +97,11 @@ def _read() -> str:
 
 def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
     if not options.chat:
+        if tokenizer.chat_template:
+            say(
+                f"{options.model} has a chat template, which a plain prompt leaves out; --chat puts"
+                " the prompt into it, and specjax chat holds a conversation."
+            )
         return encode(tokenizer, prompt, what="the prompt")
     if not tokenizer.chat_template:
         raise ValueError(f"--chat needs a chat template, and {options.model} has none.")
@@ -100,12 +114,7 @@ def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
     Raises:
       ValueError: the tokenizer's template is none, or refuses such a talk.
     """
-    talk = [{"role": "user", "content": prompt}]
-    try:
-        text: Any = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # what a template raises has no type of its own
-        raise ValueError(f"the chat template cannot be used: {error}") from error
-    return encode(tokenizer, text, special=False, what="the prompt")
+    return ids_of_talk(tokenizer, [{"role": "user", "content": prompt}])
 
 
 def _check(options: Generate) -> None:
@@ -179,7 +188,7 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     with _writing(options) as told:
         for step in steps_on_host(request):
             if options.show_tree:
-                _show_tree(step, pair.tokenizer)
+                print(tree_text(step, pair.tokenizer))
             say_text(step)
             if options.show_tree:
                 print()
@@ -187,7 +196,7 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
             passes += 1
             told(tokens, options.max_new_tokens)
     seconds = time.perf_counter() - start
-    _print(console, detokenizer.flush())
+    print_piece(console, detokenizer.flush())
     print(flush=True)
     say(
         f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
@@ -212,20 +221,21 @@ def _printer(detokenizer: Detokenizer, console: Console) -> Callable[[Step], Non
     def show(step: Step) -> None:
         for index in range(int(step.count[0])):
             piece = detokenizer.add(int(step.tokens[0, index]))
-            _print(console, piece, _style(step, index))
+            print_piece(console, piece, style_of(step, index))
         sys.stdout.flush()
 
     return show
 
 
-def _print(console: Console, piece: str, style: str = "") -> None:
+def print_piece(console: Console, piece: str, style: str = "") -> None:
+    """Prints a part of a text, in a style where that is a terminal."""
     if console.is_terminal:
         console.print(Text(piece, style), end="")
     else:
         sys.stdout.write(piece)
 
 
-def _style(step: Step, index: int) -> str:
+def style_of(step: Step, index: int) -> str:
     """The colour of the drafter whose node gave token `index`; the last token is the target's."""
     if index + 1 >= int(step.accepted.count[0]):
         return ""
@@ -233,9 +243,11 @@ def _style(step: Step, index: int) -> str:
     return _COLOURS[drafter % len(_COLOURS)]
 
 
-def _show_tree(step: Step, tokenizer: "PreTrainedTokenizerFast") -> None:
+def tree_text(step: Step, tokenizer: "PreTrainedTokenizerFast") -> str:
+    """The tree of a step, drawn."""
+
     def text(token: int) -> str:
         decoded = tokenizer.decode([token])
         return decoded if isinstance(decoded, str) else "".join(decoded)
 
-    print(draw_tree(take_row(step.tree, 0), text))
+    return draw_tree(take_row(step.tree, 0), text)

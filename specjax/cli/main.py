@@ -15,6 +15,7 @@ from specjax.cli.options import (
     VERBS,
     Bench,
     BenchServe,
+    Chat,
     CheckPair,
     Generate,
     Inflate,
@@ -32,6 +33,7 @@ from specjax.cli.options import (
 
 _COMMANDS: dict[type, tuple[str, str]] = {
     Generate: ("generate", "generate"),
+    Chat: ("chat", "chat"),
     Serve: ("serve", "serve"),
     Bench: ("bench", "bench"),
     BenchServe: ("bench_serve", "bench_serve"),
@@ -87,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _name_of(options: Options) -> str | None:
-    """What a verb is called while it is at work; a server that is ready is at nothing."""
-    if isinstance(options, Serve):
+    """What a verb is called while it is at work; who waits for requests or lines is at nothing."""
+    if isinstance(options, Chat | Serve):
         return None
     return _COMMANDS[type(options)][1].replace("_", "-")
 

@@ -196,6 +196,61 @@ class Generate(Context, Adapted, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
+class Chat(Context, Adapted, Devices, Kernels):
+    """Talk with a model in the terminal or over a pipe; what was said stays in its cache."""
+
+    prompt: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MESSAGE")] = None
+    """The first message; - is all of standard input. At a terminal the conversation goes on after
+    it, but not with --json; without it each line of standard input is a message."""
+    model: str = "bundled"
+    """A Hugging Face folder, or a hub's org/name or org/name@revision, with a chat template."""
+    draft: _Drafts = None
+    stage: _Stage = None
+    system: str | None = None
+    """The system message; /system changes it."""
+    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
+    """What drafts; auto takes what bench measured as fastest here."""
+    tree: Annotated[
+        str | None,
+        _help("Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0."),
+    ] = None
+    budget: int | None = None
+    """Most nodes of a tree below its root; the drafts of a pool share them."""
+    config: str | None = None
+    """A file that tune wrote; it names the method for such a temperature."""
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
+    """The verification rule; auto takes the one that accepts most of what is lossless."""
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    temperature: float | None = None
+    """0 takes the most likely token. By default what the model's generation_config.json says, as
+    for the other parameters of sampling, else 0."""
+    top_k: int | None = None
+    """Sample among this many tokens only; 0 is off."""
+    top_p: float | None = None
+    """Sample among the likeliest tokens of this total probability; 1 is off."""
+    min_p: float | None = None
+    """Leave out tokens below this share of the likeliest one's probability; 0 is off."""
+    seed: int | None = None
+    """Names the random numbers: those of the first reply are jax.random.key(seed)'s. By default
+    others every time."""
+    max_new_tokens: int | None = None
+    """Longest reply, in tokens; by default what generation_config.json says, else 512."""
+    max_model_len: int | None = None
+    """Most tokens of what was said and a reply together, past which the oldest messages are left
+    out; by default the model's context, 8,192 of it at most."""
+    generation_config: Annotated[
+        str,
+        _help(
+            "Where defaults of sampling come from: auto, the model's generation_config.json; none, "
+            "nowhere; or a folder with such a file."
+        ),
+    ] = "auto"
+    json: bool = False
+    """Print one JSON object for each reply and nothing else on standard output."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Bench(Context, Adapted, Devices, Offloaded, Kernels):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
@@ -608,11 +663,12 @@ class Models:
 
 
 Options: TypeAlias = (
-    Generate | Serve | Bench | BenchServe | Tune | Verify | Info | CheckPair | Models | Shard
-    | Quantize | Inflate | Roofline
+    Generate | Chat | Serve | Bench | BenchServe | Tune | Verify | Info | CheckPair | Models
+    | Shard | Quantize | Inflate | Roofline
 )  # fmt: skip
 VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
+    | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[BenchServe, tyro.conf.subcommand("bench-serve")]
@@ -631,6 +687,7 @@ VERBS = (
 ABOUT = """Lossless speculative decoding with token trees: a model's own text, faster.
 
   specjax generate "def fibonacci(n):"    a small code model and its drafts are bundled
+  specjax chat --model FOLDER             a conversation with a model of yours
   specjax serve                           the same over HTTP, as OpenAI's API
   specjax bench                           what is fastest on this machine
   specjax verify                          that nothing but the speed changes

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.progress import progress_bars
+from specjax.decoding.extending import can_truncate
 from specjax.decoding.request import check_drafter, check_memory, memory_plan, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
@@ -35,7 +36,6 @@ from specjax.engine.request import (
 )
 from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
 from specjax.engine.speculation import Speculation
-from specjax.engine.state import can_truncate
 from specjax.engine.streams import TokenStream, give_all
 from specjax.engine.watch import Watched
 from specjax.goodput.controller import Options

@@ -12,6 +12,7 @@ from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.penalties import TokenCounts
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, fold
+from specjax.decoding.extending import extended, shortened
 from specjax.decoding.request import Limits, Rows
 from specjax.decoding.stepping import (
     DecodeState,
@@ -19,15 +20,13 @@ from specjax.decoding.stepping import (
     of_tokens,
     prefill,
     step,
-    top_tokens_in,
 )
 from specjax.draft.drafter import Drafter, Step, TokenLogprobs
 from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.state import EngineState, copy_row, put, put_row, specs_of, take
-from specjax.models.transformer import Model, trunk, unembed
+from specjax.models.transformer import Model, unembed
 from specjax.parallel.mesh import Layout, everywhere, spread
-from specjax.trees.accepted import Accepted
-from specjax.trees.tree import NO_DRAFTER, NO_PARENT, TokenTree
+from specjax.trees.tree import NO_PARENT
 from specjax.verify.rules import Rule
 
 _FRESH_SLOTS = 8
@@ -114,14 +113,8 @@ def copy(
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
         state = copy_row(state, specs, *at[:3])
         own = take(state, specs, at[1:2])
-        length, decode = at[2:3], own.decode
-        decode = replace(
-            decode,
-            cache=replace(decode.cache, length=length - 1),
-            draft=drafter.truncate(decode.draft, length),
-            last=at[3:],
-            done=jnp.ones(1, bool),
-        )
+        decode = shortened(drafter, own.decode, at[2:3], at[3:])
+        decode = replace(decode, done=jnp.ones(1, bool))
         return put(state, specs, at[1:2], own, replace(own, decode=decode))
 
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
@@ -333,42 +326,10 @@ def _extended(
     scored: bool,
 ) -> tuple[DecodeState, TokenLogprobs | None]:
     """A row's state after the first `count` of `tokens`; their log probabilities if `scored`."""
-    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    nodes = jnp.concatenate([state.last[:, None], tokens[:, :-1]], axis=1)
-    tree_mask = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
-    positions = state.cache.length[:, None] + number
-    x, new = trunk(target, nodes, positions, state.cache, tree_mask)
-    top_tokens = top_tokens_in(target, x, tokens.shape, drafter.target_top_k)
-    tree = _chain(nodes, number < count[:, None], target.config.vocab_size)
-    at_end = jnp.maximum(count - 1, 0)
-    last = jnp.take_along_axis(tokens, at_end[:, None], axis=1)[:, 0]
-    gave = Step(tokens, count, state.done, tree, Accepted(number, count, last), top_tokens)
-    state = replace(
-        state,
-        cache=state.cache.keep(new, None, count),
-        draft=drafter.follow(state.draft, gave),
-        last=jnp.where(count > 0, last, state.last),
-    )
+    state, x = extended(target, drafter, state, tokens, count)
     if not scored:
         return state, None
     return state, of_tokens(unembed(target, x).T[None], tokens, setup.top)
-
-
-def _chain(tokens: Int32[Array, "1 T"], valid: Bool[Array, "1 T"], vocabulary: int) -> TokenTree:
-    """The tokens as a tree, each below the one before it."""
-    number = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    return TokenTree(
-        tokens=tokens,
-        parents=jnp.where(number > 0, number - 1, NO_PARENT),
-        depth=number,
-        valid=valid,
-        drafter=jnp.full_like(number, NO_DRAFTER),
-        chance=jnp.ones(tokens.shape),
-        trial_node=jnp.zeros((1, 0), jnp.int32),
-        trial_row=jnp.zeros((1, 0), jnp.int32),
-        q=jnp.zeros((1, 0, vocabulary)),
-        certain=jnp.ones(1, bool),
-    )
 
 
 def _spread(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from specjax.base.prefix import common_prefix
 from specjax.engine.request import QueueFullError, Request
 from specjax.goodput.chunks import ChunkCosts, allowed, fastest
 from specjax.goodput.policy import RowState
@@ -335,15 +336,3 @@ def _drafted_of(source: Row | None, common: int) -> int:
     if source is None:
         return 0
     return min(len(source.tokens) if source.current else source.drafted, common - 1)
-
-
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """How many first tokens two texts have in common; halves of them are compared at a time."""
-    same, most = 0, min(len(one), len(other))
-    while same < most:
-        half = (same + most + 1) // 2
-        if one[same:half] == other[same:half]:
-            same = half
-        else:
-            most = half - 1
-    return same

@@ -18,9 +18,6 @@ from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, ROWS
 
-_FEW_SLOTS = 128
-"""Of a state that is only looked at."""
-
 _COPIED = 256
 """Slots of a row that are copied at a time."""
 
@@ -152,24 +149,6 @@ def _at(x: Array, axis: int, row: Array, along: int | None = None, start: Any = 
     if along is not None:
         found[along] = start
     return found
-
-
-def can_truncate(drafter: Drafter) -> bool:
-    """Whether a row may begin with what another holds: whether a draft's state can be shortened."""
-
-    def shorter() -> object:
-        state = drafter.init(
-            jnp.zeros((1, 1), jnp.int32),
-            jnp.ones(1, jnp.int32),
-            _FEW_SLOTS,
-            jnp.zeros((1, 1, drafter.target_top_k), jnp.int32),
-        )
-        nonlocal able
-        able = drafter.truncate(state, jnp.ones(1, jnp.int32)) is not None
-
-    able = False
-    jax.eval_shape(shorter)
-    return able
 
 
 def _leaves(specs: EngineState, of_cache: Any, leaf: Any, *states: Any) -> Any:
