@@ -1,6 +1,7 @@
 """Where a model's files are, and what they hold: folders, lists of files, and names of a hub."""
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -113,7 +114,7 @@ def _of_short_name(known: names.Known) -> Path:
     """
     found = names.place_of(known)
     if found is not None:
-        notice(f"{known.name} is {found.path} ({found.what}).")
+        _tell(f"{known.name} is {found.path} ({found.what}).")
         return found.path
     try:
         path = _download(known.hub)
@@ -121,8 +122,14 @@ def _of_short_name(known: names.Known) -> Path:
         raise CheckpointError(
             f"there are no weights of {known.name} here; {names.how_to_have(known)}. {error}"
         ) from error
-    notice(f"{known.name} is {known.hub} of the hub.")
+    _tell(f"{known.name} is {known.hub} of the hub.")
     return path
+
+
+@functools.cache
+def _tell(sentence: str) -> None:
+    """Says something once, however often a command looks for its model."""
+    notice(sentence)
 
 
 def _folder_of_adapter(name: Name) -> Path:

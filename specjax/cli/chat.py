@@ -67,7 +67,7 @@ def chat(options: Chat) -> int:
         first = prompts.checked(first, "the message")
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
-    defaults = defaults_for(options.generation_config, find(options.model).folder)
+    defaults = defaults_for(options.generation_config, find(options.model).path)
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
         mesh=mesh, positions=options.positions, lora=options.lora,
