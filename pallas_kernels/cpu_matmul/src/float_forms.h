@@ -37,16 +37,6 @@ struct Int8 : Float32<V> {
   static typename V::Vector load(const uint8_t* at, const Scales&, OfBlock) { return V::codes(at); }
 };
 
-template <class V, bool kRounded>
-struct Int8Groups : Float32<V> {
-  using Scales = GroupScales;
-  static constexpr int kBytes = V::kWidth;
-  static typename V::Vector load(const uint8_t* at, const Scales& scales, OfBlock group) {
-    typename V::Vector numbers = V::bytes(at, scales.scale[group.first], scales.bias[group.first]);
-    return kRounded ? V::rounded(numbers) : numbers;
-  }
-};
-
 // Two vectors a block: the inputs of even places, then those of odd ones.
 template <class V>
 struct Bfloat16 {
@@ -92,10 +82,25 @@ template <class V, bool kRounded>
 struct Int4 : Bfloat16<V> {
   using typename Bfloat16<V>::Weights;
   using Scales = GroupScales;
-  static constexpr int kBytes = V::kWidth, kReadyBytes = 8 * V::kWidth;
+  static constexpr int kBytes = V::kWidth, kReadyBytes = 8 * V::kWidth, kRowsOfOne = 4;
   static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
     Weights w;
     V::nibbles(at, scales.scale[group.first], scales.bias[group.first], kRounded, w.even, w.odd);
+    return w;
+  }
+};
+
+// Two vectors a block, which have one scale.
+template <class V, bool kRounded>
+struct Int8Groups : Bfloat16<V> {
+  using typename Bfloat16<V>::Weights;
+  using Scales = GroupScales;
+  static constexpr int kBytes = 2 * V::kWidth, kReadyBytes = 8 * V::kWidth, kRowsOfOne = 4;
+  static void pack(const float* turned, uint8_t* to) { std::memcpy(to, turned, 8 * V::kWidth); }
+  static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
+    float scale = scales.scale[group.first], bias = scales.bias[group.first];
+    Weights w = {V::bytes(at, scale, bias), V::bytes(at + V::kWidth, scale, bias)};
+    if (kRounded) w = {V::rounded(w.even), V::rounded(w.odd)};
     return w;
   }
 };
