@@ -119,7 +119,7 @@ def main() -> None:
                 prompts = [row[:9].tolist() for row in rows]
                 try:
                     found = compared(file, rows, prompts, 48)
-                except (RuntimeError, ValueError, AssertionError) as error:  # of transformers, on sizes it guesses
+                except (RuntimeError, ValueError, AssertionError) as error:  # its guesses of sizes
                     found = {"file": file.name, "refused": str(error).partition("\n")[0]}
                 print(json.dumps(found), flush=True)
 
