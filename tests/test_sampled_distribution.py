@@ -26,6 +26,7 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure.distribution_tests import g_test
+from specjax.models.pruning import pruned
 from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT, TOP_K
 from specjax.trees.tree import TreeShape, root_only
@@ -39,6 +40,7 @@ KEPT, TOKENS = 3, 3
 ROWS, BATCHES = 8192, 12
 FAMILY_WISE = 1e-6
 BIAS = 0.02
+UNKNOWN = 0  # of tokens modulo 3
 SLOTS = 16  # prompt, tokens, and the window of one more step
 
 
@@ -64,6 +66,12 @@ def recycled(target: Model) -> RecycleDrafter:
     return RecycleDrafter(jnp.full(2, 0.4), TreeShape((2, (1, 0))), target.config.vocab_size)
 
 
+def some_tokens(target: Model) -> Model:
+    """A draft that knows two tokens of three; 0.77 of the target's texts have one of the others."""
+    whole = near(target, 1, 0.3)
+    return pruned(whole, np.flatnonzero(np.arange(target.config.vocab_size) % 3 != UNKNOWN))
+
+
 CASES = {
     "plain": (lambda target: None, NAIVE),
     "naive": (lambda target: alone(near(target, 1, 0.3), (1, 1)), NAIVE),
@@ -82,6 +90,25 @@ CASES = {
     ),
     "not a number, a block": (lambda target: alone(broken(target, np.nan), (1, 1)), BLOCK),
     "pool": (pool, MULTI_STEP),
+    "pruned": (lambda target: alone(some_tokens(target), (1, 1)), NAIVE),
+    "pruned, a tree": (lambda target: alone(some_tokens(target), (2, 1)), MULTI_STEP),
+    "pruned, distinct": (
+        lambda target: alone(some_tokens(target), (2, 1), children=DISTINCT),
+        RECURSIVE,
+    ),
+    "pruned, from the leaves": (
+        lambda target: alone(some_tokens(target), (2, 1), children=DISTINCT),
+        TRAVERSAL,
+    ),
+    "pruned, a block": (lambda target: alone(some_tokens(target), (1, 1)), BLOCK),
+    "pruned, chosen": (
+        lambda target: replace(best_first(target), model=some_tokens(target)),
+        ONE_HOT,
+    ),
+    "pruned beside a whole one": (
+        lambda target: ExpansionDrafter.of([some_tokens(target), near(target, 2, 0.3)], (1, 1)),
+        MULTI_STEP,
+    ),
 }
 LEVEL = FAMILY_WISE / len(CASES)
 

@@ -222,7 +222,10 @@ def test_a_file_without_recipe_is_refused(tmp_path):
 def test_every_committed_recipe_loads():
     for file in (ROOT / "configs").rglob("*.py"):
         if file.name != "__init__.py":
-            given = ("target=somewhere", "corpus=texts") if file.stem == "from_checkpoint" else ()
+            given = {
+                "from_checkpoint": ("target=somewhere", "corpus=texts"),
+                "smollm2": ("target=somewhere",),
+            }.get(file.stem, ())
             recipe = load_recipe(str(file), given)
             check(recipe)
             assert f"configs/{file.relative_to(ROOT / 'configs')}" in file.read_text()

@@ -17,7 +17,14 @@ _LOWEST: dict[str, dict[str, int]] = {
     "corpus": {"slices": len(SPLITS), "max_files": 0},
     "pretrain": {"length": 1, "long_steps": 0},
     "warm": {"length": 1, "long_steps": 0},
-    "collect": {"prompts": 1, "prompt_tokens": 1, "new_tokens": 1, "batch": 1, "seed": 0},
+    "collect": {
+        "prompts": 1,
+        "prompt_tokens": 1,
+        "new_tokens": 1,
+        "batch": 1,
+        "seed": 0,
+        "rows": 0,
+    },
     "labels": {"top_k": 1, "corpus_rows": 1, "corpus_length": 2, "tokens": 1, "seed": 0},
     "distil": {"corpus_rows": 0},
     "boost": {"drafts": 1, "window": 1, "cover": 1},
@@ -30,6 +37,7 @@ _LOWEST: dict[str, dict[str, int]] = {
         "seed": 0,
     },
     "trigrams": {"contexts": 0, "width": 1},
+    "turns": {"tokens": 0, "batch": 1, "seed": 0},
 }
 _SHARES = ("corpus.test_share", "boost.keep")
 _SCALES = ("boost.strength", "boost.elsewhere")
@@ -88,6 +96,7 @@ def _names(recipe: Recipe) -> None:
     for table in recipe.evaluation.tables:
         _one_of("evaluation.tables", table, TABLES)
     _one_of("labels.dtype", recipe.labels.dtype, DTYPES)
+    _one_of("collect.dtype", recipe.collect.dtype, DTYPES)
     _one_of("boost.rule", recipe.boost.rule, NAMES)
     _one_of("distil.loss", recipe.distil.loss, LOSSES)
     if recipe.boost.rule == RESIDUAL and recipe.distil.loss == HARD:
@@ -99,10 +108,16 @@ def _names(recipe: Recipe) -> None:
             f"evaluation.temperatures are {recipe.evaluation.temperatures}; they must hold 0 and "
             "one above."
         )
-    if not recipe.collect.temperatures or min(recipe.collect.temperatures) < 0:
+    for name in ("collect", "turns"):
+        temperatures = getattr(recipe, name).temperatures
+        if not temperatures or min(temperatures) < 0:
+            raise ValueError(
+                f"{name}.temperatures are {temperatures}; there must be some, none below 0."
+            )
+    if recipe.turns.tokens and not recipe.collect.rows:
         raise ValueError(
-            f"collect.temperatures are {recipe.collect.temperatures}; there must be some, none "
-            "below 0."
+            f"turns.tokens is {recipe.turns.tokens} and collect.rows is 0; turns are written in "
+            "the rows of an engine, so collect.rows must be at least 1."
         )
 
 

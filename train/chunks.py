@@ -29,13 +29,39 @@ def make_chunks(
         for index in missing:
             arrays = make(index)
             _save(_file(folder, index), arrays)
-            entries += arrays["tokens"].size
+            entries += _tokens(arrays)
             rate = entries / (time.perf_counter() - began)
             progress.update(task, advance=1, note=f"{rate:.0f} tokens/s")
             if index == missing[-1]:
                 seconds = time.perf_counter() - began
                 log.write(stage, where=folder.name, chunks=count, made=len(missing),
                           tokens_per_second=rate, seconds=seconds)  # fmt: skip
+
+
+def make_chunk(
+    stage: str, folder: Path, index: int, make: Callable[[int], Arrays], log: Log
+) -> None:
+    """Makes one chunk of as many as will be needed, unless it is there."""
+    if is_made(folder, index):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if_interrupted(lambda: f"the same command goes on from chunk {index:,} of the stage {stage!r}")
+    began = time.perf_counter()
+    arrays = make(index)
+    _save(_file(folder, index), arrays)
+    seconds = time.perf_counter() - began
+    log.write(stage, where=folder.name, chunk=index, seconds=seconds,
+              tokens_per_second=_tokens(arrays) / seconds)  # fmt: skip
+
+
+def is_made(folder: Path, index: int) -> bool:
+    """Whether a chunk is there."""
+    return _file(folder, index).is_file()
+
+
+def _tokens(arrays: Arrays) -> int:
+    """New tokens of a chunk: those of its rows' lengths, if it has them."""
+    return int(arrays["length"].sum()) if "length" in arrays else arrays["tokens"].size
 
 
 def _place(stage: str, folder: Path, count: int) -> str:
@@ -55,6 +81,15 @@ def load_chunks(stage: str, folder: Path, count: int) -> dict[str, np.ndarray]:
         raise ValueError(f"{missing} is missing; run the stage {stage!r} first.")
     parts = [_load(stage, file) for file in files]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def load_chunk(stage: str, folder: Path, index: int) -> Arrays:
+    """The arrays of one chunk.
+
+    Raises:
+      ValueError: it cannot be read.
+    """
+    return _load(stage, _file(folder, index))
 
 
 def _load(stage: str, file: Path) -> dict[str, np.ndarray]:

@@ -1,7 +1,9 @@
 """The target's own continuations of corpus prompts."""
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -11,11 +13,19 @@ from specjax.base.sampling import Sampling
 from specjax.decoding.generate import generate_jit, on_host
 from specjax.decoding.request import prepare
 from specjax.models.transformer import Model
-from train.chunks import Arrays, load_chunks, make_chunks
+from train.chunks import Arrays, is_made, load_chunks, make_chunks
 from train.config import Collect, Evaluation
 from train.data import Prompts, Stream
 from train.loop import Log
 from train.parallel import Spread
+from train.served import EngineRows, requests_of
+
+Texts: TypeAlias = list[list[int]]
+Temperatures: TypeAlias = Float[np.ndarray, " N"]
+NewTokens: TypeAlias = Int[np.ndarray, "N S"]
+Lengths: TypeAlias = Int[np.ndarray, " N"]
+Asked: TypeAlias = Callable[[int], tuple[Texts, Temperatures]]
+Continued: TypeAlias = Callable[[int], tuple[NewTokens, Lengths]]
 
 
 class Collected(NamedTuple):
@@ -69,35 +79,82 @@ def collect(
     stream: Stream,
     settings: Collect | Evaluation,
     log: Log,
+    engine: EngineRows | None = None,
 ) -> None:
     """Fills `folder` with continuations of prompts from `stream`, by plain decoding.
 
-    Prompt and temperature of a row and its random numbers depend on `settings` alone.
+    Prompt and temperature of a row and its random numbers depend on `settings` alone. With an
+    `engine` of the target its rows make them, else `generate_jit` does, batch by batch.
 
     Raises:
       ValueError: prompt and continuation exceed the target's context.
     """
     prompts = Prompts(stream, settings.prompt_tokens, settings.seed)
-    key, spread = jax.random.key(settings.seed), Spread()
-    placed = spread.everywhere(target)
     numbers = np.arange(settings.batch)
     of_row = np.array(settings.temperatures, np.float32)
     width = settings.prompt_tokens + settings.new_tokens
 
-    def make(chunk: int) -> Arrays:
+    def asked(chunk: int) -> tuple[Texts, Temperatures]:
         rows = chunk * settings.batch + numbers
-        texts = [prompts.at(int(row)) for row in rows]
-        temperature = of_row[rows % len(of_row)]
+        return [prompts.at(int(row)) for row in rows], of_row[rows % len(of_row)]
+
+    if engine is None:
+        continued = _in_batches(target, settings, asked)
+    else:
+        count = num_chunks(settings)
+        missing = [chunk for chunk in range(count) if not is_made(folder, chunk)]
+        continued = _in_rows(engine, settings, asked, missing)
+
+    def make(chunk: int) -> Arrays:
+        (texts, temperature), (new, length) = asked(chunk), continued(chunk)
+        found = joined(texts, new, length, temperature, width)._asdict()
+        return {name: found[name] for name in found if name != "steps"}
+
+    make_chunks(stage, folder, num_chunks(settings), make, log)
+
+
+def _in_batches(target: Model, settings: Collect | Evaluation, asked: Asked) -> Continued:
+    """Continuations of a chunk's prompts, of a batch each."""
+    key, spread = jax.random.key(settings.seed), Spread()
+    placed = spread.everywhere(target)
+
+    def continued(chunk: int) -> tuple[NewTokens, Lengths]:
+        texts, temperature = asked(chunk)
         sampling, own = Sampling(temperature=temperature), jax.random.fold_in(key, chunk)
         request = prepare(
             own, target, None, texts, max_new_tokens=settings.new_tokens, sampling=sampling
         )
         request = request._replace(target=placed, rows=spread.rows(request.rows))
         made = on_host(generate_jit(**request._asdict()), settings.new_tokens)
-        found = joined(texts, made.tokens, made.lengths, temperature, width)._asdict()
-        return {name: found[name] for name in found if name != "steps"}
+        return made.tokens, made.lengths
 
-    make_chunks(stage, folder, num_chunks(settings), make, log)
+    return continued
+
+
+def _in_rows(
+    engine: EngineRows, settings: Collect | Evaluation, asked: Asked, missing: list[int]
+) -> Continued:
+    """Continuations of the `missing` chunks in turn; the next is asked for before one has ended."""
+    ahead: dict[int, Future[list[list[int]]]] = {}
+
+    def ask(chunk: int) -> None:
+        first = chunk * settings.batch
+        if chunk not in ahead:
+            ahead[chunk] = engine.ask(
+                requests_of(*asked(chunk), settings.new_tokens, first, settings.seed)
+            )
+
+    def continued(chunk: int) -> tuple[NewTokens, Lengths]:
+        at = missing.index(chunk)
+        for each in missing[at : at + 2]:
+            ask(each)
+        made = ahead.pop(chunk).result()
+        new = np.zeros((len(made), settings.new_tokens), np.int32)
+        for row, text in enumerate(made):
+            new[row, : len(text)] = text
+        return new, np.array([len(text) for text in made], np.int32)
+
+    return continued
 
 
 def joined(
@@ -114,6 +171,11 @@ def joined(
         tokens[row, len(text) : len(text) + new.shape[1]] = new[row]
     prompt = np.array([len(text) for text in texts], np.int32)
     return Collected(tokens, prompt, length.astype(np.int32), temperature, new.shape[1])
+
+
+def has_all(folder: Path, settings: Collect | Evaluation) -> bool:
+    """Whether `collect` has left all in `folder`."""
+    return all(is_made(folder, chunk) for chunk in range(num_chunks(settings)))
 
 
 def load_collected(stage: str, folder: Path, settings: Collect | Evaluation) -> Collected:

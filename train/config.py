@@ -91,7 +91,9 @@ class Collect:
     """The target's own continuations: `prompts` prompts of `prompt_tokens`, `new_tokens` each.
 
     Rows cycle through `temperatures`; `batch` rows are generated at a time, and `prompts` is
-    rounded up to whole batches.
+    rounded up to whole batches. With `rows` they are those of an engine, which begins the next text
+    where one has ended; a batch is then what is written to disk at once. `dtype` is that of the
+    target's weights. More `prompts` later go on from what there is.
     """
 
     prompts: int = 3072
@@ -100,6 +102,23 @@ class Collect:
     batch: int = 64
     temperatures: tuple[float, ...] = (0.0, 0.8, 1.0)
     seed: int = 1
+    rows: int = 0
+    dtype: str = "float32"
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """Prompts that a chat model writes itself, in place of the corpus': its own user turns.
+
+    They have at most `tokens` tokens (0: none are written, and prompts come from the corpus), are
+    sampled at each of `temperatures` in turn, `batch` at a time in the rows of `collect.rows`, and
+    become as many as are collected.
+    """
+
+    tokens: int = 0
+    temperatures: tuple[float, ...] = (1.0,)
+    batch: int = 256
+    seed: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +223,7 @@ class Recipe:
     boost: Boost
     evaluation: Evaluation
     trigrams: Trigrams = Trigrams()
+    turns: Turns = Turns()
 
     def size_of(self, member: int) -> Size:
         """The size of a member of the pool."""

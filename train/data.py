@@ -15,13 +15,15 @@ class Stream(NamedTuple):
     """Documents of one kind as tokens, each ended by an end token, with the bytes they stand for.
 
     `prompts` are those of the documents that are to be continued as a whole; they have no end
-    token. `begin` is what every document begins with.
+    token. `begin` is what every document begins with. Prompts that are `in_order` may become more:
+    they are taken as they come, not shuffled.
     """
 
     documents: tuple[np.ndarray, ...]
     num_bytes: int
     prompts: tuple[np.ndarray, ...] = ()
     begin: tuple[int, ...] = ()
+    in_order: bool = False
 
 
 class Streams(NamedTuple):
@@ -62,23 +64,25 @@ def encode(
 class Prompts:
     """What the target is to continue, of at most `length` tokens, as a function of the index.
 
-    The stream's prompts, every epoch in an order of its own (of a long one its beginning token
-    and its last ones); where it has none, pieces of exactly `length` tokens cut from its
-    documents.
+    The stream's prompts, every epoch in an order of its own unless they are `in_order` (of a long
+    one its beginning token and its last ones); where it has none, pieces of exactly `length`
+    tokens cut from its documents.
     """
 
     def __init__(self, stream: Stream, length: int, seed: int) -> None:
         self._length, self._prompts, self._seed = length, stream.prompts, seed
-        self._begin = stream.begin[: length - 1]
-        self._cut = Epochs(stream, length, seed)
+        self._begin, self._in_order = stream.begin[: length - 1], stream.in_order
+        self._cut = None if stream.prompts else Epochs(stream, length, seed)
 
     def at(self, index: int) -> list[int]:
         """Prompt number `index`; they repeat once all were given."""
-        if not self._prompts:
+        if self._cut is not None:
             return self._cut.at(index)[: self._length].tolist()
         epoch, place = divmod(index, len(self._prompts))
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts))
-        chosen, begin = self._prompts[order[place]].tolist(), list(self._begin)
+        if not self._in_order:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._prompts))
+            place = int(order[place])
+        chosen, begin = self._prompts[place].tolist(), list(self._begin)
         if len(chosen) <= self._length:
             return chosen
         return (begin + chosen[len(begin) - self._length :])[: self._length]

@@ -75,7 +75,7 @@ def seconds_of(work: Work) -> dict[str, float]:
         missing = _missing(work.collected(name), num_chunks(settings))
         rows = max(_COLUMNS, settings.batch)
         tokens = missing * (rows * settings.new_tokens + settings.batch * settings.prompt_tokens)
-        found["collect"] += _seconds(tokens * forward, "float32")
+        found["collect"] += _seconds(tokens * forward, recipe.collect.dtype)
     labels, width = recipe.labels, _width(recipe.collect)
     rows = num_chunks(recipe.collect) * recipe.collect.batch
     for folder, count, length in (

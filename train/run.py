@@ -19,7 +19,7 @@ from specjax.models.transformer import Model
 from train import estimate, evaluate, labels, trigrams
 from train.boost import boost_filter, gather
 from train.checks import check
-from train.collect import collect, ended, load_collected
+from train.collect import collect, ended, has_all, load_collected
 from train.config import load_recipe
 from train.distil import batches, distil
 from train.export import FOUND, check_place, export, report
@@ -51,10 +51,16 @@ def run_pretrain(work: Work) -> None:
 
 
 def run_collect(work: Work) -> None:
-    """The target continues prompts of the training split, and of the development split."""
-    for name, stream in (("collected", work.streams.train), ("development", work.streams.dev)):
-        settings, folder = work.collections[name], work.collected(name)
-        collect("collect", folder, work.target, stream, settings, work.log)
+    """The target continues prompts of the training split, and of the development split.
+
+    Where it writes the prompts too, it does so first.
+    """
+    for name, settings in work.collections.items():
+        folder = work.collected(name)
+        if not has_all(folder, settings):
+            stream = work.prompts(name)
+            engine = work.engine if work.recipe.collect.rows else None
+            collect("collect", folder, work.writer, stream, settings, work.log, engine)
         share = ended(load_collected("collect", folder, settings))
         work.log.write("collect", where=folder.name, seconds=0.0, ended=share, note=_of_ends(share))
 

@@ -23,16 +23,20 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
+from train.collect import num_chunks
 from train.config import Collect, Evaluation, Recipe, Schedule
 from train.corpus import read_corpus, train_tokenizer
-from train.data import Streams, encode
+from train.data import Stream, Streams, encode
 from train.documents import Document, fingerprint
 from train.loop import Log, finished
 from train.marking import BY_NOTHING
+from train.served import EngineRows
 from train.target import identity_of
+from train.turns import WrittenTurns
 
 COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
 """Settings that change no result."""
+_SPLIT_OF = {"collected": "train", "development": "dev"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,14 +183,61 @@ class Work:
             "pretrain", self.corpus_id, recipe.target, recipe.pretrain, recipe.corpus.test_share
         )
 
+    @property
+    def turned(self) -> Path:
+        """Where the turns lie that the target writes."""
+        recipe = self.recipe
+        return self.place("turns", self.target_id, recipe.turns, recipe.collect.dtype)
+
+    @cached_property
+    def turns(self) -> WrittenTurns:
+        """The turns that the target writes."""
+        recipe, config = self.recipe, self.target_config
+        longest = min(each.prompt_tokens for each in self.collections.values())
+        return WrittenTurns(
+            self.turned, self.tokenizer, recipe.turns, config.eos_ids, recipe.corpus.slices, longest
+        )
+
+    def prompts(self, name: str) -> Stream:
+        """What is continued for one of `collections`.
+
+        Raises:
+          ValueError: the target cannot write turns (see `WrittenTurns.of`).
+        """
+        split = _SPLIT_OF[name]
+        if not self.recipe.turns.tokens:
+            return getattr(self.streams, split)
+        settings = self.collections[name]
+        count = num_chunks(settings) * settings.batch
+        return self.turns.of(split, count, lambda: self.engine, self.log)
+
+    @cached_property
+    def writer(self) -> Model:
+        """The target as it writes what is collected."""
+        dtype = jnp.dtype(self.recipe.collect.dtype)
+        return jax.tree.map(lambda w: w.astype(dtype), self.target)
+
+    @cached_property
+    def engine(self) -> EngineRows:
+        """The engine in whose `collect.rows` texts are collected."""
+        lengths = [each.prompt_tokens + each.new_tokens for each in self.collections.values()]
+        return EngineRows(self.writer, self.recipe.collect.rows, max(lengths))
+
     def collected(self, name: str) -> Path:
-        """Where one of `collections` lies."""
-        return self.place(name, self.target_id, self.corpus_id, self.collections[name])
+        """Where one of `collections` lies, however many prompts it has."""
+        recipe = self.recipe
+        settings = dataclasses.replace(self.collections[name], prompts=0)
+        prompts = self.turned.name if recipe.turns.tokens else self.corpus_id
+        return self.place(
+            name, self.target_id, prompts, settings, recipe.corpus.slices, recipe.collect.dtype,
+            recipe.collect.rows > 0,
+        )  # fmt: skip
 
     @property
     def collected_labels(self) -> Path:
         """Where the target's distributions along its own text lie."""
-        return self.place("labels", self.collected("collected").name, self.recipe.labels)
+        count = num_chunks(self.recipe.collect) * self.recipe.collect.batch
+        return self.place("labels", self.collected("collected").name, count, self.recipe.labels)
 
     @property
     def corpus_labels(self) -> Path:

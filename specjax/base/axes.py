@@ -3,7 +3,8 @@
 `B` rows (requests) · `T` tokens of one pass · `N` tree nodes (root included) · `R` rows of the
 draft-distribution table · `S` cache slots · `W` commit window · `V` vocabulary · `H` heads · `K`
 key/value heads · `G` query heads per key/value head · `D` head dimension · `E` hidden width
-(embedding) · `F` feed-forward width · `C` flat columns, that is rows × tokens.
+(embedding) · `F` feed-forward width · `C` flat columns, that is rows × tokens · `U` the target's
+vocabulary, where a draft's tables have fewer rows.
 """
 
 from typing import TypeAlias

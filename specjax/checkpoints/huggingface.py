@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
-from specjax.checkpoints import gguf, lora, orbax, quantized
+from specjax.checkpoints import gguf, lora, orbax, pruned_vocabulary, quantized
 from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import (
@@ -213,6 +213,7 @@ def load_model(
         raise CheckpointError(f"{files.path}: {error}") from error
     stack = split and stacks(config)
     if (files.path / orbax.FOLDER).is_dir() and not files.weights:
+        pruned_vocabulary.check_none(config, f"{files.path / orbax.FOLDER} is not read")
         if any(files.path.glob("*.safetensors")):
             raise CheckpointError(
                 f"{files.path} holds weights twice, {orbax.FOLDER} and safetensors files."
@@ -237,7 +238,8 @@ def load_model(
             outer |= leaves
         else:
             layers.add(stored.layer, leaves)
-    return assemble(placement.config, outer, layers.found, placement.axis, placement.repeats)
+    model = assemble(placement.config, outer, layers.found, placement.axis, placement.repeats)
+    return model if config.draft_vocab_size is None else pruned_vocabulary.read(model, files)
 
 
 def leaves_of(
@@ -332,6 +334,7 @@ def save_model(
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     kind = jnp.dtype(dtype)
     held = {name: np.asarray(tensor).astype(kind) for name, tensor in named_tensors(model)}
+    held |= pruned_vocabulary.written(model)
     (folder / WEIGHTS).write_bytes(save(held, metadata={"format": "pt"}))
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder, model.config)
@@ -359,6 +362,7 @@ def save_sharded(
       ValueError: the family cannot say what the model is, or its weights are quantized.
     """
     _check_written(model)
+    pruned_vocabulary.check_none(model.config, "the model is not written by shards")
     folder, model = Path(folder), orbax.once(model)
     check_free(folder)
     written = families.write_config(model.config) if config is None else config
@@ -481,6 +485,8 @@ def checked(
         adapter = lora.Adapter(files.lora, files.path, config, family, expected, tells=tells)
     for found, file, tensor in quantized.read(tensors(files), layouts):
         if found.endswith(family.ignored) or found.startswith(family.ignored):
+            continue
+        if pruned_vocabulary.is_map(found, config):
             continue
         name = family.name_of(found, expected)
         if isinstance(tensor, PackedWeight):

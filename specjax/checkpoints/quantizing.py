@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import gguf, gptq, quantized
+from specjax.checkpoints import gguf, gptq, pruned_vocabulary, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config
@@ -257,7 +257,8 @@ class _Writing:
             raise CheckpointError(f"{self._files.path} has no tensor {', '.join(missing)}.")
         others = [each for each in self._found.items() if each[0] not in self._matrices]
         for number, (name, found) in enumerate(others):
-            check_numbers(*found)
+            if not pruned_vocabulary.is_map(name, self._config):
+                check_numbers(*found)
             if self._way.table is not None and name in self._tables:
                 self._add(shards, found[0], self._quantized(self._tables[name], None))
             else:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specjax.checkpoints import gguf, quantized
+from specjax.checkpoints import gguf, pruned_vocabulary, quantized
 from specjax.checkpoints.files import CheckpointError, Files, extents, tensors
 from specjax.checkpoints.hosted import HostLayers, on_host
 from specjax.checkpoints.huggingface import (
@@ -101,6 +101,7 @@ def load_streamed(
         the layers fits beside a few of them.
     """
     config, family = read_config(files.path)
+    pruned_vocabulary.check_none(config, f"{files.path} is not offloaded")
     kind = dtype_of_layers(files, dtype)
     placed = placement(config, None)
     shared = division(files, config, kind, memory_bytes, host=host)

@@ -17,6 +17,7 @@ from specjax.base.pytree import replace
 from specjax.checkpoints import gguf
 from specjax.checkpoints.files import CheckpointError, Files, Name, find, parsed
 from specjax.checkpoints.tokenizer_bounds import bounded, check_files
+from specjax.models import pruning
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model
@@ -231,6 +232,8 @@ def fitted(model: Model, size: int, known: int) -> Model:
             return table.of_rows(rows)
         return None if table is None else rows(table)
 
+    if model.row_of is not None:
+        return pruning.resized(model, size, known)
     proposed = min(known, size, model.config.vocab_size)
     config = dataclasses.replace(model.config, vocab_size=size, num_known=proposed)
     embedding, unembedding = fit(model.embedding), fit(model.unembedding)

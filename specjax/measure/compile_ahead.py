@@ -399,6 +399,8 @@ def _of_vocabulary(draft: ModelConfig, target: ModelConfig) -> ModelConfig:
     """A draft whose table is made as long as the target's, as it is when it is loaded."""
     if draft.vocab_size == target.vocab_size:
         return draft
+    if draft.draft_vocab_size is not None:
+        return dataclasses.replace(draft, vocab_size=target.vocab_size)
     known = min(draft.vocab_size, target.vocab_size)
     return dataclasses.replace(draft, vocab_size=target.vocab_size, num_known=known)
 

@@ -57,6 +57,9 @@ class ModelConfig:
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
     of positions is added, position 0 at that row of it; logits are capped to ±`logit_cap`, and of
     tokens past the first `num_known` they are the lowest there is (None: there are none).
+
+    Drafts may know only `draft_vocab_size` of their target's `vocab_size` tokens; they never
+    propose others. Their tables have a row for each, and one for all the others together.
     """
 
     vocab_size: int
@@ -89,11 +92,19 @@ class ModelConfig:
     embedding_scale: float = 1.0
     position_offset: int | None = None
     num_known: int | None = None
+    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
                      "num_kv_heads", "head_dim", "max_positions"):  # fmt: skip
             check_size(name, name, getattr(self, name))
+        if self.draft_vocab_size is not None:
+            check_size("draft_vocab_size", "draft_vocab_size", self.draft_vocab_size)
+            if self.draft_vocab_size >= self.vocab_size:
+                raise ValueError(
+                    f"draft_vocab_size is {self.draft_vocab_size} and vocab_size "
+                    f"{self.vocab_size}; a draft that knows all tokens has no draft_vocab_size."
+                )
         for name in ("rope_theta", "window_theta", "norm_eps", "query_scale", "attention_cap",
                      "logit_cap", "embedding_scale"):  # fmt: skip
             value = getattr(self, name)
@@ -163,7 +174,8 @@ class ModelConfig:
     @property
     def outer_shapes(self) -> dict[str, Shape]:
         """The shape of every leaf outside the layers, by its name in `Model`."""
-        table = self.vocab_size, self.hidden_size
+        own = self.draft_vocab_size
+        table = self.vocab_size if own is None else own + 1, self.hidden_size
         shapes: dict[str, Shape] = {"embedding": table, **self._norm_shapes(("final_norm",))}
         if not self.tie_embeddings:
             shapes["unembedding"] = table

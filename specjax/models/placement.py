@@ -154,6 +154,11 @@ def placement(config: ModelConfig, mesh: Mesh | None, split: bool = True) -> Pla
     devices = size_of(mesh, MODEL)
     if not split or devices == 1:
         return Placement(config, mesh)
+    if config.draft_vocab_size is not None:
+        raise ValueError(
+            f"a draft that knows {config.draft_vocab_size} of {config.vocab_size} tokens is not "
+            f"split over mesh axis model={devices}; load_drafts gives drafts that are whole."
+        )
     for what, count in (("heads", config.num_heads), ("features", config.intermediate_size)):
         if count % devices:
             raise ValueError(

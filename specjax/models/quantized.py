@@ -190,7 +190,7 @@ def in_dtype(model: Any, dtype: Any) -> Any:
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, PackedWeight):
             return replace(leaf, dtype=np.dtype(dtype))
-        return leaf.astype(dtype)
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, model, is_leaf=_is_packed)
 

@@ -76,6 +76,9 @@ class Model:
     Within a program over a mesh the leaves are a device's own; `axis` is the mesh axis over which
     heads, features and the vocabulary are spread, None where each device has all of them.
     `config` counts the key/value heads that are held, `repeats` times as many as the checkpoint's.
+
+    `row_of` says which row of its tables a token has, where they have fewer rows than there are
+    tokens (see `specjax.models.pruning`): the last one is of all that have none of their own.
     """
 
     embedding: Float[Array, "V E"] | PackedWeight
@@ -86,6 +89,7 @@ class Model:
     final_norm_bias: Float[Array, " E"] | None = None
     position_embedding: Float[Array, "P E"] | None = None
     stack: LayerWeights | None = None
+    row_of: Int32[Array, " U"] | None = None
     axis: str | None = static(default=None)
     repeats: int = static(default=1)
 
@@ -136,7 +140,7 @@ def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
     """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers).
 
-    Biases are 0 and norms do nothing.
+    Biases are 0 and norms do nothing. A draft of some tokens knows the first ones.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     keys = iter(jax.random.split(key, 2 + len(MATRICES) * config.num_layers))
@@ -155,7 +159,11 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
     outer = config.outer_shapes
     first = leaves({"embedding": outer.pop("embedding")})
     layers = [leaves(config.layer_shapes) for _ in range(config.num_layers)]
-    return assemble(config, first | leaves(outer), layers)
+    made = first | leaves(outer)
+    if config.draft_vocab_size is not None:
+        tokens = jnp.arange(config.vocab_size, dtype=jnp.int32)
+        made["row_of"] = jnp.minimum(tokens, config.draft_vocab_size)
+    return assemble(config, made, layers)
 
 
 class AttentionMask(NamedTuple):
@@ -432,6 +440,8 @@ def embed(
 def _rows_of(model: Model, tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:
     """The tokens' embeddings; a device gives those of its part of the vocabulary."""
     held = model.embedding.shape[0]
+    if model.row_of is not None:
+        return layers.embed(model.embedding, model.row_of[tokens])
     if held == model.config.vocab_size:
         return layers.embed(model.embedding, tokens)
     tokens = tokens - held * lax.axis_index(model.axis)
@@ -454,6 +464,9 @@ def unembed(
     """Logits of each column, float32."""
     table = model.embedding if model.unembedding is None else model.unembedding
     logits = layers.capped(layers.linear(table, x, dtype), model.config.logit_cap)
+    if model.row_of is not None:
+        lowest = jnp.finfo(logits.dtype).min
+        return logits.at[-1].set(lowest).at[model.row_of].get(mode="promise_in_bounds")
     if table.shape[0] < model.config.vocab_size:
         logits = gathered(logits, model.axis)
     if model.config.num_known is None:

@@ -67,8 +67,11 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
     seen = (window is None or window >= length.used for window in features.get("windows", ()))
     if features.get("window_theta") is None and all(seen):
         features["windows"] = ()  # nobody is ever outside
-    ends = _eos_ids(config, values["vocab_size"])
-    return ModelConfig(**values, **features, eos_ids=ends, family=config["model_type"])
+    ends, own = _eos_ids(config, values["vocab_size"]), config.get("draft_vocab_size")
+    return ModelConfig(
+        **values, **features, eos_ids=ends, family=config["model_type"],
+        draft_vocab_size=None if own == values["vocab_size"] else own,
+    )  # fmt: skip
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -89,6 +92,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "bos_token_id": None,
         "eos_token_id": None if not eos else eos[0] if len(eos) == 1 else list(eos),
     }
+    if config.draft_vocab_size is not None:
+        made["draft_vocab_size"] = config.draft_vocab_size
     if read_config(made) != config:
         raise ValueError(f"a {config.family} model cannot say what this one is: {config}.")
     return made

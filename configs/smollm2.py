@@ -1,0 +1,42 @@
+r"""Drafts for SmolLM2-135M-Instruct, from prompts that it writes itself.
+
+Command:    nice python -m train.run configs/smollm2.py target=DIR --folder runs/smollm2 \
+                --stages collect
+            DIR is the Hugging Face folder of SmolLM2-135M-Instruct. A killed run goes on where it
+            was; a larger collect.prompts goes on from what a smaller one collected.
+Hardware:   one core of an EPYC with AVX512-BF16 was used, 3 GiB of memory.
+Wall time:  answers 200 to 270 tokens/s on that core beside other work, so about four hours for
+            12,288 (3.4M tokens); turns 120 to 255. Ways of collecting, one core, shared with other
+            work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in batches of 16, 32, 64 of 128
+            tokens that never end, 186 where rows wait for the longest (turns, 64); engine of 16
+            rows 196 to 221, of 32 207, whatever ends. A pass of 16 columns is bound by arithmetic
+            (142 GFLOP/s, XLA's own rate there), so drafting cannot help.
+Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of 49,152 rows takes
+            1.4 ms a column at width 256, and one of 8,192 with its map 0.13. Share of the tokens
+            of held-out answers among the most frequent of as many others (230,000 each):
+                       2,047   4,095   8,191  12,287  16,383
+            T = 0      0.864   0.917   0.950   0.966   0.974
+            T = 0.8    0.850   0.903   0.944   0.962   0.971
+            T = 1      0.776   0.841   0.900   0.930   0.946
+            8,191 tokens and the row of the others, width 192 to 256, 1 or 2 layers: 4 to 7 MB in
+            bfloat16, half in 8 bits. They are trained in their own vocabulary, labels outside of
+            it being the row of the others, and get the map when they are exported. Not done yet.
+"""
+
+import dataclasses
+
+from configs.boost.from_checkpoint import RECIPE as FROM_CHECKPOINT
+from train.config import Collect, Corpus, Turns
+
+RECIPE = dataclasses.replace(
+    FROM_CHECKPOINT,
+    name="smollm2",
+    corpus=Corpus(),
+    turns=Turns(tokens=96, temperatures=(0.8, 1.0), batch=256),
+    collect=Collect(
+        prompts=12288, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
+    ),
+    evaluation=dataclasses.replace(
+        FROM_CHECKPOINT.evaluation, prompts=64, prompt_tokens=128, new_tokens=384
+    ),
+)

@@ -1,0 +1,138 @@
+"""Prompts that a chat model writes itself: its own user turns (Magpie, arXiv 2406.08464).
+
+Its chat template is rendered up to where a user's text begins, and the target goes on from there
+until it ends the turn. What it writes is put into the template as a user's text would be.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Int
+
+from train.chunks import Arrays, load_chunk, make_chunk
+from train.config import Turns
+from train.corpus import split_of
+from train.data import Stream
+from train.loop import Log
+from train.served import EngineRows, requests_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_MARK = "\ue000"
+_LEAST = 0.02
+"""A target of whose turns fewer are usable writes none."""
+
+
+def opening(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
+    """The tokens of a chat up to where its first user's text begins.
+
+    Raises:
+      ValueError: there is no chat template, or it does not show a user's text once.
+    """
+    return _ids(tokenizer, _rendered(tokenizer, _MARK, False).partition(_MARK)[0])
+
+
+def prompt_of(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
+    """The tokens of a chat in which a user wrote `text`, up to where the answer begins."""
+    return _ids(tokenizer, _rendered(tokenizer, text, True))
+
+
+def _rendered(tokenizer: "PreTrainedTokenizerFast", text: str, answered: bool) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(
+            "the target has no chat template, so it writes no turns; turns.tokens=0 takes the "
+            "prompts of the corpus."
+        )
+    talk = [{"role": "user", "content": text}]
+    found = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=answered)
+    if text == _MARK and str(found).count(_MARK) != 1:
+        raise ValueError(
+            f"the target's chat template shows a user's text {str(found).count(_MARK)} times; "
+            "turns need one that shows it once."
+        )
+    return str(found)
+
+
+def _ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+class WrittenTurns:
+    """Turns that the target wrote, batch by batch, in `folder`.
+
+    Of each text the first is kept. Which split it belongs to depends on the text alone, with
+    `slices` as in the corpus; so no more than `slices - 2` of `slices` are trained on.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: "PreTrainedTokenizerFast",
+        settings: Turns,
+        eos_ids: tuple[int, ...],
+        slices: int,
+        longest: int,
+    ) -> None:
+        self._folder, self._tokenizer, self._settings = folder, tokenizer, settings
+        self._eos_ids, self._slices, self._longest = eos_ids, slices, longest
+        self._found: dict[str, list[np.ndarray]] = {"train": [], "dev": [], "heldout": []}
+        self._seen: set[str] = set()
+        self._batches = 0
+
+    def of(self, split: str, count: int, rows: Callable[[], EngineRows], log: Log) -> Stream:
+        """At least `count` prompts of a split; turns are written in `rows` until there are so many.
+
+        Raises:
+          ValueError: the target has no fitting chat template, or ends hardly any turn.
+        """
+        begin = opening(self._tokenizer)
+        while len(self._found[split]) < count:
+            make_chunk(
+                "turns", self._folder, self._batches,
+                lambda index: self._write(index, begin, rows()), log,
+            )  # fmt: skip
+            self._read(load_chunk("turns", self._folder, self._batches))
+            self._batches += 1
+            self._check()
+        return Stream((), 0, tuple(self._found[split]), in_order=True)
+
+    def _write(self, index: int, begin: list[int], rows: EngineRows) -> Arrays:
+        own = self._settings
+        first = index * own.batch
+        numbers = np.arange(first, first + own.batch)
+        temperature = np.array(own.temperatures, np.float32)[numbers % len(own.temperatures)]
+        asked = requests_of([begin] * own.batch, temperature, own.tokens, first, own.seed)
+        texts = rows.ask(asked).result()
+        tokens = np.zeros((own.batch, own.tokens), np.int32)
+        for row, text in enumerate(texts):
+            tokens[row, : len(text)] = text
+        length = np.array([len(text) for text in texts], np.int32)
+        return {"tokens": tokens, "length": length, "temperature": temperature}
+
+    def _read(self, arrays: Arrays) -> None:
+        for turn in self._ended(arrays):
+            text = str(self._tokenizer.decode(turn, skip_special_tokens=True)).strip()
+            if not text or text in self._seen:
+                continue
+            self._seen.add(text)
+            prompt = prompt_of(self._tokenizer, text)
+            if len(prompt) <= self._longest:
+                own = self._found[split_of(text, self._slices)]
+                own.append(np.array(prompt, np.int32))
+
+    def _ended(self, arrays: Arrays) -> Iterator[Int[np.ndarray, " T"]]:
+        """The turns that the target ended by itself, without the token that ends them."""
+        for tokens, length in zip(arrays["tokens"], arrays["length"], strict=True):
+            if length and tokens[length - 1] in self._eos_ids:
+                yield tokens[: length - 1]
+
+    def _check(self) -> None:
+        usable, written = len(self._seen), self._batches * self._settings.batch
+        if usable < _LEAST * written:
+            raise ValueError(
+                f"of {written} turns that the target wrote {usable} ended and differ; it writes no "
+                "prompts for itself. turns.tokens=0 takes the prompts of the corpus."
+            )
