@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import shutil
+import struct
 import sys
 from functools import partial
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_what_maps_exactly_stays_packed(file):
     found, tokenizer = load(file)
     form = "int4, a scale and an offset for each 32 inputs"
     assert quantized_as(found) == f"{form}; embedding in {form}"
-    assert found.config.eos_ids == (0, len(BYTES) + 1), "the end of a turn ends a text too"
+    assert found.config.eos_ids == (0, len(BYTES) + 1), "<|end|> ends a text too"
     tokens = np.array([tokenizer("cab abc").input_ids])
     full = jax.tree.map(
         lambda leaf: dequantized(leaf) if isinstance(leaf, PackedWeight) else leaf,
@@ -222,6 +223,8 @@ def test_what_is_no_model_is_one_sentence(file, tmp_path, monkeypatch):
         "architecture 'mamba' is not supported; llama, .*gptneox are": {"arch": "mamba"},
         "its tokenizer is 't5'; gpt2 and llama are": {"tokenizer__ggml__model": "t5"},
         "its pre-tokenizer is 'x', which is not": {"tokenizer__ggml__pre": "x"},
+        r"llama.logit_scale is \[1, 2\], which": {"llama__logit_scale": [1, 2]},
+        "rope.scaling.factor is -4.0; it must": {"llama__rope__scaling__factor": -4.0},
     }
     for sentence, change in wrong.items():
         arch = change.pop("arch", None)
@@ -235,7 +238,7 @@ def test_what_is_no_model_is_one_sentence(file, tmp_path, monkeypatch):
             load(other)
     with pytest.raises(CheckpointError, match=r"there is no file .*missing\.gguf"):
         load(tmp_path / "missing.gguf")
-    with pytest.raises(CheckpointError, match=r"GGUF file; a model is quantized from its folder"):
+    with pytest.raises(CheckpointError, match=r"is a GGUF file; name a model's folder"):
         quantize_folder(Files(file), tmp_path / "out", 8)
     shutil.copy(file, tmp_path / "folder" / "a.gguf")
     (tmp_path / "folder" / "config.json").unlink()
@@ -247,6 +250,58 @@ def test_what_is_no_model_is_one_sentence(file, tmp_path, monkeypatch):
     blocks._forms.cache_clear()
     with pytest.raises(CheckpointError, match=r"install it, or specjax\[gguf\]"):
         load_model(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "offset", "sentence"),
+    [
+        ("a\nb", (4,), 0, r"'a\\nb' in .* has the shape \(4,\)"),
+        ("a", (4, 0), 0, r"'a' in .* has the shape \(0, 4\)"),
+        ("a", (2**30, 2**30), 0, "'a' in .* has the shape"),
+        ("rope_freqs.weight", (2**32,), 0, "rope_freqs.weight has 4,294,967,296 numbers"),
+        ("rope_freqs.weight", (4,), 2**64 - 64, "rope_freqs.weight has 4 numbers"),
+    ],
+)
+def test_tensors_that_cannot_be_are_one_sentence(name, shape, offset, sentence, tmp_path):
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def place(name, shape, offset):
+        axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+        return text(name) + axes + struct.pack("<IQ", 0, offset)
+
+    head = b"GGUF" + struct.pack("<IQQ", 3, 2, 1)
+    head += text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(head + place("token_embd.weight", (8, 4), 0) + place(name, shape, offset))
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(file)
+
+
+def test_pieces_that_would_be_cut_without_end_are_refused(tmp_path):
+    file = tmp_path / "tokenizer.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["a" * n for n in range(1, 900)])
+    writer.add_token_scores([0.0] * 899)
+    finish(writer)
+    with pytest.raises(CheckpointError, match=r"899 tokens have 404,550 characters; .* 32 each"):
+        tokenizer_of(file)
+
+
+def test_white_space_after_the_marks_of_phi_3_is_left_out(tmp_path):
+    file = tmp_path / "tokenizer.gguf"
+    writer = gguf.GGUFWriter(file, "phi3")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "▁", "a", "<0x0A>", "<|user|>"])
+    writer.add_token_scores([0.0] * 6)
+    writer.add_token_types([2, 3, 1, 1, 6, 3])
+    writer.add_add_bos_token(False)
+    writer.add_unk_token_id(0)
+    finish(writer)
+    found = tokenizer_of(file)
+    assert found("<|user|>\na").input_ids == [5, 2, 3]
+    assert found("<s>\n").input_ids == [1, 2, 4]
 
 
 def test_damaged_files_are_refused_or_read(file, tmp_path):

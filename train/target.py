@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specjax.checkpoints import orbax
 from specjax.checkpoints.files import Files
+from specjax.checkpoints.names import MODELS
 
 _TEXTS = ("*.json", "tokenizer.model", "*.jinja", "*.txt")
 _WEIGHTS = ("*.safetensors", f"{orbax.FOLDER}/**/*", "*.bin")
@@ -20,6 +21,8 @@ def identity_of(files: Files) -> str:
       ValueError: there are no weights.
     """
     found = hashlib.sha256()
+    if files.path.is_file():  # a GGUF file, which is all of it
+        return f"target-{hashlib.sha256(_version_of(files.path).encode()).hexdigest()[:16]}"
     for pattern in _TEXTS:
         for file in sorted(files.path.glob(pattern)):
             found.update(file.name.encode() + file.read_bytes())
@@ -34,9 +37,9 @@ def identity_of(files: Files) -> str:
 
 def lasting_name(name: str, files: Files) -> str:
     """What names the same checkpoint from any folder, later: a hub's revision, or a whole path."""
-    if name == "bundled":
+    if name == "bundled" or name in MODELS:
         return name
-    if Path(name).is_dir():
+    if Path(name).exists():
         return str(files.path.resolve())
     return f"{name.partition('@')[0]}@{files.path.name}"
 

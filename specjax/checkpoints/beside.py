@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.base.notices import notice
-from specjax.checkpoints.files import CONFIG, CheckpointError
+from specjax.checkpoints.files import CheckpointError, described_by
 from specjax.models import families
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
@@ -90,6 +90,7 @@ class Beside:
         self, folder: Path, config: ModelConfig, family: Family, described: Mapping[str, Any]
     ) -> None:
         self._folder, self._family, self._layers = folder, family, config.num_layers
+        self._said = described_by(folder)
         self._further = family.upgrade(described).get("num_nextn_predict_layers")
         self._expected = {stored.name for stored in families.stored(family, config)}
         self._expected.add(family.outer["unembedding"])
@@ -147,7 +148,7 @@ class Beside:
             if tensor.astype(np.float32).any():
                 raise CheckpointError(
                     f"{found} in {file} is a bias that is not zero; {self._family.model_type} "
-                    f"models of this {CONFIG} have none there."
+                    f"models of this {self._said} have none there."
                 )
             return "biases of zeros"
         return None
@@ -171,9 +172,11 @@ class Beside:
         if part := next((part for part in _WITHIN if part in found), None):
             return f": {part!r} in names is torch's; save the model that is within"
         if (layer := self._layer_of(name)) is not None:
-            return f": it is of layer {layer}, and {CONFIG} says {self._layers} layers, from 0 on"
+            return (
+                f": it is of layer {layer}, and {self._said} says {self._layers} layers, from 0 on"
+            )
         if found.rpartition(".")[2] in _OF_QUANTIZED:
             own = self._folder / "hf_quant_config.json"
             more = f", and {own.name} is not read" if own.is_file() else ""
-            return f": it is of a quantized matrix that {CONFIG} does not describe so{more}"
+            return f": it is of a quantized matrix that {self._said} does not describe so{more}"
         return ""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specjax.base.notices import notice
 from specjax.base.pytree import replace
 from specjax.checkpoints import generation_config
-from specjax.checkpoints.files import CONFIG, Files, config_of
+from specjax.checkpoints.files import Files, config_of, described_by
 from specjax.models import families
 from specjax.models.transformer import Model
 
@@ -23,7 +23,7 @@ def with_end_tokens(model: Model, tokenizer: "PreTrainedTokenizerFast", files: F
     """
     config = model.config
     files_own = {
-        CONFIG: families.read_config(config_of(files.path)).eos_ids,
+        described_by(files.path): families.read_config(config_of(files.path)).eos_ids,
         generation_config.FILE: generation_config.end_ids_in(files.path),
     }
     tokenizers_own = _of_tokenizer(tokenizer)

@@ -85,7 +85,13 @@ def find(name: Name | Sequence[Name], lora: Name | None = None) -> Files:
       CheckpointError: there is nothing of that name.
     """
     if lora is not None:
-        return find(name)._replace(lora=_folder_of_adapter(lora))
+        found = find(name)
+        if gguf.is_gguf(found.path):
+            raise CheckpointError(
+                f"{found.path} is a GGUF file, into which no LoRA adapter is merged; name the "
+                "folder of its full weights."
+            )
+        return found._replace(lora=_folder_of_adapter(lora))
     if not isinstance(name, str | Path):
         files = tuple(Path(each) for each in name)
         folders = {file.parent for file in files}
@@ -226,6 +232,11 @@ def _from_hub(name: str) -> Iterator[Any]:
             f"no model folder at {name}, and none of that name could be had from the hub"
             f"{offline}: {first}"
         ) from error
+
+
+def described_by(path: Path) -> str:
+    """What has a model's configuration, in sentences: `config.json`, or a file's metadata."""
+    return "its metadata" if gguf.is_gguf(path) else CONFIG
 
 
 def config_of(folder: Path) -> dict[str, Any]:

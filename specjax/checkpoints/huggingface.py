@@ -29,6 +29,7 @@ from specjax.checkpoints.files import (
     Files,
     Name,
     config_of,
+    described_by,
     extents,
     find,
     is_finite,
@@ -506,7 +507,8 @@ def checked(
             continue
         if tensor.shape != shape:
             raise CheckpointError(
-                f"{found} in {file} has shape {tensor.shape}; {CONFIG} asks for {shape}."
+                f"{found} in {file} has shape {tensor.shape}; {described_by(files.path)} asks for "
+                f"{shape}."
             )
         if stored is not None:
             check_numbers(found, file, tensor, looks(stored))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import gguf, gptq, pruned_vocabulary, quantized
+from specjax.checkpoints import gptq, pruned_vocabulary, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config
@@ -144,8 +144,6 @@ def quantize_folder(
     """
     way = Way(bits, group, kept, texts, table)
     way.check()
-    if gguf.is_gguf(files.path):
-        raise CheckpointError(f"{files.path} is a GGUF file; a model is quantized from its folder.")
     described = config_of(files.path)
     if quantized.layouts_of(described, files.path):
         raise CheckpointError(f"{files.path} is quantized already.")

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from specjax.checkpoints.files import CONFIG, INDEX
+from specjax.checkpoints import gguf
+from specjax.checkpoints.files import CONFIG, INDEX, CheckpointError
 from specjax.checkpoints.huggingface import check_holds_no_model
 
 _SHARD = 2 * 2**30
@@ -66,8 +67,10 @@ def new_model(source: Path, out: Path, config: Mapping[str, Any]) -> Iterator[Sh
       Where to put the tensors.
 
     Raises:
-      CheckpointError: `out` holds a model.
+      CheckpointError: `out` holds a model, or the source is a GGUF file.
     """
+    if gguf.is_gguf(source):
+        raise CheckpointError(f"{source} is a GGUF file; name a model's folder.")
     check_holds_no_model(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f"{out.name}.", dir=out.parent))

@@ -65,6 +65,8 @@ def chat(options: Chat) -> int:
     first = read_standard_input() if options.prompt == "-" else options.prompt
     if first is not None:
         first = prompts.checked(first, "the message")
+        if not first.strip():
+            raise ValueError("the message is empty.")
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
     defaults = defaults_for(options.generation_config, find(options.model).path)
@@ -98,7 +100,7 @@ def chat(options: Chat) -> int:
     say(f"method {choice.setting.label}: {choice.reason}.")
     pool = ThreadPoolExecutor(1, "specjax-chat")
     try:
-        talk.ready = pool.submit(conversation.compile)  # people type meanwhile
+        talk.ready = pool.submit(conversation.compile, sampling)  # people type meanwhile
         return _Terminal(options, pair, choice, talk).run(first)
     finally:
         pool.shutdown(wait=False)
@@ -131,10 +133,15 @@ def _check(options: Chat) -> None:
 
 
 class _Interrupts:
-    """Ctrl-C while a reply is made stops that, however often it comes; else it is raised."""
+    """Ctrl-C while a reply is made stops that; the third time, and else, it is raised."""
 
     def __init__(self) -> None:
-        self.replying = self.stopped = False
+        self.replying, self._times = False, 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it came since the reply began."""
+        return self._times > 0
 
     @contextlib.contextmanager
     def noticed(self) -> Iterator[None]:
@@ -149,14 +156,14 @@ class _Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        if not self.replying:
+        self._times += 1
+        if not self.replying or self._times > 2:  # a compilation, or a template, may not end
             raise KeyboardInterrupt
-        self.stopped = True
 
     @contextlib.contextmanager
     def while_replying(self) -> Iterator[None]:
         """A reply is made within."""
-        self.replying, self.stopped = True, False
+        self.replying, self._times = True, 0
         try:
             yield
         finally:
@@ -208,6 +215,10 @@ class _Terminal:
                 _note("\n(Ctrl-C once more, Ctrl-D or /exit leaves.)")
                 left, lines = True, _messages(_typed())
                 continue
+            except UnicodeDecodeError as error:
+                say(f"the message is not {error.encoding}: byte {error.start} is not.")
+                lines = _messages(_typed())
+                continue
             left = False
             if line is None:
                 _note("")
@@ -237,6 +248,7 @@ class _Terminal:
         return True
 
     def _reply(self, message: str) -> None:
+        prompts.checked(message, "the message")
         with contextlib.ExitStack() as waiting, self._interrupts.while_replying():
             waiting.enter_context(working("reading the prompt"))
 

@@ -202,8 +202,9 @@ class Chat(Context, Adapted, Devices, Kernels):
     prompt: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MESSAGE")] = None
     """The first message; - is all of standard input. At a terminal the conversation goes on after
     it, but not with --json; without it each line of standard input is a message."""
-    model: str = "bundled"
-    """A Hugging Face folder, or a hub's org/name or org/name@revision, with a chat template."""
+    model: str = "smollm2"
+    """A model with a chat template: a short name, a Hugging Face folder, a GGUF file, or a hub's
+    org/name, org/name@revision or org/name:FILE.gguf."""
     draft: _Drafts = None
     stage: _Stage = None
     system: str | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from specjax.checkpoints import gguf
 from specjax.checkpoints.files import find, name_of
 from specjax.checkpoints.generation_config import defaults_for
 from specjax.checkpoints.pair import Pair, load_pair
@@ -117,11 +118,13 @@ def _drafter_of(options: Serve, pair: Pair) -> Drafter:
 
 
 def _name_of(model: str) -> str:
-    """What requests call a model: a folder's name, or a hub's id without its revision."""
-    folder = Path(model)
-    if not folder.exists():
+    """What requests call a model: its folder's name, its GGUF file's, or a hub's id."""
+    path = Path(model)
+    if gguf.is_gguf(path):
+        return Path(model.rpartition(":")[2]).stem
+    if not path.exists():
         return model.partition("@")[0]
-    return name_of(folder.parent if folder.is_file() else folder)
+    return name_of(path.parent if path.is_file() else path)
 
 
 def _listed(text: str | None) -> tuple[str, ...]:

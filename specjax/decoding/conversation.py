@@ -203,10 +203,14 @@ class Conversation:
         """Holds nothing any more, nor what drafts were learned from it."""
         self._turn, self._state = self._turn + 1, None
 
-    def compile(self) -> None:
-        """Compiles what every reply needs, several programs at once; else the first ones do."""
+    def compile(self, sampling: Sampling | None = None) -> None:
+        """Compiles what every reply needs, several programs at once; else the first ones do.
+
+        Args:
+          sampling: how replies will be sampled; penalties make a program of their own.
+        """
         state: Any = self._begun(0) if self._layout else jax.eval_shape(lambda: self._begun(0))
-        asked = self._asked(state, [0], jax.random.key(0), 1, None, True)
+        asked = self._asked(state, [0], jax.random.key(0), 1, sampling, True)
         one = self._put([1])
         calls = [
             (step_jit, (self.rule, asked)),
@@ -271,7 +275,8 @@ class Conversation:
         sampling = Sampling() if sampling is None else sampling
         prompt, self._turn = self._tokens, self._turn + 1
         state = self._asked(self._state, prompt, key, max_new_tokens, sampling, stop_at_eos)
-        return self._writing(state, self._turn)
+        bare = {"sampling": self._state.sampling, "counts": self._state.counts}
+        return self._writing(state, bare, self._turn)
 
     def reply(
         self, key: Array | np.ndarray, prompt: Sequence[int], **options: Any
@@ -304,6 +309,7 @@ class Conversation:
 
     def _reading(self, prompt: list[int], common: int, turn: int) -> Iterator[int]:
         if not common:
+            self._state = None  # whose caches are let go of before there are others
             self._state, self._tokens = self._begun(prompt[0]), prompt[:1]
         elif common < len(self._tokens):
             at = self._put([common]), self._put([prompt[common - 1]])
@@ -316,14 +322,18 @@ class Conversation:
             jax.block_until_ready(self._state)
             yield left - len(own)
 
-    def _writing(self, state: DecodeState, turn: int) -> Iterator[Step]:
+    def _writing(self, state: DecodeState, bare: dict[str, Any], turn: int) -> Iterator[Step]:
+        """Steps of a reply; what is kept of the state has `bare` instead of how it is sampled, so
+        that the programs that read on are the same whatever that was.
+        """
         done = False
         while turn == self._turn and not done:
             self._state = None
             state, gave = self._program(step_jit, self.rule, state)(*self._models, state)
             gave = jax.device_get(gave)
             self._tokens = self._tokens + gave.tokens[0, : gave.count[0]].tolist()
-            self._state, done = state, bool(gave.done.all())
+            self._state = unchecked(DecodeState, **{**vars(state), **bare})
+            done = bool(gave.done.all())
             yield gave
 
     def _change(self, tokens: list[int], function: Any, *given: Any) -> None:

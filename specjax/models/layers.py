@@ -167,7 +167,7 @@ def _takes_codes(weight: PackedWeight, x: Array) -> bool:
 def _parts(
     weights: Sequence[PackedWeight],
 ) -> tuple[list[Array], list[Array], list[Array] | None]:
-    """The codes, scales and offsets of matrices; of no offsets where one of them has none."""
+    """The codes, scales and offsets of matrices; None where none has offsets."""
     offsets = [weight.offset for weight in weights if weight.offset is not None]
     values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
     return values, scales, offsets or None

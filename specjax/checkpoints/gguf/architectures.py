@@ -68,9 +68,10 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
 }
 """Keys that would change what a model computes, with the values that do not."""
-_TURN_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>")
-"""Control tokens that end a turn of a chat, which files of before name by nothing else."""
+_ENDS = (*("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>"),)
+"""Control tokens that end a text or a turn of a chat, as llama.cpp has it, named or not."""
 _CONTROL = 3
+_MOST_FACTORS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def config_of(file: Path) -> Json:
     name = header.architecture
     for key, neutral in _OFF.items():
         value = header.metadata.get(f"{name}.{key}")
-        if value is not None and value not in neutral:
+        if value is not None and (not np.isscalar(value) or value not in neutral):
             raise CheckpointError(
                 f"{file}: {name}.{key} is {shown(value)}, which {name} models do not support here."
             )
@@ -158,9 +159,9 @@ def _ends(header: Header) -> list[int]:
     metadata = header.metadata
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
-    if named[1] is None and isinstance(tokens, list) and isinstance(types, np.ndarray):
+    if isinstance(tokens, list) and isinstance(types, np.ndarray):
         control = [at for at in np.flatnonzero(types == _CONTROL).tolist() if at < len(tokens)]
-        named += [at for at in control if tokens[at] in _TURN_ENDS]
+        named += [at for at in control if tokens[at] in _ENDS]
     return list(dict.fromkeys(end for end in named if type(end) is int and end >= 0))
 
 
@@ -171,13 +172,19 @@ def _rotary(header: Header, config: Json) -> Json:
     turned, size = _one(header, f"{name}.rope.dimension_count"), _head_size(header)
     if turned is not None and size and turned != size:
         made["partial_rotary_factor"] = turned / size
+    named = _stretch(header)
     if _FREQUENCIES in header.tensors:
+        if named is not None:
+            raise CheckpointError(
+                f"{header.file} has {_FREQUENCIES} and {name}.rope.scaling.factor; one of them is "
+                "supported."
+            )
         factors = _numbers(header, _FREQUENCIES)
         stretch: Json = {"rope_type": "longrope", "factor": 1.0, "attention_factor": 1.0,
                          "original_max_position_embeddings": whole,
                          "short_factor": factors, "long_factor": factors}  # fmt: skip
         return config | made | {"rope_scaling": stretch}
-    if (named := _stretch(header)) is not None:
+    if named is not None:
         made["rope_scaling"] = named
     return config | made
 
@@ -186,12 +193,16 @@ def _stretch(header: Header) -> Json | None:
     """The stretch that metadata names."""
     start = f"{header.architecture}.rope."
     factor = header.get(f"{start}scaling.factor", float, 0.0)
-    kind = header.get(f"{start}scaling.type", str, "none")
-    if not factor:  # as of 2023
-        factor = header.get(f"{start}scale_linear", float, 0.0)
-        kind = "linear" if factor else kind
+    factor = factor or header.get(f"{start}scale_linear", float, 0.0)  # as of 2023
+    kind = header.get(f"{start}scaling.type", str, "linear")
     if kind == "none" or not factor or (kind == "linear" and factor == 1):
         return None
+    if kind == "longrope" and _LONG in header.tensors:
+        return None  # whose factors are tensors
+    if not 0 < factor < math.inf:
+        raise CheckpointError(
+            f"{header.file}: {start}scaling.factor is {factor}; it must be a number above 0."
+        )
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     if kind != "yarn":
@@ -219,11 +230,14 @@ def _numbers(header: Header, name: str) -> list[float]:
     form, shape = form_of(tensor)
     if form.names is not None or len(shape) != 1:
         raise CheckpointError(f"{name} in {tensor.file} must be a row of floats.")
+    size = form.itemsize * shape[0]
+    if tensor.start + size > tensor.file.stat().st_size or shape[0] > _MOST_FACTORS:
+        raise CheckpointError(
+            f"{tensor.file} is truncated or damaged: {name} has {shape[0]:,} numbers."
+        )
     with tensor.file.open("rb") as opened:
         opened.seek(tensor.start)
-        held = opened.read(form.itemsize * shape[0])
-    if len(held) < form.itemsize * shape[0]:
-        raise CheckpointError(f"{tensor.file} is truncated: it ends within {name}.")
+        held = opened.read(size)
     return [float(str(each)) for each in np.frombuffer(held, form).astype(np.float32)]
 
 
@@ -262,7 +276,8 @@ def _gemma(header: Header, config: Json) -> Json:
         scalar = config.get("hidden_size", 0) // heads
     if scalar:
         made["query_pre_attn_scalar"] = scalar
-    made["sliding_window"] = _one(header, f"{name}.attention.sliding_window") or None
+    if (window := _one(header, f"{name}.attention.sliding_window")) is not None:
+        made["sliding_window"] = window or None
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if (cap := header.get(f"{name}.{key}", float)) is not None:
             made[key] = cap

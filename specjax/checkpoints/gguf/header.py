@@ -92,7 +92,7 @@ class Header(NamedTuple):
 
 def shown(value: Any) -> str:
     """A value as a sentence can hold it."""
-    text = repr(value)
+    text = repr(value[:30].tolist() if isinstance(value, np.ndarray) else value)
     return text if len(text) <= 60 else f"{text[:60]} ..."
 
 
@@ -226,8 +226,8 @@ class _Cursor:
                 f"{name} in {self._file} has {axes} axes; tensors have 1 to {_MOST_AXES}."
             )
         shape = tuple(self._number("<Q") for _ in range(axes))[::-1]
-        if math.prod(shape) >= 2**48:
-            raise CheckpointError(f"{name} in {self._file} has the shape {shape}.")
+        if not 0 < math.prod(shape) < 2**48 or not name.isprintable():
+            raise CheckpointError(f"{shown(name)} in {self._file} has the shape {shape}.")
         return name, self._number("<I"), shape, self._number("<Q")
 
     def _taken(self, size: int) -> bytes:

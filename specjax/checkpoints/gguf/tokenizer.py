@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that are found in a text before it is split."""
 _LONGEST = 1024
+_MOST_CUTS = 32
+"""Gemma's have 6."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 _NORMAL_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,8 +71,8 @@ class _Split(NamedTuple):
 _GPT2 = _Split()
 _DIGITS = _Split(digits=True)
 _SPLITS = {
-    **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "jais", "roberta-bpe"), _GPT2),
-    "olmo": _Split(composed=True),
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "jais", "roberta-bpe"), _GPT2),
+    **dict.fromkeys(("mpt", "olmo"), _Split(composed=True)),  # GPT-NeoX's
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3"), _Split(_LLAMA3, whole=True, begins=True)
@@ -81,7 +83,7 @@ _SPLITS = {
     "tekken": _Split(_TEKKEN, whole=True, begins=True),
     **dict.fromkeys(("gpt-4o", "llama4"), _Split(_GPT4O)),
 }
-"""Pre-tokenizers by the names that files give them."""
+"""Pre-tokenizers by the names that files give them; "default" stands for none."""
 _KINDS = ("gpt2", "llama")
 
 
@@ -228,6 +230,11 @@ def _merges(tokens: list[str], order: np.ndarray, file: Path) -> list[tuple[str,
     the same piece does not matter to it.
     """
     numbers = _numbered(tokens, file)
+    if (cuts := sum(map(len, tokens))) > _MOST_CUTS * len(tokens):
+        raise CheckpointError(
+            f"{file}: its {len(tokens):,} tokens have {cuts:,} characters; pieces with scores may "
+            f"have {_MOST_CUTS} each, on average."
+        )
     found = []
     for at in order.tolist():
         token = tokens[at]
@@ -246,7 +253,24 @@ def _add_tokens(made: Tokenizer, header: Header, tokens: list[str]) -> None:
     for kind, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
         own = [tokens[at] for at in np.flatnonzero(types == kind) if at < len(tokens)]
         known = [each for each in own if each and made.token_to_id(each) is not None]
-        add([AddedToken(each, normalized=False, special=kind == _CONTROL) for each in known])
+        special = kind == _CONTROL
+        add(
+            [
+                AddedToken(
+                    each,
+                    normalized=False,
+                    special=special,
+                    rstrip=special and _strips(header, each),
+                )
+                for each in known
+            ]
+        )
+
+
+def _strips(header: Header, token: str) -> bool:
+    """Whether white space after a control token is left out: after those of Phi-3's chats."""
+    own = header.architecture == "phi3" and header.metadata["tokenizer.ggml.model"] == "llama"
+    return own and token not in ("<unk>", "<s>", "<|endoftext|>")
 
 
 def _put_around(made: Tokenizer, first: str | None, last: str | None) -> None:
