@@ -17,7 +17,7 @@ from specjax.__main__ import main
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.ngram_files import load_ngram, save_ngram
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.cli.generate import ids_of_chat
+from specjax.cli.talk import ids_of_talk
 from specjax.decoding.generate import generate
 from specjax.decoding.request import prepare
 from specjax.measure import prompts
@@ -208,7 +208,7 @@ def read_folder(folder: Path, rng: np.random.Generator) -> None:
         ids = generate(KEY, model, None, [ids], max_new_tokens=4).tokens[0].tolist()
     tokenizer.decode(ids)
     if tokenizer.chat_template:
-        ids_of_chat(tokenizer, "def add(a, b):")
+        ids_of_talk(tokenizer, [{"role": "user", "content": "def add(a, b):"}])
 
 
 def read_draft(folder: Path, rng: np.random.Generator) -> None:

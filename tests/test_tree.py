@@ -222,6 +222,8 @@ def test_a_tree_draws_itself():
         "└─ 't9' 0.25 draft 0",
     ]
     assert "1.00 zero" in draw_tree(tree, str, ["zero", "one"].__getitem__)
+    marked = draw_tree(tree, str, accepted=[1]).splitlines()
+    assert [line.endswith(" *") for line in marked] == [False, True] + [False] * (len(marked) - 2)
 
 
 def test_roots_alone_are_trees_without_trials():

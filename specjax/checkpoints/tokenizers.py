@@ -155,6 +155,8 @@ def _contents(files: Files, vocab_size: int) -> Contents | None:
 
     Other files than `tokenizer.json` may need packages that are not here; then there are none.
     """
+    if gguf.is_gguf(files.path):
+        return gguf.vocabulary_of(files.path)
     file = files.path / _FILE
     if not file.is_file():
         try:

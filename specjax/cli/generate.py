@@ -105,15 +105,6 @@ def _ids(options: Generate, tokenizer: "PreTrainedTokenizerFast", prompt: str) -
         return encode(tokenizer, prompt, what="the prompt")
     if not tokenizer.chat_template:
         raise ValueError(f"--chat needs a chat template, and {options.model} has none.")
-    return ids_of_chat(tokenizer, prompt)
-
-
-def ids_of_chat(tokenizer: "PreTrainedTokenizerFast", prompt: str) -> list[int]:
-    """The tokens of a chat in which the user's message is `prompt`.
-
-    Raises:
-      ValueError: the tokenizer's template is none, or refuses such a talk.
-    """
     return ids_of_talk(tokenizer, [{"role": "user", "content": prompt}])
 
 
@@ -244,10 +235,11 @@ def style_of(step: Step, index: int) -> str:
 
 
 def tree_text(step: Step, tokenizer: "PreTrainedTokenizerFast") -> str:
-    """The tree of a step, drawn."""
+    """The tree of a step, drawn; the nodes of the accepted path end in a star."""
 
     def text(token: int) -> str:
         decoded = tokenizer.decode([token])
         return decoded if isinstance(decoded, str) else "".join(decoded)
 
-    return draw_tree(take_row(step.tree, 0), text)
+    accepted = step.accepted.path[0, 1 : step.accepted.count[0]].tolist()
+    return draw_tree(take_row(step.tree, 0), text, accepted=accepted)

@@ -1,7 +1,7 @@
 """Token trees: a static number of slots, their topology as data."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -289,9 +289,15 @@ def tree_attention_mask(tree: TokenTree) -> Bool[Array, "*B N N"]:
 
 
 def draw_tree(
-    tree: TokenTree, text: Callable[[int], str], names: Callable[[int], str] | None = None
+    tree: TokenTree,
+    text: Callable[[int], str],
+    names: Callable[[int], str] | None = None,
+    accepted: Collection[int] = (),
 ) -> str:
-    """One row's tree as text, a line a node: token, the draft's probability, who proposed it."""
+    """One row's tree as text, a line a node: token, the draft's probability, who proposed it.
+
+    The nodes that were `accepted` end in a star.
+    """
     tokens, parents = np.asarray(tree.tokens), np.asarray(tree.parents)
     valid, drafter = np.asarray(tree.valid), np.asarray(tree.drafter)
     name = names or (lambda number: f"draft {number}")
@@ -305,7 +311,7 @@ def draw_tree(
             proposer = name(int(drafter[child]))
             lines.append(
                 f"{indent}{'└─' if last else '├─'} {text(int(tokens[child]))!r} "
-                f"{probability:.2f} {proposer}"
+                f"{probability:.2f} {proposer}{' *' if child in accepted else ''}"
             )
             below(child, indent + ("   " if last else "│  "))
 

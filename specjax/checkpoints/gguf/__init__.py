@@ -3,7 +3,7 @@
 from specjax.checkpoints.gguf.architectures import config_of, family_of
 from specjax.checkpoints.gguf.blocks import form_of, is_packed, matrix_of, types_in, weights_of
 from specjax.checkpoints.gguf.header import SUFFIX, further_parts, header_of, is_gguf
-from specjax.checkpoints.gguf.tokenizer import tokenizer_of
+from specjax.checkpoints.gguf.tokenizer import tokenizer_of, vocabulary_of
 
 __all__ = [
     "SUFFIX",
@@ -17,5 +17,6 @@ __all__ = [
     "matrix_of",
     "tokenizer_of",
     "types_in",
+    "vocabulary_of",
     "weights_of",
 ]

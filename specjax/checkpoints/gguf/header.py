@@ -226,8 +226,10 @@ class _Cursor:
                 f"{name} in {self._file} has {axes} axes; tensors have 1 to {_MOST_AXES}."
             )
         shape = tuple(self._number("<Q") for _ in range(axes))[::-1]
-        if not 0 < math.prod(shape) < 2**48 or not name.isprintable():
-            raise CheckpointError(f"{shown(name)} in {self._file} has the shape {shape}.")
+        if not name.isprintable():
+            raise CheckpointError(f"{self._file} has a tensor of the name {shown(name)}.")
+        if not 0 < math.prod(shape) < 2**48:
+            raise CheckpointError(f"{name} in {self._file} has the shape {shape}.")
         return name, self._number("<I"), shape, self._number("<Q")
 
     def _taken(self, size: int) -> bytes:

@@ -128,6 +128,25 @@ def tokenizer_of(file: Path) -> "PreTrainedTokenizerFast":
     return found
 
 
+def vocabulary_of(file: Path) -> dict[str, int]:
+    """The tokens of a file's tokenizer with their numbers, without making it.
+
+    Raises:
+      CheckpointError: there are none, or two are the same.
+    """
+    header = header_of(file)
+    tokens = header.get("tokenizer.ggml.tokens", list)
+    if tokens is None:
+        raise CheckpointError(f"{file} has no tokenizer.ggml.tokens.")
+    own = header.get("tokenizer.ggml.model", str) == "llama"
+    return _numbered(_spelled(tokens) if own else tokens, file)
+
+
+def _spelled(tokens: list[str]) -> list[str]:
+    """Pieces with the sign that stands for a space, which some files write as it is."""
+    return [_SPACE * len(each) if each and not each.strip(" ") else each for each in tokens]
+
+
 def _special(header: Header, tokens: list[str]) -> dict[str, str]:
     """The tokens with a part of their own.
 
@@ -203,7 +222,7 @@ def _tokenizer(header: Header, tokens: list[str], merges: list[Any], **more: Any
 
 def _sentence_piece(header: Header, tokens: list[str], unknown: str | None) -> Tokenizer:
     """A SentencePiece model, whose pieces are merged in the order of their scores."""
-    spelled = [_SPACE * len(each) if each and not each.strip(" ") else each for each in tokens]
+    spelled = _spelled(tokens)
     scores = header.get("tokenizer.ggml.scores", np.ndarray)
     if scores is None or len(scores) != len(tokens):
         raise CheckpointError(

@@ -91,14 +91,10 @@ def _tensors(
             shape = sum(sizes), *shapes[leaves[0]][1:]
             turned = family.packing == "turned" and layer is not None and len(shape) == 2
             heads = config.num_heads if config and family.packing == "heads" and leaves[1:] else 0
-            of_leaf = {leaf: heads_of(leaf, config) for leaf in family.interleaved if config}
             shift = family.norm_shift if not end and together.endswith("norm") else 0.0
             whole = prefix + name.removesuffix("weight") + kind
             shape = shape[::-1] if turned else shape
-            interleaved = of_leaf.get(together, 0)
+            interleaved = 0
+            if config and together in family.interleaved:
+                interleaved = config.num_heads if together == "query" else config.num_kv_heads
             yield Stored(whole, shape, layer, leaves, sizes, turned, heads, interleaved, shift)
-
-
-def heads_of(leaf: str, config: ModelConfig) -> int:
-    """How many heads the rows of a leaf of attention are."""
-    return config.num_heads if leaf == "query" else config.num_kv_heads
