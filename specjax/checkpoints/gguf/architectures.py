@@ -68,7 +68,7 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
 }
 """Keys that would change what a model computes, with the values that do not."""
-_ENDS = (*("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>"),)
+_ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>")
 """Control tokens that end a text or a turn of a chat, as llama.cpp has it, named or not."""
 _CONTROL = 3
 _MOST_FACTORS = 1 << 16
