@@ -273,7 +273,7 @@ def test_devices_share_the_rows_of_a_batch(tmp_path, folder, work):
 def test_a_resumed_collection_and_labelling_give_the_same_bits(tmp_path, folder, work):
     again = tmp_path / "again"
     shutil.copytree(folder, again, ignore=shutil.ignore_patterns("warm*", "draft*", "export"))
-    lost = (work.collected("collected") / "00001.npz", work.collected_labels / "00002.npz",
+    lost = (work.collected("collected") / "00001.npz", work.collected_labels / "00001.npz",
             work.corpus_labels / "00000.npz")  # fmt: skip
     for file in lost:
         (again / file.relative_to(folder)).unlink()

@@ -11,6 +11,7 @@ from specjax.checkpoints.ngram_files import load_ngram
 from specjax.draft.ngram import NO_TOKEN, contexts_of, successors
 from tests.rows import PROMPT, STEPS, rows_of, whole
 from train.checks import check, check_for
+from train.chunks import make_chunks
 from train.config import Labels, Trigrams, load_recipe
 from train.heldout import view
 from train.labels import label_collected, load_labels
@@ -33,9 +34,13 @@ def log(tmp_path_factory) -> Log:
 
 @pytest.fixture(scope="module")
 def labelled(target, rows, log, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("labels")
-    label_collected(folder, target, rows, LABELS, log)
-    return load_labels(folder, *rows.tokens.shape, LABELS)[0]
+    collected, folder = (tmp_path_factory.mktemp(name) for name in ("collected", "labels"))
+    parts = [rows.where(np.arange(24) // 12 == chunk)._asdict() for chunk in range(2)]
+    for part in parts:
+        del part["steps"]
+    make_chunks("collect", collected, 2, parts.__getitem__, log)
+    label_collected(folder, target, collected, 2, LABELS, log)
+    return load_labels(folder, 2)[0]
 
 
 @pytest.fixture(scope="module")

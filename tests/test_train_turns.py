@@ -5,12 +5,14 @@ import shutil
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from specjax.checkpoints.huggingface import load, load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
+from specjax.models.pruning import ids_of
 from tests.test_train_from_checkpoint import CONFIG, SMALL, TEXT, save_target, tokenizer
 from train import run
 from train.collect import load_collected
@@ -20,6 +22,7 @@ from train.data import Prompts
 from train.loop import Log
 from train.served import EngineRows
 from train.turns import WrittenTurns, opening, prompt_of
+from train.vocabulary import most_frequent
 from train.work import Work
 
 TEMPLATE = (
@@ -161,3 +164,27 @@ def test_settings_are_checked(tmp_path, target, corpus, capfd, change, sentence)
     command = [CONFIG, f"target={target}", f"corpus={corpus}", *OWN, change]
     assert run.main([*command, "--folder", str(tmp_path), "--stages", "collect"]) == 2
     assert sentence in capfd.readouterr().err
+
+
+def test_drafts_of_some_tokens_are_trained_and_exported(tmp_path, work, target, corpus):
+    """On what the target wrote alone: no corpus rows, no warm-up, prompts that it wrote."""
+    shutil.copytree(work.folder, tmp_path / "again")
+    changes = ("vocabulary.size=60", "labels.corpus_rows=0", "distil.corpus_rows=0", "warm.steps=0",
+               "warm.warmup_steps=0", "warm.decay_steps=0", "boost.rule=residual")  # fmt: skip
+    own = work_of(target, corpus, tmp_path / "again", *changes)
+    for stage in ("label", "warm", "boost", "export", "report"):
+        run.STAGES[stage](own)
+    rows = load_collected("collect", own.collected("collected"), own.recipe.collect)
+    ids = most_frequent(rows, 60, load_model(target).config.vocab_size)
+    for member in range(2):
+        draft = load_model(own.pair / "drafts" / str(member))
+        assert draft.config.draft_vocab_size == 60
+        np.testing.assert_array_equal(ids_of(np.asarray(draft.row_of), 60), ids)
+        trained, first = own.draft(member).embedding, own.warm(member).embedding
+        np.testing.assert_array_equal(draft.embedding, trained.astype(jnp.bfloat16))
+        assert not np.array_equal(trained, first)
+    figures = json.loads((own.pair / "report.json").read_text())
+    assert figures["drafts"][1]["pool_top5"] > 0
+    lines = [json.loads(line) for line in (own.pair / "dev.jsonl").read_text().splitlines()]
+    assert lines
+    assert all(split_of(line["prompt"], 4) == "dev" for line in lines)

@@ -25,7 +25,7 @@ _LOWEST: dict[str, dict[str, int]] = {
         "seed": 0,
         "rows": 0,
     },
-    "labels": {"top_k": 1, "corpus_rows": 1, "corpus_length": 2, "tokens": 1, "seed": 0},
+    "labels": {"top_k": 1, "corpus_rows": 0, "corpus_length": 2, "tokens": 1, "seed": 0},
     "distil": {"corpus_rows": 0},
     "boost": {"drafts": 1, "window": 1, "cover": 1},
     "evaluation": {
@@ -38,6 +38,7 @@ _LOWEST: dict[str, dict[str, int]] = {
     },
     "trigrams": {"contexts": 0, "width": 1},
     "turns": {"tokens": 0, "batch": 1, "seed": 0},
+    "vocabulary": {"size": 0},
 }
 _SHARES = ("corpus.test_share", "boost.keep")
 _SCALES = ("boost.strength", "boost.elsewhere")
@@ -114,6 +115,11 @@ def _names(recipe: Recipe) -> None:
             raise ValueError(
                 f"{name}.temperatures are {temperatures}; there must be some, none below 0."
             )
+    if recipe.distil.corpus_rows and not recipe.labels.corpus_rows:
+        raise ValueError(
+            f"distil.corpus_rows is {recipe.distil.corpus_rows} and labels.corpus_rows is 0; a "
+            "step learns from no corpus rows that are not labelled."
+        )
     if recipe.turns.tokens and not recipe.collect.rows:
         raise ValueError(
             f"turns.tokens is {recipe.turns.tokens} and collect.rows is 0; turns are written in "
@@ -156,6 +162,11 @@ def check_for(recipe: Recipe, target: ModelConfig) -> None:
     if recipe.labels.top_k >= target.vocab_size:
         raise ValueError(
             f"labels.top_k is {recipe.labels.top_k}; the target has {target.vocab_size} tokens."
+        )
+    if recipe.vocabulary.size >= target.vocab_size:
+        raise ValueError(
+            f"vocabulary.size is {recipe.vocabulary.size}; the target has {target.vocab_size} "
+            "tokens, and a draft that knows all of them has vocabulary.size=0."
         )
     if recipe.trigrams.width > target.vocab_size:
         raise ValueError(

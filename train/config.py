@@ -192,6 +192,15 @@ class Evaluation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The tokens that drafts know: the `size` of them that the target takes most often in what is
+    collected (0: all).
+    """
+
+    size: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Trigrams:
     """A trigram model of what the target says, to draft for it (arXiv 2308.04623).
 
@@ -224,6 +233,7 @@ class Recipe:
     evaluation: Evaluation
     trigrams: Trigrams = Trigrams()
     turns: Turns = Turns()
+    vocabulary: Vocabulary = Vocabulary()
 
     def size_of(self, member: int) -> Size:
         """The size of a member of the pool."""

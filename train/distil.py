@@ -14,7 +14,8 @@ from train.config import Distil, Schedule
 from train.labels import Labelled
 from train.loop import Log, Metrics, fit
 from train.loss import DIVERGENCES, HARD, cross_entropy, lumped, with_tail
-from train.step import Loss, sequence_logits
+from train.step import Loss, foreseen, sequence_logits
+from train.vocabulary import Rows
 
 Batch = tuple[Labelled, ...]
 
@@ -34,7 +35,7 @@ def _weighted_sum(model: Model, part: Labelled, loss: str, dtype: str) -> Float[
     logits = sequence_logits(model, tokens, jnp.dtype(dtype))
     if loss == HARD:
         following = jnp.roll(tokens, -1, axis=1)
-        has_next = jnp.ones(tokens.shape).at[:, -1].set(0)
+        has_next = foreseen(model, following).at[:, -1].set(0)
         value = cross_entropy(logits, following.reshape(-1)) * has_next.reshape(-1)
     else:
         ids = jnp.asarray(part.ids, jnp.int32).reshape(-1, k).T
@@ -69,16 +70,22 @@ class Shuffle:
         return np.random.default_rng((self._seed, epoch)).permutation(self._count)
 
 
-def batches(parts: Sequence[tuple[Labelled, int]], seed: int) -> Callable[[int], Batch]:
-    """Batches of so many rows of each part, as a pure function of the step."""
+def batches(
+    parts: Sequence[tuple[Labelled, int]], seed: int, rows: Rows | None = None
+) -> Callable[[int], Batch]:
+    """Batches of so many rows of each part, as a pure function of the step.
+
+    With `rows` they are of a draft in training that knows some tokens alone.
+    """
     chosen = [
-        (part, Shuffle(len(part.tokens), rows, seed + number))
-        for number, (part, rows) in enumerate(parts)
-        if rows
+        (part, Shuffle(len(part.tokens), count, seed + number))
+        for number, (part, count) in enumerate(parts)
+        if count
     ]
 
     def at(step: int) -> Batch:
-        return tuple(Labelled(*(field[order.at(step)] for field in part)) for part, order in chosen)
+        found = (Labelled(*(field[order.at(step)] for field in part)) for part, order in chosen)
+        return tuple(found if rows is None else map(rows.labelled, found))
 
     return at
 

@@ -12,6 +12,7 @@ from specjax.models import memory
 from specjax.models.config import ModelConfig
 from train.collect import num_chunks
 from train.config import Collect, Evaluation, Reading, Recipe, Schedule
+from train.labels import corpus_pieces
 from train.loop import steps_done
 from train.report import flops_per_token, matmul_rate
 from train.work import Work
@@ -77,14 +78,13 @@ def seconds_of(work: Work) -> dict[str, float]:
         tokens = missing * (rows * settings.new_tokens + settings.batch * settings.prompt_tokens)
         found["collect"] += _seconds(tokens * forward, recipe.collect.dtype)
     labels, width = recipe.labels, _width(recipe.collect)
-    rows = num_chunks(recipe.collect) * recipe.collect.batch
-    for folder, count, length in (
-        (work.collected_labels, rows, width),
-        (work.corpus_labels, labels.corpus_rows, labels.corpus_length),
+    pieces = corpus_pieces(labels)
+    corpus = pieces[0].stop * labels.corpus_length if pieces else 0
+    for folder, count, tokens in (
+        (work.collected_labels, num_chunks(recipe.collect), recipe.collect.batch * width),
+        (work.corpus_labels, len(pieces), corpus),
     ):
-        size = max(1, labels.tokens // length)
-        missing = min(_missing(folder, -(-count // size)) * size, count)
-        found["label"] += _seconds(missing * length * forward, labels.dtype)
+        found["label"] += _seconds(_missing(folder, count) * tokens * forward, labels.dtype)
     starts = {work.warmed(member): member for member in range(recipe.boost.drafts)}
     for folder, member in starts.items():
         found["warm"] += _reading(recipe.warm, work.draft_config(member), folder)

@@ -8,7 +8,7 @@ from typing import Any
 from specjax.checkpoints.huggingface import load_model, save_model
 from train.chunks import write_text
 from train.collect import load_collected
-from train.data import Prompts, Stream, evenly
+from train.data import Prompts, evenly
 from train.heldout import View, estimates, hold_out, view
 from train.loop import Metrics
 from train.pretrain import bits_per_byte
@@ -73,9 +73,13 @@ def export(work: Work) -> None:
     if work.recipe.trigrams.contexts:
         shutil.copytree(made_in(work.counted), part / NGRAM)
     write_text(part / PAIR, made_from)
-    streams, length = work.streams, work.recipe.evaluation.prompt_tokens
-    for name, stream in ((DEVELOPMENT, streams.dev), (HELDOUT, streams.heldout)):
-        write_text(part / name, _lines(work, Path(name).stem, stream, length))
+    for name in (DEVELOPMENT, HELDOUT):
+        split = Path(name).stem
+        lines = [
+            json.dumps({"id": f"{split}/{number}", "prompt": text})
+            for number, text in enumerate(_prompts(work, split))
+        ]
+        write_text(part / name, "\n".join(lines) + "\n")
     if out.exists():
         shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
@@ -99,23 +103,20 @@ def _made_from(work: Work) -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def _lines(work: Work, name: str, stream: Stream, length: int) -> str:
-    """`PROMPTS` prompts of a split as JSON lines, as evenly over its documents as they give."""
+def _prompts(work: Work, split: str) -> list[str]:
+    """`PROMPTS` prompts of a split, as evenly over its documents as they give.
+
+    Of a target that writes its prompts the texts, without the chat template around them.
+    """
+    if work.recipe.turns.tokens:
+        return work.turns.texts(split, PROMPTS)
+    stream, asked = getattr(work.streams, split), work.recipe.evaluation
     if stream.prompts:
-        given = Prompts(stream, length, work.recipe.evaluation.seed)
+        given = Prompts(stream, asked.prompt_tokens, asked.seed)
         chosen = [given.at(index) for index in range(min(PROMPTS, len(stream.prompts)))]
     else:
-        chosen = evenly(stream, length, PROMPTS, work.recipe.evaluation.seed)
-    lines = [
-        json.dumps(
-            {
-                "id": f"{name}/{number}",
-                "prompt": work.tokenizer.decode(ids, skip_special_tokens=True),
-            }
-        )
-        for number, ids in enumerate(chosen)
-    ]
-    return "\n".join(lines) + "\n"
+        chosen = evenly(stream, asked.prompt_tokens, PROMPTS, asked.seed)
+    return [work.tokenizer.decode(ids, skip_special_tokens=True) for ids in chosen]
 
 
 def report(work: Work) -> None:

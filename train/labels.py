@@ -1,5 +1,6 @@
 """The target's distribution after every token of a row, as its most likely tokens."""
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,15 +12,17 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from specjax.models.transformer import Model
-from train.chunks import Arrays, load_chunks, make_chunks
-from train.collect import Collected
+from train.chunks import Arrays, load_chunk, load_chunks, make_chunks
 from train.config import Labels
 from train.data import Mixture, Streams
 from train.loop import Log
 from train.parallel import Spread
 from train.step import log_probs_of, sequence_logits
 
-_ROWS = 16
+NEVER = -1e4
+"""The log probability of what cannot be; half precision holds it."""
+
+_ROWS, _WIDTH = 16, 64
 
 
 class Labelled(NamedTuple):
@@ -35,10 +38,17 @@ class Labelled(NamedTuple):
 
 
 def label_collected(
-    folder: Path, target: Model, collected: Collected, settings: Labels, log: Log
+    folder: Path, target: Model, collected: Path, count: int, settings: Labels, log: Log
 ) -> None:
-    """Fills `folder` with the target's distributions along the collected rows."""
-    _label(folder, target, collected.tokens, collected.temperature, settings, log)
+    """Fills `folder` with the target's distributions along the first `count` chunks of rows in
+    `collected`, a chunk for each: more that are collected later go on from them.
+    """
+
+    def rows_of(chunk: int) -> _Rows:
+        found = load_chunk("collect", collected, chunk)
+        return _Rows(found["tokens"], found["prompt"] + found["length"], found["temperature"])
+
+    _label(folder, target, rows_of, count, settings, log)
 
 
 def label_corpus(
@@ -46,42 +56,80 @@ def label_corpus(
 ) -> None:
     """Fills `folder` with the target's distributions along rows cut from the training corpus."""
     rows, length = settings.corpus_rows, settings.corpus_length
+    if not rows:
+        return
     # a Mixture's rows are one token longer than what it is asked for
     corpus = Mixture(streams, test_share, length - 1, rows, settings.seed).batch(0)
-    _label(folder, target, corpus, np.ones(rows, np.float32), settings, log)
+    pieces = corpus_pieces(settings)
+
+    def rows_of(chunk: int) -> _Rows:
+        own = corpus[pieces[chunk]]
+        return _Rows(own, np.full(len(own), length), np.ones(len(own), np.float32))
+
+    _label(folder, target, rows_of, len(pieces), settings, log)
+
+
+def corpus_pieces(settings: Labels) -> list[slice]:
+    """The rows of each chunk of the corpus' labels."""
+    rows, size = settings.corpus_rows, max(1, settings.tokens // settings.corpus_length)
+    return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
+
+
+class _Rows(NamedTuple):
+    tokens: Int[np.ndarray, "N T"]
+    length: Int[np.ndarray, " N"]
+    temperature: Float[np.ndarray, " N"]
 
 
 def _label(
     folder: Path,
     target: Model,
-    tokens: Int[np.ndarray, "N T"],
-    temperature: Float[np.ndarray, " N"],
+    rows_of: Callable[[int], _Rows],
+    count: int,
     settings: Labels,
     log: Log,
 ) -> None:
-    pieces, spread = _pieces(len(tokens), tokens.shape[1], settings), Spread()
+    spread = Spread()
     placed, small = spread.everywhere(target), np.min_scalar_type(target.config.vocab_size - 1)
 
     def make(chunk: int) -> Arrays:
-        rows = tokens[pieces[chunk]]
-        ids, log_p, own = _top_of_probs(
-            placed, *spread.rows((rows, temperature[pieces[chunk]])), settings.top_k,
-            settings.dtype,
-        )  # fmt: skip
-        return {
-            "tokens": rows,
-            "ids": np.asarray(ids).astype(small),
-            "log_p": np.asarray(log_p).astype(np.float16),
-            "own": np.asarray(own),
-        }
+        rows = rows_of(chunk)
+        shape = (*rows.tokens.shape, settings.top_k)
+        ids, log_p = np.zeros(shape, small), np.full(shape, NEVER, np.float16)
+        log_p[..., 0] = 0  # what no pass reaches still sums to 1
+        own = np.zeros(rows.tokens.shape, np.float32)
+        for chosen, size, width in passes(rows.length, rows.tokens.shape[1], settings.tokens):
+            tokens = np.zeros((size, width), np.int32)
+            tokens[: len(chosen)] = rows.tokens[chosen, :width]
+            temperature = np.resize(rows.temperature[chosen], size)
+            made = _top_of_probs(
+                placed, *spread.rows((tokens, temperature)), settings.top_k, settings.dtype
+            )
+            for whole, part in zip((ids, log_p, own), made, strict=True):
+                whole[chosen, :width] = np.asarray(part)[: len(chosen)].astype(whole.dtype)
+        return {"tokens": rows.tokens, "ids": ids, "log_p": log_p, "own": own}
 
-    make_chunks("label", folder, len(pieces), make, log)
+    make_chunks("label", folder, count, make, log)
 
 
-def load_labels(
-    folder: Path, rows: int, length: int, settings: Labels
-) -> tuple[Labelled, Float[np.ndarray, "N T"]]:
-    """What one of the above left in `folder` for `rows` rows, every position of weight 1.
+def passes(
+    length: Int[np.ndarray, " N"], longest: int, tokens: int
+) -> Iterator[tuple[Int[np.ndarray, " n"], int, int]]:
+    """Rows of like length, their number with what fills up, and the width of each forward pass.
+
+    A pass has about `tokens` tokens; widths are multiples of `_WIDTH`, or `longest`, so that few
+    programs are compiled.
+    """
+    order, at = np.argsort(-length, kind="stable"), 0
+    while at < len(order):
+        width = min(-(-int(length[order[at]]) // _WIDTH) * _WIDTH, longest)
+        size = max(1, tokens // width)
+        yield order[at : at + size], size, width
+        at += size
+
+
+def load_labels(folder: Path, count: int) -> tuple[Labelled, Float[np.ndarray, "N T"]]:
+    """The `count` chunks that one of the above left in `folder`, every position of weight 1.
 
     And the target's log probability of every token's successor at the row's temperature (at 1
     for greedy rows, as in `View.log_probs`); 0 for the last token.
@@ -89,15 +137,9 @@ def load_labels(
     Raises:
       ValueError: it has not finished.
     """
-    found = load_chunks("label", folder, len(_pieces(rows, length, settings)))
+    found = load_chunks("label", folder, count)
     weight = np.ones(found["tokens"].shape, np.float32)
     return Labelled(found["tokens"], found["ids"], found["log_p"], weight), found["own"]
-
-
-def _pieces(rows: int, length: int, settings: Labels) -> list[slice]:
-    """The rows of each forward pass."""
-    size = max(1, settings.tokens // length)
-    return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
 
 
 @partial(jax.jit, static_argnames=("k", "dtype"))

@@ -11,6 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Float
+
 from specjax.base.interrupts import CODE, ending_at_interrupts, if_interrupted, leave
 from specjax.base.progress import reporting
 from specjax.measure import plots
@@ -19,7 +22,7 @@ from specjax.models.transformer import Model
 from train import estimate, evaluate, labels, trigrams
 from train.boost import boost_filter, gather
 from train.checks import check
-from train.collect import collect, ended, has_all, load_collected
+from train.collect import collect, ended, has_all, load_collected, num_chunks
 from train.config import load_recipe
 from train.distil import batches, distil
 from train.export import FOUND, check_place, export, report
@@ -74,8 +77,10 @@ def _of_ends(share: float) -> str:
 def run_label(work: Work) -> None:
     """The target's distributions along the collected rows and along corpus rows."""
     settings = work.recipe.labels
-    rows = load_collected("collect", work.collected("collected"), work.recipe.collect)
-    labels.label_collected(work.collected_labels, work.target, rows, settings, work.log)
+    collected, count = work.collected("collected"), num_chunks(work.recipe.collect)
+    if not has_all(collected, work.recipe.collect):
+        load_collected("collect", collected, work.recipe.collect)  # says what is missing
+    labels.label_collected(work.collected_labels, work.target, collected, count, settings, work.log)
     labels.label_corpus(
         work.corpus_labels, work.target, work.streams, work.recipe.corpus.test_share, settings,
         work.log,
@@ -87,8 +92,20 @@ def run_warm(work: Work) -> None:
     for member in range(work.recipe.boost.drafts):
         schedule, folder = work.warm_schedule(member), work.warmed(member)
         if folder not in [work.warmed(earlier) for earlier in range(member)]:
-            pretrain(f"warm {member}", folder, work.draft_config(member), schedule, work.streams,
-                     work.recipe.corpus.test_share, work.log)  # fmt: skip
+            pretrain(f"warm {member}", folder, work.draft_config(member), schedule,
+                     work.draft_streams, work.recipe.corpus.test_share, work.log)  # fmt: skip
+
+
+def _labelled(
+    work: Work,
+) -> tuple[labels.Labelled, Float[np.ndarray, "N T"], labels.Labelled]:
+    """The collected rows' labels, the log probabilities of their tokens, and the corpus' labels."""
+    recipe = work.recipe
+    collected, own = labels.load_labels(work.collected_labels, num_chunks(recipe.collect))
+    pieces = labels.corpus_pieces(recipe.labels)
+    if not pieces:
+        return collected, own, labels.Labelled(*(field[:0] for field in collected))
+    return collected, own, labels.load_labels(work.corpus_labels, len(pieces))[0]
 
 
 def run_boost(work: Work) -> None:
@@ -96,13 +113,7 @@ def run_boost(work: Work) -> None:
     recipe = work.recipe
     rows = load_collected("collect", work.collected("collected"), recipe.collect)
     development = load_collected("collect", work.collected("development"), recipe.evaluation)
-    count, length = rows.tokens.shape
-    of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
-    data = gather(
-        rows,
-        *labels.load_labels(work.collected_labels, count, length, recipe.labels),
-        labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
-    )
+    data = gather(rows, *_labelled(work))
     heldout = hold_out(work.target, development)
     pool, views = list[Model](), list[View]()
     for member in range(recipe.boost.drafts):
@@ -117,13 +128,13 @@ def run_boost(work: Work) -> None:
         parts = [(taught.collected, schedule.batch), (taught.corpus, recipe.distil.corpus_rows)]
 
         def measure(model: Model) -> Metrics:
-            own = view(model, heldout.rows)
+            own = view(work.whole(model), heldout.rows)
             return estimates(heldout, own, views, recipe.evaluation.depth)
 
-        pool.append(
-            distil(f"draft {member}", folder, work.warm(member), batches(parts, schedule.seed),
-                   schedule, recipe.distil, measure, work.log)
-        )  # fmt: skip
+        batch = batches(parts, schedule.seed, work.rows)
+        trained = distil(f"draft {member}", folder, work.warm(member), batch, schedule,
+                         recipe.distil, measure, work.log)  # fmt: skip
+        pool.append(work.whole(trained))
         views.append(view(pool[-1], heldout.rows))
 
 
@@ -133,13 +144,8 @@ def run_trigrams(work: Work) -> None:
     if not recipe.trigrams.contexts or trigrams.is_made(work.counted):
         return
     rows = load_collected("collect", work.collected("collected"), recipe.collect)
-    count, length = rows.tokens.shape
-    of_corpus = recipe.labels.corpus_rows, recipe.labels.corpus_length
-    occurrences = trigrams.target_occurrences(
-        rows,
-        labels.load_labels(work.collected_labels, count, length, recipe.labels)[0],
-        labels.load_labels(work.corpus_labels, *of_corpus, recipe.labels)[0],
-    )
+    collected, _, corpus = _labelled(work)
+    occurrences = trigrams.target_occurrences(rows, collected, corpus)
     size = work.target_config.vocab_size
     table = trigrams.make_trigrams(
         work.counted, occurrences, size, recipe.trigrams, recipe.name, work.log

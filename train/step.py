@@ -83,6 +83,12 @@ def sequence_logits(
     return unembed(model, x, dtype)
 
 
+def foreseen(model: Model, tokens: Int32[Array, "*S"]) -> Float[Array, "*S"]:
+    """1 for each token that `model` can give a probability, 0 for the others."""
+    known = model.config.num_known
+    return jnp.ones(tokens.shape) if known is None else (tokens < known).astype(jnp.float32)
+
+
 def log_probs_of(
     logits: Float[Array, "B S V"], tokens: Int32[Array, "B S"], temperature: Float[Array, " B"]
 ) -> Float[Array, "B S"]:
@@ -95,9 +101,14 @@ def log_probs_of(
 def next_token_loss(
     model: Model, rows: Int32[Array, "B T"], *, dtype: jnp.dtype
 ) -> Float[Array, ""]:
-    """Mean cross-entropy of every token but the first, in nats a token."""
+    """Mean cross-entropy of every token but the first, in nats a token.
+
+    Tokens that the model never foresees are left out.
+    """
     logits = sequence_logits(model, rows[:, :-1], dtype)
-    return cross_entropy(logits, rows[:, 1:].reshape(-1)).mean()
+    counted = foreseen(model, rows[:, 1:]).reshape(-1)
+    value = cross_entropy(logits, rows[:, 1:].reshape(-1)) * counted
+    return value.sum() / jnp.maximum(counted.sum(), 1)
 
 
 @partial(jax.jit, static_argnames="loss", donate_argnames="state")

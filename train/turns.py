@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
-from train.chunks import Arrays, load_chunk, make_chunk
+from train.chunks import Arrays, is_made, load_chunk, make_chunk
 from train.config import Turns
 from train.corpus import split_of
 from train.data import Stream
+from train.documents import SPLITS
 from train.loop import Log
 from train.served import EngineRows, requests_of
 
@@ -78,7 +79,7 @@ class WrittenTurns:
     ) -> None:
         self._folder, self._tokenizer, self._settings = folder, tokenizer, settings
         self._eos_ids, self._slices, self._longest = eos_ids, slices, longest
-        self._found: dict[str, list[np.ndarray]] = {"train": [], "dev": [], "heldout": []}
+        self._found: dict[str, dict[str, np.ndarray]] = {split: {} for split in SPLITS}
         self._seen: set[str] = set()
         self._batches = 0
 
@@ -94,10 +95,23 @@ class WrittenTurns:
                 "turns", self._folder, self._batches,
                 lambda index: self._write(index, begin, rows()), log,
             )  # fmt: skip
-            self._read(load_chunk("turns", self._folder, self._batches))
-            self._batches += 1
-            self._check()
-        return Stream((), 0, tuple(self._found[split]), in_order=True)
+            self._read_next()
+        return Stream((), 0, tuple(self._found[split].values()), in_order=True)
+
+    def texts(self, split: str, most: int) -> list[str]:
+        """The first texts of a split, at most `most`, among the turns that are written.
+
+        Raises:
+          ValueError: the target has no chat template, or ended hardly any turn.
+        """
+        while len(self._found[split]) < most and is_made(self._folder, self._batches):
+            self._read_next()
+        return list(self._found[split])[:most]
+
+    def _read_next(self) -> None:
+        self._read(load_chunk("turns", self._folder, self._batches))
+        self._batches += 1
+        self._check()
 
     def _write(self, index: int, begin: list[int], rows: EngineRows) -> Arrays:
         own = self._settings
@@ -120,8 +134,7 @@ class WrittenTurns:
             self._seen.add(text)
             prompt = prompt_of(self._tokenizer, text)
             if len(prompt) <= self._longest:
-                own = self._found[split_of(text, self._slices)]
-                own.append(np.array(prompt, np.int32))
+                self._found[split_of(text, self._slices)][text] = np.array(prompt, np.int32)
 
     def _ended(self, arrays: Arrays) -> Iterator[Int[np.ndarray, " T"]]:
         """The turns that the target ended by itself, without the token that ends them."""

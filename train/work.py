@@ -23,7 +23,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
-from train.collect import num_chunks
+from train.collect import load_collected, num_chunks
 from train.config import Collect, Evaluation, Recipe, Schedule
 from train.corpus import read_corpus, train_tokenizer
 from train.data import Stream, Streams, encode
@@ -33,6 +33,7 @@ from train.marking import BY_NOTHING
 from train.served import EngineRows
 from train.target import identity_of
 from train.turns import WrittenTurns
+from train.vocabulary import Rows, in_training, most_frequent
 
 COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
 """Settings that change no result."""
@@ -235,9 +236,8 @@ class Work:
 
     @property
     def collected_labels(self) -> Path:
-        """Where the target's distributions along its own text lie."""
-        count = num_chunks(self.recipe.collect) * self.recipe.collect.batch
-        return self.place("labels", self.collected("collected").name, count, self.recipe.labels)
+        """Where the target's distributions along its own text lie, however much there is of it."""
+        return self.place("labels", self.collected("collected").name, self.recipe.labels)
 
     @property
     def corpus_labels(self) -> Path:
@@ -248,17 +248,25 @@ class Work:
         )
 
     @property
+    def labelled(self) -> list[Any]:
+        """What names everything that drafts learn from among the inputs of other stages."""
+        count = num_chunks(self.recipe.collect) * self.recipe.collect.batch
+        return [self.collected_labels.name, count, self.corpus_labels.name]
+
+    @property
     def counted(self) -> Path:
         """Where the trigram model of what the target says lies."""
-        labels = [self.collected_labels.name, self.corpus_labels.name]
-        return self.place("trigrams", labels, self.recipe.trigrams)
+        return self.place("trigrams", self.labelled, self.recipe.trigrams)
 
     def warmed(self, member: int) -> Path:
         """Where a member's start is trained on the corpus."""
         config = self.draft_config(member)
         share = self.recipe.corpus.test_share
         tokens = self.target_id if isinstance(self.recipe.target, str) else "own tokenizer"
-        return self.place("warm", self.corpus_id, tokens, config, self.warm_schedule(member), share)
+        known = self.labelled[:2] if self.recipe.vocabulary.size else []
+        return self.place(
+            "warm", self.corpus_id, tokens, config, self.warm_schedule(member), share, *known
+        )
 
     def drafted(self, member: int) -> Path:
         """Where a member of the pool is distilled."""
@@ -267,15 +275,40 @@ class Work:
         if member and boost.rule != BY_NOTHING:
             rule = dataclasses.replace(boost, drafts=0, own_start=False, sizes=())
             taught = [_plain(rule), self.drafted(member - 1).name]
-        labels = [self.collected_labels.name, self.corpus_labels.name]
         return self.place(
-            "draft", labels, self.warmed(member).name, self.draft_schedule(member), recipe.distil,
-            taught,
+            "draft", self.labelled, self.warmed(member).name, self.draft_schedule(member),
+            recipe.distil, taught,
         )  # fmt: skip
 
     def draft_config(self, member: int) -> ModelConfig:
-        """The shape of a member of the pool."""
-        return self.recipe.size_of(member).beside(self.target_config)
+        """The shape of a member of the pool while it is trained."""
+        whole = self.recipe.size_of(member).beside(self.target_config)
+        size = self.recipe.vocabulary.size
+        return in_training(whole, size) if size else whole
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """The rows of the tokens that the drafts know; None where they know all of them."""
+        size, vocabulary = self.recipe.vocabulary.size, self.target_config.vocab_size
+        if not size:
+            return None
+        settings = self.recipe.collect
+        collected = load_collected("collect", self.collected("collected"), settings)
+        return Rows(most_frequent(collected, size, vocabulary), vocabulary)
+
+    @cached_property
+    def draft_streams(self) -> Streams:
+        """The corpus as rows of the drafts in training."""
+        rows, streams = self.rows, self.streams
+        if rows is None:
+            return streams
+        return Streams(
+            *(each._replace(documents=tuple(map(rows.tokens, each.documents))) for each in streams)
+        )
+
+    def whole(self, draft: Model) -> Model:
+        """A draft in training as one of its target's tokens."""
+        return draft if self.rows is None else self.rows.whole(draft)
 
     def warm_schedule(self, member: int) -> Any:
         """How a member's start is trained; all have the same, or each its own seed."""
@@ -303,14 +336,14 @@ class Work:
         return jax.tree.map(lambda w: w.astype(jnp.float32), rounded)
 
     def warm(self, member: int) -> Model:
-        """What a member starts from."""
+        """What a member starts from, in training."""
         schedule = self.warm_schedule(member)
         return _finished("warm", self.warmed(member), self.draft_config(member), schedule)
 
     def draft(self, member: int) -> Model:
         """A member of the pool."""
-        schedule = self.draft_schedule(member)
-        return _finished("boost", self.drafted(member), self.draft_config(member), schedule)
+        schedule, config = self.draft_schedule(member), self.draft_config(member)
+        return self.whole(_finished("boost", self.drafted(member), config, schedule))
 
 
 def _finished(stage: str, folder: Path, config: ModelConfig, schedule: Schedule) -> Model:
