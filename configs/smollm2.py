@@ -39,7 +39,7 @@ RECIPE = dataclasses.replace(
     vocabulary=Vocabulary(size=8191),
     draft=Size(256, 704, 2, 4, 2, 64),
     warm=Reading(steps=0, batch=1),
-    labels=Labels(top_k=32, corpus_rows=0, tokens=4096),
+    labels=Labels(top_k=20, corpus_rows=0, tokens=4096),
     schedule=Schedule(
         steps=3000, batch=12, warmup_steps=50, decay_steps=1500, save_every=250, evaluate_every=250
     ),

@@ -14,7 +14,7 @@ from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
 from specjax.models.pruning import ids_of
 from tests.test_train_from_checkpoint import CONFIG, SMALL, TEXT, save_target, tokenizer
-from train import run
+from train import labels, run
 from train.collect import load_collected
 from train.config import Turns, load_recipe
 from train.corpus import split_of
@@ -32,7 +32,7 @@ TEMPLATE = (
 OWN = (
     *(*SMALL, "turns.tokens=6", "turns.batch=16", "collect.rows=1", "collect.prompts=8"),
     *("collect.batch=8", "collect.prompt_tokens=32", "evaluation.prompts=2", "evaluation.batch=2"),
-    *("evaluation.prompt_tokens=32", "corpus.slices=4"),
+    *("evaluation.prompt_tokens=32", "corpus.slices=4", "labels.top_k=4", "labels.dtype=float32"),
 )
 
 
@@ -164,6 +164,31 @@ def test_settings_are_checked(tmp_path, target, corpus, capfd, change, sentence)
     command = [CONFIG, f"target={target}", f"corpus={corpus}", *OWN, change]
     assert run.main([*command, "--folder", str(tmp_path), "--stages", "collect"]) == 2
     assert sentence in capfd.readouterr().err
+
+
+def test_labels_made_while_collecting_are_those_of_a_pass(tmp_path, work):
+    target, count = work.target, work.recipe.collect.prompts // work.recipe.collect.batch
+    collected, settings = work.collected("collected"), work.recipe.labels
+    labels.label_collected(tmp_path, target, collected, count, settings, work.log)
+    rows = load_collected("collect", collected, work.recipe.collect)
+    (own, along), (passed, wanted) = (
+        labels.load_labels(folder, count) for folder in (work.collected_labels, tmp_path)
+    )
+    np.testing.assert_array_equal(own.weight == 0, np.arange(48) < rows.prompt[:, None] - 1)
+    assert (passed.weight == 1).all()
+    exact = 0
+    for row, at in np.argwhere(rows.alive):
+        place = row, rows.columns[row, at] - 1
+        np.testing.assert_allclose(own.log_p[place], passed.log_p[place], atol=4e-3)
+        assert set(own.ids[place]) == set(passed.ids[place])
+        if rows.temperature[row] in (0, 1):
+            exact += 1
+            assert along[place] == pytest.approx(wanted[place], abs=1e-4)
+        else:  # what is not among the likeliest four counts as one token
+            assert wanted[place] - 0.5 < along[place] < wanted[place] + 1e-4
+    assert exact
+    rest = np.take_along_axis(along, rows.columns - 1, axis=1)[~rows.alive]
+    assert (rest == 0).all()
 
 
 def test_drafts_of_some_tokens_are_trained_and_exported(tmp_path, work, target, corpus):

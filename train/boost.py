@@ -36,10 +36,13 @@ def gather(
 
 
 def weighted(data: BoostData, weights: Float[np.ndarray, "N S"]) -> BoostData:
-    """`data` with `weights` on the steps of the continuations; prompts keep weight 1."""
+    """`data` with `weights` on the steps of the continuations; prompts keep weight 1, where they
+    are labelled.
+    """
     rows = data.rows
     weight = np.zeros(data.collected.tokens.shape, np.float32)
-    weight[np.arange(weight.shape[1]) < rows.prompt[:, None] - 1] = 1.0
+    prompts = np.arange(weight.shape[1]) < rows.prompt[:, None] - 1
+    weight[prompts] = data.collected.weight[prompts] > 0
     np.put_along_axis(weight, rows.columns - 1, weights.astype(np.float32), axis=1)
     return data._replace(collected=data.collected._replace(weight=weight))
 

@@ -54,6 +54,12 @@ def make_chunk(
               tokens_per_second=_tokens(arrays) / seconds)  # fmt: skip
 
 
+def keep_chunk(folder: Path, index: int, arrays: Arrays) -> None:
+    """Writes one chunk, or replaces it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _save(_file(folder, index), arrays)
+
+
 def is_made(folder: Path, index: int) -> bool:
     """Whether a chunk is there."""
     return _file(folder, index).is_file()

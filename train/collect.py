@@ -12,20 +12,30 @@ from jaxtyping import Bool, Float, Int
 from specjax.base.sampling import Sampling
 from specjax.decoding.generate import generate_jit, on_host
 from specjax.decoding.request import prepare
+from specjax.engine.request import Logprob
 from specjax.models.transformer import Model
 from train.chunks import Arrays, is_made, load_chunks, make_chunks
 from train.config import Collect, Evaluation
 from train.data import Prompts, Stream
 from train.loop import Log
 from train.parallel import Spread
-from train.served import EngineRows, requests_of
+from train.served import Continuation, EngineRows, requests_of
 
 Texts: TypeAlias = list[list[int]]
 Temperatures: TypeAlias = Float[np.ndarray, " N"]
 NewTokens: TypeAlias = Int[np.ndarray, "N S"]
 Lengths: TypeAlias = Int[np.ndarray, " N"]
 Asked: TypeAlias = Callable[[int], tuple[Texts, Temperatures]]
-Continued: TypeAlias = Callable[[int], tuple[NewTokens, Lengths]]
+Continued: TypeAlias = Callable[[int], tuple[NewTokens, Lengths, list[list[Logprob]]]]
+
+
+class Keep(NamedTuple):
+    """What is done with the log probabilities of a chunk's rows, `top_k` likeliest tokens each,
+    before the chunk is written; only an engine's rows have them.
+    """
+
+    top_k: int
+    keep: Callable[[int, "Collected", list[list[Logprob]]], None]
 
 
 class Collected(NamedTuple):
@@ -80,6 +90,7 @@ def collect(
     settings: Collect | Evaluation,
     log: Log,
     engine: EngineRows | None = None,
+    likeliest: Keep | None = None,
 ) -> None:
     """Fills `folder` with continuations of prompts from `stream`, by plain decoding.
 
@@ -103,11 +114,15 @@ def collect(
     else:
         count = num_chunks(settings)
         missing = [chunk for chunk in range(count) if not is_made(folder, chunk)]
-        continued = _in_rows(engine, settings, asked, missing)
+        top_k = None if likeliest is None else likeliest.top_k
+        continued = _in_rows(engine, settings, asked, missing, top_k)
 
     def make(chunk: int) -> Arrays:
-        (texts, temperature), (new, length) = asked(chunk), continued(chunk)
-        found = joined(texts, new, length, temperature, width)._asdict()
+        (texts, temperature), (new, length, logprobs) = asked(chunk), continued(chunk)
+        rows = joined(texts, new, length, temperature, width)
+        if likeliest is not None:
+            likeliest.keep(chunk, rows, logprobs)
+        found = rows._asdict()
         return {name: found[name] for name in found if name != "steps"}
 
     make_chunks(stage, folder, num_chunks(settings), make, log)
@@ -118,7 +133,7 @@ def _in_batches(target: Model, settings: Collect | Evaluation, asked: Asked) -> 
     key, spread = jax.random.key(settings.seed), Spread()
     placed = spread.everywhere(target)
 
-    def continued(chunk: int) -> tuple[NewTokens, Lengths]:
+    def continued(chunk: int) -> tuple[NewTokens, Lengths, list[list[Logprob]]]:
         texts, temperature = asked(chunk)
         sampling, own = Sampling(temperature=temperature), jax.random.fold_in(key, chunk)
         request = prepare(
@@ -126,33 +141,38 @@ def _in_batches(target: Model, settings: Collect | Evaluation, asked: Asked) -> 
         )
         request = request._replace(target=placed, rows=spread.rows(request.rows))
         made = on_host(generate_jit(**request._asdict()), settings.new_tokens)
-        return made.tokens, made.lengths
+        return made.tokens, made.lengths, []
 
     return continued
 
 
 def _in_rows(
-    engine: EngineRows, settings: Collect | Evaluation, asked: Asked, missing: list[int]
+    engine: EngineRows,
+    settings: Collect | Evaluation,
+    asked: Asked,
+    missing: list[int],
+    top_k: int | None,
 ) -> Continued:
     """Continuations of the `missing` chunks in turn; the next is asked for before one has ended."""
-    ahead: dict[int, Future[list[list[int]]]] = {}
+    ahead: dict[int, Future[list[Continuation]]] = {}
 
     def ask(chunk: int) -> None:
         first = chunk * settings.batch
         if chunk not in ahead:
             ahead[chunk] = engine.ask(
-                requests_of(*asked(chunk), settings.new_tokens, first, settings.seed)
+                requests_of(*asked(chunk), settings.new_tokens, first, settings.seed, top_k)
             )
 
-    def continued(chunk: int) -> tuple[NewTokens, Lengths]:
+    def continued(chunk: int) -> tuple[NewTokens, Lengths, list[list[Logprob]]]:
         at = missing.index(chunk)
         for each in missing[at : at + 2]:
             ask(each)
         made = ahead.pop(chunk).result()
         new = np.zeros((len(made), settings.new_tokens), np.int32)
         for row, text in enumerate(made):
-            new[row, : len(text)] = text
-        return new, np.array([len(text) for text in made], np.int32)
+            new[row, : len(text.ids)] = text.ids
+        length = np.array([len(text.ids) for text in made], np.int32)
+        return new, length, [text.logprobs for text in made]
 
     return continued
 

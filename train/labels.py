@@ -11,8 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from specjax.engine.request import MAX_LOGPROBS, Logprob
 from specjax.models.transformer import Model
-from train.chunks import Arrays, load_chunk, load_chunks, make_chunks
+from train.chunks import Arrays, keep_chunk, load_chunk, load_chunks, make_chunks
+from train.collect import Collected, Keep
 from train.config import Labels
 from train.data import Mixture, Streams
 from train.loop import Log
@@ -49,6 +51,54 @@ def label_collected(
         return _Rows(found["tokens"], found["prompt"] + found["length"], found["temperature"])
 
     _label(folder, target, rows_of, count, settings, log)
+
+
+def label_as_collected(folder: Path, vocab_size: int, settings: Labels) -> Keep | None:
+    """Fills `folder` while rows are collected, with what an engine says of the tokens it takes.
+
+    So no pass labels them again. There are labels along the continuations, not along prompts, and
+    `own` at another temperature than 1 takes what is not among the likeliest tokens as one. None
+    where an engine says less than `settings` asks for.
+    """
+    if settings.top_k > MAX_LOGPROBS:
+        return None
+
+    def keep(chunk: int, rows: Collected, logprobs: list[list[Logprob]]) -> None:
+        made = _blank(rows.tokens, settings.top_k, vocab_size)
+        for row, said in enumerate(logprobs):
+            where = slice(int(rows.prompt[row]) - 1, int(rows.prompt[row]) - 1 + len(said))
+            top = np.array([each.top for each in said], np.float64)  # [S, k, 2]
+            made["ids"][row, where], made["log_p"][row, where] = top[..., 0], top[..., 1]
+            token = np.array([each.logprob for each in said])
+            made["own"][row, where] = _tempered(token, top[..., 1], float(rows.temperature[row]))
+        made["first"] = rows.prompt - 1
+        keep_chunk(folder, chunk, made)
+
+    return Keep(settings.top_k, keep)
+
+
+def _tempered(
+    token: Float[np.ndarray, " S"], top: Float[np.ndarray, "S k"], temperature: float
+) -> Float[np.ndarray, " S"]:
+    """Log probabilities at a temperature of tokens that have `token` at 1; at 1 for greedy rows."""
+    scale = 1 / temperature if temperature > 0 else 1.0
+    tail = np.log(np.maximum(1 - np.exp(top).sum(axis=-1, keepdims=True), np.exp(NEVER / 100)))
+    cells = scale * np.concatenate([top, tail], axis=-1)
+    return scale * token - np.logaddexp.reduce(cells, axis=-1)
+
+
+def _blank(tokens: Int[np.ndarray, "N T"], top_k: int, vocab_size: int) -> dict[str, np.ndarray]:
+    """A chunk of rows of which nothing is labelled: every position says token 0."""
+    shape, small = (*tokens.shape, top_k), np.min_scalar_type(vocab_size - 1)
+    log_p = np.full(shape, NEVER, np.float16)
+    log_p[..., 0] = 0
+    return {
+        "tokens": tokens,
+        "ids": np.zeros(shape, small),
+        "log_p": log_p,
+        "own": np.zeros(tokens.shape, np.float32),
+        "first": np.zeros(len(tokens), np.int32),
+    }
 
 
 def label_corpus(
@@ -90,14 +140,11 @@ def _label(
     log: Log,
 ) -> None:
     spread = Spread()
-    placed, small = spread.everywhere(target), np.min_scalar_type(target.config.vocab_size - 1)
+    placed = spread.everywhere(target)
 
     def make(chunk: int) -> Arrays:
         rows = rows_of(chunk)
-        shape = (*rows.tokens.shape, settings.top_k)
-        ids, log_p = np.zeros(shape, small), np.full(shape, NEVER, np.float16)
-        log_p[..., 0] = 0  # what no pass reaches still sums to 1
-        own = np.zeros(rows.tokens.shape, np.float32)
+        labels = _blank(rows.tokens, settings.top_k, target.config.vocab_size)
         for chosen, size, width in passes(rows.length, rows.tokens.shape[1], settings.tokens):
             tokens = np.zeros((size, width), np.int32)
             tokens[: len(chosen)] = rows.tokens[chosen, :width]
@@ -105,9 +152,9 @@ def _label(
             made = _top_of_probs(
                 placed, *spread.rows((tokens, temperature)), settings.top_k, settings.dtype
             )
-            for whole, part in zip((ids, log_p, own), made, strict=True):
-                whole[chosen, :width] = np.asarray(part)[: len(chosen)].astype(whole.dtype)
-        return {"tokens": rows.tokens, "ids": ids, "log_p": log_p, "own": own}
+            for name, part in zip(("ids", "log_p", "own"), made, strict=True):
+                labels[name][chosen, :width] = np.asarray(part)[: len(chosen)]
+        return labels
 
     make_chunks("label", folder, count, make, log)
 
@@ -129,7 +176,8 @@ def passes(
 
 
 def load_labels(folder: Path, count: int) -> tuple[Labelled, Float[np.ndarray, "N T"]]:
-    """The `count` chunks that one of the above left in `folder`, every position of weight 1.
+    """The `count` chunks that one of the above left in `folder`, every labelled position of
+    weight 1.
 
     And the target's log probability of every token's successor at the row's temperature (at 1
     for greedy rows, as in `View.log_probs`); 0 for the last token.
@@ -138,8 +186,9 @@ def load_labels(folder: Path, count: int) -> tuple[Labelled, Float[np.ndarray, "
       ValueError: it has not finished.
     """
     found = load_chunks("label", folder, count)
-    weight = np.ones(found["tokens"].shape, np.float32)
-    return Labelled(found["tokens"], found["ids"], found["log_p"], weight), found["own"]
+    weight = np.arange(found["tokens"].shape[1]) >= found["first"][:, None]
+    labelled = Labelled(found["tokens"], found["ids"], found["log_p"], weight.astype(np.float32))
+    return labelled, found["own"]
 
 
 @partial(jax.jit, static_argnames=("k", "dtype"))

@@ -62,8 +62,11 @@ def run_collect(work: Work) -> None:
         folder = work.collected(name)
         if not has_all(folder, settings):
             stream = work.prompts(name)
-            engine = work.engine if work.recipe.collect.rows else None
-            collect("collect", folder, work.writer, stream, settings, work.log, engine)
+            engine = likeliest = None
+            if work.recipe.collect.rows:
+                engine = work.engine
+                likeliest = work.likeliest if name == "collected" else None
+            collect("collect", folder, work.writer, stream, settings, work.log, engine, likeliest)
         share = ended(load_collected("collect", folder, settings))
         work.log.write("collect", where=folder.name, seconds=0.0, ended=share, note=_of_ends(share))
 

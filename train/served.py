@@ -4,14 +4,22 @@ import asyncio
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 from specjax.engine.engine import Engine
-from specjax.engine.request import Request
+from specjax.engine.request import Logprob, Request
 from specjax.engine.streams import TokenStream
 from specjax.models.transformer import Model
+
+
+class Continuation(NamedTuple):
+    """The tokens of a continuation, and what each was taken from if that was asked for."""
+
+    ids: list[int]
+    logprobs: list[Logprob]
 
 
 class EngineRows:
@@ -23,22 +31,23 @@ class EngineRows:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def ask(self, requests: Sequence[Request]) -> "Future[list[list[int]]]":
+    def ask(self, requests: Sequence[Request]) -> "Future[list[Continuation]]":
         """The continuations of `requests`, when all have ended.
 
         Raises:
           RuntimeError: the engine failed; the future's result raises it.
         """
 
-        async def all_of_them() -> list[list[int]]:
-            return await asyncio.gather(*map(self._ids, self._engine.submit_all(requests)))
+        async def all_of_them() -> list[Continuation]:
+            return await asyncio.gather(*map(self._read, self._engine.submit_all(requests)))
 
         return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop)
 
-    async def _ids(self, stream: TokenStream) -> list[int]:
-        found: list[int] = []
+    async def _read(self, stream: TokenStream) -> Continuation:
+        found = Continuation([], [])
         async for tokens in stream:
-            found.extend(tokens.ids)
+            found.ids.extend(tokens.ids)
+            found.logprobs.extend(tokens.logprobs)
             if tokens.finish_reason not in (None, "stop", "length"):
                 raise RuntimeError(self._engine.failure or "the engine was closed.")
         return found
@@ -50,10 +59,12 @@ def requests_of(
     new_tokens: int,
     first: int,
     seed: int,
+    logprobs: int | None = None,
 ) -> list[Request]:
     """Requests for rows from number `first` on, each with a seed of its own.
 
-    So a row's text depends on nothing beside it, but for rounding.
+    So a row's text depends on nothing beside it, but for rounding. `logprobs` likeliest tokens
+    come with each token (None: none do).
     """
     rows = enumerate(zip(prompts, temperatures, strict=True), start=first)
     return [
@@ -62,6 +73,7 @@ def requests_of(
             max_new_tokens=new_tokens,
             temperature=float(temperature),
             seed=seed << 32 | row,
+            logprobs=logprobs,
         )
         for row, (prompt, temperature) in rows
     ]

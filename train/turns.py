@@ -119,7 +119,7 @@ class WrittenTurns:
         numbers = np.arange(first, first + own.batch)
         temperature = np.array(own.temperatures, np.float32)[numbers % len(own.temperatures)]
         asked = requests_of([begin] * own.batch, temperature, own.tokens, first, own.seed)
-        texts = rows.ask(asked).result()
+        texts = [made.ids for made in rows.ask(asked).result()]
         tokens = np.zeros((own.batch, own.tokens), np.int32)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = text

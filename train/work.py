@@ -23,11 +23,12 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
-from train.collect import load_collected, num_chunks
+from train.collect import Keep, load_collected, num_chunks
 from train.config import Collect, Evaluation, Recipe, Schedule
 from train.corpus import read_corpus, train_tokenizer
 from train.data import Stream, Streams, encode
 from train.documents import Document, fingerprint
+from train.labels import label_as_collected
 from train.loop import Log, finished
 from train.marking import BY_NOTHING
 from train.served import EngineRows
@@ -238,6 +239,13 @@ class Work:
     def collected_labels(self) -> Path:
         """Where the target's distributions along its own text lie, however much there is of it."""
         return self.place("labels", self.collected("collected").name, self.recipe.labels)
+
+    @property
+    def likeliest(self) -> Keep | None:
+        """What labels rows while they are collected."""
+        return label_as_collected(
+            self.collected_labels, self.target_config.vocab_size, self.recipe.labels
+        )
 
     @property
     def corpus_labels(self) -> Path:
