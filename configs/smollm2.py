@@ -1,7 +1,7 @@
 r"""Drafts for SmolLM2-135M-Instruct, from prompts that it writes itself.
 
 Command:    nice python -m train.run configs/smollm2.py target=DIR --folder runs/smollm2 \
-                --stages collect
+                --stages collect,label
             DIR is the Hugging Face folder of SmolLM2-135M-Instruct. A killed run goes on where it
             was; a larger collect.prompts goes on from what a smaller one collected.
 Hardware:   one core of an EPYC with AVX512-BF16 was used, 3 GiB of memory.
@@ -19,8 +19,7 @@ Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of
             T = 0.8    0.850   0.903   0.944   0.962   0.971
             T = 1      0.776   0.841   0.900   0.930   0.946
             8,191 tokens and the row of the others, width 192 to 256, 1 or 2 layers: 4 to 7 MB in
-            bfloat16, half in 8 bits. They are trained in their own vocabulary, labels outside of
-            it being the row of the others, and get the map when they are exported. Not done yet.
+            bfloat16, half in 8 bits.
 """
 
 import dataclasses

@@ -55,7 +55,7 @@ class Rows:
         A position counts as much as they are probable there: by the chain rule that is all of the
         forward divergence which a draft that foresees no other token can change.
         """
-        ids = self._row_of[np.asarray(part.ids, np.int32)]
+        ids = self._row_of[part.ids].astype(np.min_scalar_type(len(self._ids)))
         log_p = np.asarray(part.log_p, np.float32)
         known = ids < len(self._ids)
         share = np.maximum(1 - np.exp(log_p).sum(axis=-1, where=~known), _LEAST)
