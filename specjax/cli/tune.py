@@ -16,6 +16,7 @@ from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import load_pair
 from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Tune
+from specjax.cli.outcome import remember
 from specjax.cli.values import (
     at_least,
     budgets_of,
@@ -30,6 +31,7 @@ from specjax.measure import prompts, timing
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
 from specjax.measure.tune_streamed import StreamedTuner, budgets_by_link
+from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
 from specjax.methods.method import PLAIN
 from specjax.methods.setting import to_json
@@ -38,6 +40,9 @@ from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
+
+_FEW = (1, 3, 7, 15, 31)
+"""Budgets for a model without a draft: more nodes are seldom worth what they take."""
 
 
 def tune(options: Tune) -> int:
@@ -72,6 +77,8 @@ def tune(options: Tune) -> int:
     kind = StreamedTuner if isinstance(grown, StreamedModel) else Tuner
     if isinstance(grown, StreamedModel) and options.budgets is None:
         choices = dataclasses.replace(choices, budgets=budgets_by_link(grown))
+    elif options.budgets is None and not native.drafts:
+        choices = dataclasses.replace(choices, budgets=_FEW)
     estimates: list[Sequence[Estimate]] = []
     checked: list[tuple[Entry, list[BenchRow]]] = []
     unfinished = Unfinished(options.out)
@@ -102,6 +109,9 @@ def tune(options: Tune) -> int:
     )
     if written:
         unfinished.remove()
+    if not native.drafts:  # what auto takes where nothing drafts is compared with plain decoding
+        rows = [row for _, alike in checked for row in alike]
+        remember(rows, final, {dtype: as_it_runs}, env["date"], MIXED)
     for (entry, rows), best in zip(checked, estimates, strict=True):
         _say(entry, best, rows)
     return 0 if written else 2

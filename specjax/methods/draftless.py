@@ -166,10 +166,9 @@ def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     steps |= _steps(pair.target, BUDGETS[1:], batch, temperature > 0)
     plain = steps.pop(0)
     texts = _texts(pair, temperature)
-    found = [one for name in METHODS for one in _candidates(pair, name, texts, promising, batch)]
-    return Findings(
-        now, plain, steps[BUDGETS[0]], tuple(text.written for text in texts), tuple(found)
-    )
+    found = [one for name in METHODS for one in _candidates(pair, name, texts, steps, batch)]
+    written = tuple(text.written for text in texts)
+    return Findings(now, plain, steps[few], written, tuple(found))
 
 
 def _steps(target: Model, budgets: Sequence[int], batch: int, sampled: bool) -> dict[int, float]:
