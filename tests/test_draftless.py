@@ -1,16 +1,21 @@
 """What auto takes for a model without a draft, and the measurements that it goes by."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
 
 import specjax
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.methods import choice, defaults, draftless, registry, replay
+from specjax.methods import choice, defaults, draftless, records, registry, replay
 from specjax.methods.choice import Asked, choose
 from specjax.methods.draftless import Candidate, Findings
 from specjax.methods.method import Setting
+from specjax.methods.records import Measured, Run
 from specjax.methods.replay import Text
+from specjax.methods.setting import from_json, to_json
+from specjax.models.quantized import quantized_as
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
 
@@ -114,3 +119,24 @@ def test_nothing_is_drafted_nor_written_where_nodes_are_dear(alone, monkeypatch)
     monkeypatch.setattr(choice, "findings", lambda pair, temperature, batch: draftless.measure(
         pair, temperature, batch))  # fmt: skip
     assert "took 1.14 times" in choose(Asked(), alone, 0.0, 8).reason
+
+
+def test_the_model_itself_drafts_in_fewer_bits_where_that_was_measured_as_faster():
+    pair = load_pair(f"{pair_folder()}/target")
+    own = Setting("chain", (1, 1), draft="self:8bit")
+    assert own.label == "chain 1,1 of self:8bit"
+    assert from_json(json.loads(json.dumps(to_json(own))), "here") == own
+    with pytest.raises(ValueError, match="here: there is no draft self:2bit"):
+        from_json(to_json(own) | {"draft": "self:2bit"}, "here")
+    drafter = registry.build(own, pair)
+    assert [quantized_as(draft) for draft in drafter.groups] == ["int8, a scale for each row"]
+    assert registry.build(own, pair).groups[0].layers[0] is drafter.groups[0].layers[0]
+    alone = load_pair(f"{pair_folder()}/target", "none")  # nothing is to draft
+    with pytest.raises(ValueError, match="the setting drafts with self:8bit, and the model is"):
+        registry.build(own, alone)
+    ran = Measured(Setting(), 10.0, (1.0,) * 8), Measured(own, 20.0, (2.0,) * 8)
+    name = records.setting(pair.target, [], 1, False)
+    records.remember(name, Run("2026-11-27T00:00:00", 0.0, 8, ran))
+    assert choose(Asked(), pair, 0.0).setting == own
+    assert choose(Asked(verify="block"), pair, 0.0).setting == own
+    assert choose(Asked(), alone, 0.0).setting == Setting()

@@ -99,6 +99,8 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
 
 def _able(setting: Setting, pair: Pair, verify: str) -> bool:
     """Whether the pair has what a setting needs, and the rule is lossless for its trees."""
+    if setting.draft is not None and pair.files is not None and not pair.drafts:
+        pair = pair._replace(drafts=[pair.target])  # in fewer bits it is made where it is taken
     if lacking(setting.method, pair) is not None:
         return False
     try:
