@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair, load_pair, with_own_draft
+from specjax.draft import ExpansionDrafter
 from specjax.methods import choice, defaults, draftless, records, registry, replay
 from specjax.methods.choice import Asked, choose
 from specjax.methods.draftless import Candidate, Findings
@@ -129,8 +130,11 @@ def test_the_model_itself_drafts_in_fewer_bits_where_that_was_measured_as_faster
     with pytest.raises(ValueError, match="here: there is no draft self:2bit"):
         from_json(to_json(own) | {"draft": "self:2bit"}, "here")
     drafter = registry.build(own, pair)
+    assert isinstance(drafter, ExpansionDrafter)
     assert [quantized_as(draft) for draft in drafter.groups] == ["int8, a scale for each row"]
-    assert registry.build(own, pair).groups[0].layers[0] is drafter.groups[0].layers[0]
+    assert (
+        with_own_draft(pair, "self:8bit").drafts[0] is with_own_draft(pair, "self:8bit").drafts[0]
+    )
     alone = load_pair(f"{pair_folder()}/target", "none")  # nothing is to draft
     with pytest.raises(ValueError, match="the setting drafts with self:8bit, and the model is"):
         registry.build(own, alone)

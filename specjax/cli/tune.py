@@ -130,14 +130,12 @@ def _tuners(
     """One for the pair, and one for each draft of the model itself that is tried."""
     kind = StreamedTuner if isinstance(pairs[1].target, StreamedModel) else Tuner
     by_length = sorted(chosen, key=lambda prompt: len(prompt.tokens))
-    return [
-        kind(
-            dataclasses.replace(choices, methods=methods),
-            *(pair if own is None else with_own_draft(pair, own) for pair in pairs),
-            by_length, progress, own=own,
-        )
-        for own, methods in _drafts(options, pairs[0])
-    ]  # fmt: skip
+    found: list[Tuner] = []
+    for own, methods in _drafts(options, pairs[0]):
+        native, grown = pairs if own is None else (with_own_draft(each, own) for each in pairs)
+        asked = dataclasses.replace(choices, methods=methods)
+        found.append(kind(asked, native, grown, by_length, progress, own=own))
+    return found
 
 
 def _estimated(
