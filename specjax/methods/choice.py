@@ -257,6 +257,8 @@ def _draftless(pair: Pair, temperature: float, batch: int, verify: str) -> Choic
         return Choice(Setting(), f"there is no draft model, and {obstacle}")
     known = findings(pair, temperature, batch)
     able = [one for one in known.found if _able(one.setting, pair, verify)]
+    if known.found and not able:
+        return Choice(Setting(), f"there is no draft model, and {verify} is for trees of one")
     best = known.best(able)
     if best is not None:
         return Choice(best.setting, f"there is no draft model: {known.told(best)}")

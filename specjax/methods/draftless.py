@@ -127,7 +127,7 @@ class Findings(NamedTuple):
             f"a step of {label} takes {longer:.2f} times a plain one of {self.plain * 1e3:.3g} ms"
         )
         if not self.written:
-            return f"{cost}, and the model is too slow to write a text that says what it gives"
+            return f"{cost}, and the model wrote too little here to tell what it gives"
         tokens = one.seconds / (self.plain / self.gain(one) - one.prompt)
         return (
             f"{cost} and gives {tokens:.2f} tokens along {sum(self.written)} that the model wrote "
@@ -145,7 +145,7 @@ class Findings(NamedTuple):
 
 def findings(pair: Pair, temperature: float, batch: int) -> Findings:
     """What was measured of such rows here, now or before."""
-    kind = 0.0 if temperature == 0 else max(0.8, math.ceil(temperature * 10) / 10)
+    kind = 0.0 if temperature == 0 else max(0.8, math.ceil(round(temperature * 10, 6)) / 10)
     name = f"{records.setting(pair.target, [], batch, kind > 0)}, temperature {kind:g}"
     if (kept := _of_json(records.recall_findings(name))) is not None:
         return kept
@@ -224,12 +224,15 @@ def _likeliest(outer: Model, x: Float[Array, "E C"], count: int) -> Array:
 
 
 def _texts(pair: Pair, temperature: float) -> list[Text]:
-    """What the model writes after a few prompts; nothing if it is too slow, or has no tokenizer."""
+    """What the model writes after a few prompts, if it is fast enough and there is room for it."""
     room = pair.target.config.max_positions - _NEW
     prompts = [ids for ids in _prompts(pair.tokenizer) if 0 < len(ids) <= room]
     if not prompts:
         return []
-    texts = write(pair.target, prompts, temperature, _NEW, _SECONDS)
+    try:
+        texts = write(pair.target, prompts, temperature, _NEW, _SECONDS)
+    except ValueError:  # there is no memory for so many rows
+        return []
     long = [text for text in texts if text.written >= _LEAST_NEW]
     return long if len(long) >= _LEAST_TEXTS else []
 
