@@ -10,6 +10,9 @@ import pytest
 from pallas_kernels import machine
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling, process
+from specjax.checkpoints.pair import Pair, load_pair
+from specjax.cli import tune as verb
+from specjax.cli.options import Tune
 from specjax.measure import distribution_tests, tune
 from specjax.measure.rows import BenchRow
 from specjax.methods import acceptance, registry, tuned
@@ -54,6 +57,25 @@ def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
     assert printed.count("taken: ") == 2
     found = answer(capsys, "generate", "return a", "--max-new-tokens", "8", "--config", file)
     assert from_json(found["setting"], "here") == entries[0].setting
+
+
+def test_without_a_draft_chains_of_the_model_itself_are_tried(monkeypatch):
+    target = pair_flags()[1]
+    alone = load_pair(target)
+
+    def tried(methods: str, pair: Pair = alone, **options: str) -> list[tuple[str | None, str]]:
+        return verb._drafts(Tune("out.json", methods=methods, **options), pair)
+
+    monkeypatch.setattr("specjax.checkpoints.pair.unable_here", lambda columns: None)
+    own = [("self:4bit", "chain"), ("self:8bit", "chain")]
+    assert tried("all") == [(None, "lookup,recycle"), *own]
+    assert tried("chain") == own
+    assert tried("lookup") == [(None, "lookup")]
+    assert tried("all", inflate="1M") == [(None, "lookup,recycle")]
+    assert tried("all", load_pair(target, "none")) == [(None, "lookup,recycle")]
+    assert tried("chain", load_pair(*pair_flags()[1::2])) == [(None, "chain")]
+    monkeypatch.setattr("specjax.checkpoints.pair.unable_here", lambda columns: "XLA's")
+    assert tried("all") == [(None, "lookup,recycle")]
 
 
 def test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file(tmp_path, monkeypatch):

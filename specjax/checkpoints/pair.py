@@ -1,10 +1,12 @@
 """A target and what drafts for it."""
 
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import Mesh
 
+from pallas_kernels.cpu_matmul import unable_here
 from specjax.base.deprecated import keywords_after
 from specjax.base.progress import counted, working
 from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
@@ -15,9 +17,10 @@ from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokeniz
 from specjax.draft.ngram import NGram
 from specjax.models import memory
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import quantized_as
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
-from specjax.parallel.mesh import settled
+from specjax.parallel.mesh import mesh_of, settled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +35,8 @@ _OWN = 4
 class Pair(NamedTuple):
     """A target with its tokenizer, and what drafts for it.
 
-    `table` is an n-gram model of the draft's output, `smaller` a draft for the draft.
+    `table` is an n-gram model of the draft's output, `smaller` a draft for the draft. `files` are
+    those of a target that may be its own draft in fewer bits, where none is named.
     """
 
     target: Model
@@ -40,6 +44,7 @@ class Pair(NamedTuple):
     drafts: list[Model]
     table: NGram | None = None
     smaller: Model | None = None
+    files: Files | None = None
 
 
 @keywords_after(2)
@@ -94,6 +99,9 @@ def load_pair(
     pair = Pair(target, tokenizer, [])
     if found.drafts or found.stages:
         pair = _with_drafts(pair, found, mesh)
+    whole = quantized_as(target) is None and mesh_of(target) is None
+    if draft is None and whole and not (pair.drafts or isinstance(target, StreamedModel)):
+        pair = pair._replace(files=found.target)
     own = found.own
     if isinstance(target, StreamedModel) and target.source is not None and draft is None:
         own = own_by_default(found, target.config)
@@ -102,6 +110,45 @@ def load_pair(
             drafts = [*pair.drafts, self_drafts.self_draft(found.target, target, bits, told)]
         pair = pair._replace(drafts=drafts)
     return pair
+
+
+_own_drafts: "weakref.WeakKeyDictionary[Model, dict[str, Model]]" = weakref.WeakKeyDictionary()
+
+
+def own_drafts(pair: Pair) -> list[str]:
+    """The drafts of the model itself that a pair without one can have here, at some gain.
+
+    They are to take at most half of what memory there is; their products must be those of
+    `cpu_matmul`, as XLA unpacks codes in every pass.
+    """
+    if pair.files is None or unable_here(1) is not None:
+        return []
+    spare, config = memory.available(None), pair.target.config
+    return [
+        name
+        for name, bits in self_drafts.NAMES.items()
+        if spare is None or self_drafts.self_bytes(config, bits) <= spare // 2
+    ]
+
+
+def with_own_draft(pair: Pair, name: str) -> Pair:
+    """A pair that has drafts as it is, another with the model in fewer bits; made once.
+
+    Raises:
+      ValueError: the model cannot be its own draft.
+    """
+    if pair.drafts:
+        return pair
+    if pair.files is None:
+        raise ValueError(
+            f"the setting drafts with {name}, and the model is none of full weights on one device."
+        )
+    known = _own_drafts.setdefault(pair.target, {})
+    if name not in known:
+        bits = self_drafts.bits_of(name)
+        with counted(f"the model in {bits} bits") as told:
+            known[name] = self_drafts.self_draft(pair.files, pair.target, bits, told)
+    return pair._replace(drafts=[known[name]])
 
 
 class Named(NamedTuple):

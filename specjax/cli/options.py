@@ -328,8 +328,8 @@ class Tune(Adapted, Offloaded, Kernels):
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "all"
     """Methods to choose among, separated by commas; plain decoding is always one."""
     budgets: str | None = None
-    """Budgets of nodes to choose among. By default 7,15,31,63; of an offloaded model 15, the most
-    that are computed while its layers are read, and twice as many."""
+    """Budgets of nodes to choose among. By default 7,15,31,63, without a draft 1,3,7,15,31; of an
+    offloaded model 15, the most that are computed while its layers are read, and twice as many."""
     temperatures: str = "0,0.8"
     """Temperatures to choose for, separated by commas."""
     batch: int = 1

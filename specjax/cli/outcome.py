@@ -90,7 +90,7 @@ def remember(
     file, untold = None, []
     for (batch, dtype, temperature), alike in _alike(rows, mixed):
         run = Run(date, temperature, alike[0][0].prompts, tuple(_measured(*one) for one in alike))
-        default = compared_with(pair, temperature > 0, batch)
+        default = compared_with(pair, temperature, batch)
         if len(run.measured) < 2:  # plain decoding alone says nothing about the methods
             continue
         if lacks := _lacks(run, default):

@@ -2,10 +2,12 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 import pallas_kernels
@@ -13,9 +15,10 @@ from specjax.base.interrupts import ANEW, if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import default_dtype
-from specjax.checkpoints.pair import load_pair
+from specjax.checkpoints.pair import Pair, load_pair, own_drafts, with_own_draft
 from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Tune
+from specjax.cli.outcome import remember
 from specjax.cli.values import (
     at_least,
     budgets_of,
@@ -27,9 +30,11 @@ from specjax.cli.values import (
     temperatures_in,
 )
 from specjax.measure import prompts, timing
+from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
 from specjax.measure.tune_streamed import StreamedTuner, budgets_by_link
+from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
 from specjax.methods.method import PLAIN
 from specjax.methods.setting import to_json
@@ -38,6 +43,10 @@ from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
+
+_CHAIN = "chain"
+_FEW = (1, 3, 7, 15, 31)
+"""Budgets for a model without a draft: more nodes are seldom worth what they take."""
 
 
 def tune(options: Tune) -> int:
@@ -69,9 +78,10 @@ def tune(options: Tune) -> int:
     )
     as_it_runs = grown if options.offloaded else in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
-    kind = StreamedTuner if isinstance(grown, StreamedModel) else Tuner
     if isinstance(grown, StreamedModel) and options.budgets is None:
         choices = dataclasses.replace(choices, budgets=budgets_by_link(grown))
+    elif options.budgets is None and not native.drafts:
+        choices = dataclasses.replace(choices, budgets=_FEW)
     estimates: list[Sequence[Estimate]] = []
     checked: list[tuple[Entry, list[BenchRow]]] = []
     unfinished = Unfinished(options.out)
@@ -86,13 +96,13 @@ def tune(options: Tune) -> int:
         if unfinished.beside.exists() else ANEW
     )  # fmt: skip
     with progress_bars() as progress:
-        tuner = kind(choices, *pairs, sorted(chosen, key=lambda p: len(p.tokens)), progress)
+        tuners = _tuners(options, choices, pairs, chosen, progress)
         for temperature in temperatures:
-            estimates.append(tuner.estimates(temperature, keep))
-        final = native._replace(target=grown)
+            estimates.append(_estimated(tuners, temperature, keep))
+        final, rounds = native._replace(target=grown), tuners[0].rounds
         for temperature, best in zip(temperatures, estimates, strict=True):
             checked.append(
-                fastest_of(choices, final, dtype, chosen, temperature, best, progress, tuner.rounds)
+                fastest_of(choices, final, dtype, chosen, temperature, best, progress, rounds)
             )
             keep()
     entries = [entry for entry, _ in checked]
@@ -102,9 +112,62 @@ def tune(options: Tune) -> int:
     )
     if written:
         unfinished.remove()
+    if not native.drafts:  # what auto takes where nothing drafts is compared with plain decoding
+        rows = [row for _, alike in checked for row in alike]
+        remember(rows, final, {dtype: as_it_runs}, env["date"], MIXED)
     for (entry, rows), best in zip(checked, estimates, strict=True):
         _say(entry, best, rows)
     return 0 if written else 2
+
+
+def _tuners(
+    options: Tune,
+    choices: Choices,
+    pairs: tuple[Pair, Pair],
+    chosen: Sequence[Prompt],
+    progress: Progress,
+) -> list[Tuner]:
+    """One for the pair, and one for each draft of the model itself that is tried."""
+    kind = StreamedTuner if isinstance(pairs[1].target, StreamedModel) else Tuner
+    by_length = sorted(chosen, key=lambda prompt: len(prompt.tokens))
+    found: list[Tuner] = []
+    for own, methods in _drafts(options, pairs[0]):
+        native, grown = pairs if own is None else (with_own_draft(each, own) for each in pairs)
+        asked = dataclasses.replace(choices, methods=methods)
+        found.append(kind(asked, native, grown, by_length, progress, own=own))
+    return found
+
+
+def _estimated(
+    tuners: Sequence[Tuner], temperature: float, keep: Callable[[Sequence[Estimate]], None]
+) -> list[Estimate]:
+    """The estimates of all tuners, the best first; `keep` gets the growing list."""
+    found: list[Estimate] = []
+    for tuner in tuners:
+        before = tuple(found)
+        found += tuner.estimates(temperature, partial(_with, keep, before))
+    return sorted(found, key=lambda estimate: -estimate.rate)
+
+
+def _with(
+    keep: Callable[[Sequence[Estimate]], None],
+    before: Sequence[Estimate],
+    more: Sequence[Estimate],
+) -> None:
+    keep([*before, *more])
+
+
+def _drafts(options: Tune, pair: Pair) -> list[tuple[str | None, str]]:
+    """What drafts, and the methods that are tried with it.
+
+    Chains of the model itself in fewer bits are among them where nothing else drafts.
+    """
+    names = registry.names_of(options.methods, pair)
+    asked = _CHAIN in registry.names_of(options.methods, None) and not options.inflate
+    own = own_drafts(pair) if asked else []
+    others = [name for name in names if name != _CHAIN] if own else names
+    found: list[tuple[str | None, str]] = [(None, ",".join(others))] if others else []
+    return [*found, *((name, _CHAIN) for name in own)]
 
 
 def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:

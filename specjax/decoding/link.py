@@ -21,8 +21,11 @@ from specjax.models.transformer import LayerWeights, Model, unembed
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
 _COLUMNS, _SLOTS, _RUNS = (16, 64, 256, 1024), 64, 3
-_MANY = 20
-"""Runs of which the fastest counts where two models are compared."""
+_MANY, _ENOUGH_SECONDS = 20, 0.15
+"""Runs of which the fastest counts where passes are compared, and seconds of each after which three
+do."""
+_BEYOND_CACHES = 2**29
+"""Bytes of layers that no processor's cache holds."""
 MOST_LEVELS = 16
 """Tokens that a draft goes deep where its passes cost nearly nothing."""
 ACCEPTANCE = 0.9
@@ -130,17 +133,44 @@ def draft_seconds(draft: Model) -> float:
 
 
 def pass_seconds(model: Model, columns: int) -> float:
-    """Seconds of a model's pass over so many columns, logits included; measured once.
+    """Seconds of a model's pass over so many columns, logits included; measured once."""
+    return passes_seconds(model, (columns,))[columns]
 
-    A layer and the unembedding are timed by themselves, so that little is compiled.
+
+def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
+    """Seconds of a model's passes over several numbers of columns, logits included; measured once.
+
+    They take turns, so that other work on the machine slows all of them. The programs of a layer
+    and of the unembedding are timed, so that little is compiled; layers go one after the other, as
+    many as no cache holds: of one alone a pass of few columns would be too fast.
     """
     known = _of_passes.setdefault(model, {})
-    if columns not in known:
+    if new := [count for count in dict.fromkeys(columns) if count not in known]:
         outer = model.outer if isinstance(model, StreamedModel) else replace(model, layers=())
-        layers = _pass_seconds(outer, model.config, model.layers[0], columns, _MANY)
-        logits = partial(_logits, outer)
-        known[columns] = layers + _least_seconds(logits, model.config.hidden_size, columns, _MANY)
-    return known[columns]
+        layers = _timed_layers(model)
+        whole = model.config.num_layers / len(layers)
+        passes = [_pass(outer, model.config, layers, count) for count in new]
+        unembeds = [_clock(partial(_logits, outer), model.config.hidden_size, n) for n in new]
+        taken = _least_seconds([*passes, *unembeds], _MANY)
+        for count, inside, after in zip(new, taken, taken[len(new) :], strict=False):
+            known[count] = whole * inside + after
+    return {count: known[count] for count in columns}
+
+
+def seconds_of(work: Callable[[Array], object], size: int, columns: int) -> float:
+    """The least seconds of other work on so many columns of `size` numbers."""
+    return _least_seconds([_clock(work, size, columns)], _MANY)[0]
+
+
+def _timed_layers(model: Model) -> list[LayerWeights]:
+    """The first layers that together are too large for a cache; all of a smaller model."""
+    found, size = [], 0
+    for layer in model.layers:
+        found.append(layer)
+        size += sum(leaf.nbytes for leaf in jax.tree.leaves(layer))
+        if size >= _BEYOND_CACHES:
+            break
+    return found
 
 
 _logits = jax.jit(unembed)
@@ -154,39 +184,58 @@ def overlap(target: Model, draft: Model, text: Sequence[int], temperature: float
     """
     tokens = jnp.asarray([text], jnp.int32)
     columns = jnp.arange(len(text) // 8, len(text), dtype=jnp.int32)[None]
-    p, q = (logits_at(_by_layers(each), tokens, columns)[0] for each in (target, draft))
+    p, q = (logits_at(by_layers(each), tokens, columns)[0] for each in (target, draft))
     if temperature == 0:
         return float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean())
     p, q = (jax.nn.softmax(each / temperature, axis=-1) for each in (p, q))
     return float(jnp.minimum(p, q).sum(axis=-1).mean())
 
 
-def _by_layers(model: Model) -> StreamedModel:
+def by_layers(model: Model) -> StreamedModel:
+    """A model in memory, of which a layer is compiled at a time."""
     return StreamedModel(
         model.embedding, model.layers, model.final_norm, model.unembedding, model.config,
         model.final_norm_bias, model.position_embedding,
     )  # fmt: skip
 
 
-def _least_seconds(
-    work: Callable[[Array], object], size: int, columns: int, runs: int = _RUNS
-) -> float:
-    """The least seconds of work on a state, which it may be given away to."""
-    taken = []
-    for _ in range(1 + runs):  # the first compiles
+def _clock(work: Callable[[Array], object], size: int, columns: int) -> Callable[[], float]:
+    """Takes the seconds of work on a state, which it may be given away to."""
+
+    def taken() -> float:
         x = jax.block_until_ready(jnp.ones((size, columns), jnp.float32))
         start = time.perf_counter()
         jax.block_until_ready(work(x))
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+        return time.perf_counter() - start
+
+    return taken
 
 
-def _pass_seconds(
-    outer: Model, config: ModelConfig, weights: LayerWeights, columns: int, runs: int = _RUNS
-) -> float:
+def _least_seconds(clocks: Sequence[Callable[[], float]], runs: int = _RUNS) -> list[float]:
+    """The least of each clock, which take turns."""
+    for clock in clocks:  # the first run compiles
+        clock()
+    taken: list[list[float]] = []
+    while len(taken) < runs:
+        taken.append([clock() for clock in clocks])
+        enough = sum(map(sum, taken)) > _ENOUGH_SECONDS * len(clocks)
+        if enough and len(taken) >= _RUNS:
+            break
+    return [min(each) for each in zip(*taken, strict=True)]
+
+
+def _pass_seconds(outer: Model, config: ModelConfig, weights: LayerWeights, columns: int) -> float:
     """The least seconds of a layer over so many columns, for all layers."""
+    (taken,) = _least_seconds([_pass(outer, config, [weights], columns)])
+    return config.num_layers * taken
+
+
+def _pass(
+    outer: Model, config: ModelConfig, layers: Sequence[LayerWeights], columns: int
+) -> Callable[[], float]:
+    """A clock of some layers over so many columns."""
     outer = replace(outer, layers=())
-    heads = weights.key.shape[0] // config.head_dim
+    heads = layers[0].key.shape[0] // config.head_dim
     cache = empty_cache(config, 1, _SLOTS, cache_dtype(outer.embedding.dtype), heads)
     held = cache.keys[0], cache.values[0], cache.length
     positions = jnp.zeros((1, columns), jnp.int32)
@@ -194,6 +243,8 @@ def _pass_seconds(
     windows = config.windows or (None,)
 
     def run(x: Array) -> object:
-        return run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
+        for weights in layers:
+            x, _ = run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
+        return x
 
-    return config.num_layers * _least_seconds(run, config.hidden_size, columns, runs)
+    return _clock(run, config.hidden_size, columns)

@@ -383,7 +383,7 @@ def programs(
         yield _compiled(found, "plain", asked(Setting(), 0.8))
     for temperature in (0.0, 0.8) if drafts else ():
         with found.traced():
-            setting = shipped(Pair(alone, no_tokenizer, own), temperature > 0, texts.rows).setting
+            setting = shipped(Pair(alone, no_tokenizer, own), temperature, texts.rows).setting
         name = f"{setting.label} at temperature {temperature:g}"
         yield _compiled(found, name, asked(setting, temperature))
 

@@ -75,7 +75,10 @@ class Choices:
 
 @dataclasses.dataclass
 class Tuner:
-    """A pair as it is, for acceptance, and as it will run, for costs; and the prompts."""
+    """A pair as it is, for acceptance, and as it will run, for costs; and the prompts.
+
+    `own` names the draft, where it is the model itself in fewer bits and nobody named it.
+    """
 
     choices: Choices
     native: Pair
@@ -84,6 +87,7 @@ class Tuner:
     progress: Progress
     rounds: int = ROUNDS
     costs: dict[tuple[Setting, bool], timing.Phases] = dataclasses.field(default_factory=dict)
+    own: str | None = None
 
     def estimates(
         self, temperature: float, keep: Callable[[Sequence[Estimate]], None] = lambda _: None
@@ -145,6 +149,7 @@ class Tuner:
 
         def estimate(name: str, shape: TreeShape) -> Estimate:
             setting = registry.setting_of(name, widths=shape.widths)
+            setting = dataclasses.replace(setting, draft=self.own)
             seconds = self.pass_seconds(shape.num_nodes) + level * shape.depth
             return Estimate(setting, expected_tokens(shape, accepted), seconds)
 

@@ -65,4 +65,4 @@ class StreamedTuner(Tuner):
         return self.grown.drafts if setting.method == "pool" else self.grown.drafts[:1]
 
     def _writer(self, temperature: float) -> Setting:
-        return shipped(self.grown, temperature > 0, self.choices.batch).setting
+        return shipped(self.grown, temperature, self.choices.batch).setting

@@ -22,6 +22,7 @@ from specjax.decoding.link import (
     pass_seconds,
 )
 from specjax.methods import defaults, records
+from specjax.methods.draftless import findings
 from specjax.methods.evidence import Gain, evidence, fastest, gains
 from specjax.methods.method import Setting, check_method
 from specjax.methods.records import Run
@@ -98,6 +99,8 @@ def choose(asked: Asked, pair: Pair, temperature: float, batch: int = 1) -> Choi
 
 def _able(setting: Setting, pair: Pair, verify: str) -> bool:
     """Whether the pair has what a setting needs, and the rule is lossless for its trees."""
+    if setting.draft is not None and pair.files is not None and not pair.drafts:
+        pair = pair._replace(drafts=[pair.target])  # in fewer bits it is made where it is taken
     if lacking(setting.method, pair) is not None:
         return False
     try:
@@ -118,20 +121,21 @@ def _written(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice
 
 def _measured(asked: Asked, pair: Pair, temperature: float, batch: int) -> Choice:
     """The shipped default, or what was measured as faster than it."""
-    default = shipped(pair, temperature > 0, batch, asked.verify)
     if jax.process_count() > 1:  # each host has measurements of its own, and all must run the same
-        return default
+        return shipped(pair, temperature, batch, asked.verify)
     kept = records.recall(records.setting(pair.target, pair.drafts, batch, temperature > 0))
-    beside = compared_with(pair, temperature > 0, batch, asked.verify)
+    beside = compared_with(pair, temperature, batch, asked.verify)
     found = evidence(kept, beside)
-    if not found:
-        return default._replace(reason=f"{default.reason}; run specjax bench to measure here")
-    nearest = min((run.temperature for run in found), key=lambda one: abs(one - temperature))
+    nearest = min((run.temperature for run in found), key=lambda one: abs(one - temperature),
+                  default=0.0)  # fmt: skip
     alike = [run for run in found if run.temperature == nearest]
     able = [gain for gain in gains(alike, beside)
             if _able(gain.setting, pair, asked.verify)]  # fmt: skip
     if best := fastest(able):
         return Choice(best.setting, _told(best, beside))
+    default = shipped(pair, temperature, batch, asked.verify)
+    if not any(run.of(default.setting) for run in alike):
+        return default._replace(reason=f"{default.reason}; run specjax bench to measure here")
     if beside != default.setting:
         return Choice(beside, _kept(alike))
     return default._replace(reason=f"{default.reason}; {_kept(alike)}")
@@ -247,25 +251,58 @@ def _acceptance(pair: Pair, temperature: float) -> float:
     return known[temperature]
 
 
-def compared_with(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Setting:
-    """What measurements must be faster than: the shipped default, or with a large draft plain
-    decoding.
+def _draftless(pair: Pair, temperature: float, batch: int, verify: str) -> Choice:
+    """What needs no draft model, if it surely pays, or plain decoding (see `draftless`)."""
+    if (obstacle := _untimed(pair)) is not None:
+        return Choice(Setting(), f"there is no draft model, and {obstacle}")
+    known = findings(pair, temperature, batch)
+    able = [one for one in known.found if _able(one.setting, pair, verify)]
+    if known.found and not able:
+        return Choice(Setting(), f"there is no draft model, and {verify} is for trees of one")
+    best = known.best(able)
+    if best is not None:
+        return Choice(best.setting, f"there is no draft model: {known.told(best)}")
+    nearest = max(able, key=known.gain, default=None)
+    return Choice(
+        Setting(),
+        f"there is no draft model, and nothing else would surely pay: {known.told(nearest)}",
+    )
+
+
+def _untimed(pair: Pair) -> str | None:
+    """Why passes of a target are not timed layer by layer, or None."""
+    target = pair.target
+    if jax.process_count() > 1 or mesh_of(target) is not None:
+        return "passes on a mesh are not timed"
+    if target.is_stacked:
+        return "passes over a stack of layers are not timed"
+    if target.config.num_parameters < defaults.LEAST_TIMED:
+        return "passes of so small a model are not timed"
+    return None
+
+
+def compared_with(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> Setting:
+    """What measurements must be faster than: the shipped default, or where that is what pays by
+    an estimate (a large draft or none) plain decoding.
     """
-    if pair.drafts and _costly(pair):
+    streamed = isinstance(pair.target, StreamedModel) and pair.target.source is not None
+    if (not streamed and not pair.drafts) or (pair.drafts and _costly(pair)):
         return Setting()
-    return shipped(pair, sampled, batch, verify).setting
+    return shipped(pair, temperature, batch, verify).setting
 
 
-def shipped(pair: Pair, sampled: bool, batch: int, verify: str = AUTO) -> Choice:
-    """What is taken where nothing is measured.
+def shipped(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> Choice:
+    """What is taken where nothing is measured by `bench` or `tune`.
 
-    Where the draft is large, by what it costs and gives (see `_if_it_pays`). Of a target whose
-    layers are read in every pass, as many nodes as cost no time (see `specjax.decoding.link`).
+    Where the draft is large, by what it costs and gives (see `_if_it_pays`), and so what needs none
+    where there is none (see `_draftless`). Of a target whose layers are read in every pass, as many
+    nodes as cost no time (see `specjax.decoding.link`).
     """
+    sampled = temperature > 0
     if isinstance(pair.target, StreamedModel) and pair.target.source is not None:
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:
-        return Choice(Setting(), "there is no draft model")
+        return _draftless(pair, temperature, batch, verify)
     if _costly(pair):
         found = _if_it_pays(pair, batch, sampled)
         return found if _able(found.setting, pair, verify) else found._replace(setting=Setting())

@@ -28,6 +28,7 @@ class Setting:
       stage: what drafts for a staged draft, an "ngram" table or a smaller "draft".
       guess: the tree that the second stage drafts, below each of the `fan` likeliest nodes.
       fan: of how many nodes of a round.
+      draft: the model itself in fewer bits, such as "self:8bit", where a pair has no draft.
     """
 
     method: str = PLAIN
@@ -37,6 +38,7 @@ class Setting:
     stage: str | None = None
     guess: Widths | None = None
     fan: int | None = None
+    draft: str | None = None
 
     @property
     def nodes(self) -> int:
@@ -49,9 +51,10 @@ class Setting:
     def label(self) -> str:
         """The method with its shape or budget, such as `chain 1,1,1` or `specexec 15`."""
         method = METHODS.get(self.method)
+        own = "" if self.draft is None else f" of {self.draft}"
         if self.growth is not None or (method is not None and method.shaped_by_budget):
-            return f"{self.method} {self.nodes}"
-        return f"{self.method} {spelled(self.widths)}".strip()
+            return f"{self.method} {self.nodes}{own}"
+        return f"{self.method} {spelled(self.widths)}".strip() + own
 
 
 @dataclasses.dataclass(frozen=True)

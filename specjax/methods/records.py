@@ -25,6 +25,7 @@ from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import is_number
 
 _FILE, _LOCK = "measured.json", "measured.lock"
+_WITHOUT_DRAFTS = "draftless.json"
 _MOST_RUNS = 8
 """Runs that are kept of a kind of rows and a temperature, the newest."""
 
@@ -150,6 +151,31 @@ def remember(name: str, run: Run) -> Path:
     return folder / _FILE
 
 
+def file_of_findings() -> Path | None:
+    """Where it is kept what models without drafts gain, if there is a cache folder."""
+    folder = cache_folder()
+    return None if folder is None else folder / _WITHOUT_DRAFTS
+
+
+def recall_findings(name: str) -> Any:
+    """What `remember_findings` was given under `name`, or None; a damaged file counts as empty."""
+    return _held(file_of_findings()).get(name)
+
+
+def remember_findings(name: str, values: dict[str, Any]) -> None:
+    """Keeps what was measured of a model without drafts, instead of what was there.
+
+    Raises:
+      OSError: there is no cache folder, or it cannot be written.
+    """
+    path = file_of_findings()
+    if path is None:
+        raise OSError("there is no home folder; name one with SPECJAX_CACHE")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path.parent / _LOCK):
+        write_json(path, _held(path) | {name: values})
+
+
 def _written(run: Run) -> dict[str, Any]:
     return {
         "date": run.date,
@@ -174,16 +200,18 @@ def spread(ratios: Sequence[float]) -> float | None:
 
 def _read() -> dict[str, list[Run]]:
     """All runs that can be understood, by name."""
-    path = file()
+    listed = {name: runs for name, runs in _held(file()).items() if isinstance(runs, list)}
+    known = {name: [*filter(None, map(_run, runs))] for name, runs in listed.items()}
+    return {name: runs for name, runs in known.items() if runs}
+
+
+def _held(path: Path | None) -> dict[str, Any]:
+    """The object that a file holds; an empty one where there is none that can be read."""
     try:
         held = None if path is None else read_json(path)
     except (OSError, ValueError):
         return {}
-    if not isinstance(held, dict):
-        return {}
-    listed = {name: runs for name, runs in held.items() if isinstance(runs, list)}
-    known = {name: [*filter(None, map(_run, runs))] for name, runs in listed.items()}
-    return {name: runs for name, runs in known.items() if runs}
+    return held if isinstance(held, dict) else {}
 
 
 def _run(values: Any) -> Run | None:

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import huggingface
-from specjax.checkpoints.pair import Pair
+from specjax.checkpoints.pair import Pair, with_own_draft
 from specjax.draft import Drafter
 from specjax.methods import defaults
 from specjax.methods.builtin import expansion
@@ -107,6 +107,8 @@ def build(setting: Setting, pair: Pair, *, verify: str = AUTO) -> Drafter:
     Raises:
       ValueError: there is no such method, or the pair lacks what it needs.
     """
+    if setting.draft is not None:
+        pair = with_own_draft(pair, setting.draft)
     if missing := lacking(setting.method, pair):
         raise ValueError(f"the method {setting.method} needs {missing}.")
     return settled(METHODS[setting.method].build(setting, pair, verify), mesh_of(pair.target))

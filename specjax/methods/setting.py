@@ -6,6 +6,7 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.checkpoints.self_drafts import bits_of
 from specjax.draft.growth import Growth
 from specjax.draft.limits import check_growth
 from specjax.methods.method import DRAFT, METHODS, PLAIN, TABLE, Setting
@@ -46,6 +47,8 @@ def from_json(values: object, where: str) -> Setting:
             given["growth"] = _growth(given["growth"], f"{where}, growth")
         if "temperatures" in given:
             given["temperatures"] = _temperatures(given["temperatures"])
+        if "draft" in given:
+            bits_of(given["draft"])
         if "fan" in given:
             check_count("fan", given["fan"])
     except ValueError as error:
