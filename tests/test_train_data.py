@@ -26,8 +26,9 @@ from train.data import (
     evaluation_rows,
     evenly,
 )
-from train.distil import Shuffle
+from train.distil import Shuffle, batches
 from train.documents import SPLITS, Document
+from train.labels import Labelled
 from train.loop import Log
 from train.report import losses, marked, stage_seconds
 from train.step import learning_rate
@@ -129,13 +130,36 @@ def test_a_batch_depends_on_its_step_alone():
     assert all((batch[:6] >= 0).all() and (batch[6:] < 0).all() for batch in ahead)
 
 
-@given(st.integers(1, 20), st.integers(1, 9), st.integers(0, 5))
-def test_a_shuffle_takes_every_row_once_an_epoch(count, rows, seed):
-    order = Shuffle(count, rows, seed)
-    drawn = np.concatenate([order.at(step) for step in range(2 * count)])
-    for epoch in range(len(drawn) // count):
-        assert sorted(drawn[epoch * count : (epoch + 1) * count]) == list(range(count))
-    np.testing.assert_array_equal(Shuffle(count, rows, seed).at(3), order.at(3))
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(0, 5))
+def test_a_shuffle_takes_every_row_once_an_epoch_beside_rows_of_like_length(count, rows, seed):
+    length = np.random.default_rng(seed).integers(1, 257, count)
+    order = Shuffle(length, 256, rows, seed)
+    steps, epochs = len(order._cut(0)), []
+    for epoch in range(2):
+        batches = [order.at(epoch * steps + step) for step in range(steps)]
+        drawn = np.concatenate([chosen for chosen, _ in batches])
+        assert set(drawn) == set(range(count))
+        assert len(drawn) < count + rows  # those that fill up the last batch come again
+        for chosen, width in batches:
+            assert length[chosen].max() <= width
+            assert width % 64 == 0
+            assert len(chosen) == rows * 256 // width
+        epochs.append(drawn.tolist())
+    assert count < 30 or epochs[0] != epochs[1]
+    for found, wanted in zip(Shuffle(length, 256, rows, seed).at(3), order.at(3), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_row_is_cut_behind_what_its_loss_reads():
+    tokens = np.random.default_rng(0).integers(0, 9, (64, 256)).astype(np.int32)
+    weight = np.zeros((64, 256), np.float32)
+    weight[:, 5:62] = 1  # the last loss is that of token 62
+    weight[0, 63] = 1
+    labelled = Labelled(tokens, tokens[..., None], 0.0 * tokens[..., None], weight)
+    at = batches([(labelled, 4)], seed=3)
+    found = [at(step)[0] for step in range(5)]
+    assert sorted(part.tokens.shape for part in found) == [(8, 128)] * 2 + [(16, 64)] * 3
+    assert sum(part.weight[:, 63:].sum() for part in found) == 1
 
 
 def test_evaluation_rows_are_evenly_spaced():
