@@ -42,7 +42,14 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
-from specjax.models.quantized import TABLES, PackedWeight, quantized_as
+from specjax.models.quantized import (
+    INT8,
+    TABLES,
+    PackedWeight,
+    check_activations,
+    quantized_as,
+    with_activations,
+)
 from specjax.models.stacking import leaves_of_layers, stacks, unstacked
 from specjax.models.transformer import Model, assemble
 
@@ -63,6 +70,7 @@ def load(
     offload: str | None = None,
     memory: int | None = None,
     lora: Name | None = None,
+    activations: str | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
     """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
@@ -80,23 +88,39 @@ def load(
       memory: bytes for the weights of an offloaded model; None is half of what there is.
       lora: a folder or a hub's id of a LoRA adapter that peft wrote; it is merged into the weights
         in float32, before they are rounded.
+      activations: "float" or "int8", what multiplies weights of 8 and 4 bits on a CPU (see
+        `specjax.models.quantized.with_activations`); None is float.
 
     Returns:
       The model, and the tokenizer of its folder.
 
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
-      ValueError: a model cannot be offloaded so.
+      ValueError: a model cannot be offloaded so, or its activations cannot be so.
     """
+    is_offloaded = offload is not None or memory is not None
+    check_choice(activations, is_offloaded)
     found = find(name, lora)
-    if offload is not None or memory is not None:
+    if is_offloaded:
         from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
 
         made = load_offloaded(found, offload, memory, dtype=dtype, mesh=mesh, positions=positions)
     else:
         made = load_model(found, dtype=dtype, mesh=mesh, positions=positions)
+        made = with_activations(made, activations)
     tokenizer = tokenizer_of(found.path, made.config.vocab_size)
     return with_end_tokens(made, tokenizer, found), tokenizer
+
+
+def check_choice(activations: str | None, is_offloaded: bool) -> None:
+    """Checks activations before anything is read.
+
+    Raises:
+      ValueError: there is no such choice, or it cannot be made here.
+    """
+    check_activations(activations)
+    if activations == INT8 and is_offloaded:
+        raise ValueError(f"activations in {INT8} are for models that are in memory, not offloaded.")
 
 
 def default_dtype() -> str:

@@ -15,6 +15,7 @@ from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokeniz
 from specjax.draft.ngram import NGram
 from specjax.models import memory
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import with_activations
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import settled
@@ -55,6 +56,7 @@ def load_pair(
     offload: str | None = None,
     memory: int | None = None,
     lora: str | None = None,
+    activations: str | None = None,
 ) -> Pair:
     """A target and what drafts for it.
 
@@ -74,17 +76,22 @@ def load_pair(
       memory: bytes for an offloaded target's weights.
       lora: a LoRA adapter for the target, see `load`; drafts are without it, but for the target's
         own weights.
+      activations: of the target, see `load`.
 
     Returns:
       The pair.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
-      ValueError: a draft has another vocabulary than the target, or this cannot be offloaded so.
+      ValueError: a draft has another vocabulary than the target, this cannot be offloaded so, or
+        activations cannot be so.
     """
+    is_offloaded = offload is not None or memory is not None
+    huggingface.check_choice(activations, is_offloaded)
     found = named(model, draft, stage, lora)
-    if offload is None and memory is None:
+    if not is_offloaded:
         target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
+        target = with_activations(target, activations)
     else:
         target = load_offloaded(
             found.target, offload, memory, dtype=dtype, mesh=mesh, positions=positions

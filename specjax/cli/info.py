@@ -47,6 +47,7 @@ def info(options: Info) -> int:
         return compile_for(options)
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
+    huggingface.check_choice(options.activations, options.offloaded)
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft, lora=options.lora)
     target = huggingface.read_config(found.target.path, options.positions)[0]
@@ -170,6 +171,7 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
         options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions,
         offload=options.offload, memory=bytes_of("--memory", options.memory),
         lora=options.lora,
+        activations=options.activations,
     )  # fmt: skip
 
     def chosen(temperature: float) -> str:

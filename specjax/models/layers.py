@@ -22,10 +22,17 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.cpu_matmul import cpu_matmuls, share_a_call, unable, unable_here
+from pallas_kernels.cpu_matmul import (
+    MOST_COLUMNS,
+    cpu_matmuls,
+    reference,
+    share_a_call,
+    unable,
+    unable_here,
+)
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
-from specjax.models.quantized import INTEGER, PackedWeight
+from specjax.models.quantized import INT8, PackedWeight
 from specjax.models.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
@@ -123,14 +130,15 @@ def linear(
     """`weight @ x` with float32 accumulation and a float32 result.
 
     Operands are rounded to `dtype`, by default the weight's own; a packed weight is unpacked to
-    float32 first, and of 8 bits with a scale a row it is the product that is scaled.
+    float32 first, and of 8 bits with a scale a row it is the product that is scaled. One that
+    multiplies activations in 8 bits rounds nothing else.
     Differentiable in reverse mode, of a packed weight in `x` alone.
     """
     kind = jnp.dtype(dtype or weight.dtype)
     if not isinstance(weight, PackedWeight):
         return _linear(weight, x, kind)
     x = x if weight.order is None else x[weight.order]
-    if not _takes_codes(weight, x):
+    if weight.activations != INT8 and not _takes_codes(weight, x):
         return _packed_linear(weight, x, kind)
     made: Sequence[Array] = _coded_linears((weight,), x, kind)
     return made[0]
@@ -154,14 +162,16 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
     """Whether `cpu_matmul` multiplies all of `count` matrices in one call, as codes."""
     if len(codes) < count or any(weight.order is not None for weight in codes):
         return False
-    return share_a_call(*_parts(codes)) and all(_takes_codes(weight, x) for weight in codes)
+    alike = len({weight.activations for weight in codes}) == 1 and share_a_call(*_parts(codes))
+    return alike and all(_takes_codes(weight, x) for weight in codes)
 
 
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
-    known = weight.form == INTEGER and weight.zero is None
-    return known and unable(weight.values, inputs, columns, weight.scale, weight.offset) is None
+    columns = min(columns, MOST_COLUMNS) if weight.activations == INT8 else columns
+    parts = weight.scale, weight.offset
+    return weight.is_integer and unable(weight.values, inputs, columns, *parts) is None
 
 
 def _parts(
@@ -177,8 +187,28 @@ def _parts(
 def _coded_linears(
     weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
+    if weights[0].activations == INT8:
+        return _int8_linears(weights, x)
     values, scales, offsets = _parts(weights)
     return cpu_matmuls(values, x, scales, offsets, rounded=dtype == jnp.bfloat16)
+
+
+def _int8_linears(weights: tuple[PackedWeight, ...], x: Array) -> tuple[Array, ...]:
+    """Products with activations in 8 bits, of as many columns at a time as `cpu_matmul` takes."""
+    if not all(_takes_codes(weight, x) for weight in weights):
+        x = reference.quantized(x)
+        return tuple(_packed_linear(weight, x, jnp.dtype(jnp.float32)) for weight in weights)
+    values, scales, offsets = _parts(weights)
+
+    def of_block(x: Array) -> tuple[Array, ...]:
+        return cpu_matmuls(values, x, scales, offsets, quantized=True)
+
+    inputs, columns = x.shape
+    if columns <= MOST_COLUMNS:
+        return of_block(x)
+    whole = jnp.pad(x, ((0, 0), (0, -columns % MOST_COLUMNS)))
+    made = lax.map(of_block, jnp.moveaxis(whole.reshape(inputs, -1, MOST_COLUMNS), 1, 0))
+    return tuple(jnp.moveaxis(each, 0, 1).reshape(each.shape[1], -1)[:, :columns] for each in made)
 
 
 def _coded_linears_forward(

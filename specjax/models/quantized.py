@@ -11,11 +11,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32, UInt8
 
+from pallas_kernels.platform import platform
 from specjax.base.pytree import pytree, replace, static, unchecked
 
 _FLOAT32 = np.dtype("float32")
 INTEGER, FLOAT8 = "int", "fp8"
 """What a code is: an integer, or an 8-bit float (e4m3fn). Others are places in a table."""
+FLOAT, INT8 = "float", "int8"
+"""What activations are as they multiply packed weights (see `with_activations`)."""
 OF_GROUPS = ("scale", "zero", "offset")
 """Parts of a packed matrix that have a number for each group of a row's inputs."""
 TABLES = ("embedding", "unembedding")
@@ -40,6 +43,7 @@ class PackedWeight:
       bits: of a code, 8 or 4.
       form: what a code is: `INTEGER`, `FLOAT8`, or a table's name, such as `nf4`.
       dtype: what products with it are computed in.
+      activations: `FLOAT`, or `INT8`, where they are quantized first and `dtype` plays no part.
     """
 
     values: UInt8[Array, "O B"]
@@ -51,6 +55,7 @@ class PackedWeight:
     bits: int = static(default=8)
     form: str = static(default=INTEGER)
     dtype: np.dtype = static(default=np.dtype("float32"))
+    activations: str = static(default=FLOAT)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,7 +77,9 @@ class PackedWeight:
         """Its bits and groups, as people name them."""
         kind = f"int{self.bits}" if self.form == INTEGER else self.form
         each = "row" if self.group == self.shape[-1] else f"{self.group} inputs"
-        return f"{kind}, a scale{'' if self.offset is None else ' and an offset'} for each {each}"
+        scales = "a scale" if self.offset is None else "a scale and an offset"
+        columns = ", activations in 8 bits" if self.activations == INT8 else ""
+        return f"{kind}, {scales} for each {each}{columns}"
 
     def changed(self, **parts: Any) -> "PackedWeight":
         """The same with other parts, which numpy may hold: their types are not checked."""
@@ -88,6 +95,11 @@ class PackedWeight:
     def of_rows(self, change: Callable[[Any], Any]) -> "PackedWeight":
         """With what `change` makes of the parts that have a row for each output."""
         return self.changed(**{name: change(part) for name, part in self.rows.items()})
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of which the middle one is 0, or that have an offset."""
+        return self.form == INTEGER and self.zero is None
 
     @property
     def is_scaled_after(self) -> bool:
@@ -152,7 +164,7 @@ def _wide(of_groups: Array) -> Float[Array, "O G 1"]:
 def packed_weight(values: np.ndarray, scale: np.ndarray, bits: int, **parts: Any) -> PackedWeight:
     """A packed matrix that numpy holds; what is not given is as in `PackedWeight`."""
     absent = {"zero": None, "order": None, "table": None, "offset": None, "form": INTEGER}
-    absent["dtype"] = np.dtype("float32")
+    absent |= {"dtype": np.dtype("float32"), "activations": FLOAT}
     return unchecked(PackedWeight, values=values, scale=scale, bits=bits, **(absent | parts))
 
 
@@ -193,6 +205,56 @@ def in_dtype(model: Any, dtype: Any) -> Any:
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, model, is_leaf=_is_packed)
+
+
+def check_activations(activations: str | None) -> None:
+    """Checks that activations can be so where this runs.
+
+    Raises:
+      ValueError: there is no such choice, or they cannot.
+    """
+    if activations not in (None, FLOAT, INT8):
+        raise ValueError(f"no activations {activations!r}; there are {FLOAT} and {INT8}.")
+    if activations == INT8 and platform() != "cpu":
+        raise ValueError(f"activations in {INT8} are computed on a CPU, and this is {platform()}.")
+
+
+def with_activations(model: Any, activations: str | None) -> Any:
+    """A model whose packed integers multiply activations that are float or of 8 bits.
+
+    In 8 bits each 32 inputs of a token have a scale, the largest of them over 127 (as llama.cpp
+    computes its quantized products); a token's product depends on nothing but the token. What is
+    not packed in integers multiplies floats, whatever is chosen.
+
+    Args:
+      model: the model.
+      activations: `FLOAT` or `INT8`; None is `FLOAT`.
+
+    Raises:
+      ValueError: see `check_activations`; or nothing of it is packed so.
+    """
+    check_activations(activations)
+    if activations != INT8:
+        return model
+
+    def change(leaf: Any) -> Any:
+        is_one = isinstance(leaf, PackedWeight) and leaf.is_integer
+        return replace(leaf, activations=INT8) if is_one else leaf
+
+    made = jax.tree.map(change, model, is_leaf=_is_packed)
+    if activations_of(made) != INT8:
+        raise ValueError(
+            f"activations in {INT8} multiply weights that are integers of 8 or 4 bits, and this "
+            "model has none."
+        )
+    return made
+
+
+def activations_of(model: Any) -> str:
+    """What activations are as they multiply a model's packed weights."""
+    leaves = jax.tree.leaves(model, is_leaf=_is_packed)
+    are_int8 = any(isinstance(leaf, PackedWeight) and leaf.activations == INT8 for leaf in leaves)
+    return INT8 if are_int8 else FLOAT
 
 
 def _is_packed(node: Any) -> bool:
