@@ -67,7 +67,8 @@ def load_pair(
         none. By default the bundled ones for the bundled target, self:4bit for any other that is
         offloaded where it fits into memory, and none for the rest.
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
-        bfloat16 elsewhere.
+        bfloat16 elsewhere. Matrices that files hold in bfloat16 stay so on a CPU, and multiply
+        float32 (see `load_model`).
       stage: an n-gram folder and that of a smaller draft, separated by commas; "bundled/ngram" and
         "bundled/stage2" are the bundled ones, and the default for the bundled target.
       mesh: the devices to lie on.
@@ -90,7 +91,9 @@ def load_pair(
     huggingface.check_choice(activations, is_offloaded)
     found = named(model, draft, stage, lora)
     if not is_offloaded:
-        target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
+        target = huggingface.load_model(
+            found.target, dtype=dtype, mesh=mesh, positions=positions, keeps_bfloat16=True
+        )
         target = with_activations(target, activations)
     else:
         target = load_offloaded(

@@ -32,7 +32,7 @@ from pallas_kernels.cpu_matmul import (
 )
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
-from specjax.models.quantized import INT8, PackedWeight
+from specjax.models.quantized import BFLOAT16, INT8, PackedWeight
 from specjax.models.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
@@ -169,6 +169,8 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
+    if weight.form == BFLOAT16:
+        return unable(weight.values, inputs, min(columns, MOST_COLUMNS)) is None
     columns = min(columns, MOST_COLUMNS) if weight.activations == INT8 else columns
     parts = weight.scale, weight.offset
     return weight.is_integer and unable(weight.values, inputs, columns, *parts) is None
@@ -176,32 +178,27 @@ def _takes_codes(weight: PackedWeight, x: Array) -> bool:
 
 def _parts(
     weights: Sequence[PackedWeight],
-) -> tuple[list[Array], list[Array], list[Array] | None]:
-    """The codes, scales and offsets of matrices; None where none has offsets."""
+) -> tuple[list[Array], list[Array] | None, list[Array] | None]:
+    """The codes, scales and offsets of matrices; None where none has some, or needs them."""
     offsets = [weight.offset for weight in weights if weight.offset is not None]
-    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-    return values, scales, offsets or None
+    scales = [weight.scale for weight in weights if weight.form != BFLOAT16]
+    return [weight.values for weight in weights], scales or None, offsets or None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _coded_linears(
     weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
-    if weights[0].activations == INT8:
-        return _int8_linears(weights, x)
-    values, scales, offsets = _parts(weights)
-    return cpu_matmuls(values, x, scales, offsets, rounded=dtype == jnp.bfloat16)
-
-
-def _int8_linears(weights: tuple[PackedWeight, ...], x: Array) -> tuple[Array, ...]:
-    """Products with activations in 8 bits, of as many columns at a time as `cpu_matmul` takes."""
-    if not all(_takes_codes(weight, x) for weight in weights):
+    """The products, of as many columns at a time as `cpu_matmul` takes."""
+    is_quantized = weights[0].activations == INT8
+    if is_quantized and not all(_takes_codes(weight, x) for weight in weights):
         x = reference.quantized(x)
         return tuple(_packed_linear(weight, x, jnp.dtype(jnp.float32)) for weight in weights)
     values, scales, offsets = _parts(weights)
+    rounded = dtype == jnp.bfloat16 and not is_quantized
 
     def of_block(x: Array) -> tuple[Array, ...]:
-        return cpu_matmuls(values, x, scales, offsets, quantized=True)
+        return cpu_matmuls(values, x, scales, offsets, rounded=rounded, quantized=is_quantized)
 
     inputs, columns = x.shape
     if columns <= MOST_COLUMNS:
