@@ -70,10 +70,27 @@ struct Pool {
   }
 };
 
-bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64_t inputs, int64_t columns,
+// What numbers become in 8 bits, each 32 inputs of a column with a scale.
+std::vector<float> in_8_bits(std::vector<float> x, int64_t inputs, int64_t columns) {
+  for (int64_t c = 0; c < columns; c++)
+    for (int64_t first = 0; first < inputs; first += kUnit) {
+      int64_t last = std::min(inputs, first + kUnit);
+      float most = 0;
+      for (int64_t i = first; i < last; i++) most = std::fmax(most, std::fabs(x[i * columns + c]));
+      float inverse = most > 0 ? 127 / most : 0;
+      for (int64_t i = first; i < last; i++) x[i * columns + c] = std::rint(x[i * columns + c] * inverse) * (most / 127);
+    }
+  return x;
+}
+
+// How columns are multiplied.
+enum Columns : int { kWhole, kRounded, kQuantized };
+
+bool agree(const char* form, Format format, Columns how, int64_t outputs, int64_t inputs, int64_t columns,
            int64_t groups, bool has_offset, int64_t threads, Pool& pool) {
   Call call{};
-  call.format = format, call.rounded = rounded;
+  bool rounded = how == kRounded;
+  call.format = format, call.rounded = rounded, call.quantized = how == kQuantized;
   call.outputs = outputs, call.inputs = inputs, call.columns = columns, call.groups = groups;
   call.scale_type = kScaleBfloat16;
   std::vector<uint8_t> weights(outputs * call.row_bytes());
@@ -115,6 +132,7 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
   second.scale = scale.data() + first.outputs * groups;
   if (has_offset) second.offset = offset.data() + first.outputs * groups;
   if (!multiply({first, second}, threads, [&](auto task) { pool.schedule(task); })) return false;
+  if (call.quantized) x = in_8_bits(x, inputs, columns);
   double most = 0, off = 0;
   for (int64_t o = 0; o < outputs; o++) {
     for (int64_t c = 0; c < columns; c++) {
@@ -131,8 +149,8 @@ bool agree(const char* form, Format format, bool rounded, int64_t outputs, int64
   }
   double allowed = 1e-6 * (most > 0 ? most : 1);
   if (off <= allowed) return true;
-  std::printf("%s: format %d rounded %d, %ld x %ld times %ld, %ld groups, offsets %d, %ld threads: off by %g of %g\n",
-              form, static_cast<int>(format), rounded, static_cast<long>(outputs), static_cast<long>(inputs),
+  std::printf("%s: format %d columns %d, %ld x %ld times %ld, %ld groups, offsets %d, %ld threads: off by %g of %g\n",
+              form, static_cast<int>(format), how, static_cast<long>(outputs), static_cast<long>(inputs),
               static_cast<long>(columns), static_cast<long>(groups), has_offset, static_cast<long>(threads), off, most);
   return false;
 }
@@ -223,11 +241,12 @@ bool busy(const char* form, Pool& pool) {
 int main() {
   int forms = 0;
   Pool pool(3);
-  for (const char* form : {"portable", "neon", "avx2", "avx512", "avx512_bf16"}) {
+  for (const char* form : {"portable", "neon", "neon_dotprod", "avx2", "avx512", "avx512_vnni", "avx512_bf16"}) {
     if (!select(form)) continue;
     forms++;
     for (int format = 0; format < kFormats; format++) {
-      for (int rounded = 0; rounded < 2; rounded++) {
+      for (Columns how : {kWhole, kRounded, kQuantized}) {
+        if (how == kQuantized && format < kInt8) continue;
         for (int64_t inputs : {2, 30, 64, 96, 130, 192}) {
           for (int64_t outputs : {1, 5, 24, 61}) {
             for (int64_t columns : {1, 2, 3, 4, 5, 8, 9, 17, 64}) {
@@ -237,16 +256,16 @@ int main() {
               if (coded && inputs % 64 == 0) groups.push_back(inputs / 64);
               for (int64_t count : groups)
                 for (bool has_offset : {false, true})
-                  if ((coded || !has_offset) && !agree(form, static_cast<Format>(format), rounded, outputs, inputs,
+                  if ((coded || !has_offset) && !agree(form, static_cast<Format>(format), how, outputs, inputs,
                                                        columns, count, has_offset, 1, pool))
                     return 1;
             }
           }
         }
         for (int64_t columns : {3, 16})
-          if (!agree(form, static_cast<Format>(format), rounded, 1030, 512, columns, 1, false, 4, pool)) return 1;
+          if (!agree(form, static_cast<Format>(format), how, 1030, 512, columns, 1, false, 4, pool)) return 1;
         for (int64_t columns : {1, 16})  // more groups than a span has
-          if (!agree(form, static_cast<Format>(format), rounded, 9, 4192, columns, format >= kInt8 ? 131 : 1, false, 1, pool))
+          if (!agree(form, static_cast<Format>(format), how, 9, 4192, columns, format >= kInt8 ? 131 : 1, false, 1, pool))
             return 1;
       }
     }

@@ -13,6 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import tyro
@@ -30,13 +31,20 @@ class Speed:
     prompt: str = "Once upon a time in a small village there lived"
     new_tokens: int = 96
     runs: int = 7
-    dtypes: tuple[str, ...] = ("float32", "bfloat16")
-    """What specjax computes in; the first is its default on a CPU."""
+    kinds: tuple[str, ...] = ("default", "bfloat16", "int8")
+    """What specjax computes in: float32, bfloat16, default, or int8 for activations of 8 bits."""
 
 
-def ours(file: str, dtype: str, asked: Speed) -> Callable[[], float]:
+def loaded(file: str, kind: str) -> tuple[Any, Any]:
+    """A file's model as one of the kinds, and its tokenizer."""
+    if kind == "int8":
+        return load(file, activations=kind)
+    return load(file, dtype=None if kind == "default" else kind, activations="float")
+
+
+def ours(file: str, kind: str, asked: Speed) -> Callable[[], float]:
     """A run of specjax, which gives its seconds."""
-    model, tokenizer = load(file, dtype=dtype)
+    model, tokenizer = loaded(file, kind)
     ids = tokenizer(asked.prompt).input_ids
     many = {"max_new_tokens": asked.new_tokens, "stop_at_eos": False}
     request = prepare(jax.random.key(0), model, None, [ids], **many)._asdict()
@@ -72,7 +80,7 @@ def llama(file: str, asked: Speed) -> Callable[[], float]:
 def main() -> None:
     asked = tyro.cli(Speed)
     for file in asked.files:
-        runs = {dtype: ours(file, dtype, asked) for dtype in asked.dtypes}
+        runs = {kind: ours(file, kind, asked) for kind in asked.kinds}
         runs["llama.cpp"] = llama(file, asked)
         speeds: dict[str, list[float]] = {name: [] for name in runs}
         for _ in range(asked.runs):

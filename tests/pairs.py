@@ -7,6 +7,8 @@ import numpy as np
 import specjax
 from specjax.base.pytree import replace
 from specjax.draft import ExpansionDrafter
+from specjax.models.config import MATRICES
+from specjax.models.quantized import packed, with_activations
 from specjax.models.transformer import Model
 from tests.conftest import tiny_model
 
@@ -36,6 +38,19 @@ def near(target: Model, seed: int, noise: float = 0.15) -> Model:
 def broken(target: Model, value: float) -> Model:
     """A model whose logits are all of `value`'s making."""
     return replace(target, final_norm=jnp.full_like(target.final_norm, value))
+
+
+def with_int8_activations(model: Model, bits: int = 8) -> Model:
+    """A model whose layers' matrices are packed, and multiply activations in 8 bits."""
+
+    def changed(layer):
+        matrices = {name: getattr(layer, name) for name in MATRICES}
+        held = {name: each for name, each in matrices.items() if each is not None}
+        made = {name: packed(np.asarray(each), bits) for name, each in held.items()}
+        return replace(layer, **jax.tree.map(jnp.asarray, made))
+
+    made = replace(model, layers=tuple(map(changed, model.layers)))
+    return with_activations(made, "int8")
 
 
 def alone(model: Model, widths=(2, 1), **options) -> ExpansionDrafter:

@@ -40,6 +40,8 @@ class Quality:
     """Take this many tokens of each prompt only."""
     dtype: str = "float32"
     """What is computed in."""
+    activations: tuple[str, ...] = ("float",)
+    """What packed weights multiply: float, int8 or both."""
 
 
 @contextmanager
@@ -95,15 +97,16 @@ def main() -> None:
     asked = tyro.cli(Quality)
     first: dict[str, Scored] = {}
 
-    def score(name: str, folder: str) -> None:
-        model, tokenizer = specjax.load(folder, dtype=asked.dtype)
+    def score(name: str, folder: str, activations: str = "float") -> None:
+        model, tokenizer = specjax.load(folder, dtype=asked.dtype, activations=activations)
         for file in asked.files.split(","):
             own = Scored(asked, file, model, tokenizer)
             line = own.beside(first.setdefault(file, own))
             print(f"{name} ({quantized_as(model) or asked.dtype}), {file}: {line}", flush=True)
 
     for name in asked.models:
-        score(name, name)
+        for activations in asked.activations:
+            score(name, name, activations)
     for name in asked.gguf:
         with folder_of(name, specjax.load(asked.models[0])[1]) as made:
             score(name, made)

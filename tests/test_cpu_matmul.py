@@ -28,9 +28,11 @@ from pallas_kernels.cpu_matmul import (
 )
 from pallas_kernels.cpu_matmul.library import Status
 from specjax.models import layers
-from specjax.models.quantized import packed
+from specjax.models.quantized import packed, with_activations
 
-FORMS = ("portable", "neon", "avx2", "avx512", "avx512_bf16")
+FORMS = (
+    "portable", "neon", "neon_dotprod", "avx2", "avx512", "avx512_vnni", "avx512_bf16",
+)  # fmt: skip
 SOURCES = Path(library.__file__).parent / "src"
 KINDS = {
     "float32": (32, False, None, False), "bfloat16": (16, True, None, False),
@@ -180,6 +182,111 @@ def test_tiny_numbers_are_kept_or_are_zero(form, kind):
         expected, terms = exact(weights, size * x, *rest)
         assert np.all(np.abs(found - expected) <= 1e-6 * terms + 64 * 1.2e-38)
     assert not np.asarray(product(weights, 0 * x, *rest)).any()
+
+
+def exact_of_8_bits(codes, x, scale, offset):
+    """The product with columns in 8 bits, in float64 but for what these become; and its size."""
+    codes, x = np.asarray(codes, np.int64), np.asarray(x)
+    inputs, columns = x.shape
+    middle = 0 if offset is not None else 128 if codes.shape[1] == inputs else 8
+    if codes.shape[1] < inputs:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
+    whole = ((0, 0), (0, -inputs % 32))
+    units = np.pad(x.T, whole).reshape(columns, -1, 32)
+    most = np.abs(units).max(axis=2, keepdims=True)
+    numbers = np.rint(units * (np.float32(127) / np.maximum(most, 1e-30)))
+    codes = np.pad(codes - middle, whole).reshape(len(codes), -1, 32)
+    sums = np.einsum("oui,cui->ouc", codes, numbers.astype(np.int64))
+    first = 32 * np.arange(codes.shape[1]) // (inputs // scale.shape[1])
+    of_units = (most[:, :, 0] / np.float32(127)).T.astype(np.float64)
+    sizes = np.einsum("oui,cui->ouc", np.abs(codes), np.abs(numbers).astype(np.int64))
+    wide = np.asarray(scale, np.float64)[:, first, None] * of_units
+    expected, size = (sums * wide).sum(axis=1), (sizes * wide).sum(axis=1)
+    if offset is not None:
+        wide = np.asarray(offset, np.float64)[:, first, None] * of_units
+        expected += (wide * numbers.sum(axis=2).T).sum(axis=1)
+        size += (np.abs(wide) * np.abs(numbers).sum(axis=2).T).sum(axis=1)
+    return expected, size
+
+
+CODED = (
+    "int8", "int8 of groups of 32", "int8 with offsets", "int4 of groups of 32",
+    "int4 of groups of 64", "int4 of groups of 32 with offsets",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_columns_in_8_bits_are_multiplied_as_integers(kind):
+    """Every form gives the same bits."""
+    group = KINDS[kind][2] or 2
+    for outputs, inputs, columns in ((1, 2, 1), (7, 66, 3), (50, 258, 5), (130, 1090, 15)):
+        inputs = -(-inputs // group) * group
+        weights, x, scale, offset, _ = operands(kind, outputs, inputs, columns, seed=columns)
+        expected, size = exact_of_8_bits(weights, x, scale, offset)
+        found = {
+            name: np.asarray(cpu_matmul(weights, x, scale, offset, quantized=True))
+            for name in here()
+            if library.select(name) is None
+        }
+        library.select(None)
+        several = list(found.values())
+        if columns == 5:
+            several.append(
+                np.asarray(reference.matmul(weights, reference.quantized(x), scale, offset))
+            )
+        for own in several:
+            assert np.all(np.abs(own - expected) <= 1e-6 * size)
+        for own in found.values():
+            np.testing.assert_array_equal(own, found["portable"])
+
+
+@pytest.mark.parametrize("kind", CODED)
+def test_a_column_in_8_bits_does_not_depend_on_the_others(form, kind):
+    weights, x, scale, offset, _ = operands(kind, 1500, 512, MOST_COLUMNS)
+    call = partial(cpu_matmul, weights, scale=scale, offset=offset, quantized=True)
+    whole = np.asarray(call(x))
+    for first, columns in ((0, 1), (7, 3), (20, 7), (32, 16)):
+        own = call(x[:, first : first + columns])
+        np.testing.assert_array_equal(whole[:, first : first + columns], np.asarray(own))
+
+
+def test_what_is_no_number_in_8_bits_stays_in_its_column(form):
+    weights, x, scale, *_ = operands("int8 of groups of 32", 30, 128, 6)
+    x = x.at[3, 2].set(jnp.nan).at[-1, 4].set(jnp.inf).at[:32, 1].set(0).at[32:64, 1].set(1e-36)
+    for found in (
+        cpu_matmul(weights, x, scale, quantized=True),
+        reference.matmul(weights, reference.quantized(x), scale),
+    ):
+        assert np.isnan(found[:, [2, 4]]).all()
+        assert np.isfinite(found[:, [0, 1, 3, 5]]).all()
+
+
+@pytest.mark.parametrize("product", ["auto", "xla"])
+@pytest.mark.parametrize("columns", [1, MOST_COLUMNS + 3])
+def test_linear_multiplies_activations_in_8_bits(columns, product):
+    """However many there are, and also where the product is XLA's."""
+    random = np.random.default_rng(0)
+    weight = jax.tree.map(jnp.asarray, packed(random.normal(size=(40, 96)), 4, 32))
+    x = jnp.asarray(random.normal(size=(96, columns)), jnp.float32)
+    chosen = with_activations(weight, "int8")
+    assert (chosen.name, weight.name) == (
+        "int4, a scale for each 32 inputs, activations in 8 bits",
+        "int4, a scale for each 32 inputs",
+    )
+    expected = np.asarray(weight.unpacked() @ reference.quantized(x))
+    try:
+        pallas_kernels.use(product)
+        found = np.asarray(layers.linear(chosen, x, jnp.dtype(jnp.bfloat16)))
+        pair = layers.linears([chosen, chosen], x)
+        back = jax.grad(lambda x: layers.linear(chosen, x).sum())(x)
+    finally:
+        pallas_kernels.use("auto")
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(found - np.asarray(weight.unpacked() @ x)).max() > 1e-3
+    for each in pair:
+        np.testing.assert_array_equal(np.asarray(each), found)
+    wanted = np.broadcast_to(np.asarray(weight.unpacked()).sum(axis=0)[:, None], x.shape)
+    np.testing.assert_allclose(np.asarray(back), wanted, rtol=1e-4, atol=1e-4)
 
 
 @needs_it
@@ -344,6 +451,8 @@ def test_what_it_does_not_take_is_said():
         cpu_matmul(jnp.ones((8, 64)), jnp.ones((64, 65)))
     with pytest.raises(ValueError, match="rounds no weights of float32"):
         cpu_matmul(jnp.ones((8, 64)), jnp.ones((64, 1)), rounded=True)
+    with pytest.raises(ValueError, match="quantizes x for codes alone, and does not round it too"):
+        cpu_matmul(jnp.ones((8, 64)), jnp.ones((64, 1)), quantized=True)
     with pytest.raises(ValueError, match="this processor has no form 'moon' of cpu_matmul"):
         library.select("moon")
 
@@ -367,7 +476,7 @@ def test_a_call_of_other_shapes_is_refused_before_anything_is_read(shapes, made,
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in made]
     call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match=error):
-        jax.block_until_ready(call(*map(jnp.ones, shapes), rounded=False))
+        jax.block_until_ready(call(*map(jnp.ones, shapes), rounded=False, quantized=False))
 
 
 @needs_it
@@ -376,7 +485,7 @@ def test_a_call_of_two_kinds_is_refused():
     results = [jax.ShapeDtypeStruct((8, 2), jnp.float32)] * 2
     call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match="have one dtype and as many scales a row"):
-        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, rounded=False))
+        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, rounded=False, quantized=False))
     with pytest.raises(ValueError, match=r"not float32\[8, 64\] and bfloat16\[8, 64\]"):
         cpu_matmuls(kinds, jnp.ones((64, 2)))
 

@@ -23,7 +23,17 @@ from specjax.models.transformer import Model
 from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TreeShape
 from tests.conftest import tiny_model
-from tests.pairs import KEY, NEW, PROMPTS, alone, broken, generate, near, varied_model
+from tests.pairs import (
+    KEY,
+    NEW,
+    PROMPTS,
+    alone,
+    broken,
+    generate,
+    near,
+    varied_model,
+    with_int8_activations,
+)
 from tests.test_growth import random_table
 
 MIXED = Sampling(
@@ -102,6 +112,15 @@ def test_greedy_rows_equal_plain_decoding(name, target):
     assert (got.lengths == NEW).all()
     if name == "near":
         assert got.steps.mean() < 0.7 * NEW
+
+
+def test_greedy_rows_equal_plain_decoding_with_activations_in_8_bits(target):
+    """A node's products are those that plain decoding has."""
+    model = with_int8_activations(target, 4)
+    plain = generate(model, None)
+    got = generate(model, alone(near(target, 1), (2, 2, 1)))
+    np.testing.assert_array_equal(got.tokens, plain.tokens)
+    assert got.steps.mean() < 0.8 * NEW
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -158,6 +158,26 @@ def test_a_file_is_a_model_wherever_one_is_named(file, capsys):
     assert "quantized" in capsys.readouterr().err
 
 
+def test_activations_in_8_bits_are_a_choice(file, tmp_path, capsys, monkeypatch):
+    form = "int4, a scale and an offset for each 32 inputs"
+    assert quantized_as(load(file, activations="float")[0]) == f"{form}; embedding in {form}"
+    asked = "--activations", "int8"
+    command = ["generate", "ab", "--method", "none", "--max-new-tokens", "2", "--json", "--model"]
+    assert main([*command, str(file), *asked]) == 0
+    said = f"{form}, activations in 8 bits"
+    assert f"{said}; embedding in {said}" in capsys.readouterr().out
+    for more, sentence in (
+        ([str(file.parent / "folder"), *asked], "integers of 8 or 4 bits, and this model has none"),
+        ([str(file), "--activations", "int4"], "no activations 'int4'; there are float and int8"),
+        ([str(file), *asked, "--offload", "disk"], "for models that are in memory, not offloaded"),
+    ):
+        assert main([*command, *more]) == 2
+        assert sentence in capsys.readouterr().err
+    monkeypatch.setattr("specjax.models.quantized.platform", lambda: "gpu")
+    with pytest.raises(ValueError, match="int8 are computed on a CPU, and this is gpu"):
+        load(file, activations="int8")
+
+
 def test_layers_of_a_file_can_stay_on_the_disk(file, monkeypatch):
     monkeypatch.setattr(streaming, "_ring_bytes", lambda *_: 1)
     config, _ = streaming.read_config(file)

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
+from pallas_kernels.cpu_matmul import unable_here
 from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface
@@ -332,6 +333,38 @@ def test_codes_of_groups_stand_for_their_numbers(bits, kind, offset, monkeypatch
     assert placed.nbytes == held.nbytes
     assert {part.sharding.mesh for part in placed.rows.values()} == {mesh}
     np.testing.assert_array_equal(placed.unpacked(), numbers)
+
+
+@pytest.mark.skipif(unable_here(1) is not None, reason="products are XLA's")
+def test_matrices_in_bfloat16_stay_so_and_multiply_float32(tmp_path):
+    """Half the bytes, and the same numbers."""
+    save_model(varied_model(), tmp_path / "folder", dtype="bfloat16")
+    whole, kept = (load_model(tmp_path / "folder", keeps_bfloat16=keeps) for keeps in (False, True))
+    assert (quantized.quantized_as(kept), kept.embedding.dtype) == (None, jnp.float32)
+    assert weight_bytes(kept) < 0.6 * weight_bytes(whole)
+    assert huggingface.held_bytes(find(tmp_path / "folder"), "float32", True) == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(kept)
+    )
+    jax.tree.map(np.testing.assert_array_equal, quantized.widened(kept), whole)
+    for found, wanted in zip(
+        *(jax.tree.leaves(in_dtype(each, jnp.bfloat16)) for each in (kept, whole)), strict=True
+    ):
+        np.testing.assert_array_equal(found, wanted)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(32, 70)), jnp.float32)
+    for columns in (1, 70):
+        found = layers.linear(kept.layers[0].gate, x[:, :columns])
+        wanted = layers.linear(whole.layers[0].gate, x[:, :columns])
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(generate(kept, None).tokens, generate(whole, None).tokens)
+    save_model(kept, tmp_path / "again", dtype="bfloat16")
+    written, first = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("again", "folder")
+    )
+    jax.tree.map(np.testing.assert_array_equal, written, first)
+    inflate(kept, 2 * whole.config.num_parameters)
+    assert (
+        load_model(tmp_path / "folder", dtype="bfloat16", keeps_bfloat16=True).embedding.ndim == 2
+    )
 
 
 @pytest.mark.parametrize(("method", "table"), [("none", None), ("chain", 8)])

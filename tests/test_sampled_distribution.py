@@ -6,6 +6,7 @@ of all rows are counted. Top-k leaves 3 tokens, hence 27 cells.
 
 import dataclasses
 import functools
+import sys
 from functools import partial
 
 import jax
@@ -32,7 +33,7 @@ from specjax.trees.construction import DISTINCT, TOP_K
 from specjax.trees.tree import TreeShape, root_only
 from specjax.verify import rules, token_wise
 from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, ONE_HOT, RECURSIVE, TRAVERSAL
-from tests.pairs import alone, broken, near, varied_model
+from tests.pairs import alone, broken, near, varied_model, with_int8_activations
 
 pytestmark = pytest.mark.long_running
 PROMPT = [7, 41, 3, 19]
@@ -253,6 +254,21 @@ WRONG = {
     "one key for all drafters": (static, "fold", forget_drafter, "pool"),
     "residual not taken": (rules, "walk", partial(rules.walk, rule=keep_p), "tree"),
 }
+
+
+def test_activations_in_8_bits_keep_the_distribution(monkeypatch):
+    """That of the model that multiplies them."""
+    whole = target()
+    model = with_int8_activations(whole)
+    make, rule = CASES["tree"]
+    monkeypatch.setattr(sys.modules[__name__], "target", lambda: model)
+    try:
+        expected.cache_clear()
+        found, per_step = texts_of(make(whole), rule, batches=2)
+        assert g_test(found, distributions()).p_value > LEVEL
+        assert 1.1 < per_step < 2.2
+    finally:
+        expected.cache_clear()
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,13 @@ from pallas_kernels.tree_attention.tuning import named
 _XLA = "xla"
 _GROUPED_BY = 32
 _Operand = jax.ShapeDtypeStruct | Array
+
+
+class _Columns(NamedTuple):
+    """What becomes of x before it is multiplied."""
+
+    rounded: bool
+    quantized: bool
 
 
 def unable_here(columns: int) -> str | None:
@@ -93,6 +100,7 @@ def cpu_matmul(
     offset: Num[Array, "*lead O G"] | None = None,
     *,
     rounded: bool = False,
+    quantized: bool = False,
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` with sums in float32, for each of the first dimensions.
 
@@ -108,12 +116,15 @@ def cpu_matmul(
       offset: of codes.
       rounded: whether x is rounded to bfloat16, and so are the numbers that codes stand for, but
         where it is sums that are scaled.
+      quantized: whether x is quantized to 8 bits (`reference.quantized`), of codes alone. Their
+        products are summed as integers for each 32 inputs; every form gives the same bits.
 
     Raises:
-      ValueError: it cannot run so (`unable`), or weights of float32 would have to be rounded.
+      ValueError: it cannot run so (`unable`), weights of float32 would have to be rounded, or x is
+        to be both, or quantized for others than codes.
     """
     scales, offsets = (None if part is None else (part,) for part in (scale, offset))
-    (made,) = cpu_matmuls((weights,), x, scales, offsets, rounded=rounded)
+    (made,) = cpu_matmuls((weights,), x, scales, offsets, rounded=rounded, quantized=quantized)
     return made
 
 
@@ -124,6 +135,7 @@ def cpu_matmuls(
     offsets: Sequence[Num[Array, "*lead _ G"]] | None = None,
     *,
     rounded: bool = False,
+    quantized: bool = False,
 ) -> tuple[Float[Array, "*lead _ N"], ...]:
     """Several matrices times the same columns in one call: to the bit what `cpu_matmul` gives.
 
@@ -133,12 +145,15 @@ def cpu_matmuls(
       scales: of codes; each matrix has as many a row.
       offsets: of codes; all of them have some or none has.
       rounded: see `cpu_matmul`.
+      quantized: see `cpu_matmul`.
 
     Raises:
       ValueError: see `cpu_matmul`; or they cannot share a call (`share_a_call`).
     """
     if rounded and weights[0].dtype == jnp.float32:
         raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
+    if quantized and (rounded or scales is None):
+        raise ValueError("cpu_matmul quantizes x for codes alone, and does not round it too.")
     if not share_a_call(weights, scales, offsets):
         given = " and ".join(f"{each.dtype}{list(each.shape)}" for each in weights)
         raise ValueError(
@@ -149,7 +164,8 @@ def cpu_matmuls(
     if (reason := unable(weights[0], x.shape[-2], x.shape[-1], scale, offset)) is not None:
         raise ValueError(f"cpu_matmul cannot run here: {reason}.")
     parts = (*weights, *(scales or ()), *(offsets or ()))
-    return _products(rounded, len(weights), parts, x.astype(jnp.float32))
+    columns = _Columns(rounded, quantized)
+    return _products(columns, len(weights), parts, x.astype(jnp.float32))
 
 
 def share_a_call(
@@ -170,7 +186,7 @@ def share_a_call(
     return whole and len(kinds(weights)) == 1 and all(len(kinds(part)) == 1 for part in of_groups)
 
 
-def _products(rounded: bool, count: int, parts: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+def _products(how: _Columns, count: int, parts: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
     """The products of `count` matrices; `parts` are these, then scales, then offsets."""
     columns = x.shape[-1]
     made = [
@@ -179,14 +195,14 @@ def _products(rounded: bool, count: int, parts: tuple[Array, ...], x: Array) -> 
 
     @jax.custom_batching.custom_vmap
     def call(parts: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-        return tuple(jax.ffi.ffi_call(MATMUL, made)(x, *parts, rounded=rounded))
+        return tuple(jax.ffi.ffi_call(MATMUL, made)(x, *parts, **how._asdict()))
 
-    call.def_vmap(partial(_of_each, rounded, count))
+    call.def_vmap(partial(_of_each, how, count))
     return call(parts, x)
 
 
 def _of_each(
-    rounded: bool,
+    how: _Columns,
     matrices: int,
     count: int,
     batched: Sequence,
@@ -204,13 +220,13 @@ def _of_each(
             return array if is_batched else jnp.broadcast_to(array, (count, *array.shape))
 
         parts = tuple(map(each, parts, of_parts))
-        return _products(rounded, matrices, parts, each(x, of_x)), all_of_them
+        return _products(how, matrices, parts, each(x, of_x)), all_of_them
     inputs, columns = x.shape[-2:]
     if count * columns > MOST_COLUMNS:
-        return lax.map(partial(_products, rounded, matrices, parts), x), all_of_them
+        return lax.map(partial(_products, how, matrices, parts), x), all_of_them
     beside = jnp.moveaxis(x, 0, -2).reshape(*x.shape[1:-2], inputs, count * columns)
 
     def apart(made: Array) -> Array:
         return jnp.moveaxis(made.reshape(*made.shape[:-1], count, columns), -2, 0)
 
-    return tuple(map(apart, _products(rounded, matrices, parts, beside))), all_of_them
+    return tuple(map(apart, _products(how, matrices, parts, beside))), all_of_them

@@ -11,7 +11,7 @@ import jax
 MATMUL, ATTENTION = "specjax_cpu_matmul", "specjax_cpu_attention"
 MOST_COLUMNS = 64
 """That it takes at a time; wider products are XLA's."""
-_VERSION = 5
+_VERSION = 6
 _PORTABLE = "portable"
 _NAME = "_native"
 _ANEW = "pip install --no-build-isolation specjax builds it for the jaxlib that is here"
@@ -21,8 +21,8 @@ class Status(NamedTuple):
     """Which product runs on this CPU: the form of ours, or why it is XLA's.
 
     Attributes:
-      form: the instructions that it is made of ("avx512_bf16", "avx512", "avx2", "neon",
-        "portable"); None if it is not there.
+      form: the instructions that it is made of ("avx512_bf16", "avx512_vnni", "avx512",
+        "avx2", "neon_dotprod", "neon", "portable"); None if it is not there.
       reason: why XLA's product runs; None where ours does.
     """
 

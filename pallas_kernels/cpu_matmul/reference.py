@@ -6,6 +6,9 @@ from jaxtyping import Array, Float, Num
 
 MIDDLE = {8: 128, 4: 8}
 """The code of 0, by bits."""
+GROUP_OF_COLUMNS = 32
+"""Inputs of a column that share a scale."""
+_LEAST = 1e-30
 
 
 def unpacked(
@@ -31,6 +34,23 @@ def unpacked(
     else:
         numbers = (groups - MIDDLE[bits]) * wide[..., None]
     return numbers.reshape(*scale.shape[:-1], inputs), 1.0
+
+
+def quantized(x: Float[Array, "*lead I N"]) -> Float[Array, "*lead I N"]:
+    """The numbers that columns stand for in 8 bits, a scale for each 32 inputs of one.
+
+    The scale is the largest of them over 127. Where one of them is no number, none is; where all
+    are below 1e-30 they are 0.
+    """
+    *lead, inputs, columns = x.shape
+    short = [(0, 0)] * len(lead) + [(0, -inputs % GROUP_OF_COLUMNS), (0, 0)]
+    groups = jnp.pad(x, short).reshape(*lead, -1, GROUP_OF_COLUMNS, columns)
+    most = jnp.abs(groups).max(axis=-2, keepdims=True)
+    is_whole, is_zero = jnp.isfinite(most), most < _LEAST
+    inverse = jnp.where(is_zero | ~is_whole, 0, 127 / most)
+    codes = jnp.rint(jnp.where(is_whole, groups, 0) * inverse)
+    numbers = codes * jnp.where(is_whole, most / 127, jnp.nan)
+    return numbers.reshape(*lead, -1, columns)[..., :inputs, :]
 
 
 def matmul(

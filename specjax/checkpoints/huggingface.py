@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from jaxtyping import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from pallas_kernels.cpu_matmul import multiplies_bfloat16
+from pallas_kernels.cpu_matmul import multiplies_bfloat16, unable_here
 from pallas_kernels.platform import platform
 from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import gguf, lora, orbax, pruned_vocabulary, quantized
@@ -26,6 +27,7 @@ from specjax.checkpoints.files import (
     CONFIG,
     WEIGHTS,
     CheckpointError,
+    Extent,
     Files,
     Name,
     config_of,
@@ -38,11 +40,20 @@ from specjax.checkpoints.files import (
 from specjax.checkpoints.generation_config import end_ids_in, union
 from specjax.checkpoints.tokenizers import save_tokenizer, tokenizer_of
 from specjax.models import families, memory
-from specjax.models.config import ModelConfig
+from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
-from specjax.models.quantized import TABLES, PackedWeight, quantized_as
+from specjax.models.quantized import (
+    INT8,
+    TABLES,
+    PackedWeight,
+    check_activations,
+    kept,
+    quantized_as,
+    widened,
+    with_activations,
+)
 from specjax.models.stacking import leaves_of_layers, stacks, unstacked
 from specjax.models.transformer import Model, assemble
 
@@ -63,13 +74,15 @@ def load(
     offload: str | None = None,
     memory: int | None = None,
     lora: Name | None = None,
+    activations: str | None = None,
 ) -> "tuple[Model, PreTrainedTokenizerFast]":
     """The model and the tokenizer of a folder, of a hub's id, or of the bundled target.
 
     Args:
       name: a Hugging Face folder, a hub's org/name or org/name@revision, a list of safetensors
         files of one folder, or "bundled".
-      dtype: "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere.
+      dtype: "float32" or "bfloat16"; None takes float32 on a CPU and bfloat16 elsewhere. Matrices
+        that files hold in bfloat16 stay so on a CPU and multiply float32 (see `load_model`).
       mesh: each weight is read straight into its shards on it (see `specjax.models.placement`).
       positions: how many of the model's are used, by default all; of a LongRoPE model those of its
         short factors, more take the long ones. Where a file stretches a context that it names, all
@@ -80,28 +93,49 @@ def load(
       memory: bytes for the weights of an offloaded model; None is half of what there is.
       lora: a folder or a hub's id of a LoRA adapter that peft wrote; it is merged into the weights
         in float32, before they are rounded.
+      activations: "float" or "int8", what multiplies weights of 8 and 4 bits on a CPU (see
+        `specjax.models.quantized.with_activations`); None is float.
 
     Returns:
       The model, and the tokenizer of its folder.
 
     Raises:
       CheckpointError: the folder, a file or a tensor is missing or not supported.
-      ValueError: a model cannot be offloaded so.
+      ValueError: a model cannot be offloaded so, or its activations cannot be so.
     """
+    is_offloaded = offload is not None or memory is not None
+    check_choice(activations, is_offloaded)
     found = find(name, lora)
-    if offload is not None or memory is not None:
+    if is_offloaded:
         from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
 
         made = load_offloaded(found, offload, memory, dtype=dtype, mesh=mesh, positions=positions)
     else:
-        made = load_model(found, dtype=dtype, mesh=mesh, positions=positions)
+        made = load_model(found, dtype=dtype, mesh=mesh, positions=positions, keeps_bfloat16=True)
+        made = with_activations(made, activations)
     tokenizer = tokenizer_of(found.path, made.config.vocab_size)
     return with_end_tokens(made, tokenizer, found), tokenizer
+
+
+def check_choice(activations: str | None, is_offloaded: bool) -> None:
+    """Checks activations before anything is read.
+
+    Raises:
+      ValueError: there is no such choice, or it cannot be made here.
+    """
+    check_activations(activations)
+    if activations == INT8 and is_offloaded:
+        raise ValueError(f"activations in {INT8} are for models that are in memory, not offloaded.")
 
 
 def default_dtype() -> str:
     """The dtype of a target's weights where none is named."""
     return "float32" if platform() == "cpu" else "bfloat16"
+
+
+def may_keep_bfloat16(dtype: Any) -> bool:
+    """Whether matrices in bfloat16 are multiplied as they are where `dtype` is computed in."""
+    return jnp.dtype(dtype) == jnp.float32 and unable_here(1) is None
 
 
 def default_draft_dtype() -> str:
@@ -178,6 +212,7 @@ def load_model(
     mesh: Mesh | None = None,
     positions: int | None = None,
     split: bool = True,
+    keeps_bfloat16: bool = False,
 ) -> Model:
     """The model of a folder, without a tokenizer.
 
@@ -190,6 +225,9 @@ def load_model(
       mesh: the devices to lie on.
       positions: see `load`.
       split: whether a mesh's `model` axis shares each layer; else every device holds it whole.
+      keeps_bfloat16: whether matrices that files hold in bfloat16 stay so where float32 is computed
+        in and the products are ours (see `cpu_matmul`): half the bytes, and the same numbers. They
+        are no arrays then (see `specjax.models.quantized.widened`).
 
     Returns:
       The model.
@@ -203,10 +241,11 @@ def load_model(
     # Of a table of positions the file has all.
     whole = config if positions is None else read_config(files.path)[0]
     kind = jnp.dtype(dtype or default_dtype())
+    keeps = keeps_bfloat16 and may_keep_bfloat16(kind)
     try:
         placement = placement_of(config, mesh, split)
         memory.check(
-            memory.Load(placement, kind, held=held_bytes(files, kind)).weights,
+            memory.Load(placement, kind, held=held_bytes(files, kind, keeps)).weights,
             memory.available(placement.mesh),
             f"its weights in {kind}",
         )
@@ -234,7 +273,7 @@ def load_model(
     outer: dict[str, Any] = {}
     layers = leaves_of_layers(config.num_layers, stack)
     for stored, tensor in checked(files, whole, family):
-        leaves = leaves_of(stored, tensor, placement, kind, files.path)
+        leaves = leaves_of(stored, tensor, placement, kind, files.path, keeps_bfloat16=keeps)
         if stored.layer is None:
             outer |= leaves
         else:
@@ -251,8 +290,11 @@ def leaves_of(
     folder: Path,
     *,
     copy: bool = True,
+    keeps_bfloat16: bool = False,
 ) -> dict[str, Any]:
-    """The leaves that a tensor of a file holds, on their devices; see `Placement.put` for `copy`.
+    """The leaves that a tensor of a file holds, on their devices.
+
+    See `Placement.put` for `copy`, and `load_model` for `keeps_bfloat16`.
 
     Raises:
       CheckpointError: its groups cannot be spread over them.
@@ -266,25 +308,59 @@ def leaves_of(
     for leaf, part in zip(stored.leaves, stored.split(tensor), strict=True):
         shapes = placement.config.outer_shapes
         rows = shapes[leaf][0] if stored.layer is None else len(part)
-        made[leaf] = placement.put(leaf, part[:rows], dtype, copy=copy)
+        if keeps_bfloat16 and _may_be_kept(leaf, part.dtype):
+            made[leaf] = _put_packed(placement, leaf, kept(part[:rows]), dtype, folder, copy)
+        else:
+            made[leaf] = placement.put(leaf, part[:rows], dtype, copy=copy)
     return made
 
 
-def held_bytes(files: Files, dtype: Any) -> int | None:
-    """Bytes that quantized weights take in memory; None where none is quantized.
+def _may_be_kept(leaf: str, dtype: Any) -> bool:
+    return leaf in (*MATRICES, *TABLES) and dtype == jnp.bfloat16
+
+
+def held_bytes(files: Files, dtype: Any, keeps_bfloat16: bool = False) -> int | None:
+    """Bytes that weights take in memory; None where none is quantized or kept in bfloat16.
 
     Raises:
       CheckpointError: a file is missing or damaged.
     """
     if not quantized.is_quantized(files.path):
-        return None
+        return _narrow_bytes(files, dtype) if keeps_bfloat16 else None
     size = jnp.dtype(dtype).itemsize
     if gguf.is_gguf(files.path):
-        return sum(quantized.bytes_of_blocks(each, size) for each in extents(files))
+        return sum(
+            _bytes_of(each, size)
+            if keeps_bfloat16 and _is_narrow(each)
+            else quantized.bytes_of_blocks(each, size)
+            for each in extents(files)
+        )
     every = [tensor for _, _, tensor in tensors(files)]
     codes = [each.nbytes for each in every if each.dtype.kind in "iu" or each.itemsize == 1]
     numbers = [each.size * size for each in every if each.dtype.kind in "fV" and each.itemsize > 1]
     return sum(codes) + sum(numbers)
+
+
+def _narrow_bytes(files: Files, dtype: Any) -> int | None:
+    """Bytes of weights of which matrices in bfloat16 stay so; None where none are found."""
+    try:
+        every = list(extents(files))
+    except CheckpointError:  # which reading them says, if they are read
+        return None
+    found = [_bytes_of(each, jnp.dtype(dtype).itemsize) for each in every]
+    return sum(found) if any(map(_is_narrow, every)) else None
+
+
+def _is_narrow(tensor: Extent) -> bool:
+    """Whether a tensor is a matrix of bfloat16."""
+    return tensor.dtype == jnp.bfloat16 and len(tensor.shape) == 2
+
+
+def _bytes_of(tensor: Extent, size: int) -> int:
+    """Bytes of a tensor of `size` a number, or of a matrix that stays in bfloat16."""
+    return (
+        2 * tensor.shape[0] + tensor.size if _is_narrow(tensor) else size * math.prod(tensor.shape)
+    )
 
 
 def _split(stored: Stored, packed: PackedWeight) -> list[PackedWeight]:
@@ -327,6 +403,7 @@ def save_model(
       ValueError: the family's `config.json` has no keys for what the model is, or its weights are
         quantized.
     """
+    model = widened(model)
     _check_written(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -362,6 +439,7 @@ def save_sharded(
       CheckpointError: the folder has a model already.
       ValueError: the family cannot say what the model is, or its weights are quantized.
     """
+    model = widened(model)
     _check_written(model)
     pruned_vocabulary.check_none(model.config, "the model is not written by shards")
     folder, model = Path(folder), orbax.once(model)

@@ -17,7 +17,7 @@ from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokeniz
 from specjax.draft.ngram import NGram
 from specjax.models import memory
 from specjax.models.config import ModelConfig
-from specjax.models.quantized import quantized_as
+from specjax.models.quantized import quantized_as, with_activations
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of, settled
@@ -60,6 +60,7 @@ def load_pair(
     offload: str | None = None,
     memory: int | None = None,
     lora: str | None = None,
+    activations: str | None = None,
 ) -> Pair:
     """A target and what drafts for it.
 
@@ -70,7 +71,8 @@ def load_pair(
         none. By default the bundled ones for the bundled target, self:4bit for any other that is
         offloaded where it fits into memory, and none for the rest.
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
-        bfloat16 elsewhere.
+        bfloat16 elsewhere. Matrices that files hold in bfloat16 stay so on a CPU, and multiply
+        float32 (see `load_model`).
       stage: an n-gram folder and that of a smaller draft, separated by commas; "bundled/ngram" and
         "bundled/stage2" are the bundled ones, and the default for the bundled target.
       mesh: the devices to lie on.
@@ -79,17 +81,24 @@ def load_pair(
       memory: bytes for an offloaded target's weights.
       lora: a LoRA adapter for the target, see `load`; drafts are without it, but for the target's
         own weights.
+      activations: of the target, see `load`.
 
     Returns:
       The pair.
 
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
-      ValueError: a draft has another vocabulary than the target, or this cannot be offloaded so.
+      ValueError: a draft has another vocabulary than the target, this cannot be offloaded so, or
+        activations cannot be so.
     """
+    is_offloaded = offload is not None or memory is not None
+    huggingface.check_choice(activations, is_offloaded)
     found = named(model, draft, stage, lora)
-    if offload is None and memory is None:
-        target = huggingface.load_model(found.target, dtype=dtype, mesh=mesh, positions=positions)
+    if not is_offloaded:
+        target = huggingface.load_model(
+            found.target, dtype=dtype, mesh=mesh, positions=positions, keeps_bfloat16=True
+        )
+        target = with_activations(target, activations)
     else:
         target = load_offloaded(
             found.target, offload, memory, dtype=dtype, mesh=mesh, positions=positions

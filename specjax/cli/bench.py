@@ -61,6 +61,7 @@ def bench(options: Bench) -> int:
         offload=options.offload,
         memory=bytes_of("--memory", options.memory),
         lora=options.lora,
+        activations=options.activations,
     )
     workload = workload_of(options, pair)
     if parameters:

@@ -52,6 +52,7 @@ from specjax.measure.workload import MIXED
 from specjax.methods import switch
 from specjax.methods.registry import ALL
 from specjax.models.inflate import inflate
+from specjax.models.quantized import check_activations
 
 _MIXED = (0.0, 0.8)
 _LEAST_PER_ROW, _LEAST_SECONDS = 4, 10.0
@@ -148,6 +149,7 @@ def measurement_of(options: BenchServe) -> Measurement:
     check_shape(options.shape)
     check_kernels(options.kernels)
     dtype_of(options.dtype)
+    check_activations(options.activations)
     if options.inflate is not None:
         count_of(options.inflate)
     for file in _files(options):
@@ -294,6 +296,7 @@ def flags_of(measurement: Measurement, folder: Path) -> list[str]:
     flags += ["--kernels", options.kernels]
     lora = None if options.inflate else options.lora  # what is written then is merged
     named_ones = {"dtype": options.dtype, "draft": draft, "stage": stage, "lora": lora}
+    named_ones["activations"] = options.activations
     for name, value in named_ones.items():
         if value is not None:
             flags += [f"--{name}", value]

@@ -73,6 +73,7 @@ def chat(options: Chat) -> int:
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
         mesh=mesh, positions=options.positions, lora=options.lora,
+        activations=options.activations,
     )  # fmt: skip
     if not pair.tokenizer.chat_template:
         raise ValueError(

@@ -60,6 +60,7 @@ def generate(options: Generate) -> int:
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage, mesh=mesh,
         positions=options.positions, offload=options.offload,
         memory=bytes_of("--memory", options.memory), lora=options.lora,
+        activations=options.activations,
     )  # fmt: skip
     asked = Asked(
         options.method, widths_of(options.tree), options.budget, options.config, options.verify

@@ -47,6 +47,7 @@ def info(options: Info) -> int:
         return compile_for(options)
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
+    huggingface.check_choice(options.activations, options.offloaded)
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft, lora=options.lora)
     target = huggingface.read_config(found.target.path, options.positions)[0]
@@ -95,12 +96,13 @@ def _loads(
     """How a target and its drafts are held, these in their own dtype whatever the target's."""
     (files, config), small = target, huggingface.default_draft_dtype()
     kind = dtype_of(dtype) or huggingface.default_dtype()
-    held = _load(files, placement(config, mesh), kind)
+    held = _load(files, placement(config, mesh), kind, huggingface.may_keep_bfloat16(kind))
     return held, [_load(own, placement(each, mesh, split=False), small) for own, each in drafts]
 
 
-def _load(files: Files, placed: Placement, dtype: str) -> Load:
-    return Load(placed, jnp.dtype(dtype), held=huggingface.held_bytes(files, dtype))
+def _load(files: Files, placed: Placement, dtype: str, keeps_bfloat16: bool = False) -> Load:
+    held = huggingface.held_bytes(files, dtype, keeps_bfloat16)
+    return Load(placed, jnp.dtype(dtype), held=held)
 
 
 def _offloaded(
@@ -170,6 +172,7 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
         options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions,
         offload=options.offload, memory=bytes_of("--memory", options.memory),
         lora=options.lora,
+        activations=options.activations,
     )  # fmt: skip
 
     def chosen(temperature: float) -> str:

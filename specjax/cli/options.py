@@ -77,6 +77,15 @@ class Adapted:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What multiplies a model's quantized weights."""
+
+    activations: str | None = None
+    """What multiplies the model's weights of 8 and 4 bits on a CPU: float, or int8, each 32
+    inputs of a token rounded with a scale of their own, as in llama.cpp. By default float."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """What a model runs on."""
 
@@ -148,7 +157,7 @@ class Kernels:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(Context, Adapted, Hosts, Offloaded, Kernels):
+class Generate(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
@@ -196,7 +205,7 @@ class Generate(Context, Adapted, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat(Context, Adapted, Devices, Kernels):
+class Chat(Context, Adapted, Activations, Devices, Kernels):
     """Talk with a model in the terminal or over a pipe; what was said stays in its cache."""
 
     prompt: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MESSAGE")] = None
@@ -252,7 +261,7 @@ class Chat(Context, Adapted, Devices, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench(Context, Adapted, Devices, Offloaded, Kernels):
+class Bench(Context, Adapted, Activations, Devices, Offloaded, Kernels):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
     prompts: str | None = None
@@ -316,7 +325,7 @@ class Bench(Context, Adapted, Devices, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune(Adapted, Offloaded, Kernels):
+class Tune(Adapted, Activations, Offloaded, Kernels):
     """Find the fastest method, shape and budget for this machine and these prompts."""
 
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -350,7 +359,7 @@ class Tune(Adapted, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(Context, Adapted, Hosts, Offloaded, Kernels):
+class Verify(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
     model: str = "bundled"
@@ -393,7 +402,7 @@ class Verify(Context, Adapted, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Info(Context, Adapted, Hosts, Offloaded, Ahead):
+class Info(Context, Adapted, Activations, Hosts, Offloaded, Ahead):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
     model: str = "bundled"
@@ -522,7 +531,7 @@ class Roofline(Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Context, Adapted, Devices, Kernels):
+class Serve(Context, Adapted, Activations, Devices, Kernels):
     """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
 
     model: str = "bundled"
@@ -605,7 +614,7 @@ class Serve(Context, Adapted, Devices, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchServe(Adapted, Kernels):
+class BenchServe(Adapted, Activations, Kernels):
     """Measure a server under load: settings at rates of requests, and its own choice of them."""
 
     prompts: str | None = None

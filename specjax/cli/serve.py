@@ -63,6 +63,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     pair = load_pair(
         options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
         mesh=mesh, positions=options.positions, lora=options.lora,
+        activations=options.activations,
     )  # fmt: skip
     for sentence in defaults.notices:
         say(sentence)

@@ -68,6 +68,7 @@ def tune(options: Tune) -> int:
         offload=options.offload,
         memory=bytes_of("--memory", options.memory),
         lora=options.lora,
+        activations=options.activations,
     )
     grown = inflate(native.target, parameters) if parameters else native.target
     dtype = dtype_of(options.dtype) or default_dtype()

@@ -51,6 +51,7 @@ def verify(options: Verify) -> int:
         offload=options.offload,
         memory=bytes_of("--memory", options.memory),
         lora=options.lora,
+        activations=options.activations,
     )
     settings = settings_of(options, pair)
     with_rules(pair, settings, checks)

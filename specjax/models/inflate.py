@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
-from specjax.models.quantized import PackedWeight, quantized_as
+from specjax.models.quantized import PackedWeight, quantized_as, widened
 from specjax.models.stacking import stacked, unstacked
 from specjax.models.transformer import LayerWeights, Model
 
@@ -27,6 +27,7 @@ def inflate(model: Model, parameters: int) -> Model:
     Raises:
       ValueError: `model` has more weights than `parameters`, is not of LLaMA's form, or quantized.
     """
+    model = widened(model)
     check_inflates(model, parameters)
     stack, model = model.is_stacked, unstacked(model)
     factor = 1

@@ -22,10 +22,17 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.cpu_matmul import cpu_matmuls, share_a_call, unable, unable_here
+from pallas_kernels.cpu_matmul import (
+    MOST_COLUMNS,
+    cpu_matmuls,
+    reference,
+    share_a_call,
+    unable,
+    unable_here,
+)
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
-from specjax.models.quantized import INTEGER, PackedWeight
+from specjax.models.quantized import BFLOAT16, INT8, PackedWeight
 from specjax.models.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
@@ -123,14 +130,15 @@ def linear(
     """`weight @ x` with float32 accumulation and a float32 result.
 
     Operands are rounded to `dtype`, by default the weight's own; a packed weight is unpacked to
-    float32 first, and of 8 bits with a scale a row it is the product that is scaled.
+    float32 first, and of 8 bits with a scale a row it is the product that is scaled. One that
+    multiplies activations in 8 bits rounds nothing else.
     Differentiable in reverse mode, of a packed weight in `x` alone.
     """
     kind = jnp.dtype(dtype or weight.dtype)
     if not isinstance(weight, PackedWeight):
         return _linear(weight, x, kind)
     x = x if weight.order is None else x[weight.order]
-    if not _takes_codes(weight, x):
+    if weight.activations != INT8 and not _takes_codes(weight, x):
         return _packed_linear(weight, x, kind)
     made: Sequence[Array] = _coded_linears((weight,), x, kind)
     return made[0]
@@ -154,31 +162,50 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
     """Whether `cpu_matmul` multiplies all of `count` matrices in one call, as codes."""
     if len(codes) < count or any(weight.order is not None for weight in codes):
         return False
-    return share_a_call(*_parts(codes)) and all(_takes_codes(weight, x) for weight in codes)
+    alike = len({weight.activations for weight in codes}) == 1 and share_a_call(*_parts(codes))
+    return alike and all(_takes_codes(weight, x) for weight in codes)
 
 
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
-    known = weight.form == INTEGER and weight.zero is None
-    return known and unable(weight.values, inputs, columns, weight.scale, weight.offset) is None
+    if weight.form == BFLOAT16:
+        return unable(weight.values, inputs, min(columns, MOST_COLUMNS)) is None
+    columns = min(columns, MOST_COLUMNS) if weight.activations == INT8 else columns
+    parts = weight.scale, weight.offset
+    return weight.is_integer and unable(weight.values, inputs, columns, *parts) is None
 
 
 def _parts(
     weights: Sequence[PackedWeight],
-) -> tuple[list[Array], list[Array], list[Array] | None]:
-    """The codes, scales and offsets of matrices; None where none has offsets."""
+) -> tuple[list[Array], list[Array] | None, list[Array] | None]:
+    """The codes, scales and offsets of matrices; None where none has some, or needs them."""
     offsets = [weight.offset for weight in weights if weight.offset is not None]
-    values, scales = [weight.values for weight in weights], [weight.scale for weight in weights]
-    return values, scales, offsets or None
+    scales = [weight.scale for weight in weights if weight.form != BFLOAT16]
+    return [weight.values for weight in weights], scales or None, offsets or None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _coded_linears(
     weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
+    """The products, of as many columns at a time as `cpu_matmul` takes."""
+    is_quantized = weights[0].activations == INT8
+    if is_quantized and not all(_takes_codes(weight, x) for weight in weights):
+        x = reference.quantized(x)
+        return tuple(_packed_linear(weight, x, jnp.dtype(jnp.float32)) for weight in weights)
     values, scales, offsets = _parts(weights)
-    return cpu_matmuls(values, x, scales, offsets, rounded=dtype == jnp.bfloat16)
+    rounded = dtype == jnp.bfloat16 and not is_quantized
+
+    def of_block(x: Array) -> tuple[Array, ...]:
+        return cpu_matmuls(values, x, scales, offsets, rounded=rounded, quantized=is_quantized)
+
+    inputs, columns = x.shape
+    if columns <= MOST_COLUMNS:
+        return of_block(x)
+    whole = jnp.pad(x, ((0, 0), (0, -columns % MOST_COLUMNS)))
+    made = lax.map(of_block, jnp.moveaxis(whole.reshape(inputs, -1, MOST_COLUMNS), 1, 0))
+    return tuple(jnp.moveaxis(each, 0, 1).reshape(each.shape[1], -1)[:, :columns] for each in made)
 
 
 def _coded_linears_forward(

@@ -15,7 +15,7 @@ from pallas_kernels.tree_attention import tuning
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
-from specjax.models.quantized import PackedWeight, quantized_as
+from specjax.models.quantized import PackedWeight, holds_packed
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import PROMPT_BLOCK, Model, reads_in_blocks
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
@@ -152,7 +152,7 @@ def load_of(model: Model, beside: Any = None) -> Load:
     held = None
     if isinstance(model, StreamedModel):
         held = model.held_bytes
-    elif quantized_as(model) is not None:
+    elif holds_packed(model):
         others = {id(leaf) for leaf in jax.tree.leaves(beside)}
         own = [leaf for leaf in jax.tree.leaves(model) if id(leaf) not in others]
         held = sum(leaf.nbytes for leaf in own) // stack

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float, Int32, UInt8
+from jaxtyping import Array, BFloat16, Float, Int32, Num, UInt8
 
+from pallas_kernels.platform import platform
 from specjax.base.pytree import pytree, replace, static, unchecked
 
 _FLOAT32 = np.dtype("float32")
-INTEGER, FLOAT8 = "int", "fp8"
-"""What a code is: an integer, or an 8-bit float (e4m3fn). Others are places in a table."""
+INTEGER, FLOAT8, BFLOAT16 = "int", "fp8", "bfloat16"
+"""What a code is: an integer, an 8-bit float (e4m3fn), or a whole weight in 16 bits. Others are
+places in a table."""
+FLOAT, INT8 = "float", "int8"
+"""What activations are as they multiply packed weights (see `with_activations`)."""
 OF_GROUPS = ("scale", "zero", "offset")
 """Parts of a packed matrix that have a number for each group of a row's inputs."""
 TABLES = ("embedding", "unembedding")
@@ -26,23 +30,27 @@ TABLES = ("embedding", "unembedding")
 class PackedWeight:
     """A matrix `[O, I]` of codes of 8 or 4 bits, each group of a row's inputs with a scale.
 
+    Or of bfloat16 numbers as they are (`kept`), which is not quantized: products with it are
+    computed in float32, and lose nothing.
+
     It stands for `scale · (code - zero)`, of floats and of tables for `scale · number(code)`, and
     where groups have an offset for `scale · code + offset`. Of two codes in a byte the input that
     comes first has the lower bits, as in files of compressed-tensors.
 
     Attributes:
-      values: the codes, unsigned.
+      values: the codes, unsigned; or the numbers.
       scale: of each of the `G` groups, which are equally long; in 16 bits or float32.
       zero: the code of 0 of each group; None for the middle one, 8 or 128.
       order: which input stands at each place, where groups are not of neighbours.
       table: the numbers that codes stand for, where they are none themselves.
       offset: of each group of integers, what a code of 0 stands for, in place of `zero`.
-      bits: of a code, 8 or 4.
-      form: what a code is: `INTEGER`, `FLOAT8`, or a table's name, such as `nf4`.
+      bits: of a code, 8 or 4; or 16 of a number.
+      form: what a code is: `INTEGER`, `FLOAT8`, `BFLOAT16`, or a table's name, such as `nf4`.
       dtype: what products with it are computed in.
+      activations: `FLOAT`, or `INT8`, where they are quantized first and `dtype` plays no part.
     """
 
-    values: UInt8[Array, "O B"]
+    values: UInt8[Array, "O B"] | BFloat16[Array, "O B"]
     scale: Float[Array, "O G"]
     zero: UInt8[Array, "O G"] | None = None
     order: Int32[Array, " I"] | None = None
@@ -51,11 +59,13 @@ class PackedWeight:
     bits: int = static(default=8)
     form: str = static(default=INTEGER)
     dtype: np.dtype = static(default=np.dtype("float32"))
+    activations: str = static(default=FLOAT)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Outputs and inputs, after the axes of several matrices where they are stacked."""
-        return *self.values.shape[:-1], self.values.shape[-1] * 8 // self.bits
+        held = self.values.shape[-1]
+        return *self.values.shape[:-1], held * self.values.dtype.itemsize * 8 // self.bits
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +82,9 @@ class PackedWeight:
         """Its bits and groups, as people name them."""
         kind = f"int{self.bits}" if self.form == INTEGER else self.form
         each = "row" if self.group == self.shape[-1] else f"{self.group} inputs"
-        return f"{kind}, a scale{'' if self.offset is None else ' and an offset'} for each {each}"
+        scales = "a scale" if self.offset is None else "a scale and an offset"
+        columns = ", activations in 8 bits" if self.activations == INT8 else ""
+        return f"{kind}, {scales} for each {each}{columns}"
 
     def changed(self, **parts: Any) -> "PackedWeight":
         """The same with other parts, which numpy may hold: their types are not checked."""
@@ -90,6 +102,11 @@ class PackedWeight:
         return self.changed(**{name: change(part) for name, part in self.rows.items()})
 
     @property
+    def is_integer(self) -> bool:
+        """Whether codes are integers of which the middle one is 0, or that have an offset."""
+        return self.form == INTEGER and self.zero is None
+
+    @property
     def is_scaled_after(self) -> bool:
         """Whether it is products that are scaled and not the matrix: in 8 bits with a scale a row.
 
@@ -100,7 +117,7 @@ class PackedWeight:
     @property
     def strides(self) -> int:
         """In how many parts `columns_from` gives the matrix: a byte's codes each in another."""
-        return 8 // self.bits if self.group % (8 // self.bits) == 0 else 1
+        return 2 if self.bits == 4 and self.group % 2 == 0 else 1
 
     def columns_from(self, first: int, dtype: jnp.dtype = _FLOAT32) -> Float[Array, "O J"]:
         """The columns `first`, `first + strides`, ... of the matrix, in float32.
@@ -123,17 +140,19 @@ class PackedWeight:
             codes = jnp.stack([codes & 15, codes >> 4], axis=-1)
         return self._scaled(codes)
 
-    def _scaled(self, codes: UInt8[Array, "O *rest"]) -> Float[Array, "O J"]:
+    def _scaled(self, codes: Num[Array, "O *rest"]) -> Float[Array, "O J"]:
         codes = codes.reshape(*self.scale.shape, -1)
         numbers = self._numbers(codes) * _wide(self.scale)
         numbers = numbers if self.offset is None else numbers + _wide(self.offset)
         return numbers.reshape(codes.shape[0], -1)
 
     def _numbers(
-        self, codes: UInt8[Array, "O G J"], dtype: jnp.dtype = _FLOAT32
+        self, codes: Num[Array, "O G J"], dtype: jnp.dtype = _FLOAT32
     ) -> Float[Array, "O G J"]:
         if self.form == FLOAT8:
             return lax.bitcast_convert_type(codes, jnp.float8_e4m3fn).astype(dtype)
+        if self.form == BFLOAT16:
+            return codes.astype(dtype)
         if self.table is not None:
             return self.table.astype(jnp.float32)[codes]
         if self.offset is not None:
@@ -152,8 +171,28 @@ def _wide(of_groups: Array) -> Float[Array, "O G 1"]:
 def packed_weight(values: np.ndarray, scale: np.ndarray, bits: int, **parts: Any) -> PackedWeight:
     """A packed matrix that numpy holds; what is not given is as in `PackedWeight`."""
     absent = {"zero": None, "order": None, "table": None, "offset": None, "form": INTEGER}
-    absent["dtype"] = np.dtype("float32")
+    absent |= {"dtype": np.dtype("float32"), "activations": FLOAT}
     return unchecked(PackedWeight, values=values, scale=scale, bits=bits, **(absent | parts))
+
+
+def kept(matrix: np.ndarray) -> PackedWeight:
+    """A matrix of bfloat16 numbers that stay so, where products are computed in float32."""
+    return packed_weight(matrix, np.ones((len(matrix), 1), matrix.dtype), 16, form=BFLOAT16)
+
+
+def widened(model: Any) -> Any:
+    """A model whose matrices that were kept in bfloat16 are plain ones, in what they compute in."""
+
+    def change(leaf: Any) -> Any:
+        is_kept = isinstance(leaf, PackedWeight) and leaf.form == BFLOAT16
+        return leaf.values.astype(leaf.dtype) if is_kept else leaf
+
+    return jax.tree.map(change, model, is_leaf=_is_packed)
+
+
+def holds_packed(model: Any) -> bool:
+    """Whether a model has matrices that are not held in what they compute in."""
+    return any(map(_is_packed, jax.tree.leaves(model, is_leaf=_is_packed)))
 
 
 def bytes_of(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -166,7 +205,11 @@ def quantized_as(model: Any) -> str | None:
     if (told := getattr(model, "quantization", None)) is not None:
         return told  # of one whose layers are elsewhere
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_packed)
-    packed = [(path, leaf) for path, leaf in leaves if isinstance(leaf, PackedWeight)]
+    packed = [
+        (path, leaf)
+        for path, leaf in leaves
+        if isinstance(leaf, PackedWeight) and leaf.form != BFLOAT16
+    ]
     return quantization_of((path[-1].name, leaf.name) for path, leaf in packed)
 
 
@@ -189,10 +232,61 @@ def in_dtype(model: Any, dtype: Any) -> Any:
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, PackedWeight):
-            return replace(leaf, dtype=np.dtype(dtype))
+            made = replace(leaf, dtype=np.dtype(dtype))
+            return widened(made) if dtype == jnp.bfloat16 else made
         return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
 
     return jax.tree.map(cast, model, is_leaf=_is_packed)
+
+
+def check_activations(activations: str | None) -> None:
+    """Checks that activations can be so where this runs.
+
+    Raises:
+      ValueError: there is no such choice, or they cannot.
+    """
+    if activations not in (None, FLOAT, INT8):
+        raise ValueError(f"no activations {activations!r}; there are {FLOAT} and {INT8}.")
+    if activations == INT8 and platform() != "cpu":
+        raise ValueError(f"activations in {INT8} are computed on a CPU, and this is {platform()}.")
+
+
+def with_activations(model: Any, activations: str | None) -> Any:
+    """A model whose packed integers multiply activations that are float or of 8 bits.
+
+    In 8 bits each 32 inputs of a token have a scale, the largest of them over 127 (as llama.cpp
+    computes its quantized products); a token's product depends on nothing but the token. What is
+    not packed in integers multiplies floats, whatever is chosen.
+
+    Args:
+      model: the model.
+      activations: `FLOAT` or `INT8`; None is `FLOAT`.
+
+    Raises:
+      ValueError: see `check_activations`; or nothing of it is packed so.
+    """
+    check_activations(activations)
+    if activations != INT8:
+        return model
+
+    def change(leaf: Any) -> Any:
+        is_one = isinstance(leaf, PackedWeight) and leaf.is_integer
+        return replace(leaf, activations=INT8) if is_one else leaf
+
+    made = jax.tree.map(change, model, is_leaf=_is_packed)
+    if activations_of(made) != INT8:
+        raise ValueError(
+            f"activations in {INT8} multiply weights that are integers of 8 or 4 bits, and this "
+            "model has none."
+        )
+    return made
+
+
+def activations_of(model: Any) -> str:
+    """What activations are as they multiply a model's packed weights."""
+    leaves = jax.tree.leaves(model, is_leaf=_is_packed)
+    are_int8 = any(isinstance(leaf, PackedWeight) and leaf.activations == INT8 for leaf in leaves)
+    return INT8 if are_int8 else FLOAT
 
 
 def _is_packed(node: Any) -> bool:

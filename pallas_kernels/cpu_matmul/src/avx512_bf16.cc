@@ -100,6 +100,7 @@ struct Int4Pairs {
 const Form* avx512_bf16_form(const Call& call) {
   static constexpr Form bfloat16 = Driver<Bfloat16Pairs>::form(), int8 = Driver<Int8Pairs>::form(),
                         groups = Driver<Int8GroupPairs>::form(), int4 = Driver<Int4Pairs>::form();
+  if (call.quantized) return avx512_vnni_form(call);  // which all of these processors have
   if (!call.rounded || call.format == kFloat32) return float_form<Avx512>(call);
   if (call.format == kBfloat16) return &bfloat16;
   if (call.format == kInt4) return &int4;

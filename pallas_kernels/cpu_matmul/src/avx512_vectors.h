@@ -4,6 +4,7 @@
 #define SPECJAX_F16C
 
 #include "float_forms.h"
+#include "int8_columns.h"
 
 namespace specjax {
 namespace {
@@ -53,6 +54,46 @@ struct Avx512 {
   static Vector of_codes(float scale, float bias) {
     Vector codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     return _mm512_fmadd_ps(codes, _mm512_set1_ps(scale), _mm512_set1_ps(bias));
+  }
+};
+
+// What both kinds of sums of products of bytes have in common.
+struct Avx512Ints {
+  static constexpr int kLanes = 16, kTile = 8;
+  using Vector = __m512;
+  using Ints = __m512i;
+  static Vector load(const float* at) { return _mm512_load_ps(at); }
+  static void store(float* to, Vector a) { _mm512_store_ps(to, a); }
+  static void store(uint8_t* to, Ints a) { _mm512_store_si512(to, a); }
+  static Vector all(float a) { return _mm512_set1_ps(a); }
+  static Vector mul(Vector a, Vector b) { return _mm512_mul_ps(a, b); }
+  static Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+  static Ints low(Ints a) { return _mm512_and_si512(a, _mm512_set1_epi8(15)); }
+  static Ints high(Ints a) { return low(_mm512_srli_epi16(a, 4)); }
+  static Ints less_128(Ints a) { return _mm512_xor_si512(a, _mm512_set1_epi8(-128)); }
+  static Ints codes(const uint8_t* at) { return _mm512_load_si512(at); }
+  static Ints word(const uint8_t* at) {
+    int32_t own;
+    std::memcpy(&own, at, 4);
+    return _mm512_set1_epi32(own);
+  }
+  static void transposed(const uint8_t* const* rows, int64_t at, Ints* to) {
+#pragma GCC unroll 4
+    for (int quarter = 0; quarter < 4; quarter++) {  // of rows; of four rows that are four apart in a vector
+      Ints a[4];
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; r++) {
+        auto piece = [&](int of) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r + of] + at) + quarter); };
+        a[r] = _mm512_inserti32x4(_mm512_castsi128_si512(piece(0)), piece(4), 1);
+        a[r] = _mm512_inserti32x4(_mm512_inserti32x4(a[r], piece(8), 2), piece(12), 3);
+      }
+      Ints low = _mm512_unpacklo_epi32(a[0], a[1]), high = _mm512_unpackhi_epi32(a[0], a[1]);
+      Ints third = _mm512_unpacklo_epi32(a[2], a[3]), fourth = _mm512_unpackhi_epi32(a[2], a[3]);
+      to[4 * quarter] = _mm512_unpacklo_epi64(low, third);
+      to[4 * quarter + 1] = _mm512_unpackhi_epi64(low, third);
+      to[4 * quarter + 2] = _mm512_unpacklo_epi64(high, fourth);
+      to[4 * quarter + 3] = _mm512_unpackhi_epi64(high, fourth);
+    }
   }
 };
 

@@ -182,7 +182,8 @@ bool multiply(const std::vector<Call>& calls, int64_t threads, Schedule&& schedu
   if (helpers > 0) {
     int64_t rows = kChunkBytes / row_bytes, fair = outputs / (4 * threads);
     rows = rows < fair ? rows : fair;
-    work->chunk = (rows > 24 ? rows : 24) / 24 * 24;  // whole tiles of every form
+    int64_t tile = call.quantized ? 16 : 24;  // whole tiles of every form
+    work->chunk = (rows > tile ? rows : tile) / tile * tile;
   }
   all_of(work, helpers, schedule);
   return true;

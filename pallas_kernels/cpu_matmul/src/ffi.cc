@@ -79,7 +79,8 @@ ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale,
 
 // Some matrices times the same x: `rest` are all of them, then the scales of each where they are codes, then their offsets
 // where they have some.
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, bool rounded, ffi::RemainingRets outs) {
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, bool rounded, bool quantized,
+                  ffi::RemainingRets outs) {
   auto refused = [](const char* why) {
     return ffi::Error::InvalidArgument(std::string("cpu_matmul: ") + why + ".");
   };
@@ -92,7 +93,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs res
     auto out = outs.get<ffi::AnyBuffer>(m);
     if (!weights || !out) return refused("weights and results are arrays");
     Call& call = calls[m];
-    call.rounded = rounded;
+    call.rounded = rounded, call.quantized = quantized;
     std::optional<ffi::AnyBuffer> of_groups[2];  // scales and offsets
     for (size_t part = 1; part < parts; part++) {
       auto own = rest.get<ffi::AnyBuffer>(part * matrices + m);
@@ -102,6 +103,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs res
     if (ffi::Error error = describe(*weights, of_groups[0], of_groups[1], x, **out, call); error.failure()) return error;
     if (call.format != calls[0].format || call.groups != calls[0].groups)
       return refused("matrices of one call have one dtype and as many scales a row");
+    if (quantized && (rounded || !call.is_coded())) return refused("columns in 8 bits multiply codes, and are not rounded");
   }
   auto given = x.dimensions();
   int64_t count = 1;
@@ -195,6 +197,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul, specjax::matmul,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .RemainingArgs()
                                   .Attr<bool>("rounded")
+                                  .Attr<bool>("quantized")
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
@@ -212,7 +215,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Ret<xla::ffi::AnyBuffer>());
 
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 5; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 6; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 

@@ -16,7 +16,8 @@ enum ScaleType : int { kScaleFloat32 = 0, kScaleBfloat16 = 1, kScaleFloat16 = 2,
 // codes of 8 bits with a scale a row and no offset it is the sums that are multiplied.
 struct Call {
   Format format;
-  bool rounded;  // x to bfloat16, and the numbers that codes stand for where it is not sums that are multiplied
+  bool rounded;    // x to bfloat16, and the numbers that codes stand for where it is not sums that are multiplied
+  bool quantized;  // x to 8 bits, kUnit inputs of a column with a scale; of codes alone, and not `rounded` too
   int64_t outputs, inputs, columns;
   const uint8_t* weights;
   const void* scale;   // [outputs, groups], of codes alone
@@ -59,8 +60,10 @@ struct Form {
 const Form* portable_form(const Call&);
 const Form* avx2_form(const Call&);
 const Form* avx512_form(const Call&);
+const Form* avx512_vnni_form(const Call&);
 const Form* avx512_bf16_form(const Call&);
 const Form* neon_form(const Call&);
+const Form* neon_dotprod_form(const Call&);
 
 constexpr size_t kAlign = 64;
 constexpr int64_t kUnit = 32;  // inputs; groups are multiples of them

@@ -3,6 +3,7 @@
 #include <arm_neon.h>
 
 #include "float_forms.h"
+#include "neon_bytes.h"
 
 namespace specjax {
 namespace {
@@ -60,7 +61,21 @@ struct Neon {
 
 bool neon_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
-const Form* neon_form(const Call& call) { return float_form<Neon>(call); }
+namespace {
+
+// Two products of bytes less 128 fit 16 bits.
+struct NeonProducts : NeonBytes {
+  static int32x4_t dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
+    int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    return vpadalq_s16(sum, vpaddq_s16(low, high));
+  }
+};
+
+}  // namespace
+
+const Form* neon_form(const Call& call) {
+  return call.quantized ? int8_form<NeonDots<NeonProducts>>(call) : float_form<Neon>(call);
+}
 
 }  // namespace specjax
 #else

@@ -1,5 +1,6 @@
 // Any processor: plain C++, which compilers make vectors of as far as they may.
 #include "float_forms.h"
+#include "int8_columns.h"
 
 namespace specjax {
 namespace {
@@ -62,10 +63,60 @@ struct Portable {
   }
 };
 
+struct PortableBytes {
+  static constexpr int kLanes = 4, kTile = 4;
+  static constexpr bool kSigned = false;
+  struct Vector { float v[kLanes]; };
+  struct Ints { uint8_t v[4 * kLanes]; };
+  static Vector load(const float* at) {
+    Vector a;
+    std::memcpy(a.v, at, sizeof(a.v));
+    return a;
+  }
+  static void store(float* to, Vector a) { std::memcpy(to, a.v, sizeof(a.v)); }
+  static void store(uint8_t* to, Ints a) { std::memcpy(to, a.v, sizeof(a.v)); }
+  static Vector all(float a) { return {{a, a, a, a}}; }
+  static Vector mul(Vector a, Vector b) {
+    for (int i = 0; i < kLanes; i++) a.v[i] *= b.v[i];
+    return a;
+  }
+  static Vector fma(Vector a, Vector b, Vector c) {
+    for (int i = 0; i < kLanes; i++) c.v[i] = std::fma(a.v[i], b.v[i], c.v[i]);
+    return c;
+  }
+  static Ints low(Ints a) {
+    for (uint8_t& each : a.v) each &= 15;
+    return a;
+  }
+  static Ints high(Ints a) {
+    for (uint8_t& each : a.v) each >>= 4;
+    return a;
+  }
+  static Ints less_128(Ints a) { return a; }
+  static void transposed(const uint8_t* const* rows, int64_t at, Ints* to) {
+    for (int r = 0; r < kLanes; r++)
+      for (int w = 0; w < kLanes; w++) std::memcpy(to[w].v + 4 * r, rows[r] + at + 4 * w, 4);
+  }
+  template <int C, int kBits>
+  static void dots(const uint8_t* weights, const uint8_t* x, const uint8_t* more, Vector* to) {
+    for (int c = 0; c < C; c++) {
+      int32_t first, sums[kLanes] = {};
+      std::memcpy(&first, more + 4 * c, 4);
+      for (int w = 0; w < 8; w++)
+        for (int r = 0; r < kLanes; r++)
+          for (int i = 0; i < 4; i++)
+            sums[r] += weights[4 * (w * kLanes + r) + i] * static_cast<int8_t>(x[4 * (w * C + c) + i]);
+      for (int r = 0; r < kLanes; r++) to[c].v[r] = static_cast<float>(first + sums[r]);
+    }
+  }
+};
+
 }  // namespace
 
 bool portable_attention(const Attention& call, int64_t begin, int64_t end) { return attention_units(call, begin, end); }
 
-const Form* portable_form(const Call& call) { return float_form<Portable>(call); }
+const Form* portable_form(const Call& call) {
+  return call.quantized ? int8_form<PortableBytes>(call) : float_form<Portable>(call);
+}
 
 }  // namespace specjax

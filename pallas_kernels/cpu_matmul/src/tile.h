@@ -10,6 +10,9 @@
 //   pack(floats, bytes), X load_x(bytes), clear(sum), dot(sum, weights, x), totals(four sums, their scales, floats)
 //
 // Which sums a product is made of does not depend on the number of columns or threads: nor does any bit of it.
+#ifndef SPECJAX_CPU_MATMUL_TILE_H_
+#define SPECJAX_CPU_MATMUL_TILE_H_
+
 #include <cstdlib>
 #include <cstring>
 
@@ -419,3 +422,5 @@ struct Driver {
 
 }  // namespace
 }  // namespace specjax
+
+#endif  // SPECJAX_CPU_MATMUL_TILE_H_
