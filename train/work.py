@@ -20,6 +20,7 @@ from specjax.checkpoints.files import Files, find
 from specjax.checkpoints.huggingface import load, read_config
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models.config import ModelConfig
+from specjax.models.quantized import in_dtype, widened
 from specjax.models.transformer import Model, initialize
 from train.checks import check_for
 from train.chunks import write_text
@@ -117,9 +118,9 @@ class Work:
     @cached_property
     def given(self) -> tuple[Model, Any]:
         """The target that the recipe names, and its tokenizer."""
-        found = load(self.files.path)
-        check_for(self.recipe, found[0].config)
-        return found
+        model, tokenizer = load(self.files.path)
+        check_for(self.recipe, model.config)
+        return widened(model), tokenizer
 
     @cached_property
     def target_config(self) -> ModelConfig:
@@ -216,8 +217,7 @@ class Work:
     @cached_property
     def writer(self) -> Model:
         """The target as it writes what is collected."""
-        dtype = jnp.dtype(self.recipe.collect.dtype)
-        return jax.tree.map(lambda w: w.astype(dtype), self.target)
+        return in_dtype(self.target, jnp.dtype(self.recipe.collect.dtype))
 
     @cached_property
     def engine(self) -> EngineRows:
