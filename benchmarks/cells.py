@@ -20,11 +20,13 @@ class Cells:
     Attributes:
       folder: where they are.
       common: what every cell depends on: models, machine, versions.
+      after: called when a cell was written.
       dates: of the cells that were read or made, by table.
     """
 
     folder: Path
     common: Json
+    after: Callable[[], object] = lambda: None
     dates: dict[str, list[str]] = dataclasses.field(default_factory=dict)
 
     def held(self, table: str, key: Json) -> Any | None:
@@ -53,6 +55,7 @@ class Cells:
         file = self._file(table, key)
         file.parent.mkdir(parents=True, exist_ok=True)
         write_json(file, {"key": self._key(table, key), "date": date, "value": value})
+        self.after()
         return self.held(table, key)
 
     def get(self, table: str, key: Json, work: Callable[[], Any]) -> Any:

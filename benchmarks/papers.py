@@ -24,7 +24,7 @@ from specjax.methods import registry
 from specjax.methods.method import Setting
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K
 from specjax.trees.widths import canonical
-from specjax.verify.rules import MULTI_STEP, RULES
+from specjax.verify.rules import MULTI_STEP, NAIVE, RULES
 from train.collect import joined
 from train.heldout import TOP, cover, view
 from train.tables import BUSHY, CHAIN, FLAT, Shape, shown, wide
@@ -101,8 +101,8 @@ def widths(measuring: Measuring, texts: Sequence[Text], sampled: float) -> list[
 
 
 def rules(measuring: Measuring, texts: Sequence[Text], sampled: float) -> list[Json]:
-    """SpecInfer's Table 3: every rule on trees of the same shapes, with each kind of children that
-    it is lossless for.
+    """SpecInfer's Table 3: every rule on trees of the same shapes, with the children that it wants,
+    and naive sampling on each kind.
     """
     some: list[Contestant] = []
     for shape in (wide(5), BUSHY, FLAT, CHAIN):
@@ -110,10 +110,11 @@ def rules(measuring: Measuring, texts: Sequence[Text], sampled: float) -> list[J
             if children == DISTINCT and max(shape[0]) == 1:
                 continue  # as a draw
             trees = ExpansionDrafter.of(measuring.pair.drafts[:1], shape, children).construction
-            fitting = (r for r in RULES.values() if not r.greedy_only and r.refusal(trees) is None)
-            for rule in fitting:
-                name = f"{shown(shape)}; {children}; {rule.name}"
-                some.append(static(measuring, shape, rule.name, children, name))
+            for rule in RULES.values():
+                wanted = rule is NAIVE or rule.children == children
+                if wanted and not rule.greedy_only and rule.refusal(trees) is None:
+                    name = f"{shown(shape)}; {children}; {rule.name}"
+                    some.append(static(measuring, shape, rule.name, children, name))
     found = _of_all(measuring.side_by_side("rules", {Sampled(sampled): some}, texts))
     for row in found:
         parts = row["name"].split("; ")

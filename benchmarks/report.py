@@ -7,8 +7,9 @@ all is there it only writes the page. Compared is what runs side by side in one 
 round on one prompt, one after the other. Nothing else should run on the machine.
 """
 
-import dataclasses
 import hashlib
+import itertools
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,16 +21,17 @@ from rich.console import Console
 
 from benchmarks import page, papers, peers, texts
 from benchmarks.cells import Cells, Json
-from benchmarks.rounds import Contestant, Sampled
+from benchmarks.options import TABLES, Options, checked
+from benchmarks.rounds import Contestant, Sampled, size_of
 from benchmarks.speed import ALL, Measuring, best, contests, rows, settings_of, sized
 from benchmarks.texts import Text
 from specjax.base.interrupts import CODE, ending_at_interrupts, if_interrupted, leave
-from specjax.base.output import check_writable, write_text
+from specjax.base.output import write_text
 from specjax.base.progress import reporting
 from specjax.checkpoints import pair as pairs
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import parsed
-from specjax.cli.values import at_least, check_seed, dtype_of, items, temperatures_in
+from specjax.cli.values import dtype_of, items
 from specjax.measure.timing import environment
 from specjax.methods import registry, tuned
 from specjax.methods.records import use_compilation_cache
@@ -37,65 +39,6 @@ from specjax.models.quantized import quantized_as
 from train.loop import progress_bar
 
 _COMMAND = "benchmarks.report"
-TABLES = {
-    "speed": "Methods and rules",
-    "coverage": "How often the target's token is among a draft's likeliest (SpecInfer, Table 1)",
-    "width": "Widths of trees (SpecInfer, Table 2)",
-    "rules": "Verification rules (SpecInfer, Table 3)",
-    "budgets": "Best-first trees of growing budgets (SpecExec)",
-    "staged": "Two stages of drafts (Staged Speculative Decoding)",
-    "served": "A server under load (SmartSpec)",
-    "peers": "Beside llama.cpp and transformers",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Measure a target with its drafts, and write a page of tables and plots."""
-
-    prompts: tuple[str, ...]
-    """Files of {"id", "turns"} lines (chats: the first turn, in the chat template) and of {"id",
-    "prompt"} lines (continued as they are); a line's "category" is its group, else its file."""
-    model: str = "smollm2"
-    """The target: a short name, a folder, a GGUF file or a hub's id."""
-    draft: tuple[str, ...] = ()
-    """Drafts; the first is the one of methods with one. By default those of the model, if any."""
-    stage: tuple[str, ...] = ()
-    """An n-gram folder and that of a smaller draft, for staged and ngram."""
-    folder: str = "runs/report"
-    """Where what is measured is kept."""
-    out: str = "docs/results"
-    """Where the page and its plots go."""
-    tables: str = ",".join(TABLES)
-    """Which tables, separated by commas."""
-    limit: int = 8
-    """Prompts of each group."""
-    few: int = 12
-    """Prompts of all groups together for the papers' tables and peers."""
-    max_new_tokens: int = 128
-    """The most tokens of a text; each is as long as the target's own greedy answer."""
-    temperatures: str = "0,0.6,1"
-    """Separated by commas; the papers' tables are made at the first and the last of them."""
-    methods: str = "all"
-    """Of the table of speeds, separated by commas."""
-    budgets: str | None = None
-    """Nodes of the methods' trees, separated by commas; by default their shipped settings."""
-    config: str | None = None
-    """A file that `specjax tune` wrote: its settings take part."""
-    rules: bool = True
-    """Every rule that a method's trees allow; --no-rules is the automatic one alone."""
-    curve: str = "7,15,31,63,127,255,511"
-    """Budgets of SpecExec's curve, separated by commas."""
-    rates: str = "0.25,0.5,0.75,1,1.2"
-    """Rates of requests, as shares of what the server completes without drafts."""
-    requests: int = 40
-    """Requests of a setting at a rate."""
-    gguf: str | None = None
-    """The target as a GGUF file, for llama.cpp; by default the model, where it is one."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
-    seed: int = 0
-    """Names the random numbers."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +67,7 @@ def run(options: Options, given: Sequence[str]) -> int:
       ValueError: an option is out of its range, or the pair or the prompts cannot be used.
       OSError: a file cannot be read or written.
     """
-    temperatures, tables = _check(options)
+    temperatures, tables = checked(options)
     pair = load_pair(
         options.model,
         ",".join(options.draft) or None,
@@ -132,16 +75,22 @@ def run(options: Options, given: Sequence[str]) -> int:
         stage=",".join(options.stage) or None,
     )
     env = _environment(options, pair)
-    cells = Cells(Path(options.folder), {n: env[n] for n in _DEPENDED_ON})
     most = pair.target.config.max_positions - options.max_new_tokens
     listed = texts.read(options.prompts, pair.tokenizer, most, options.limit)
     if_interrupted(lambda: f"the same command goes on with what is missing in {options.folder}")
-    listed = sized(cells, pair, listed, options.max_new_tokens)
-    report = Report(options, Measuring(cells, pair, listed, options.seed), env, temperatures, given)
     with progress_bar(Console(stderr=True)) as progress:
-        bar = progress.add_task("report", total=len(tables), note="")
+        bar = progress.add_task("report", total=len(tables), note="lengths of texts")
+        doing, count = ["lengths of texts"], itertools.count(1)
+
+        def after() -> None:
+            progress.update(bar, note=f"{doing[-1]}, {next(count)} runs")
+
+        cells = Cells(Path(options.folder), {n: env[n] for n in _DEPENDED_ON}, after)
+        listed = sized(cells, pair, listed, options.max_new_tokens)
+        measuring = Measuring(cells, pair, listed, options.seed)
+        report = Report(options, measuring, env, temperatures, given)
         for name in tables:
-            progress.update(bar, note=name)
+            doing.append(name)
             report.make(name)
             report.write()
             progress.advance(bar)
@@ -151,28 +100,6 @@ def run(options: Options, given: Sequence[str]) -> int:
 
 _DEPENDED_ON = ("weights", "cpu", "cpu_count", "device", "products", "jax", "specjax", "dtype")
 """Of the environment, what every figure depends on."""
-
-
-def _check(options: Options) -> tuple[tuple[float, ...], list[str]]:
-    """The temperatures and the tables; refuses what would fail after minutes of work."""
-    for name in ("limit", "few", "max_new_tokens", "requests"):
-        at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
-    check_seed(options.seed)
-    registry.names_of(options.methods, None)
-    tables = [name.strip() for name in options.tables.split(",")]
-    for name in tables:
-        if name not in TABLES:
-            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}.")
-    for name in ("budgets", "curve"):
-        if (given := getattr(options, name)) is not None:
-            for count in items(given, int, f"--{name}"):
-                at_least(f"--{name}", count, 1)
-    if not options.prompts:
-        raise ValueError("--prompts names no file.")
-    for place in (options.folder, options.out):
-        Path(place).mkdir(parents=True, exist_ok=True)
-        check_writable(Path(place) / ".writable")
-    return temperatures_in(options.temperatures), tables
 
 
 def _environment(options: Options, pair: Pair) -> Json:
@@ -231,8 +158,18 @@ class Report:
 
     @property
     def few(self) -> list[Text]:
-        """The texts of the papers' tables, of all groups."""
+        """The texts beside peers, of all groups."""
         return texts.spread(self.measuring.texts, self.options.few)
+
+    @property
+    def alike(self) -> list[Text]:
+        """The texts of the papers' tables: those of the commonest compiled size, as each size costs
+        dozens of programs.
+        """
+        sizes = [size_of(text) for text in self.measuring.texts]
+        common = statistics.mode(sizes)
+        own = [t for t, size in zip(self.measuring.texts, sizes, strict=True) if size == common]
+        return texts.spread(own, self.options.few)
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -283,8 +220,9 @@ class Report:
         """What a table was measured on."""
         if name == "served":
             return f"{self.options.requests} requests of each setting at each rate."
-        count = len(self.measuring.texts if name == "speed" else self.few)
-        return f"{count} prompts."
+        own = {"speed": self.measuring.texts, "peers": self.few}.get(name, self.alike)
+        longest = max(len(text.tokens) for text in own)
+        return f"Prompts: {len(own)}, of up to {longest} tokens."
 
     def _plot(self, kind: str, draw: Callable[[Path], None]) -> str | None:
         """A plot's name beside the page; None without matplotlib."""
@@ -312,27 +250,27 @@ class Report:
     def _coverage(self) -> str:
         self._need_drafts()
         return page.coverage(
-            papers.coverage(self.measuring, self.few, list(dict.fromkeys(self.ends)))
+            papers.coverage(self.measuring, self.alike, list(dict.fromkeys(self.ends)))
         )
 
     def _width(self) -> str:
         self._need_drafts()
-        return page.width(papers.widths(self.measuring, self.few, self.ends[1]))
+        return page.width(papers.widths(self.measuring, self.alike, self.ends[1]))
 
     def _rules(self) -> str:
         self._need_drafts()
         if not self.ends[1]:
             raise ValueError("all rules decide alike at temperature 0; name another.")
-        return page.rules(papers.rules(self.measuring, self.few, self.ends[1]))
+        return page.rules(papers.rules(self.measuring, self.alike, self.ends[1]))
 
     def _budgets(self) -> str:
         counts = items(self.options.curve, int, "--curve")
         two = list(dict.fromkeys(self.temperatures[:2]))
-        made = papers.budgets(self.measuring, self.few, counts, two)
+        made = papers.budgets(self.measuring, self.alike, counts, two)
         return page.budgets(made, self._plot("budgets", lambda f: page.draw_budgets(made, f)))
 
     def _staged(self) -> str:
-        return page.staged(papers.staged(self.measuring, self.few))
+        return page.staged(papers.staged(self.measuring, self.alike))
 
     def _served(self) -> str:
         options = self.options

@@ -8,14 +8,16 @@ import dataclasses
 import itertools
 import statistics
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cells import Cells, Json
 from benchmarks.texts import Text
+from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, fold
 from specjax.decoding.request import OUTPUT_BUCKETS, PROMPT_BUCKETS, Request, bucket, prepare
 from specjax.draft import Drafter
@@ -107,14 +109,18 @@ class Ours:
 
     def _request(self, text: Text, sampled: Sampled) -> Request:
         number = zlib.crc32(text.name.encode()) >> 1
-        return prepare(
+        request = prepare(
             fold(jax.random.key(self.seed), number)[None],
             *(self.target, self.drafter, [list(text.tokens)]),
-            max_new_tokens=text.new_tokens,
+            max_new_tokens=text.room,
             sampling=Sampling(sampled.temperature, top_k=sampled.top_k),
             verify=self.rule,
             stop_at_eos=False,
         )
+        limits = request.rows.limits
+        own = jnp.full_like(limits.max_new_tokens, text.new_tokens)
+        rows = replace(request.rows, limits=replace(limits, max_new_tokens=own))
+        return request._replace(rows=rows)
 
 
 Held = Mapping[str, Json]
@@ -129,13 +135,11 @@ class Rounds:
       cells: where runs are kept.
       table: of the cells.
       plain: plain decoding, whom all are compared with.
-      advance: called after each cell.
     """
 
     cells: Cells
     table: str
     plain: Contestant
-    advance: Callable[[], Any] = lambda: None
 
     def run(
         self, contests: Mapping[Sampled, Sequence[Contestant]], texts: Sequence[Text]
@@ -170,9 +174,16 @@ class Rounds:
     def _groups(
         self, contests: Mapping[Sampled, Sequence[Contestant]], texts: Sequence[Text]
     ) -> Iterator[dict[Sampled, list[Contestant]]]:
-        """Contestants that lack a cell of these texts, as many at a time as fit, warmed."""
+        """Contestants that lack a cell of these texts, as many at a time as fit, warmed.
+
+        A program serves all temperatures, so those of one contestant follow each other.
+        """
+        places: dict[str, list[tuple[Sampled, Contestant]]] = {}
+        for sampled, some in contests.items():
+            for each in some:
+                places.setdefault(repr(each.key), []).append((sampled, each))
         group: dict[Sampled, list[Contestant]] = {}
-        for sampled, each in ((s, each) for s, some in contests.items() for each in some):
+        for sampled, each in itertools.chain(*places.values()):
             if not any(self._missing([each], sampled, text) for text in texts):
                 continue
             if group and timing.mapped() > timing.MOST_MAPS:
@@ -207,7 +218,6 @@ class Rounds:
                 "plain_seconds": plain.seconds,
             }
             self.cells.keep(self.table, self._key(each, sampled, text), value)
-            self.advance()
 
     def _key(self, each: Contestant, sampled: Sampled, text: Text) -> Json:
         """What a cell depends on; a contestant's own key says who it is."""
@@ -217,6 +227,7 @@ class Rounds:
             "sampled": list(sampled),
             "prompt": list(text.tokens),
             "new_tokens": text.new_tokens,
+            "room": text.room,
         }
 
 
@@ -224,7 +235,7 @@ def size_of(text: Text) -> tuple[int, int]:
     """The compiled size that a text needs."""
     return (
         bucket(len(text.tokens), PROMPT_BUCKETS),
-        bucket(text.new_tokens, OUTPUT_BUCKETS),
+        bucket(text.room, OUTPUT_BUCKETS),
     )
 
 
@@ -242,16 +253,15 @@ def figures(held: Sequence[Json]) -> Json:
     differs from plain decoding's.
     """
     tokens, seconds = (sum(each[name] for each in held) for name in ("tokens", "seconds"))
-    known = [each for each in held if each["steps"]]
-    steps = sum(each["steps"] for each in known)
+    steps, nodes = (sum(each[name] or 0 for each in held) for name in ("steps", "nodes"))
     ratios = [
         each["tokens"] / each["seconds"] * each["plain_seconds"] / each["plain_tokens"]
         for each in held
     ]
     return {
         "texts": len(held),
-        "tokens_per_step": sum(each["tokens"] for each in known) / steps if steps else None,
-        "nodes": sum(each["nodes"] for each in known) / steps if steps else None,
+        "tokens_per_step": tokens / steps if steps else None,
+        "nodes": nodes / steps if steps and held[0]["nodes"] is not None else None,
         "tokens_per_second": tokens / seconds,
         "speedup": statistics.median(ratios),
         "speedups": ratios,

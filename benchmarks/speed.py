@@ -89,7 +89,7 @@ def sized(cells: Cells, pair: Pair, texts: Sequence[Text], most: int) -> list[Te
     end.
     """
 
-    def length(text: Text) -> int:
+    def answer(text: Text) -> int:
         made = generate(
             jax.random.key(0), pair.target, None, [list(text.tokens)], max_new_tokens=most
         )
@@ -98,8 +98,9 @@ def sized(cells: Cells, pair: Pair, texts: Sequence[Text], most: int) -> list[Te
     found = []
     for text in texts:
         key = {"prompt": list(text.tokens), "most": most}
-        own = cells.get("length", key, lambda text=text: length(text))
-        found.append(dataclasses.replace(text, new_tokens=max(min(LEAST_TOKENS, most), own)))
+        own = cells.get("length", key, lambda text=text: answer(text))
+        length = max(min(LEAST_TOKENS, most), own)
+        found.append(dataclasses.replace(text, new_tokens=length, room=most))
     return found
 
 

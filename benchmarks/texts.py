@@ -27,6 +27,7 @@ class Text:
       tokens: what the model reads.
       chat: whether that is a chat's first turn, in the model's template.
       new_tokens: how many are generated.
+      room: how many a program has room for, which is compiled for all alike.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Text:
     tokens: tuple[int, ...]
     chat: bool
     new_tokens: int = 0
+    room: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ class Clocked:
 
 
 def lengths(*sizes: int) -> list[Text]:
-    return [Text(str(n), "g", tuple(range(size)), False, 4) for n, size in enumerate(sizes)]
+    return [Text(str(n), "g", tuple(range(size)), False, 4, 4) for n, size in enumerate(sizes)]
 
 
 def test_a_run_that_is_killed_at_any_cell_goes_on_with_those_that_are_missing(
@@ -106,6 +106,10 @@ def test_the_speed_up_is_that_of_a_texts_own_round():
     assert found["speedup"] == 2
     assert found["tokens_per_second"] == pytest.approx(24 / 52)
     assert (found["nodes"], found["same"], found["repeated"]) == (2, 1, 0.5)
+    others = figures([each | {"nodes": None} for each in held])  # peers tell no nodes
+    assert (others["nodes"], others["tokens_per_step"]) == (None, 2)
+    others = figures([each | {"nodes": None, "steps": None} for each in held])
+    assert (others["nodes"], others["tokens_per_step"], others["speedup"]) == (None, None, 2)
 
 
 def test_texts_of_one_compiled_size_run_together(tmp_path):
@@ -224,7 +228,7 @@ def test_the_command_writes_a_page_and_goes_on_where_it_was_ended(tmp_path, monk
     assert [row["tokens per step"] for row in overall[::2]] == ["1.00", "1.00"]
     assert float(overall[1]["tokens per step"]) > 2.5  # the draft is the target
     assert all(set(row) >= {"qa", "chats"} for row in groups)
-    assert "2 prompts." in made
+    assert "Prompts: 2, of up to" in made
     assert jax.__version__ in made
     assert str(tmp_path) not in made
     monkeypatch.setattr(cells, "write_json", None)  # nothing is measured again
@@ -317,7 +321,7 @@ def test_llama_cpp_continues_a_written_model_as_we_do(tmp_path):
     drafts = [
         llama.ModelDrafts(llama.Session(tmp_path / f"{name}.gguf", 256)) for name in ("t", "d")
     ]
-    text = Text("a", "g", tuple(tokenizer("def add(a, b):").input_ids), False, 24)
+    text = Text("a", "g", tuple(tokenizer("def add(a, b):").input_ids), False, 24, 24)
     wanted = generate(target, None, [list(text.tokens)], max_new_tokens=24).tokens[0].tolist()
     runs = [
         llama.Theirs("plain", session).run(text, GREEDY),
