@@ -91,6 +91,7 @@ def run(options: Options, given: Sequence[str]) -> int:
         report = Report(options, measuring, env, temperatures, given)
         for name in tables:
             doing.append(name)
+            progress.update(bar, note=name)
             report.make(name)
             report.write()
             progress.advance(bar)
