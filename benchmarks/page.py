@@ -210,8 +210,8 @@ def served(rows: Rows, plot: str | None) -> str:
     return "\n\n".join(parts + _picture("Mean latency against the rate", plot))
 
 
-def peers(rows: Rows, missing: Sequence[str]) -> str:
-    """Peers on the same files, and ours beside them."""
+def peers(rows: Rows, said: Sequence[str]) -> str:
+    """Peers on the same files, and ours beside them; then what there is to say of them."""
     fastest: dict[Sampled, float] = {}
     for row in rows:
         if row["name"].startswith("llama.cpp"):
@@ -229,7 +229,7 @@ def peers(rows: Rows, missing: Sequence[str]) -> str:
     }  # fmt: skip
     columns |= {"over": "tokens/s over llama.cpp's best"} if fastest else {}
     columns["same"] = "text as plain's, up to the first other token"
-    return "\n\n".join([table(columns, made), *missing])
+    return "\n\n".join([table(columns, made), *said])
 
 
 def _picture(what: str, plot: str | None) -> list[str]:

@@ -3,7 +3,8 @@
 import contextlib
 import hashlib
 import importlib.util
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -24,6 +25,18 @@ LOOKED_UP = 10
 """The same of its n-gram drafts, the binding's default."""
 
 
+def versions(some: Sequence[Contestant]) -> str:
+    """The peers' versions and threads, as a sentence."""
+    found: dict[str, object] = {}
+    for each in some:
+        if isinstance(each, llama.Theirs):
+            found |= {"llama-cpp-python": each.key["version"], "its threads": os.cpu_count()}
+        elif isinstance(each, Transformers):
+            names = {"threads": "PyTorch's threads"}
+            found |= {names.get(name, name): own for name, own in each.versions.items()}
+    return f"Peers: {', '.join(f'{name} {own}' for name, own in found.items())}." if found else ""
+
+
 class Transformers:
     """transformers as a contestant.
 
@@ -35,7 +48,8 @@ class Transformers:
     def __init__(self, peer: Peer, assisted: bool) -> None:
         self._peer, self._assisted = peer, assisted
         self.name = "transformers, assisted" if assisted else "transformers, plain"
-        self.key: Json = {"by": "transformers", "assisted": assisted} | peer.versions
+        self.versions: Json = dict(peer.versions)
+        self.key: Json = {"by": "transformers", "assisted": assisted} | self.versions
 
     def warm(self, text: Text, sampled: Sampled) -> None:
         """Runs a few tokens: torch allocates what it needs."""

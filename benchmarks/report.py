@@ -296,7 +296,8 @@ class Report:
                 for temperature in self.temperatures
             }
             found = rows(self.measuring.side_by_side("peers", asked, self.few))
-        return page.peers([row for row in found if row["group"] == ALL], missing)
+            said = [*filter(None, [peers.versions(theirs)]), *missing]
+        return page.peers([row for row in found if row["group"] == ALL], said)
 
     def _ours(self, sampled: Sampled) -> list[Contestant]:
         """Plain decoding, and the fastest method of the table of speeds, or a shipped one."""

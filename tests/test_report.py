@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cells, page, report, texts
+from benchmarks import cells, llama, page, peers, report, texts
 from benchmarks.cells import Cells
 from benchmarks.export import expanded, write_gguf
 from benchmarks.papers import static
@@ -310,8 +310,6 @@ def test_what_cannot_be_written_as_gguf_is_refused(tmp_path):
 
 def test_llama_cpp_continues_a_written_model_as_we_do(tmp_path):
     pytest.importorskip("llama_cpp")
-    from benchmarks import llama
-
     folder = pair_folder()
     tokenizer = tokenizer_of(folder / "target")
     target, draft = load_model(folder / "target"), of_tables(tied=False)
@@ -332,3 +330,19 @@ def test_llama_cpp_continues_a_written_model_as_we_do(tmp_path):
     assert [run.tokens for run in runs] == [wanted] * 4
     assert runs[0].steps == 24
     assert runs[2].steps == 4  # six tokens a pass
+
+
+def test_peers_continue_as_we_do_or_a_sentence_says_why_not(tmp_path):
+    """With a draft of some tokens; which peers there are depends on what is installed."""
+    folder = pair_folder()
+    pair = load_pair(f"{folder}/target")._replace(drafts=[of_tables(tied=False)])
+    tokens = pair.tokenizer("def add(a, b):").input_ids
+    text = Text("a", "g", tuple(tokens), False, 12, 12)
+    wanted = generate(pair.target, None, [tokens], max_new_tokens=12).tokens[0].tolist()
+    with peers.contestants(pair, None, tmp_path) as (theirs, missing):
+        assert len(theirs) == 4 * llama.available() + 2 * peers.available()
+        assert [each.run(text, GREEDY).tokens for each in theirs] == [wanted] * len(theirs)
+    absent = {"llama.cpp": llama.available(), "transformers": peers.available()}
+    for name in (name for name, there in absent.items() if not there):
+        assert any(each.startswith(f"{name} is left out: ") for each in missing)
+    assert bool(peers.versions(theirs)) == any(absent.values())
