@@ -58,6 +58,9 @@ class Options:
     """Budgets of SpecExec's curve, separated by commas."""
     rates: str = "0.25,0.5,0.75,1,1.2"
     """Rates of requests, as shares of what the server completes without drafts."""
+    settings: str | None = None
+    """Of the server, as `specjax bench-serve` takes them; by default its own, without drafts
+    off,lookup:7,auto."""
     requests: int = 40
     """Requests of a setting at a rate."""
     gguf: str | None = None
