@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 
+from benchmarks.export import write_gguf
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import write_json
 from specjax.base.pytree import replace
@@ -38,7 +39,6 @@ from specjax.models.config import MATRICES
 from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype, packed
 from specjax.models.transformer import Model
-from tests.llama_server_bench import export
 
 _TRIES = 20
 _SPEED = re.compile(r"decoded\s+(\d+) tokens in\s+([\d.]+) seconds")
@@ -167,7 +167,7 @@ def exported(bench: Bench, pair: Pair, folder: Path) -> dict[tuple[str, str], Pa
     for what, model in (("target", pair.target), ("draft", pair.drafts[0])):
         for dtype in ("float32", "bfloat16"):
             files[what, dtype] = folder / f"{what}-{dtype}.gguf"
-            export(in_dtype(model, dtype), pair.tokenizer, files[what, dtype])
+            write_gguf(in_dtype(model, dtype), pair.tokenizer, files[what, dtype])
         files[what, "int8"] = folder / f"{what}-q8_0.gguf"
         run(str(bench.tools / "llama-quantize"), str(files[what, "float32"]),
             str(files[what, "int8"]), "q8_0")  # fmt: skip

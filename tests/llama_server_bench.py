@@ -24,38 +24,28 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import httpx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 
 import specjax
+from benchmarks.export import write_gguf
 from specjax.base.prefix import common_prefix
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
 from specjax.measure import prompts
 from specjax.models.inflate import inflate
-from specjax.models.transformer import Model
 from tests.serve_bench import NEW, body_of
 from tests.serving import serving
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 TEXTS = 3
 """That a client has continued, one after the other."""
 COMPARED, ENOUGH = 64, 16
 """Greedy tokens that are compared, and how many must agree at least."""
-_NAMES = {
-    "attention_norm": "attn_norm", "query": "attn_q", "key": "attn_k", "value": "attn_v",
-    "output": "attn_output", "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up",
-    "down": "ffn_down",
-}  # fmt: skip
-"""What llama.cpp calls the leaves of a layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,68 +85,6 @@ class Load(NamedTuple):
     speed: float
     first: float
     step: float
-
-
-def export(model: Model, tokenizer: "PreTrainedTokenizerFast", file: Path) -> None:
-    """Writes a model of LLaMA's form as llama.cpp reads it; norms are float32."""
-    try:
-        import gguf
-    except ModuleNotFoundError:
-        raise SystemExit("this needs gguf, which is not installed: pip install gguf.") from None
-    config = model.config
-    writer = gguf.GGUFWriter(file, "llama")
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_context_length(config.max_positions)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-
-    known = {number: token for token, number in tokenizer.get_vocab().items()}
-    special = set(tokenizer.all_special_ids)
-    kinds, numbers = gguf.TokenType, range(config.vocab_size)
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")  # of no effect, as prompts are sent as tokens
-    writer.add_token_list([known.get(number, f"<unused {number}>") for number in numbers])
-    writer.add_token_types([
-        kinds.CONTROL if number in special else kinds.NORMAL if number in known else kinds.UNUSED
-        for number in numbers
-    ])  # fmt: skip
-    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
-    writer.add_bos_token_id(config.eos_ids[0])
-    writer.add_eos_token_id(config.eos_ids[0])
-    writer.add_add_bos_token(False)
-
-    def add(name: str, leaf: jax.Array, heads: int = 0) -> None:
-        tensor = np.asarray(leaf)
-        if heads:  # rotated features lie side by side there, in halves of a head here
-            halves = tensor.reshape(heads, 2, -1, tensor.shape[1])
-            tensor = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(tensor.shape)
-        if tensor.ndim > 1 and tensor.dtype == jnp.bfloat16:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(f"{name}.weight", tensor.view(np.uint8), raw_dtype=kind)
-        else:
-            writer.add_tensor(f"{name}.weight", tensor.astype(np.float32))
-
-    rotated = {"query": config.num_heads, "key": config.num_kv_heads}
-    add("token_embd", model.embedding)
-    add("output_norm", model.final_norm)
-    if model.unembedding is not None:
-        add("output", model.unembedding)
-    for index, layer in enumerate(model.layers):
-        for leaf, name in _NAMES.items():
-            add(f"blk.{index}.{name}", getattr(layer, leaf), rotated.get(leaf, 0))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @contextlib.contextmanager
@@ -313,8 +241,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder, target, draft = (Path(name) / each for each in ("target", "t.gguf", "d.gguf"))
         save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
-        export(pair.target, pair.tokenizer, target)
-        export(pair.drafts[0], pair.tokenizer, draft)
+        write_gguf(pair.target, pair.tokenizer, target)
+        write_gguf(pair.drafts[0], pair.tokenizer, draft)
         slots = str(rows * pair.target.config.max_positions)
         plain = "-np", str(rows), "-c", slots, "-t", str(os.cpu_count()), "--cache-ram", "0"
         drafts = "--spec-type", "draft-simple", "--spec-draft-n-max", str(bench.drafted)

@@ -1,0 +1,1 @@
+"""Measuring scripts, which run from a checkout; README.md names each."""
