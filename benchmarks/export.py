@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.base.pytree import replace
-from specjax.models.quantized import PackedWeight, quantized_as
+from specjax.models.quantized import PackedWeight, quantized_as, widened
 from specjax.models.transformer import Model
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def write_gguf(model: Model, tokenizer: "PreTrainedTokenizerFast", file: Path) -
       ModuleNotFoundError: the package gguf is not installed.
     """
     gguf: Any = importlib.import_module("gguf")
-    model = expanded(model)
+    model = expanded(widened(model))
     _check(model, tokenizer)
     writer = gguf.GGUFWriter(file, "llama")
     _write_config(writer, model)

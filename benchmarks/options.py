@@ -67,6 +67,8 @@ class Options:
     """The target as a GGUF file, for llama.cpp; by default the model, where it is one."""
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+    activations: str | None = None
+    """What multiplies weights of 8 and 4 bits on a CPU: float, the default, or int8."""
     seed: int = 0
     """Names the random numbers."""
 

@@ -73,6 +73,7 @@ def run(options: Options, given: Sequence[str]) -> int:
         ",".join(options.draft) or None,
         dtype=dtype_of(options.dtype),
         stage=",".join(options.stage) or None,
+        activations=options.activations,
     )
     env = _environment(options, pair)
     most = pair.target.config.max_positions - options.max_new_tokens
@@ -99,7 +100,8 @@ def run(options: Options, given: Sequence[str]) -> int:
     return 2 if report.left_out else 0
 
 
-_DEPENDED_ON = ("weights", "cpu", "cpu_count", "device", "products", "jax", "specjax", "dtype")
+_DEPENDED_ON = ("weights", "cpu", "cpu_count", "device", "products", "jax", "specjax", "dtype",
+                "weights_as")  # fmt: skip
 """Of the environment, what every figure depends on."""
 
 
@@ -283,8 +285,9 @@ class Report:
         for name in ("draft", "stage"):
             if own := getattr(options, name):
                 flags += [f"--{name}", ",".join(own)]
-        if options.dtype:
-            flags += ["--dtype", options.dtype]
+        for name in ("dtype", "activations"):
+            if named := getattr(options, name):
+                flags += [f"--{name}", named]
         made = papers.served(self.measuring, flags)
         return page.served(made, self._plot("served", lambda f: page.draw_served(made, f)))
 
