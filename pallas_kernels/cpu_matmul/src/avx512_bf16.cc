@@ -71,8 +71,14 @@ struct Int4Pairs {
   static constexpr int kMostAsCodes = kColumns;
   static constexpr bool kPacksBfloat16 = true;
   static void pack(const float* turned, uint8_t* to) {
-    uint16_t numbers[2][32];
-    for (int i = 0; i < 64; i++) numbers[i % 2][i / 2] = rounded_bits(turned[i]);
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+    __m512 part[4];
+    for (int i = 0; i < 4; i++) part[i] = _mm512_loadu_ps(turned + 16 * i);
+    auto half = [&](const __m512i& which) {
+      return pairs(_mm512_permutex2var_ps(part[0], which, part[1]), _mm512_permutex2var_ps(part[2], which, part[3]));
+    };
+    __m512bh numbers[2] = {half(even), half(odd)};
     std::memcpy(to, numbers, 128);
   }
   static X load_x(const uint8_t* at) { return ready(at); }

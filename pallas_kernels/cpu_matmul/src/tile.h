@@ -15,6 +15,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "matmul.h"
 
@@ -242,7 +243,7 @@ struct Driver {
       for (int c = 0; c < kColumns; c++) M::clear(sums[r][c]);
     int64_t whole = call.inputs / M::kBlock, all = blocks(call), stride = all * M::kXBytes;
     Walk<R> walk(call, strip.scales);
-    auto block = [&](int64_t b) {
+    auto block = [&](int64_t b, auto whole_rows) {
       OfBlock group = kReady ? OfBlock{} : walk.at(b);
       if (b % kBlocksOfALine<R> == 0)
         for (int line = 0; line < strip.lines; line++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
@@ -252,7 +253,7 @@ struct Driver {
         if (kReady) {
           weights[r] = M::ready(strip.ready[r] + b * M::kReadyBytes);
         } else {
-          weights[r] = M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group);
+          weights[r] = M::load(whole_rows ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group);
         }
       }
 #pragma GCC unroll 4
@@ -262,10 +263,16 @@ struct Driver {
         for (int r = 0; r < R; r++) M::dot(sums[r][c], weights[r], columns);
       }
     };
-    for (int64_t from = 0; from < all; from += kReady ? all : kSpanBlocks) {
-      if (!kReady) walk.enter(from);
-      int64_t end = kReady || all - from < kSpanBlocks ? all : from + kSpanBlocks;
-      for (int64_t b = from; b < end; b++) block(b);
+    // The tail apart: beside the whole blocks its weights would be kept in registers, and the sums would not.
+    int64_t direct = kReady ? all : whole;
+    for (int64_t b = 0; b < direct;) {
+      if (!kReady) walk.enter(b);
+      int64_t end = kReady || direct - b < kSpanBlocks ? direct : b + kSpanBlocks;
+      for (; b < end; b++) block(b, std::true_type());
+    }
+    if (direct < all) {
+      if (direct % kSpanBlocks == 0) walk.enter(direct);
+      block(direct, std::false_type());
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++) {
@@ -319,11 +326,17 @@ struct Driver {
         for (int r = 0; r < R; r++) {
           uint8_t* ready = scratch + r * all * M::kReadyBytes;
           Walk<1> walk(call, strip.scales + r);
-          for (int64_t b = 0; b < all; b++) {
-            if (b % kSpanBlocks == 0) walk.enter(b);
-            OfBlock group = walk.at(b);
-            M::store(M::load(b < whole ? strip.rows[r] + b * M::kBytes : strip.tail[r], strip.scales[r], group),
-                     ready + b * M::kReadyBytes);
+          auto block = [&](int64_t b, const uint8_t* codes) {
+            M::store(M::load(codes, strip.scales[r], walk.at(b)), ready + b * M::kReadyBytes);
+          };
+          for (int64_t b = 0; b < whole;) {
+            walk.enter(b);
+            int64_t end = whole - b < kSpanBlocks ? whole : b + kSpanBlocks;
+            for (; b < end; b++) block(b, strip.rows[r] + b * M::kBytes);
+          }
+          if (left > 0) {
+            if (whole % kSpanBlocks == 0) walk.enter(whole);
+            block(whole, strip.tail[r]);
           }
           strip.ready[r] = ready;
         }
