@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.decoding import link
 from specjax.draft.ngram import pack
 from specjax.draft.plain import PlainDrafter
-from specjax.methods import choice, defaults, records, registry
+from specjax.methods import choice, defaults, drafted, records, registry
 from specjax.methods.choice import Asked, Choice, choose
 from specjax.methods.method import METHODS, Setting
 from specjax.methods.records import Measured, Run
@@ -321,8 +319,9 @@ def test_settings_tell_machines_models_and_rows_apart():
 
 @pytest.fixture
 def large(monkeypatch) -> Pair:
-    """A pair whose draft is as large as its target, and what was timed of them."""
+    """A pair whose draft is as large as its target."""
     monkeypatch.setattr(defaults, "LEAST_TIMED", 0)
+    monkeypatch.setattr(drafted, "texts_of", lambda pair, temperature: [])
     text = SimpleNamespace(input_ids=list(range(40)))
     return Pair(TARGET, lambda prompts: text, [tiny_model(3)])
 
@@ -330,9 +329,13 @@ def large(monkeypatch) -> Pair:
 def timed(monkeypatch, draft: float, accepted: float) -> None:
     """A pass of the draft over that of the target, and how often its tokens would be accepted."""
     monkeypatch.setattr(
-        choice, "pass_seconds", lambda model, columns: 1.0 if model is TARGET else draft
-    )
-    monkeypatch.setattr(choice, "_acceptance", lambda pair, temperature: accepted)
+        drafted, "step_seconds",
+        lambda model, nodes, *rows: dict.fromkeys(nodes, 1.0 if model is TARGET else draft),
+    )  # fmt: skip
+    monkeypatch.setattr(
+        drafted, "overlaps",
+        lambda target, draft, text, columns, temperature: np.full(len(columns), accepted),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -360,13 +363,13 @@ def test_a_large_draft_is_taken_as_far_as_it_pays(
             registry.build(found.setting, large._replace(drafts=[]))
 
 
-def test_passes_and_acceptance_of_a_large_draft_are_measured(large):
-    found = choose(Asked(), large, 0.8)
-    assert re.search(r"takes \d.* ms, one of the model \d.* ms, and about \d+%", found.reason)
-    text = list(range(40))
-    assert link.overlap(TARGET, TARGET, text, 0.0) == 1
-    assert link.overlap(TARGET, TARGET, text, 0.8) == pytest.approx(1, abs=1e-4)
-    assert link.overlap(TARGET, large.drafts[0], text, 0.8) < 0.95
+def test_of_a_large_target_any_draft_is_weighed(large, monkeypatch):
+    small = large._replace(drafts=[tiny_model(3, num_layers=1, intermediate_size=16)])
+    monkeypatch.setattr(defaults, "LARGE_DRAFT", 2)
+    timed(monkeypatch, 0.9, 0.98)
+    assert choose(Asked(), small, 0.0).setting.label == "specexec 15"
+    monkeypatch.setattr(defaults, "LEAST_WEIGHED", 0)
+    assert choose(Asked(), small, 0.0).setting.label == "none"
 
 
 def test_a_large_draft_is_compared_with_plain_decoding(large, monkeypatch):

@@ -19,7 +19,7 @@ from specjax.base.notices import notice
 from specjax.checkpoints import gguf, names
 from specjax.checkpoints.errors import CheckpointError
 
-BUNDLED = Path(__file__).parent.parent / "bundled"
+BUNDLED = names.BUNDLED
 """The pair that comes with the package."""
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

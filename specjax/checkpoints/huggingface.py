@@ -38,6 +38,7 @@ from specjax.checkpoints.files import (
     tensors,
 )
 from specjax.checkpoints.generation_config import end_ids_in, union
+from specjax.checkpoints.names import drafts_of
 from specjax.checkpoints.tokenizers import save_tokenizer, tokenizer_of
 from specjax.models import families, memory
 from specjax.models.config import MATRICES, ModelConfig
@@ -60,8 +61,8 @@ from specjax.models.transformer import Model, assemble
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-BUNDLED_STAGES = (BUNDLED / "ngram", BUNDLED / "stage2")
-"""What drafts for its first draft."""
+STAGES = ("ngram", "stage2")
+"""Folders of what drafts for the first of the drafts that come with the package."""
 
 
 @keywords_after(1)
@@ -157,7 +158,8 @@ def load_drafts(
     """The models of a folder or of several, or the whole bundled pool in numeric order.
 
     Args:
-      names: a folder or several; "bundled/0" is the first draft of the bundled pool alone.
+      names: a folder or several; "bundled" and "smollm2" are the drafts that come with the package
+        for these targets, "bundled/0" is the first of them alone.
       dtype: "float32" or "bfloat16"; None takes bfloat16, and float32 on a CPU that does not
         multiply bfloat16 itself.
       mesh: every device of it holds the drafts whole.
@@ -168,8 +170,9 @@ def load_drafts(
     Raises:
       CheckpointError: a folder, a file or a tensor is missing or not supported.
     """
-    if names == "bundled":
-        return load_pool(BUNDLED / "drafts", dtype, mesh)
+    shipped = shipped_for(names) if isinstance(names, str | Path) else None
+    if shipped is not None:
+        return load_pool(shipped / "drafts", dtype, mesh)
     several = [names] if isinstance(names, str | Path) else names
     return [load_draft(folder_of(name, "drafts"), dtype=dtype, mesh=mesh) for name in several]
 
@@ -500,9 +503,19 @@ def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
 
 
 def folder_of(name: str | Path, *within: str) -> Path:
-    """The folder that a name means: `bundled/...` comes with the package, there under `within`."""
+    """The folder that a name means.
+
+    `bundled/...`, and `smollm2/...` of a model with a short name, come with the package, there
+    under `within`.
+    """
     first, *rest = Path(name).parts
-    return BUNDLED.joinpath(*within, *rest) if first == "bundled" and rest else Path(name)
+    shipped = shipped_for(first) if rest else None
+    return Path(name) if shipped is None else shipped.joinpath(*within, *rest)
+
+
+def shipped_for(name: str | Path) -> Path | None:
+    """The folder of the drafts that come with the package for the target of a name, if any do."""
+    return BUNDLED if name == "bundled" else drafts_of(name)
 
 
 def described(folder: Path) -> dict[str, Any]:

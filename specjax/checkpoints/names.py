@@ -1,6 +1,7 @@
 """Models that have short names: where their weights are looked for, and what they are.
 
-`specjax models` lists them. Another is a line of `MODELS`.
+`specjax models` lists them. Another is a line of `MODELS`; drafts that come with the package for it
+are in the folder of its name in `bundled`.
 """
 
 import importlib.util
@@ -8,6 +9,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pallas_kernels import cache
+
+BUNDLED = Path(__file__).parent.parent / "bundled"
+"""What comes with the package."""
 
 
 class Known(NamedTuple):
@@ -74,6 +78,17 @@ def place_of(known: Known) -> Place | None:
         if (file := Path(within) / known.file).is_file():
             return Place(file, f"the package {known.package}")
     return None
+
+
+def drafts_of(name: str | Path) -> Path | None:
+    """The folder of the drafts that come with the package for a model of a short name.
+
+    It holds `drafts/0` and further ones, and what drafts for them. None where there is none, or the
+    name is that of a folder at hand.
+    """
+    folder = BUNDLED / str(name)
+    has_some = str(name) in MODELS and not Path(name).exists() and (folder / "drafts").is_dir()
+    return folder if has_some else None
 
 
 def _cached(known: Known) -> Path | None:

@@ -11,7 +11,7 @@ from specjax.base.deprecated import keywords_after
 from specjax.base.progress import counted, working
 from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
 from specjax.checkpoints.end_tokens import with_end_tokens
-from specjax.checkpoints.files import BUNDLED, Files, config_of, find
+from specjax.checkpoints.files import Files, config_of, find
 from specjax.checkpoints.streaming import load_offloaded
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
 from specjax.draft.ngram import NGram
@@ -68,13 +68,14 @@ def load_pair(
       model: the target; see `load`.
       draft: folders or hub ids of drafts, separated by commas; "self:4bit" and "self:8bit" are the
         target's own weights in so many bits (see `specjax.checkpoints.self_drafts`), "none" is
-        none. By default the bundled ones for the bundled target, self:4bit for any other that is
-        offloaded where it fits into memory, and none for the rest.
+        none, "bundled" and "smollm2" are those that come with the package. By default these for
+        the targets of that name, self:4bit for any other that is offloaded where it fits into
+        memory, and none for the rest.
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
         bfloat16 elsewhere. Matrices that files hold in bfloat16 stay so on a CPU, and multiply
         float32 (see `load_model`).
       stage: an n-gram folder and that of a smaller draft, separated by commas; "bundled/ngram" and
-        "bundled/stage2" are the bundled ones, and the default for the bundled target.
+        "bundled/stage2" are the bundled ones. By default those that come with the drafts.
       mesh: the devices to lie on.
       positions: see `load`.
       offload: of the target, see `load`; drafts are always in memory.
@@ -178,25 +179,27 @@ def named(
     stage: str | None = None,
     lora: str | None = None,
 ) -> Named:
-    """What the options name: with the bundled target what is bundled, with any other nothing.
+    """What the options name; without a draft, what comes with the package for the target, if any.
 
     Raises:
       CheckpointError: there is nothing of a name.
       ValueError: there is no such draft of the model itself.
     """
-    bundled = model == "bundled" and draft in (None, "bundled")
-    target, drafts, own = find(model, lora), [], []
-    for name in ["bundled"] if bundled else names_in("" if draft == NO_DRAFT else draft):
+    shipped = huggingface.shipped_for(model)
+    has_own = shipped is not None and draft in (None, model)
+    target, drafts, own = find(model, lora), list[Files](), list[int]()
+    for name in [model] if has_own else names_in("" if draft == NO_DRAFT else draft):
         if name.startswith(self_drafts.PREFIX):
             own.append(self_drafts.bits_of(name))
-        elif name == "bundled":
-            config_of(BUNDLED / "target")  # an installation may lack the bundled pair
-            drafts += map(Files, huggingface.pool_in(BUNDLED / "drafts"))
+        elif (folder := huggingface.shipped_for(name)) is not None:
+            if name == "bundled":
+                config_of(folder / "target")  # an installation may lack the bundled pair
+            drafts += map(Files, huggingface.pool_in(folder / "drafts"))
         else:
             drafts.append(find(huggingface.folder_of(name, "drafts")))
     stages = [huggingface.folder_of(name) for name in names_in(stage)]
-    if bundled and stage is None:
-        stages = [each for each in huggingface.BUNDLED_STAGES if each.is_dir()]
+    if shipped is not None and has_own and stage is None:
+        stages = [shipped / each for each in huggingface.STAGES if (shipped / each).is_dir()]
     return Named(target, tuple(drafts), tuple(stages), tuple(own))
 
 

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from specjax.checkpoints.files import BUNDLED, WEIGHTS
+from specjax.checkpoints.huggingface import shipped_for
 from specjax.checkpoints.names import MODELS, Known, how_to_have, place_of
 from specjax.cli.options import Models
 from specjax.models.memory import readable
@@ -19,6 +20,8 @@ def models(options: Models) -> int:
         print(f"{each['name']}: {each['what']}; {each['licence']}, {readable(each['bytes'])}")
         here = f"in {each['path']}, from" if each["path"] else "not here;"
         print(f"  {here} {each['from']}")
+        if each["drafts"]:
+            print(f"  drafts for it, in {each['drafts']}, from this package")
     return 0
 
 
@@ -26,11 +29,12 @@ def _bundled() -> dict[str, Any]:
     folder = BUNDLED / "target"
     return {
         "name": "bundled",
-        "what": "a small model of Python code, with its drafts",
+        "what": "a small model of Python code",
         "licence": "Apache-2.0",
-        "bytes": sum(each.stat().st_size for each in BUNDLED.rglob(WEIGHTS)),
+        "bytes": sum(each.stat().st_size for each in folder.rglob(WEIGHTS)),
         "path": str(folder) if folder.is_dir() else None,
         "from": "this package",
+        "drafts": _drafts("bundled"),
     }
 
 
@@ -43,4 +47,11 @@ def _described(known: Known) -> dict[str, Any]:
         "bytes": known.size,
         "path": None if place is None else str(place.path),
         "from": f"{how_to_have(known)}, or the hub ({known.hub})" if place is None else place.what,
+        "drafts": _drafts(known.name),
     }
+
+
+def _drafts(name: str) -> str | None:
+    """Where the drafts are that come with the package for a model, if any do."""
+    shipped = shipped_for(name)
+    return None if shipped is None else str(shipped / "drafts")

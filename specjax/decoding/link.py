@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from specjax.base.pytree import replace
 from specjax.decoding.streamed import logits_at, run_layer
@@ -26,6 +26,8 @@ _MANY, _ENOUGH_SECONDS = 20, 0.15
 do."""
 _BEYOND_CACHES = 2**29
 """Bytes of layers that no processor's cache holds."""
+_MULTIPLE = 64
+"""Texts are padded to so many tokens, so that few programs are compiled."""
 MOST_LEVELS = 16
 """Tokens that a draft goes deep where its passes cost nearly nothing."""
 ACCEPTANCE = 0.9
@@ -176,26 +178,42 @@ def _timed_layers(model: Model) -> list[LayerWeights]:
 _logits = jax.jit(unembed)
 
 
-def overlap(target: Model, draft: Model, text: Sequence[int], temperature: float) -> float:
-    """How much of the target's distributions along a text a draft's have, on the mean.
+def overlaps(
+    target: Model,
+    draft: Model,
+    text: Sequence[int],
+    columns: Sequence[int],
+    temperature: float,
+) -> Float[Array, " n"]:
+    """How much of the target's distributions after some tokens of a text a draft's have.
 
-    That is how often a token drawn from the one is accepted for the other; at temperature 0 how
-    often both have the same most likely token. A layer is compiled, and not the model.
+    That is how often a token drawn from the one is accepted for the other; at temperature 0 it is 1
+    where both have the same most likely token. A layer is compiled, and not the model.
     """
-    tokens = jnp.asarray([text], jnp.int32)
-    columns = jnp.arange(len(text) // 8, len(text), dtype=jnp.int32)[None]
-    p, q = (logits_at(by_layers(each), tokens, columns)[0] for each in (target, draft))
+    size = -(-len(text) // _MULTIPLE) * _MULTIPLE
+    tokens = jnp.zeros((1, size), jnp.int32).at[0, : len(text)].set(jnp.asarray(text, jnp.int32))
+    every = jnp.arange(size, dtype=jnp.int32)[None]
+    p, q = (logits_at(by_layers(each), tokens, every)[0] for each in (target, draft))
     if temperature == 0:
-        return float((p.argmax(axis=-1) == q.argmax(axis=-1)).mean())
+        shared = (p.argmax(axis=1) == q.argmax(axis=1)).astype(jnp.float32)
+    else:
+        shared = _shared(p, q, jnp.float32(temperature))
+    return shared[jnp.asarray(columns)]
+
+
+@jax.jit
+def _shared(
+    p: Float[Array, "T V"], q: Float[Array, "T V"], temperature: Float[Array, ""]
+) -> Float[Array, " T"]:
     p, q = (jax.nn.softmax(each / temperature, axis=-1) for each in (p, q))
-    return float(jnp.minimum(p, q).sum(axis=-1).mean())
+    return jnp.minimum(p, q).sum(axis=-1)
 
 
 def by_layers(model: Model) -> StreamedModel:
     """A model in memory, of which a layer is compiled at a time."""
     return StreamedModel(
         model.embedding, model.layers, model.final_norm, model.unembedding, model.config,
-        model.final_norm_bias, model.position_embedding,
+        model.final_norm_bias, model.position_embedding, row_of=model.row_of,
     )  # fmt: skip
 
 

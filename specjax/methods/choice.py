@@ -1,10 +1,7 @@
 """Which method to use: the one asked for, one that tune wrote down, or the fastest measured."""
 
 import dataclasses
-import importlib.resources
-import json
 import math
-import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,12 +13,9 @@ from specjax.checkpoints.pair import Pair
 from specjax.decoding.link import (
     MOST_LEVELS,
     draft_seconds,
-    expected_tokens,
     link_of,
-    overlap,
-    pass_seconds,
 )
-from specjax.methods import defaults, records
+from specjax.methods import defaults, drafted, records
 from specjax.methods.draftless import findings
 from specjax.methods.evidence import Gain, evidence, fastest, gains
 from specjax.methods.method import Setting, check_method
@@ -29,14 +23,9 @@ from specjax.methods.records import Run
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.methods.tuned import pick, read
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import Widths, widest
 from specjax.verify.rules import AUTO, RULES
-
-_PROMPTS, _TOKENS = 16, 256
-"""Bundled prompts and tokens along which a draft is compared with its target."""
-_overlaps: "weakref.WeakKeyDictionary[Model, dict[float, float]]" = weakref.WeakKeyDictionary()
 
 
 class Asked(NamedTuple):
@@ -201,8 +190,8 @@ def no_deeper(setting: Setting, levels: int) -> Setting:
     )
 
 
-def _costly(pair: Pair) -> bool:
-    """Whether a draft is so large that its passes must be timed before it is taken."""
+def _is_weighed(pair: Pair) -> bool:
+    """Whether it is measured what a draft gains before it is taken: it, or its target, is large."""
     target = pair.target
     if isinstance(target, StreamedModel):
         if target.source is not None:
@@ -210,45 +199,16 @@ def _costly(pair: Pair) -> bool:
     elif mesh_of(target) is not None:
         return False
     size, own = target.config.num_parameters, pair.drafts[0].config.num_parameters
-    return size >= defaults.LEAST_TIMED and own >= defaults.LARGE_DRAFT * size
+    is_large = own >= defaults.LARGE_DRAFT * size or size >= defaults.LEAST_WEIGHED
+    return size >= defaults.LEAST_TIMED and is_large
 
 
-def _if_it_pays(pair: Pair, batch: int, sampled: bool) -> Choice:
-    """A chain as long as pays by what passes take and how often tokens would be accepted, or none.
-
-    Both are measured here, the latter along bundled prompts.
-    """
-    draft, target, levels = pair.drafts[0], pair.target, len(defaults.WIDTHS["chain"])
-    if batch > 1:
-        levels = len(defaults.WIDTHS_OF_MANY["chain"])
-    accepted = _acceptance(pair, 0.8 if sampled else 0.0)
-    own, plain = pass_seconds(draft, batch), pass_seconds(target, batch)
-    most = pass_seconds(target, batch * (levels + 1))
-
-    def gain(deep: int) -> float:
-        scoring = plain + max(most - plain, 0) * deep / levels
-        return expected_tokens(deep, accepted) * plain / (scoring + deep * own)
-
-    best = max(range(1, levels + 1), key=gain)
-    told = (
-        f"a pass of the draft takes {own * 1e3:.3g} ms, one of the model {plain * 1e3:.3g} ms, and "
-        f"about {accepted:.0%} of its tokens would be accepted: {gain(best):.2f} times plain "
-        f"decoding, {best} deep"
-    )
-    if gain(best) < defaults.LEAST_GAIN:
-        return Choice(Setting(), f"drafting would not pay: {told}, at best")
-    return Choice(setting_of("chain", widths=(1,) * best), told)
-
-
-def _acceptance(pair: Pair, temperature: float) -> float:
-    """How often a token of the draft would be accepted along bundled prompts; measured once."""
-    known = _overlaps.setdefault(pair.drafts[0], {})
-    if temperature not in known:
-        lines = (importlib.resources.files("specjax") / "prompts.jsonl").read_text("utf-8")
-        texts = [json.loads(line)["prompt"] for line in lines.splitlines()[:_PROMPTS]]
-        tokens = pair.tokenizer("\n".join(texts)).input_ids[: pair.target.config.max_positions]
-        known[temperature] = overlap(pair.target, pair.drafts[0], tokens[:_TOKENS], temperature)
-    return known[temperature]
+def _if_it_pays(pair: Pair, temperature: float, batch: int) -> Choice:
+    """A chain as long as pays (see `drafted`), or none."""
+    found = drafted.findings(pair, temperature, batch)
+    if not found.pays:
+        return Choice(Setting(), f"drafting would not pay: {found}, at best")
+    return Choice(setting_of("chain", widths=(1,) * found.best), str(found))
 
 
 def _draftless(pair: Pair, temperature: float, batch: int, verify: str) -> Choice:
@@ -283,10 +243,10 @@ def _untimed(pair: Pair) -> str | None:
 
 def compared_with(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> Setting:
     """What measurements must be faster than: the shipped default, or where that is what pays by
-    an estimate (a large draft or none) plain decoding.
+    an estimate (a large model or draft, or none) plain decoding.
     """
     streamed = isinstance(pair.target, StreamedModel) and pair.target.source is not None
-    if (not streamed and not pair.drafts) or (pair.drafts and _costly(pair)):
+    if (not streamed and not pair.drafts) or (pair.drafts and _is_weighed(pair)):
         return Setting()
     return shipped(pair, temperature, batch, verify).setting
 
@@ -294,17 +254,17 @@ def compared_with(pair: Pair, temperature: float, batch: int, verify: str = AUTO
 def shipped(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> Choice:
     """What is taken where nothing is measured by `bench` or `tune`.
 
-    Where the draft is large, by what it costs and gives (see `_if_it_pays`), and so what needs none
-    where there is none (see `_draftless`). Of a target whose layers are read in every pass, as many
-    nodes as cost no time (see `specjax.decoding.link`).
+    Where the model or its draft is large, by what it costs and gives (see `drafted`), and so what
+    needs none where there is none (see `_draftless`). Of a target whose layers are read in every
+    pass, as many nodes as cost no time (see `specjax.decoding.link`).
     """
     sampled = temperature > 0
     if isinstance(pair.target, StreamedModel) and pair.target.source is not None:
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:
         return _draftless(pair, temperature, batch, verify)
-    if _costly(pair):
-        found = _if_it_pays(pair, batch, sampled)
+    if _is_weighed(pair):
+        found = _if_it_pays(pair, temperature, batch)
         return found if _able(found.setting, pair, verify) else found._replace(setting=Setting())
     here, kind = platform(), "sampling" if sampled else "greedy"
     named = defaults.SHIPPED.get((here, kind, batch == 1), defaults.ELSEWHERE)

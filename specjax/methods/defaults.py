@@ -18,12 +18,15 @@ ELSEWHERE = "chain"
 """The method of `auto` where nothing else is known."""
 
 LARGE_DRAFT = 1 / 4
-"""Share of the target's parameters from which on a draft's passes are timed before it is taken."""
+"""Share of the target's parameters from which on it is measured what a draft gains."""
+LEAST_WEIGHED = 50_000_000
+"""Parameters of a target from which on that is measured of any draft: the shipped settings are
+those of a smaller one, which takes less time than to measure it."""
 LEAST_TIMED = 10_000_000
 """Parameters of a target below which its passes are not timed: of a smaller one a layer's start
 would take most of the time, and in a whole program layers have none."""
 LEAST_GAIN = 1.1
-"""Times plain decoding below which a large draft is not taken: its acceptance is an estimate."""
+"""Times plain decoding below which nothing is drafted: what a draft gains is an estimate."""
 
 WIDTHS: dict[str, Widths] = {"chain": (1,) * 7, "tree": (2, 1, 1, 1, 1, 1, 1), "pool": (1,) * 5}
 WIDTHS_OF_MANY: dict[str, Widths] = {"chain": (1,) * 3, "tree": (2, 1), "pool": (1,)}

@@ -143,9 +143,14 @@ class Findings(NamedTuple):
         return max(paying, key=self.gain, default=None)
 
 
+def kind_of(temperature: float) -> float:
+    """The temperature at which it is measured what rows of a temperature gain."""
+    return 0.0 if temperature == 0 else max(0.8, math.ceil(round(temperature * 10, 6)) / 10)
+
+
 def findings(pair: Pair, temperature: float, batch: int) -> Findings:
     """What was measured of such rows here, now or before."""
-    kind = 0.0 if temperature == 0 else max(0.8, math.ceil(round(temperature * 10, 6)) / 10)
+    kind = kind_of(temperature)
     name = f"{records.setting(pair.target, [], batch, kind > 0)}, temperature {kind:g}"
     if (kept := _of_json(records.recall_findings(name))) is not None:
         return kept
@@ -159,19 +164,21 @@ def findings(pair: Pair, temperature: float, batch: int) -> Findings:
 def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     """Measures a plain step and every candidate; seconds, most of them compilation."""
     few = BUDGETS[0]
-    steps = _steps(pair.target, (0, few), batch, temperature > 0)
+    steps = step_seconds(pair.target, (0, few), batch, temperature > 0)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     if steps[few] > defaults.LEAST_GAIN * steps[0]:
         return Findings(now, steps[0], steps[few], (), ())
-    steps |= _steps(pair.target, BUDGETS[1:], batch, temperature > 0)
+    steps |= step_seconds(pair.target, BUDGETS[1:], batch, temperature > 0)
     plain = steps.pop(0)
-    texts = _texts(pair, temperature)
+    texts = texts_of(pair, temperature)
     found = [one for name in METHODS for one in _candidates(pair, name, texts, steps, batch)]
     written = tuple(text.written for text in texts)
     return Findings(now, plain, steps[few], written, tuple(found))
 
 
-def _steps(target: Model, budgets: Sequence[int], batch: int, sampled: bool) -> dict[int, float]:
+def step_seconds(
+    target: Model, budgets: Sequence[int], batch: int, sampled: bool
+) -> dict[int, float]:
     """Seconds of a step without drafting, by the nodes of every row."""
     dtype = target.embedding.dtype
     columns = {n: layers.fast_columns(batch * (n + 1), dtype) for n in budgets}
@@ -223,7 +230,7 @@ def _likeliest(outer: Model, x: Float[Array, "E C"], count: int) -> Array:
     return top_tokens_in(outer, x, (1, x.shape[1]), count)
 
 
-def _texts(pair: Pair, temperature: float) -> list[Text]:
+def texts_of(pair: Pair, temperature: float) -> list[Text]:
     """What the model writes after a few prompts, if it is fast enough and there is room for it."""
     room = pair.target.config.max_positions - _NEW
     prompts = [ids for ids in _prompts(pair.tokenizer) if 0 < len(ids) <= room]

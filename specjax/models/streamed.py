@@ -54,7 +54,7 @@ class StreamedModel(Model):
         """What lies outside its layers."""
         return Model(
             self.embedding, (), self.final_norm, self.unembedding, self.config,
-            self.final_norm_bias, self.position_embedding,
+            self.final_norm_bias, self.position_embedding, row_of=self.row_of,
         )  # fmt: skip
 
     @property
