@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -561,6 +562,30 @@ print(status().line)
 assert unable(jnp.ones((8, 64)), 64, 1) == status().reason
 assert jnp.ones((8, 64))[0].sum() == 64 and jax.default_backend() == "cpu"
 """
+
+
+@pytest.mark.slow
+@needs_it
+def test_sums_of_several_columns_stay_in_registers():
+    """Weights that are multiplied as they are take no longer than those that are widened first.
+
+    With AVX-512 16 columns took 1.4 times as long where sums did not stay there; 0.9 times now.
+    """
+
+    @jax.jit
+    def products(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.fori_loop(0, 200, lambda _, x: cpu_matmul(weights, x), x)
+
+    def seconds(weights: jax.Array) -> float:
+        start = time.perf_counter()
+        products(weights, x).block_until_ready()
+        return time.perf_counter() - start
+
+    x = jnp.ones((320, 16))
+    kinds = [jnp.zeros((320, 320), dtype) for dtype in (jnp.float32, jnp.bfloat16)]
+    rounds = [[seconds(weights) for weights in kinds] for _ in range(15)]
+    plain, widened = np.min(rounds, axis=0)
+    assert plain < 1.3 * widened
 
 
 @pytest.mark.slow
