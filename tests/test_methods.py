@@ -20,6 +20,7 @@ from specjax.methods.method import METHODS, Setting
 from specjax.methods.records import Measured, Run
 from specjax.methods.setting import from_json, to_json
 from specjax.methods.switch import switching
+from specjax.models.stacking import stacked
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K
 from specjax.trees.widths import Widths
 from tests.conftest import tiny_model
@@ -370,6 +371,8 @@ def test_of_a_large_target_any_draft_is_weighed(large, monkeypatch):
     assert choose(Asked(), small, 0.0).setting.label == "specexec 15"
     monkeypatch.setattr(defaults, "LEAST_WEIGHED", 0)
     assert choose(Asked(), small, 0.0).setting.label == "none"
+    stack = small._replace(target=stacked(TARGET))  # whose layers are not timed one by one
+    assert choose(Asked(), stack, 0.0).setting.label == "specexec 15"
 
 
 def test_a_large_draft_is_compared_with_plain_decoding(large, monkeypatch):

@@ -192,15 +192,12 @@ def no_deeper(setting: Setting, levels: int) -> Setting:
 
 def _is_weighed(pair: Pair) -> bool:
     """Whether it is measured what a draft gains before it is taken: it, or its target, is large."""
-    target = pair.target
-    if isinstance(target, StreamedModel):
-        if target.source is not None:
-            return False
-    elif mesh_of(target) is not None:
+    target, draft = pair.target, pair.drafts[0]
+    streams = isinstance(target, StreamedModel) and target.source is not None
+    if streams or draft.is_stacked or _untimed(pair) is not None:
         return False
-    size, own = target.config.num_parameters, pair.drafts[0].config.num_parameters
-    is_large = own >= defaults.LARGE_DRAFT * size or size >= defaults.LEAST_WEIGHED
-    return size >= defaults.LEAST_TIMED and is_large
+    size, own = target.config.num_parameters, draft.config.num_parameters
+    return own >= defaults.LARGE_DRAFT * size or size >= defaults.LEAST_WEIGHED
 
 
 def _if_it_pays(pair: Pair, temperature: float, batch: int) -> Choice:
