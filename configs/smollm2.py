@@ -25,7 +25,7 @@ Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of
 import dataclasses
 
 from configs.boost.from_checkpoint import RECIPE as FROM_CHECKPOINT
-from train.config import Collect, Corpus, Distil, Labels, Reading, Schedule, Size, Turns, Vocabulary
+from train.config import Collect, Corpus, Distil, Labels, Reading, Schedule, Size, Trigrams, Turns, Vocabulary
 
 RECIPE = dataclasses.replace(
     FROM_CHECKPOINT,
@@ -33,16 +33,17 @@ RECIPE = dataclasses.replace(
     corpus=Corpus(),
     turns=Turns(tokens=96, temperatures=(0.8, 1.0), batch=256),
     collect=Collect(
-        prompts=12288, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
+        prompts=4608, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
     ),
     vocabulary=Vocabulary(size=8191),
     draft=Size(256, 704, 2, 4, 2, 64),
     warm=Reading(steps=0, batch=1),
     labels=Labels(top_k=20, corpus_rows=0, tokens=4096),
     schedule=Schedule(
-        steps=3000, batch=12, warmup_steps=50, decay_steps=1500, save_every=250, evaluate_every=250
+        steps=1600, batch=12, warmup_steps=50, decay_steps=800, save_every=100, evaluate_every=200
     ),
     distil=Distil(corpus_rows=0),
+    trigrams=Trigrams(contexts=32_000, width=4),
     boost=dataclasses.replace(FROM_CHECKPOINT.boost, drafts=1),
     evaluation=dataclasses.replace(
         FROM_CHECKPOINT.evaluation, prompts=64, prompt_tokens=128, new_tokens=384

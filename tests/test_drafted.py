@@ -1,6 +1,8 @@
 """What a chain of a pair's draft gains, and the measurements that it goes by."""
 
 import json
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,8 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.checkpoints.acceptance import read_acceptance, write_acceptance
+from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.decoding import link
 from specjax.methods import defaults, drafted, records
@@ -17,6 +21,7 @@ from specjax.models.pruning import with_rows
 from specjax.models.transformer import forward
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
+from train.export import tell_acceptance
 
 __all__ = ["own_cache"]
 TARGET, DRAFT = tiny_model(), tiny_model(1, num_layers=1)
@@ -87,6 +92,37 @@ def test_bundled_prompts_tell_where_no_text_was_written(pair, monkeypatch):
     found = drafted.measure(pair, 0.0, 1)
     assert not found.written
     assert "of bundled prompts" in str(found)
+
+
+def test_a_drafts_folder_says_what_its_chains_give(pair, monkeypatch, tmp_path):
+    """As training leaves it there: nothing is written then, and passes alone are timed."""
+    folder = Path(shutil.copytree(pair_folder(), tmp_path / "pair"))
+    tell_acceptance(pair.target, folder / "two")
+    known = read_acceptance(folder / "two")
+    assert known.along > 100
+    assert known.at(0.0) == pytest.approx(drafted.measure(pair, 0.0, 1).tokens, abs=1e-4)
+    assert known.at(0.6) == known.tokens[0.8]
+    assert known.at(2.0) == known.tokens[1.0]
+    own = load_pair(f"{folder}/target", f"{folder}/two,{folder}/one")
+    assert own.acceptance == known
+    monkeypatch.setattr(drafted, "texts_of", None)
+    found = drafted.findings(own, 0.0, 1)
+    assert (found.tokens, found.along, found.written) == (known.at(0.0), known.along, True)
+    assert len(drafted.findings(own, 0.9, 8).tokens) == 3
+    # It is said of this target, and of no other.
+    write_acceptance(folder / "two", known._replace(parameters=1))
+    assert load_pair(f"{folder}/target", f"{folder}/two").acceptance is None
+
+
+@pytest.mark.parametrize(
+    "held", ["{", "[]", "{}", '{"parameters": 1, "along": 9, "tokens": {"0": [1.5]}}',
+             '{"parameters": 1, "along": 9, "tokens": {"0": [1.5], "0.8": [0.5]}}',
+             '{"parameters": 1, "along": 9, "tokens": {"0": [1.5], "warm": [1.5]}}']
+)  # fmt: skip
+def test_a_damaged_file_is_refused_in_a_sentence(held, tmp_path):
+    (tmp_path / "acceptance.json").write_text(held)
+    with pytest.raises(CheckpointError, match=r"acceptance.json (cannot be read|must have)"):
+        read_acceptance(tmp_path)
 
 
 @pytest.mark.parametrize("held", [{}, {"date": "2026"}, {"tokens": [1.0]}, [], {"steps": [0.0]}])

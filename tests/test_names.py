@@ -6,7 +6,9 @@ import pytest
 
 from specjax.__main__ import main
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.names import MODELS
+from specjax.checkpoints.huggingface import load_drafts
+from specjax.checkpoints.names import BUNDLED, MODELS
+from specjax.checkpoints.pair import named
 
 KNOWN = MODELS["smollm2"]._replace(module="a_package_of_weights")
 
@@ -61,4 +63,28 @@ def test_models_lists_names(nowhere, capsys):
     assert main(["models", "--json"]) == 0
     bundled, small = json.loads(capsys.readouterr().out)["models"]
     assert (bundled["name"], small["name"], small["path"]) == ("bundled", "smollm2", None)
-    assert 40e6 < bundled["bytes"] < 50e6
+    assert 35e6 < bundled["bytes"] < 40e6
+    assert [each["drafts"] for each in (bundled, small)] == [
+        str(BUNDLED / "drafts"), str(BUNDLED / "smollm2" / "drafts"),
+    ]  # fmt: skip
+
+
+def test_drafts_of_a_short_name_come_with_the_package(nowhere):
+    cached = nowhere / "cache" / "models" / "smollm2"
+    cached.mkdir(parents=True)
+    (cached / KNOWN.file).touch()
+    first = BUNDLED / "smollm2" / "drafts" / "0"
+    whole = named("smollm2")
+    assert whole.target.path == cached / KNOWN.file
+    assert whole.drafts[0].path == first
+    assert named("smollm2", "smollm2") == whole
+    assert named("smollm2", "none")[1:3] == ((), ())
+    other = named(str(cached / KNOWN.file), "smollm2")
+    assert other.drafts == whole.drafts
+    assert other.stages == ()
+    assert named("smollm2", "smollm2/0").drafts == whole.drafts[:1]
+    draft, *others = load_drafts("smollm2")
+    assert len(others) == len(whole.drafts) - 1
+    assert draft.config.vocab_size == 49_152 > 4 * draft.config.draft_vocab_size
+    (nowhere / "smollm2").mkdir()
+    assert named(str(cached / KNOWN.file), "smollm2").drafts[0].path.name == "smollm2"

@@ -1,11 +1,18 @@
 """The finished pair: Hugging Face folders, prompts to measure it on, and a report of the run."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.acceptance import write_acceptance
+from specjax.checkpoints.huggingface import load_draft, load_model, save_model
+from specjax.checkpoints.pair import Pair
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.methods import defaults
+from specjax.methods.drafted import acceptance_of
+from specjax.models.transformer import Model
 from train.chunks import write_text
 from train.collect import load_collected
 from train.data import Prompts, evenly
@@ -145,9 +152,18 @@ def report(work: Work) -> None:
         "machine": machine(),
     }
     write_text(out / REPORT, json.dumps(found, indent=1) + "\n")
+    if work.target.config.num_parameters >= defaults.LEAST_WEIGHED:
+        tell_acceptance(work.target, out / "drafts" / "0")
     work.log.write("report", **found["target"], marked=str(found["marked"]))
     for number, numbers in enumerate(figures):
         work.log.write("report", draft=number, **numbers)
+
+
+def tell_acceptance(target: Model, folder: Path) -> None:
+    """Writes into a draft's folder what its chains give, so that `auto` need not measure it."""
+    pair = Pair(target, tokenizer_of(folder, target.config.vocab_size), [load_draft(folder)])
+    with contextlib.suppress(ValueError):  # a target that writes too little says nothing
+        write_acceptance(folder, acceptance_of(pair))
 
 
 def _of_target(work: Work) -> Metrics:

@@ -10,6 +10,7 @@ from pallas_kernels.cpu_matmul import unable_here
 from specjax.base.deprecated import keywords_after
 from specjax.base.progress import counted, working
 from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
+from specjax.checkpoints.acceptance import Acceptance, read_acceptance
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import Files, config_of, find
 from specjax.checkpoints.streaming import load_offloaded
@@ -36,7 +37,8 @@ class Pair(NamedTuple):
     """A target with its tokenizer, and what drafts for it.
 
     `table` is an n-gram model of the draft's output, `smaller` a draft for the draft. `files` are
-    those of a target that may be its own draft in fewer bits, where none is named.
+    those of a target that may be its own draft in fewer bits, where none is named. `acceptance` is
+    what the first draft's folder says of this target.
     """
 
     target: Model
@@ -45,6 +47,7 @@ class Pair(NamedTuple):
     table: NGram | None = None
     smaller: Model | None = None
     files: Files | None = None
+    acceptance: Acceptance | None = None
 
 
 @keywords_after(2)
@@ -220,7 +223,7 @@ def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
     drafts = [
         _draft(target, files, f"draft {number}", mesh) for number, files in enumerate(found.drafts)
     ]
-    pair = pair._replace(drafts=drafts)
+    pair = pair._replace(drafts=drafts, acceptance=_acceptance(pair.target, found.drafts[:1]))
     for each in found.stages:
         if ngram_files.is_ngram(each):
             table = ngram_files.load_ngram(each, target.rows)
@@ -229,6 +232,15 @@ def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
             smaller = _draft(target, Files(each), "the smaller draft", mesh)
             pair = pair._replace(smaller=smaller)
     return pair
+
+
+def _acceptance(target: Model, drafts: tuple[Files, ...]) -> Acceptance | None:
+    """What the folder of the first draft says of a target of that size."""
+    for files in drafts:
+        known = read_acceptance(files.path)
+        if known is not None and known.parameters == target.config.num_parameters:
+            return known
+    return None
 
 
 def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Model:

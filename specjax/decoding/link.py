@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from specjax.base.pytree import replace
 from specjax.decoding.streamed import logits_at, run_layer
@@ -26,8 +26,6 @@ _MANY, _ENOUGH_SECONDS = 20, 0.15
 do."""
 _BEYOND_CACHES = 2**29
 """Bytes of layers that no processor's cache holds."""
-_MULTIPLE = 64
-"""Texts are padded to so many tokens, so that few programs are compiled."""
 MOST_LEVELS = 16
 """Tokens that a draft goes deep where its passes cost nearly nothing."""
 ACCEPTANCE = 0.9
@@ -181,7 +179,7 @@ _logits = jax.jit(unembed)
 def overlaps(
     target: Model,
     draft: Model,
-    text: Sequence[int],
+    text: Sequence[int] | Int[np.ndarray, " T"],
     columns: Sequence[int],
     temperature: float,
 ) -> Float[Array, " n"]:
@@ -190,9 +188,7 @@ def overlaps(
     That is how often a token drawn from the one is accepted for the other; at temperature 0 it is 1
     where both have the same most likely token. A layer is compiled, and not the model.
     """
-    size = -(-len(text) // _MULTIPLE) * _MULTIPLE
-    tokens = jnp.zeros((1, size), jnp.int32).at[0, : len(text)].set(jnp.asarray(text, jnp.int32))
-    every = jnp.arange(size, dtype=jnp.int32)[None]
+    tokens, every = jnp.asarray(text, jnp.int32)[None], jnp.arange(len(text), dtype=jnp.int32)[None]
     p, q = (logits_at(by_layers(each), tokens, every)[0] for each in (target, draft))
     if temperature == 0:
         shared = (p.argmax(axis=1) == q.argmax(axis=1)).astype(jnp.float32)

@@ -1,9 +1,9 @@
 """What a chain of a pair's first draft gains: measured once, and kept.
 
 It pays by what passes of the draft and of the model take here, and by how often the model accepts
-the draft's tokens. The latter is measured along texts that the model writes itself after a few
-prompts, as a draft often foresees answers better than anything else; along bundled prompts where
-the model is too slow to write some.
+the draft's tokens. The latter is what the draft's folder says; else it is measured along texts that
+the model writes itself after a few prompts, as a draft often foresees answers better than anything
+else; along bundled prompts where the model is too slow to write some.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ import numpy as np
 from jaxtyping import Float
 
 from specjax.base.progress import working
+from specjax.checkpoints.acceptance import Acceptance
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.link import overlaps
 from specjax.methods import defaults, records
 from specjax.methods.draftless import kind_of, step_seconds, texts_of
-from specjax.methods.replay import Text
+from specjax.methods.replay import Text, padded, padded_size
 from specjax.trees.widths import is_number
 
 _TIMED = (0, 1, 3, 7)
@@ -98,16 +99,38 @@ def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     timed = [each for each in _TIMED if each in levels]
     steps = step_seconds(pair.target, timed, batch, sampled)
     taken = np.interp(levels, timed, [steps[each] for each in timed])
-    texts = texts_of(pair, temperature)
-    along = texts or [_bundled(pair)]
+    known = pair.acceptance
+    if known is not None:
+        written, along, tokens = True, known.along, known.at(temperature)
+    else:
+        texts = texts_of(pair, temperature)
+        written, taken_along = bool(texts), texts or [_bundled(pair)]
+        along = sum(text.written for text in taken_along)
+        tokens = _tokens(pair, taken_along, temperature, levels[-1])
     return Findings(
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         step_seconds(draft, (0,), batch, sampled)[0],
         tuple(taken.tolist()),
-        _tokens(pair, along, temperature, len(levels) - 1),
-        sum(text.written for text in along),
-        bool(texts),
+        tokens[: levels[-1]],
+        along,
+        written,
     )
+
+
+def acceptance_of(pair: Pair, temperatures: Sequence[float] = (0.0, 0.8, 1.0)) -> Acceptance:
+    """What a draft's folder can say of its target, measured along what the target writes.
+
+    Raises:
+      ValueError: it wrote too little.
+    """
+    tokens, along = dict[float, tuple[float, ...]](), 0
+    for temperature in temperatures:
+        texts = texts_of(pair, temperature)
+        if not texts:
+            raise ValueError(f"the target wrote too little at temperature {temperature:g}.")
+        tokens[temperature] = _tokens(pair, texts, temperature, len(defaults.WIDTHS["chain"]))
+        along = along or sum(text.written for text in texts)
+    return Acceptance(pair.target.config.num_parameters, along, tokens)
 
 
 def _tokens(
@@ -118,11 +141,11 @@ def _tokens(
     A token of a drawn chain is accepted with the probability that the distributions share
     (Leviathan et al., 2211.17192), at temperature 0 where both have the same likeliest.
     """
-    model, draft = pair.target, pair.drafts[0]
+    model, draft, size = pair.target, pair.drafts[0], padded_size(texts)
     reached: list[Float[np.ndarray, "n L"]] = []
     for text in texts:
         columns = range(text.start - 1, len(text.tokens) - 1)
-        own = np.asarray(overlaps(model, draft, text.tokens, columns, temperature))
+        own = np.asarray(overlaps(model, draft, padded(text, size), columns, temperature))
         ahead = np.concatenate([own, np.full(levels, np.nan)])
         windows = np.lib.stride_tricks.sliding_window_view(ahead, levels)[: len(own)]
         reached.append(np.cumprod(windows, axis=1))

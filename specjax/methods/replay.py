@@ -79,11 +79,11 @@ def likeliest_along(
     target: Model, texts: Sequence[Text], count: int
 ) -> list[Int32[np.ndarray, "T k"]]:
     """The target's `count` likeliest tokens after each token of every text."""
-    size, model, found = _size(texts), by_layers(target), []
+    size, model, found = padded_size(texts), by_layers(target), []
     if not count:
         return [np.zeros((size, 0), np.int32) for _ in texts]
     for text in texts:
-        tokens = jnp.asarray(_padded(text, size)[None])
+        tokens = jnp.asarray(padded(text, size)[None])
         logits = logits_at(model, tokens, jnp.arange(size, dtype=jnp.int32)[None])[0]
         found.append(np.asarray(_largest(logits, count)))
     return found
@@ -132,8 +132,8 @@ def _proposed(
     rows: int,
 ) -> Iterator[tuple[list[tuple[int, int]], TokenTree, float]]:
     """Trees at every place where a step may begin, some at a time: text and place of each."""
-    size = _size(texts)
-    padded = [_padded(text, size) for text in texts]
+    size = padded_size(texts)
+    padded = [padded(text, size) for text in texts]
     places = [(n, at) for n, text in enumerate(texts)
               for at in range(text.start - 1, len(text.tokens) - 1)]  # fmt: skip
     keys, sampling = row_keys(jax.random.key(0), rows), Sampling().rows(rows)
@@ -178,12 +178,14 @@ def _propose(
     return drafter.propose(key, length - 1, state, last, sampling)[0]
 
 
-def _size(texts: Sequence[Text]) -> int:
+def padded_size(texts: Sequence[Text]) -> int:
+    """The length that all of some texts are padded to, so that one program reads them."""
     longest = max(len(text.tokens) for text in texts)
     return -(-longest // _MULTIPLE) * _MULTIPLE
 
 
-def _padded(text: Text, size: int) -> Int32[np.ndarray, " T"]:
+def padded(text: Text, size: int) -> Int32[np.ndarray, " T"]:
+    """The tokens of a text, and zeros behind them."""
     found = np.zeros(size, np.int32)
     found[: len(text.tokens)] = text.tokens
     return found

@@ -147,15 +147,24 @@ class Waiting {
 
 extern Waiting waiting;
 
-constexpr int64_t kAlone = 1 << 18;  // bytes of weights times a share of the columns below which one thread does all
+// Bytes of weights times a share of the columns: below kAlone one thread does all, below kAwake no other is woken for it.
+constexpr int64_t kAlone = 1 << 16, kAwake = 1 << 18;
 constexpr int64_t kChunkBytes = 1 << 19;
 
-// Does all of it, with up to `helpers` others: `schedule(f)` runs f() on another thread, some time.
+// How many others may help with work of that cost: those that wait, and those that are woken if too few do.
+struct Helpers {
+  int64_t most, woken;
+  Helpers(int64_t cost, int64_t threads)
+      : most(cost < kAlone ? 0 : threads - 1), woken(cost < kAwake ? 0 : threads - 1) {}
+};
+
+// Does all of it, with the help of others: `schedule(f)` runs f() on another thread, some time.
 template <class Schedule>
-void all_of(const std::shared_ptr<Work>& work, int64_t helpers, Schedule&& schedule) {
+void all_of(const std::shared_ptr<Work>& work, const Helpers& helpers, Schedule&& schedule) {
   int64_t chunks = (work->units + work->chunk - 1) / work->chunk;
-  helpers = helpers < chunks - 1 ? helpers : chunks - 1;
-  for (int64_t i = waiting.give(work, helpers); i < helpers; i++) schedule([work] { waiting.help(work); });
+  int64_t most = helpers.most < chunks - 1 ? helpers.most : chunks - 1;
+  int64_t woken = helpers.woken < most ? helpers.woken : most;
+  for (int64_t i = waiting.give(work, most); i < woken; i++) schedule([work] { waiting.help(work); });
   work->take();
   for (int spins = 0; work->done.load(std::memory_order_acquire) < work->units; spins++)
     spins > 1000 ? std::this_thread::yield() : pause();
@@ -177,9 +186,9 @@ bool multiply(const std::vector<Call>& calls, int64_t threads, Schedule&& schedu
   work->form->pack(call, work->packed.get());
   int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
   int64_t cost = row_bytes * outputs * (1 + call.columns / 8);
-  int64_t helpers = cost < kAlone ? 0 : threads - 1;
+  Helpers helpers(cost, threads);
   work->units = work->chunk = outputs;
-  if (helpers > 0) {
+  if (helpers.most > 0) {
     int64_t rows = kChunkBytes / row_bytes, fair = outputs / (4 * threads);
     rows = rows < fair ? rows : fair;
     int64_t tile = call.quantized ? 16 : 24;  // whole tiles of every form
@@ -200,7 +209,7 @@ bool attend(const Attention& call, int64_t threads, Schedule&& schedule) {
   int64_t seen = call.columns * call.rows;
   for (int64_t row = 0; call.keys != nullptr && row < call.rows; row++) seen += call.length[row];
   int64_t cost = seen * call.kv_heads * call.dim * 8 * (1 + call.queries() / 8);
-  all_of(work, cost < kAlone ? 0 : threads - 1, schedule);
+  all_of(work, Helpers(cost, threads), schedule);
   return !work->short_of_memory.load(std::memory_order_relaxed);
 }
 
