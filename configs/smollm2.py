@@ -7,8 +7,8 @@ Command:    nice python -m train.run configs/smollm2.py target=DIR --folder runs
 Hardware:   one core of an EPYC with AVX512-BF16 was used, 3 GiB of memory.
 Wall time:  answers 200 to 300 tokens/s on that core beside other work, so an hour and a half for
             4,608 (1.29M tokens); turns 120 to 300; trigrams 3 minutes; the draft 36 minutes on two
-            cores (0.75 s a step, 1.4 where other work has one of them). Ways of collecting, one core, shared with other
-            work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in batches of 16, 32, 64 of 128
+            cores (0.75 s a step, 1.4 where other work has one of them). Ways of collecting, one
+            core, shared with other work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in batches of 16, 32, 64 of 128
             tokens that never end, 186 where rows wait for the longest (turns, 64); engine of 16
             rows 196 to 221, of 32 207, whatever ends. A pass of 16 columns is bound by arithmetic
             (142 GFLOP/s, XLA's own rate there), so drafting cannot help.
@@ -22,15 +22,25 @@ Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of
             8,191 tokens and the row of the others, width 256, 2 layers: 7 MB in bfloat16. Steps of
             random drafts (Q4_1, one row, chains of 2 / 4 / 6, over a plain step of 8.7 ms): width
             192, 1 layer 1.5 / 2.4 / 2.8; 256, 2 layers 1.7 / 2.5 / 2.9; 384, 2 layers 1.8 / 2.6 /
-            3.1; 576, 3 layers 1.9 / 3.3 / 4.0 (with the product of that day, whose passes of 3 to 7
-            nodes took 1.3 to 2 times as long as now).
+            3.1; 576, 3 layers 1.9 / 3.3 / 4.0 (before products kept their sums in registers).
 To reach:   agreement 0.503 along its own answers, 0.363 along answers to what people ask.
 """
 
 import dataclasses
 
 from configs.boost.from_checkpoint import RECIPE as FROM_CHECKPOINT
-from train.config import Collect, Corpus, Distil, Labels, Reading, Schedule, Size, Trigrams, Turns, Vocabulary
+from train.config import (
+    Collect,
+    Corpus,
+    Distil,
+    Labels,
+    Reading,
+    Schedule,
+    Size,
+    Trigrams,
+    Turns,
+    Vocabulary,
+)
 
 RECIPE = dataclasses.replace(
     FROM_CHECKPOINT,
