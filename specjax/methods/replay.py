@@ -133,14 +133,14 @@ def _proposed(
 ) -> Iterator[tuple[list[tuple[int, int]], TokenTree, float]]:
     """Trees at every place where a step may begin, some at a time: text and place of each."""
     size = padded_size(texts)
-    padded = [padded(text, size) for text in texts]
+    whole = [padded(text, size) for text in texts]
     places = [(n, at) for n, text in enumerate(texts)
               for at in range(text.start - 1, len(text.tokens) - 1)]  # fmt: skip
     keys, sampling = row_keys(jax.random.key(0), rows), Sampling().rows(rows)
     for begin in range(0, len(places), rows):
         own = places[begin : begin + rows]
         full = [*own, *own[:1] * (rows - len(own))]
-        prompt = jnp.asarray(np.stack([padded[number] for number, _ in full]))
+        prompt = jnp.asarray(np.stack([whole[number] for number, _ in full]))
         top = jnp.asarray(np.stack([likeliest[number] for number, _ in full]))
         length = jnp.asarray([at + 1 for _, at in full], jnp.int32)
         last = jnp.take_along_axis(prompt, length[:, None] - 1, axis=1)[:, 0]
