@@ -9,9 +9,10 @@ Wall time:  answers 200 to 300 tokens/s on that core beside other work, so an ho
             4,608 (1.29M tokens); turns 120 to 300; trigrams 3 minutes; the draft 36 minutes on two
             cores (0.75 s a step, 1.4 where other work has one of them). Ways of collecting, one
             core, shared with other work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in
-            batches of 16, 32, 64 of 128 tokens that never end, 186 where rows wait for the longest (turns, 64); engine of 16
-            rows 196 to 221, of 32 207, whatever ends. A pass of 16 columns is bound by arithmetic
-            (142 GFLOP/s, XLA's own rate there), so drafting cannot help.
+            batches of 16, 32, 64 of 128 tokens that never end, 186 where rows wait for the longest
+            (turns, 64); engine of 16 rows 196 to 221, of 32 207, whatever ends. A pass of 16
+            columns is bound by arithmetic (142 GFLOP/s, XLA's own rate there), so drafting cannot
+            help.
 Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of 49,152 rows takes
             1.4 ms a column at width 256, and one of 8,192 with its map 0.13. Share of the tokens
             of held-out answers among the most frequent of as many others (230,000 each):
