@@ -60,6 +60,13 @@ def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
     assert found == pytest.approx((1 + 6 / 8, 1 + 6 / 8 + 3 / 7, 1 + 6 / 8 + 3 / 7 + 1 / 6))
 
 
+@pytest.mark.parametrize(("where", "taken"), [("cpu", {1: 7, 3: 9}), ("gpu", {1: 11, 3: 13})])
+def test_starting_a_layers_program_is_no_part_of_a_pass_on_a_cpu(where, taken, monkeypatch):
+    monkeypatch.setattr(link, "platform", lambda: where)
+    monkeypatch.setattr(link, "_least_seconds", lambda clocks, runs: [10, 12, 1, 1, 4])
+    assert link.passes_seconds(tiny_model(4), (1, 3)) == taken
+
+
 @pytest.fixture
 def pair(monkeypatch) -> Pair:
     """A small pair with a tokenizer, which is weighed all the same."""
