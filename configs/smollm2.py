@@ -29,6 +29,7 @@ To reach:   agreement 0.503 along its own answers, 0.363 along answers to what p
 
 import dataclasses
 
+from configs.beginnings import beginnings
 from configs.boost.from_checkpoint import RECIPE as FROM_CHECKPOINT
 from train.config import (
     Collect,
@@ -47,9 +48,9 @@ RECIPE = dataclasses.replace(
     FROM_CHECKPOINT,
     name="smollm2",
     corpus=Corpus(),
-    turns=Turns(tokens=96, temperatures=(0.8, 1.0), batch=256),
+    turns=Turns(tokens=96, temperatures=(0.8, 1.0), batch=256, free=39, beginnings=beginnings()),
     collect=Collect(
-        prompts=4608, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
+        prompts=10752, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
     ),
     vocabulary=Vocabulary(size=8191),
     draft=Size(256, 704, 2, 4, 2, 64),

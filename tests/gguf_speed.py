@@ -31,15 +31,15 @@ class Speed:
     prompt: str = "Once upon a time in a small village there lived"
     new_tokens: int = 96
     runs: int = 7
-    kinds: tuple[str, ...] = ("default", "bfloat16", "int8")
-    """What specjax computes in: float32, bfloat16, default, or int8 for activations of 8 bits."""
+    kinds: tuple[str, ...] = ("default", "float", "int8", "bfloat16")
+    """Activations of specjax's: the default, float32, or int8; or all of it in bfloat16."""
 
 
 def loaded(file: str, kind: str) -> tuple[Any, Any]:
     """A file's model as one of the kinds, and its tokenizer."""
-    if kind == "int8":
-        return load(file, activations=kind)
-    return load(file, dtype=None if kind == "default" else kind, activations="float")
+    if kind == "bfloat16":
+        return load(file, dtype=kind)
+    return load(file, activations=None if kind == "default" else kind)
 
 
 def ours(file: str, kind: str, asked: Speed) -> Callable[[], float]:

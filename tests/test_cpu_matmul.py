@@ -264,20 +264,26 @@ def test_what_is_no_number_in_8_bits_stays_in_its_column(form):
 
 @pytest.mark.parametrize("product", ["auto", "xla"])
 @pytest.mark.parametrize("columns", [1, MOST_COLUMNS + 3])
-def test_linear_multiplies_activations_in_8_bits(columns, product):
+@pytest.mark.parametrize(("activations", "said"), [("int8", "8 bits"), ("bfloat16", "bfloat16")])
+def test_linear_multiplies_rounded_activations(activations, said, columns, product):
     """However many there are, and also where the product is XLA's."""
     random = np.random.default_rng(0)
     weight = jax.tree.map(jnp.asarray, packed(random.normal(size=(40, 96)), 4, 32))
     x = jnp.asarray(random.normal(size=(96, columns)), jnp.float32)
-    chosen = with_activations(weight, "int8")
+    chosen = with_activations(weight, activations)
     assert (chosen.name, weight.name) == (
-        "int4, a scale for each 32 inputs, activations in 8 bits",
+        f"int4, a scale for each 32 inputs, activations in {said}",
         "int4, a scale for each 32 inputs",
     )
-    expected = np.asarray(weight.unpacked() @ reference.quantized(x))
+    numbers, rounded = weight.unpacked(), reference.quantized(x)
+    if activations == "bfloat16":
+        numbers, rounded = (
+            each.astype(jnp.bfloat16).astype(jnp.float32) for each in (weight.unpacked(), x)
+        )
+    expected = np.asarray(numbers @ rounded)
     try:
         pallas_kernels.use(product)
-        found = np.asarray(layers.linear(chosen, x, jnp.dtype(jnp.bfloat16)))
+        found = np.asarray(layers.linear(chosen, x, jnp.dtype(jnp.float32)))
         pair = layers.linears([chosen, chosen], x)
         back = jax.grad(lambda x: layers.linear(chosen, x).sum())(x)
     finally:
@@ -286,7 +292,7 @@ def test_linear_multiplies_activations_in_8_bits(columns, product):
     assert np.abs(found - np.asarray(weight.unpacked() @ x)).max() > 1e-3
     for each in pair:
         np.testing.assert_array_equal(np.asarray(each), found)
-    wanted = np.broadcast_to(np.asarray(weight.unpacked()).sum(axis=0)[:, None], x.shape)
+    wanted = np.broadcast_to(np.asarray(numbers).sum(axis=0)[:, None], x.shape)
     np.testing.assert_allclose(np.asarray(back), wanted, rtol=1e-4, atol=1e-4)
 
 

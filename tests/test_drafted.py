@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.checkpoints.acceptance import read_acceptance, write_acceptance
+from specjax.checkpoints.acceptance import Acceptance, read_acceptance, write_acceptance
 from specjax.checkpoints.errors import CheckpointError
+from specjax.checkpoints.ngram_files import save_ngram
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.decoding import link
-from specjax.methods import defaults, drafted, records
+from specjax.draft.ngram import NGram, pack
+from specjax.methods import defaults, drafted, draftless, records
 from specjax.methods.choice import Asked, choose
+from specjax.methods.registry import build, setting_of
 from specjax.methods.replay import Text
 from specjax.models.pruning import with_rows
 from specjax.models.transformer import forward
@@ -55,7 +58,7 @@ def test_overlaps_are_those_of_the_two_distributions(is_pruned):
 def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
     right = np.array([1, 1, 0, 1, 1, 1, 0, 1], np.float32)
     monkeypatch.setattr(drafted, "overlaps", lambda target, draft, text, columns, t: right)
-    found = drafted._tokens(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(10)), 2)], 0.0, 3)
+    found = drafted._of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(10)), 2)], 0.0, 3)
     # One deep 6 of 8 are right, two deep 3 of the 7 that are followed by another, three 1 of 6.
     assert found == pytest.approx((1 + 6 / 8, 1 + 6 / 8 + 3 / 7, 1 + 6 / 8 + 3 / 7 + 1 / 6))
 
@@ -80,10 +83,14 @@ def test_it_is_measured_once_along_what_the_model_writes(pair, temperature, monk
     taken = choose(Asked(), pair, temperature)
     assert taken.setting.method in ("none", "chain")
     found = drafted.findings(pair, temperature, 1)
-    assert found.written
-    assert found.along > 100
-    assert len(found.steps) == 1 + len(found.tokens) == 8
-    assert all(1 < less <= more for less, more in zip(found.tokens, found.tokens[1:], strict=False))
+    (chain,) = found.found
+    assert chain.is_written
+    assert chain.num_tokens > 100
+    assert len(found.step_seconds) == 1 + len(chain.tokens_per_step) == 8
+    assert all(
+        1 < less <= more
+        for less, more in zip(chain.tokens_per_step, chain.tokens_per_step[1:], strict=False)
+    )
     assert str(found) in taken.reason
     monkeypatch.setattr(drafted, "measure", None)  # it is known now
     assert choose(Asked(), pair, temperature) == taken
@@ -91,13 +98,13 @@ def test_it_is_measured_once_along_what_the_model_writes(pair, temperature, monk
 
 def test_a_model_drafts_right_for_itself(pair):
     found = drafted.measure(pair._replace(drafts=[pair.target]), 0.0, 1)
-    assert found.tokens == pytest.approx([2, 3, 4, 5, 6, 7, 8])
+    assert found.found[0].tokens_per_step == pytest.approx([2, 3, 4, 5, 6, 7, 8])
 
 
 def test_bundled_prompts_tell_where_no_text_was_written(pair, monkeypatch):
     monkeypatch.setattr(drafted, "texts_of", lambda pair, temperature: [])
     found = drafted.measure(pair, 0.0, 1)
-    assert not found.written
+    assert not found.found[0].is_written
     assert "of bundled prompts" in str(found)
 
 
@@ -106,25 +113,84 @@ def test_a_drafts_folder_says_what_its_chains_give(pair, monkeypatch, tmp_path):
     folder = Path(shutil.copytree(pair_folder(), tmp_path / "pair"))
     tell_acceptance(pair.target, folder / "two")
     known = read_acceptance(folder / "two")
-    assert known.along > 100
-    assert known.at(0.0) == pytest.approx(drafted.measure(pair, 0.0, 1).tokens, abs=1e-4)
-    assert known.at(0.6) == known.tokens[0.8]
-    assert known.at(2.0) == known.tokens[1.0]
+    assert known.num_tokens > 100
+    (chain,) = drafted.measure(pair, 0.0, 1).found
+    assert known.at(0.0) == pytest.approx(chain.tokens_per_step, abs=1e-4)
+    assert known.at(0.6) == known.tokens_per_step[0.8]
+    assert known.at(2.0) == known.tokens_per_step[1.0]
     own = load_pair(f"{folder}/target", f"{folder}/two,{folder}/one")
     assert own.acceptance == known
     monkeypatch.setattr(drafted, "texts_of", None)
-    found = drafted.findings(own, 0.0, 1)
-    assert (found.tokens, found.along, found.written) == (known.at(0.0), known.along, True)
-    assert len(drafted.findings(own, 0.9, 8).tokens) == 3
+    (chain,) = drafted.findings(own, 0.0, 1).found
+    assert chain.tokens_per_step == known.at(0.0)
+    assert (chain.num_tokens, chain.is_written) == (known.num_tokens, True)
+    assert len(drafted.findings(own, 0.9, 8).found[0].tokens_per_step) == 3
     # It is said of this target, and of no other.
-    write_acceptance(folder / "two", known._replace(parameters=1))
+    write_acceptance(folder / "two", known._replace(target_parameters=1))
     assert load_pair(f"{folder}/target", f"{folder}/two").acceptance is None
 
 
+def table_of(texts: list[Text], size: int) -> NGram:
+    """Trigrams of what was written."""
+    tokens, log_q = np.zeros((size, 1), np.int32), np.full((size, 1), -1.0, np.float32)
+    for text in texts:
+        written = text.tokens[text.start - 1 :]
+        tokens[list(written[:-1]), 0] = written[1:]
+    return pack(np.zeros((0, 2), np.int32), tokens, log_q)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_an_ngram_model_is_weighed_beside_the_draft(pair, temperature, tmp_path):
+    """What its trees give along the model's texts is what decoding gives that writes them."""
+    texts = draftless.texts_of(pair, temperature)
+    own = pair._replace(table=table_of(texts, pair.target.config.vocab_size))
+    chain, trees = drafted.measure(own, temperature, 1).found
+    assert (chain.method, trees.method) == ("chain", "ngram")
+    assert trees.num_tokens == sum(text.written for text in texts)
+    assert trees.tokens_per_step[0] > 1.2
+    if not temperature:
+        prompts = [list(text.tokens[: text.start]) for text in texts]
+        for nodes in (1, 7):
+            drafter = build(setting_of("ngram", budget=nodes), own)
+            made = specjax.generate(
+                jax.random.key(0), own.target, drafter, prompts,
+                max_new_tokens=max(text.written for text in texts), stop_at_eos=False,
+            )  # fmt: skip
+            given = made.lengths.sum() / made.steps.sum()
+            assert trees.tokens_per_step[nodes - 1] == pytest.approx(given, rel=0.02)
+    # Told by its folder nothing is written, and the better of both is taken.
+    few, many = ({0.0: (each,) * 7, 0.8: (each,) * 7} for each in (1.01, 30.0))
+    told = own._replace(
+        acceptance=Acceptance(1, 500, few), table_acceptance=Acceptance(1, 600, many)
+    )
+    taken = choose(Asked(), told, temperature)
+    assert taken.setting.method == "ngram"
+    assert "gives 30.00 tokens along 600 that the model wrote" in taken.reason
+    swapped = own._replace(acceptance=told.table_acceptance, table_acceptance=told.acceptance)
+    records.file_of_findings().unlink()
+    assert choose(Asked(), swapped, temperature).setting.method == "chain"
+
+
+def test_training_tells_both_folders(pair, tmp_path):
+    folder = Path(shutil.copytree(pair_folder(), tmp_path / "pair"))
+    texts = draftless.texts_of(pair, 0.0)
+    save_ngram(
+        table_of(texts, pair.target.config.vocab_size),
+        folder / "ngram",
+        trained_on="its own answers",
+    )
+    tell_acceptance(pair.target, folder / "two", folder / "ngram")
+    own = load_pair(f"{folder}/target", f"{folder}/two", stage=f"{folder}/ngram")
+    assert own.table_acceptance == read_acceptance(folder / "ngram")
+    assert own.acceptance == read_acceptance(folder / "two") != own.table_acceptance
+
+
 @pytest.mark.parametrize(
-    "held", ["{", "[]", "{}", '{"parameters": 1, "along": 9, "tokens": {"0": [1.5]}}',
-             '{"parameters": 1, "along": 9, "tokens": {"0": [1.5], "0.8": [0.5]}}',
-             '{"parameters": 1, "along": 9, "tokens": {"0": [1.5], "warm": [1.5]}}']
+    "held",
+    ["{", "[]", "{}", *(
+        json.dumps({"target_parameters": 1, "num_tokens": 9, "tokens_per_step": tokens})
+        for tokens in ({"0": [1.5]}, {"0": [1.5], "0.8": [0.5]}, {"0": [1.5], "warm": [1.5]})
+    )],
 )  # fmt: skip
 def test_a_damaged_file_is_refused_in_a_sentence(held, tmp_path):
     (tmp_path / "acceptance.json").write_text(held)
@@ -132,7 +198,9 @@ def test_a_damaged_file_is_refused_in_a_sentence(held, tmp_path):
         read_acceptance(tmp_path)
 
 
-@pytest.mark.parametrize("held", [{}, {"date": "2026"}, {"tokens": [1.0]}, [], {"steps": [0.0]}])
+@pytest.mark.parametrize(
+    "held", [{}, {"date": "2026"}, {"found": []}, {"found": [{}]}, [], {"step_seconds": [0.0]}]
+)
 def test_what_was_kept_in_another_way_is_measured_anew(pair, held, monkeypatch):
     first = drafted.findings(pair, 0.0, 1)
     path = records.file_of_findings()

@@ -26,9 +26,10 @@ from specjax.checkpoints.files import BUNDLED, CheckpointError, Files, find, ten
 from specjax.checkpoints.gguf import blocks, header_of, vocabulary_of
 from specjax.checkpoints.huggingface import load, load_model, save_model
 from specjax.checkpoints.layer_reader import LayerReader
+from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.tokenizers import tokenizer_of
-from specjax.models.quantized import PackedWeight, quantized_as
+from specjax.models.quantized import PackedWeight, activations_of, quantized_as
 from specjax.models.rope import Stretch
 from tests.conftest import tiny_model
 from tests.damaged import dequantized
@@ -130,7 +131,7 @@ TOKENIZER = {
 
 
 def test_what_maps_exactly_stays_packed(file):
-    found, tokenizer = load(file)
+    found, tokenizer = load(file, activations="float")
     form = "int4, a scale and an offset for each 32 inputs"
     assert quantized_as(found) == f"{form}; embedding in {form}"
     assert found.config.eos_ids == (0, len(BYTES) + 1), "<|end|> ends a text too"
@@ -158,24 +159,32 @@ def test_a_file_is_a_model_wherever_one_is_named(file, capsys):
     assert "quantized" in capsys.readouterr().err
 
 
-def test_activations_in_8_bits_are_a_choice(file, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(("activations", "said"), [("int8", "8 bits"), ("bfloat16", "bfloat16")])
+def test_rounded_activations_are_a_choice(file, activations, said, capsys, monkeypatch):
     form = "int4, a scale and an offset for each 32 inputs"
-    assert quantized_as(load(file, activations="float")[0]) == f"{form}; embedding in {form}"
-    asked = "--activations", "int8"
+    asked = "--activations", activations
     command = ["generate", "ab", "--method", "none", "--max-new-tokens", "2", "--json", "--model"]
     assert main([*command, str(file), *asked]) == 0
-    said = f"{form}, activations in 8 bits"
+    said = f"{form}, activations in {said}"
     assert f"{said}; embedding in {said}" in capsys.readouterr().out
     for more, sentence in (
         ([str(file.parent / "folder"), *asked], "integers of 8 or 4 bits, and this model has none"),
-        ([str(file), "--activations", "int4"], "no activations 'int4'; there are float and int8"),
+        ([str(file), "--activations", "int4"], "'int4'; there are float, bfloat16, int8"),
         ([str(file), *asked, "--offload", "disk"], "for models that are in memory, not offloaded"),
     ):
         assert main([*command, *more]) == 2
         assert sentence in capsys.readouterr().err
     monkeypatch.setattr("specjax.models.quantized.platform", lambda: "gpu")
-    with pytest.raises(ValueError, match="int8 are computed on a CPU, and this is gpu"):
-        load(file, activations="int8")
+    with pytest.raises(ValueError, match=f"{activations} are computed on a CPU, and this is gpu"):
+        load(file, activations=activations)
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_by_default_activations_are_what_the_processor_multiplies(file, multiplies, monkeypatch):
+    monkeypatch.setattr("specjax.models.quantized.multiplies_bfloat16", lambda: multiplies)
+    taken = "bfloat16" if multiplies else "float"
+    assert activations_of(load(file)[0]) == taken
+    assert activations_of(load_pair(str(file)).target) == taken
 
 
 def test_layers_of_a_file_can_stay_on_the_disk(file, monkeypatch):

@@ -355,9 +355,7 @@ def test_a_large_draft_is_taken_as_far_as_it_pays(
     timed(monkeypatch, draft, accepted)
     found = choose(Asked(), large, 0.0, batch)
     assert found.setting.label == label
-    assert f"a pass of the draft takes {draft * 1e3:.3g} ms, one of the model 1e+03 ms" in (
-        found.reason
-    )
+    assert "times a plain one of 1e+03 ms (1.00 without drafting) and gives" in found.reason
     assert ("would not pay" in found.reason) == (label == "none")
     if label != "none":
         with pytest.raises(ValueError, match="needs a draft"):

@@ -132,6 +132,24 @@ def test_turns_are_each_kept_once_in_the_split_of_their_text(tmp_path, target):
     assert [prompts.at(n) for n in range(3)] == [ids.tolist() for ids in stream.prompts[:3]]
 
 
+def test_turns_go_on_from_their_beginnings_behind_the_free_batches(tmp_path, target):
+    """What the target writes after a beginning is what it writes after the same text."""
+    model, known = load(target)
+    settings = Turns(tokens=12, temperatures=(0.0,), batch=8, free=1, beginnings=("x =", "for a"))
+    log = Log(tmp_path / "log.jsonl")
+    turns = WrittenTurns(tmp_path, known, settings, model.config.eos_ids, 4, 64)
+    turns.of("train", 1, lambda: EngineRows(model, 2, 64), log)
+    while not (tmp_path / "00001.npz").is_file():
+        turns.of("train", len(turns.texts("train", 99)) + 1, lambda: EngineRows(model, 2, 64), log)
+    free, begun = (dict(np.load(tmp_path / f"0000{n}.npz")) for n in range(2))
+    for arrays, words in ((free, ("", "")), (begun, settings.beginnings)):
+        asked = [opening(known, each) for each in words]
+        plain = generate(jax.random.key(0), model, None, asked, max_new_tokens=12)
+        for row, text in enumerate(arrays["tokens"]):
+            np.testing.assert_array_equal(text, plain.tokens[row % 2])
+    assert any(text.startswith(settings.beginnings) for text in turns.texts("train", 99))
+
+
 def test_a_target_that_ends_no_turn_is_refused(tmp_path, target):
     written(tmp_path, [f"x = {n}" for n in range(60)], ends=False)
     with pytest.raises(ValueError, match="of 60 turns that the target wrote 0 ended and differ"):

@@ -112,10 +112,13 @@ class Turns:
 
     They have at most `tokens` tokens (0: none are written, and prompts come from the corpus), are
     sampled at each of `temperatures` in turn, `batch` at a time in the rows of `collect.rows`, and
-    become as many as are collected.
+    become as many as are collected. The first `free` batches begin as the target likes, the others
+    with `beginnings` in turn (none: all are free): what a model asks by itself is of few kinds.
     """
 
     tokens: int = 0
+    free: int = 0
+    beginnings: tuple[str, ...] = ()
     temperatures: tuple[float, ...] = (1.0,)
     batch: int = 256
     seed: int = 4

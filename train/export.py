@@ -1,6 +1,5 @@
 """The finished pair: Hugging Face folders, prompts to measure it on, and a report of the run."""
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 from specjax.checkpoints.acceptance import write_acceptance
 from specjax.checkpoints.huggingface import load_draft, load_model, save_model
+from specjax.checkpoints.ngram_files import load_ngram
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.methods import defaults
@@ -153,17 +153,27 @@ def report(work: Work) -> None:
     }
     write_text(out / REPORT, json.dumps(found, indent=1) + "\n")
     if work.target.config.num_parameters >= defaults.LEAST_WEIGHED:
-        tell_acceptance(work.target, out / "drafts" / "0")
+        table = out / NGRAM if work.recipe.trigrams.contexts else None
+        tell_acceptance(work.target, out / "drafts" / "0", table)
     work.log.write("report", **found["target"], marked=str(found["marked"]))
     for number, numbers in enumerate(figures):
         work.log.write("report", draft=number, **numbers)
 
 
-def tell_acceptance(target: Model, folder: Path) -> None:
-    """Writes into a draft's folder what its chains give, so that `auto` need not measure it."""
-    pair = Pair(target, tokenizer_of(folder, target.config.vocab_size), [load_draft(folder)])
-    with contextlib.suppress(ValueError):  # a target that writes too little says nothing
-        write_acceptance(folder, acceptance_of(pair))
+def tell_acceptance(target: Model, draft: Path, table: Path | None = None) -> None:
+    """Writes into the folders of a draft and of an n-gram model what they give.
+
+    So `auto` need not measure it.
+    """
+    pair = Pair(target, tokenizer_of(draft, target.config.vocab_size), [load_draft(draft)])
+    told = {"chain": draft}
+    if table is not None:
+        told["ngram"] = table
+        pair = pair._replace(table=load_ngram(table))
+    for method, folder in told.items():
+        found = acceptance_of(pair, method)
+        if found is not None:
+            write_acceptance(folder, found)
 
 
 def _of_target(work: Work) -> Metrics:

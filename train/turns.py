@@ -1,7 +1,8 @@
 """Prompts that a chat model writes itself: its own user turns (Magpie, arXiv 2406.08464).
 
-Its chat template is rendered up to where a user's text begins, and the target goes on from there
-until it ends the turn. What it writes is put into the template as a user's text would be.
+Its chat template is rendered up to where a user's text begins, with the first words of one if
+there are any, and the target goes on from there until it ends the turn. The whole is put into the
+template as a user's text would be.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,13 +28,13 @@ _LEAST = 0.02
 """A target of whose turns fewer are usable writes none."""
 
 
-def opening(tokenizer: "PreTrainedTokenizerFast") -> list[int]:
-    """The tokens of a chat up to where its first user's text begins.
+def opening(tokenizer: "PreTrainedTokenizerFast", words: str = "") -> list[int]:
+    """The tokens of a chat up to where its first user's text begins, and of its first `words`.
 
     Raises:
       ValueError: there is no chat template, or it does not show a user's text once.
     """
-    return _ids(tokenizer, _rendered(tokenizer, _MARK, False).partition(_MARK)[0])
+    return _ids(tokenizer, _rendered(tokenizer, _MARK, False).partition(_MARK)[0] + words)
 
 
 def prompt_of(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
@@ -89,11 +90,10 @@ class WrittenTurns:
         Raises:
           ValueError: the target has no fitting chat template, or ends hardly any turn.
         """
-        begin = opening(self._tokenizer)
         while len(self._found[split]) < count:
             make_chunk(
                 "turns", self._folder, self._batches,
-                lambda index: self._write(index, begin, rows()), log,
+                lambda index: self._write(index, rows()), log,
             )  # fmt: skip
             self._read_next()
         return Stream((), 0, tuple(self._found[split].values()), in_order=True)
@@ -109,16 +109,27 @@ class WrittenTurns:
         return list(self._found[split])[:most]
 
     def _read_next(self) -> None:
-        self._read(load_chunk("turns", self._folder, self._batches))
+        self._read(
+            self._beginnings(self._batches), load_chunk("turns", self._folder, self._batches)
+        )
         self._batches += 1
         self._check()
 
-    def _write(self, index: int, begin: list[int], rows: EngineRows) -> Arrays:
+    def _beginnings(self, index: int) -> list[str]:
+        """With what the turns of a batch begin."""
         own = self._settings
+        if index < own.free or not own.beginnings:
+            return [""] * own.batch
+        numbers = (index - own.free) * own.batch + np.arange(own.batch)
+        return [own.beginnings[number % len(own.beginnings)] for number in numbers]
+
+    def _write(self, index: int, rows: EngineRows) -> Arrays:
+        own = self._settings
+        begun = [opening(self._tokenizer, words) for words in self._beginnings(index)]
         first = index * own.batch
         numbers = np.arange(first, first + own.batch)
         temperature = np.array(own.temperatures, np.float32)[numbers % len(own.temperatures)]
-        asked = requests_of([begin] * own.batch, temperature, own.tokens, first, own.seed)
+        asked = requests_of(begun, temperature, own.tokens, first, own.seed)
         texts = [made.ids for made in rows.ask(asked).result()]
         tokens = np.zeros((own.batch, own.tokens), np.int32)
         for row, text in enumerate(texts):
@@ -126,9 +137,10 @@ class WrittenTurns:
         length = np.array([len(text) for text in texts], np.int32)
         return {"tokens": tokens, "length": length, "temperature": temperature}
 
-    def _read(self, arrays: Arrays) -> None:
-        for turn in self._ended(arrays):
-            text = str(self._tokenizer.decode(turn, skip_special_tokens=True)).strip()
+    def _read(self, beginnings: list[str], arrays: Arrays) -> None:
+        for words, turn in self._ended(beginnings, arrays):
+            text = words + str(self._tokenizer.decode(turn, skip_special_tokens=True))
+            text = text.strip()
             if not text or text in self._seen:
                 continue
             self._seen.add(text)
@@ -136,11 +148,15 @@ class WrittenTurns:
             if len(prompt) <= self._longest:
                 self._found[split_of(text, self._slices)][text] = np.array(prompt, np.int32)
 
-    def _ended(self, arrays: Arrays) -> Iterator[Int[np.ndarray, " T"]]:
+    def _ended(
+        self, beginnings: list[str], arrays: Arrays
+    ) -> Iterator[tuple[str, Int[np.ndarray, " T"]]]:
         """The turns that the target ended by itself, without the token that ends them."""
-        for tokens, length in zip(arrays["tokens"], arrays["length"], strict=True):
+        for words, tokens, length in zip(
+            beginnings, arrays["tokens"], arrays["length"], strict=True
+        ):
             if length and tokens[length - 1] in self._eos_ids:
-                yield tokens[: length - 1]
+                yield words, tokens[: length - 1]
 
     def _check(self) -> None:
         usable, written = len(self._seen), self._batches * self._settings.batch

@@ -1,4 +1,4 @@
-"""How many tokens a draft's chains give with its target, as a file in the draft's folder says it.
+"""How many tokens what drafts gives with its target, as a file in its folder says it.
 
 It is the pair's, whatever machine it runs on, and takes a while to measure.
 """
@@ -13,22 +13,22 @@ _FILE = "acceptance.json"
 
 
 class Acceptance(NamedTuple):
-    """Tokens per step of chains.
+    """Tokens per step of a draft's chains, or of an n-gram model's trees.
 
     Attributes:
-      parameters: of the target.
-      along: tokens of texts that the target wrote, at each temperature.
-      tokens: per step by the levels of the chain, from 1 on; by temperature.
+      target_parameters: how many the target has.
+      num_tokens: of the target's own texts along which it was measured, at each temperature.
+      tokens_per_step: by the nodes, from 1 on; by temperature.
     """
 
-    parameters: int
-    along: int
-    tokens: dict[float, tuple[float, ...]]
+    target_parameters: int
+    num_tokens: int
+    tokens_per_step: dict[float, tuple[float, ...]]
 
     def at(self, temperature: float) -> tuple[float, ...]:
         """Tokens per step at the nearest temperature, 0 being near to itself alone."""
-        able = [each for each in self.tokens if (each == 0) == (temperature == 0)]
-        return self.tokens[min(able, key=lambda each: abs(each - temperature))]
+        able = [each for each in self.tokens_per_step if (each == 0) == (temperature == 0)]
+        return self.tokens_per_step[min(able, key=lambda each: abs(each - temperature))]
 
 
 def read_acceptance(folder: Path) -> Acceptance | None:
@@ -42,8 +42,10 @@ def read_acceptance(folder: Path) -> Acceptance | None:
         return None
     try:
         held = json.loads(file.read_text("utf-8"))
-        tokens = {float(each): tuple(map(float, of)) for each, of in held["tokens"].items()}
-        found = Acceptance(int(held["parameters"]), int(held["along"]), tokens)
+        tokens = {
+            float(each): tuple(map(float, of)) for each, of in held["tokens_per_step"].items()
+        }
+        found = Acceptance(int(held["target_parameters"]), int(held["num_tokens"]), tokens)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error}).") from None
     whole = 0.0 in tokens and len(tokens) > 1 and all(tokens.values())
@@ -56,6 +58,8 @@ def read_acceptance(folder: Path) -> Acceptance | None:
 
 def write_acceptance(folder: Path, found: Acceptance) -> None:
     """Writes the file that `read_acceptance` reads."""
-    tokens = {f"{each:g}": [round(one, 4) for one in of] for each, of in found.tokens.items()}
-    held: dict[str, Any] = found._asdict() | {"tokens": tokens}
+    tokens = {
+        f"{each:g}": [round(one, 4) for one in of] for each, of in found.tokens_per_step.items()
+    }
+    held: dict[str, Any] = found._asdict() | {"tokens_per_step": tokens}
     (folder / _FILE).write_text(json.dumps(held) + "\n", "utf-8")

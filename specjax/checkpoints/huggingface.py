@@ -23,7 +23,6 @@ from specjax.checkpoints import gguf, lora, orbax, pruned_vocabulary, quantized
 from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import (
-    BUNDLED,
     CONFIG,
     WEIGHTS,
     CheckpointError,
@@ -38,7 +37,7 @@ from specjax.checkpoints.files import (
     tensors,
 )
 from specjax.checkpoints.generation_config import end_ids_in, union
-from specjax.checkpoints.names import drafts_of
+from specjax.checkpoints.names import shipped_for
 from specjax.checkpoints.tokenizers import save_tokenizer, tokenizer_of
 from specjax.models import families, memory
 from specjax.models.config import MATRICES, ModelConfig
@@ -46,6 +45,7 @@ from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 from specjax.models.placement import placement as placement_of
 from specjax.models.quantized import (
+    BFLOAT16,
     INT8,
     TABLES,
     PackedWeight,
@@ -94,8 +94,8 @@ def load(
       memory: bytes for the weights of an offloaded model; None is half of what there is.
       lora: a folder or a hub's id of a LoRA adapter that peft wrote; it is merged into the weights
         in float32, before they are rounded.
-      activations: "float" or "int8", what multiplies weights of 8 and 4 bits on a CPU (see
-        `specjax.models.quantized.with_activations`); None is float.
+      activations: "float", "bfloat16" or "int8", what multiplies weights of 8 and 4 bits on a CPU,
+        and by default what is best there (see `specjax.models.quantized.with_activations`).
 
     Returns:
       The model, and the tokenizer of its folder.
@@ -125,8 +125,10 @@ def check_choice(activations: str | None, is_offloaded: bool) -> None:
       ValueError: there is no such choice, or it cannot be made here.
     """
     check_activations(activations)
-    if activations == INT8 and is_offloaded:
-        raise ValueError(f"activations in {INT8} are for models that are in memory, not offloaded.")
+    if activations in (BFLOAT16, INT8) and is_offloaded:
+        raise ValueError(
+            f"activations in {activations} are for models that are in memory, not offloaded."
+        )
 
 
 def default_dtype() -> str:
@@ -511,11 +513,6 @@ def folder_of(name: str | Path, *within: str) -> Path:
     first, *rest = Path(name).parts
     shipped = shipped_for(first) if rest else None
     return Path(name) if shipped is None else shipped.joinpath(*within, *rest)
-
-
-def shipped_for(name: str | Path) -> Path | None:
-    """The folder of the drafts that come with the package for the target of a name, if any do."""
-    return BUNDLED if name == "bundled" else drafts_of(name)
 
 
 def described(folder: Path) -> dict[str, Any]:

@@ -80,15 +80,18 @@ def place_of(known: Known) -> Place | None:
     return None
 
 
-def drafts_of(name: str | Path) -> Path | None:
-    """The folder of the drafts that come with the package for a model of a short name.
+def shipped_for(name: str | Path) -> Path | None:
+    """The folder of the drafts that come with the package for a target: "bundled", or a short name.
 
-    It holds `drafts/0` and further ones, and what drafts for them. None where there is none, or the
-    name is that of a folder at hand.
+    It holds `drafts/0` and further ones, and what drafts for them. None where there is none, or a
+    short name is that of a folder at hand.
     """
-    folder = BUNDLED / str(name)
-    has_some = str(name) in MODELS and not Path(name).exists() and (folder / "drafts").is_dir()
-    return folder if has_some else None
+    if name == "bundled":
+        return BUNDLED
+    if str(name) not in MODELS or Path(name).exists():
+        return None
+    folder = BUNDLED / name
+    return folder if (folder / "drafts").is_dir() else None
 
 
 def _cached(known: Known) -> Path | None:

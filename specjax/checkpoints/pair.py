@@ -13,6 +13,7 @@ from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import Files, config_of, find
+from specjax.checkpoints.names import shipped_for
 from specjax.checkpoints.streaming import load_offloaded
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
 from specjax.draft.ngram import NGram
@@ -38,7 +39,7 @@ class Pair(NamedTuple):
 
     `table` is an n-gram model of the draft's output, `smaller` a draft for the draft. `files` are
     those of a target that may be its own draft in fewer bits, where none is named. `acceptance` is
-    what the first draft's folder says of this target.
+    what the first draft's folder says of this target, `table_acceptance` what the n-gram model's.
     """
 
     target: Model
@@ -48,6 +49,7 @@ class Pair(NamedTuple):
     smaller: Model | None = None
     files: Files | None = None
     acceptance: Acceptance | None = None
+    table_acceptance: Acceptance | None = None
 
 
 @keywords_after(2)
@@ -188,13 +190,13 @@ def named(
       CheckpointError: there is nothing of a name.
       ValueError: there is no such draft of the model itself.
     """
-    shipped = huggingface.shipped_for(model)
+    shipped = shipped_for(model)
     has_own = shipped is not None and draft in (None, model)
     target, drafts, own = find(model, lora), list[Files](), list[int]()
     for name in [model] if has_own else names_in("" if draft == NO_DRAFT else draft):
         if name.startswith(self_drafts.PREFIX):
             own.append(self_drafts.bits_of(name))
-        elif (folder := huggingface.shipped_for(name)) is not None:
+        elif (folder := shipped_for(name)) is not None:
             if name == "bundled":
                 config_of(folder / "target")  # an installation may lack the bundled pair
             drafts += map(Files, huggingface.pool_in(folder / "drafts"))
@@ -223,24 +225,24 @@ def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
     drafts = [
         _draft(target, files, f"draft {number}", mesh) for number, files in enumerate(found.drafts)
     ]
-    pair = pair._replace(drafts=drafts, acceptance=_acceptance(pair.target, found.drafts[:1]))
+    first = None if not found.drafts else _acceptance(pair.target, found.drafts[0].path)
+    pair = pair._replace(drafts=drafts, acceptance=first)
     for each in found.stages:
         if ngram_files.is_ngram(each):
             table = ngram_files.load_ngram(each, target.rows)
-            pair = pair._replace(table=settled(table, mesh))
+            said = _acceptance(pair.target, each)
+            pair = pair._replace(table=settled(table, mesh), table_acceptance=said)
         else:
             smaller = _draft(target, Files(each), "the smaller draft", mesh)
             pair = pair._replace(smaller=smaller)
     return pair
 
 
-def _acceptance(target: Model, drafts: tuple[Files, ...]) -> Acceptance | None:
-    """What the folder of the first draft says of a target of that size."""
-    for files in drafts:
-        known = read_acceptance(files.path)
-        if known is not None and known.parameters == target.config.num_parameters:
-            return known
-    return None
+def _acceptance(target: Model, folder: Path) -> Acceptance | None:
+    """What the folder of what drafts says of a target of that size."""
+    known = read_acceptance(folder)
+    is_it = known is not None and known.target_parameters == target.config.num_parameters
+    return known if is_it else None
 
 
 def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Model:

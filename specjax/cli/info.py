@@ -197,8 +197,8 @@ def _measurements(pair: Pair, batch: int) -> dict[str, Any]:
     kept = {name: runs for name in names if (runs := records.recall(name))}
     found: dict[str, Any] = {"cache_folder": str(file.parent), "measurements": "none of this pair"}
     estimates = records.file_of_findings()
-    if estimates is not None and estimates.exists() and not pair.drafts:
-        found["estimates_without_a_draft"] = f"in {estimates}; delete it to have them made anew"
+    if estimates is not None and estimates.exists():
+        found["estimates"] = f"in {estimates}; delete it to have them made anew"
     if kept:
         dates = sorted(run.date[:10] for runs in kept.values() for run in runs)
         found["measurements"] = f"{len(dates)} of this pair in {file}, the last of {dates[-1]}"

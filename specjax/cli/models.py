@@ -4,8 +4,7 @@ import json
 from typing import Any
 
 from specjax.checkpoints.files import BUNDLED, WEIGHTS
-from specjax.checkpoints.huggingface import shipped_for
-from specjax.checkpoints.names import MODELS, Known, how_to_have, place_of
+from specjax.checkpoints.names import MODELS, Known, how_to_have, place_of, shipped_for
 from specjax.cli.options import Models
 from specjax.models.memory import readable
 

@@ -81,8 +81,9 @@ class Activations:
     """What multiplies a model's quantized weights."""
 
     activations: str | None = None
-    """What multiplies the model's weights of 8 and 4 bits on a CPU: float, or int8, each 32
-    inputs of a token rounded with a scale of their own, as in llama.cpp. By default float."""
+    """What multiplies the model's weights of 8 and 4 bits on a CPU: float; bfloat16, the default
+    where the processor multiplies such numbers; or int8, each 32 inputs of a token rounded with a
+    scale of their own, as in llama.cpp."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

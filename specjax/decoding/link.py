@@ -84,9 +84,9 @@ class Link(NamedTuple):
         )
 
 
-def expected_tokens(levels: int, acceptance: float = ACCEPTANCE) -> float:
-    """Tokens of a step that drafts so many, one after the other."""
-    return sum(acceptance**level for level in range(levels + 1))
+def expected_tokens(levels: int) -> float:
+    """Tokens of a step that drafts so many, one after the other, before anything was measured."""
+    return sum(ACCEPTANCE**level for level in range(levels + 1))
 
 
 _measured: "weakref.WeakKeyDictionary[StreamedModel, Link]" = weakref.WeakKeyDictionary()
@@ -131,11 +131,6 @@ def draft_seconds(draft: Model) -> float:
     if draft not in _of_drafts:
         _of_drafts[draft] = _pass_seconds(draft, draft.config, draft.layers[0], 1)
     return _of_drafts[draft]
-
-
-def pass_seconds(model: Model, columns: int) -> float:
-    """Seconds of a model's pass over so many columns, logits included; measured once."""
-    return passes_seconds(model, (columns,))[columns]
 
 
 def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:

@@ -201,11 +201,11 @@ def _is_weighed(pair: Pair) -> bool:
 
 
 def _if_it_pays(pair: Pair, temperature: float, batch: int) -> Choice:
-    """A chain as long as pays (see `drafted`), or none."""
+    """A chain or nodes of an n-gram model, as many as pay (see `drafted`), or none."""
     found = drafted.findings(pair, temperature, batch)
     if not found.pays:
         return Choice(Setting(), f"drafting would not pay: {found}, at best")
-    return Choice(setting_of("chain", widths=(1,) * found.best), str(found))
+    return Choice(found.setting, str(found))
 
 
 def _draftless(pair: Pair, temperature: float, batch: int, verify: str) -> Choice:

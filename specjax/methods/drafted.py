@@ -1,16 +1,15 @@
-"""What a chain of a pair's first draft gains: measured once, and kept.
+"""What a chain of a pair's first draft gains, and its n-gram model: measured once, and kept.
 
-It pays by what passes of the draft and of the model take here, and by how often the model accepts
-the draft's tokens. The latter is what the draft's folder says; else it is measured along texts that
-the model writes itself after a few prompts, as a draft often foresees answers better than anything
-else; along bundled prompts where the model is too slow to write some.
+Drafting pays by what it and passes of the model take here, and by how often the model accepts what
+is drafted. The latter is what the folders of the draft and of the n-gram model say; else it is
+measured along texts that the model writes itself after a few prompts, as a draft often foresees
+answers better than anything else; along bundled prompts where the model is too slow to write some.
 """
 
 import contextlib
 import datetime
-import importlib.resources
-import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,14 +20,40 @@ from specjax.checkpoints.acceptance import Acceptance
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.link import overlaps
 from specjax.methods import defaults, records
-from specjax.methods.draftless import kind_of, step_seconds, texts_of
-from specjax.methods.replay import Text, padded, padded_size
+from specjax.methods.draftless import ANY, bundled_prompts, kind_of, step_seconds, texts_of
+from specjax.methods.method import Setting
+from specjax.methods.registry import build, setting_of
+from specjax.methods.replay import Text, likeliest_along, padded, padded_size, replay
 from specjax.trees.widths import is_number
 
 _TIMED = (0, 1, 3, 7)
-"""Levels of a chain whose passes are timed; the others lie between."""
+"""Nodes whose passes are timed; the others lie between."""
 _PROMPTS, _TOKENS = 16, 256
 """Bundled prompts, and their tokens, along which drafts are compared where no text is written."""
+
+
+class Drafting(NamedTuple):
+    """What a method drafts.
+
+    Attributes:
+      method: "chain" or "ngram".
+      seconds: of a step's drafting, by its nodes from 1 on.
+      tokens_per_step: by the nodes from 1 on.
+      num_tokens: of the texts that tell so.
+      is_written: whether the model wrote these texts.
+    """
+
+    method: str
+    seconds: tuple[float, ...]
+    tokens_per_step: tuple[float, ...]
+    num_tokens: int
+    is_written: bool
+
+    def setting(self, nodes: int) -> Setting:
+        """The method with so many nodes."""
+        if self.method == "chain":
+            return setting_of("chain", widths=(1,) * nodes)
+        return setting_of(self.method, budget=nodes)
 
 
 class Findings(NamedTuple):
@@ -36,44 +61,49 @@ class Findings(NamedTuple):
 
     Attributes:
       date: when.
-      level: seconds of a token of the draft.
-      steps: seconds of a step without drafting, by the levels of its chain from 0 on.
-      tokens: per step, by the levels from 1 on.
-      along: tokens of the texts that tell so.
-      written: whether the model wrote them.
+      step_seconds: of a step without drafting, by its nodes from 0 on.
+      found: what drafts.
     """
 
     date: str
-    level: float
-    steps: tuple[float, ...]
-    tokens: tuple[float, ...]
-    along: int
-    written: bool
+    step_seconds: tuple[float, ...]
+    found: tuple[Drafting, ...]
 
-    def gain(self, levels: int) -> float:
-        """Times plain decoding of a chain."""
-        taken = self.steps[levels] + levels * self.level
-        return self.tokens[levels - 1] * self.steps[0] / taken
+    def seconds(self, one: Drafting, nodes: int) -> float:
+        """Of a step."""
+        return self.step_seconds[nodes] + one.seconds[nodes - 1]
+
+    def gain(self, one: Drafting, nodes: int) -> float:
+        """Times plain decoding."""
+        plain = self.step_seconds[0]
+        return one.tokens_per_step[nodes - 1] * plain / self.seconds(one, nodes)
 
     @property
-    def best(self) -> int:
-        """The levels of the fastest chain."""
-        return max(range(1, len(self.steps)), key=self.gain)
+    def best(self) -> tuple[Drafting, int]:
+        """The fastest method, and its nodes."""
+        every = [(one, 1 + n) for one in self.found for n in range(len(one.seconds))]
+        return max(every, key=lambda each: self.gain(*each))
+
+    @property
+    def setting(self) -> Setting:
+        """The fastest one."""
+        one, nodes = self.best
+        return one.setting(nodes)
 
     @property
     def pays(self) -> bool:
         """Whether it is to be taken rather than plain decoding."""
-        return self.gain(self.best) >= defaults.LEAST_GAIN
+        return self.gain(*self.best) >= defaults.LEAST_GAIN
 
     def __str__(self) -> str:
-        whose = "that the model wrote" if self.written else "of bundled prompts"
-        plain, best = self.steps[0], self.best
+        (one, nodes), plain = self.best, self.step_seconds[0]
+        whose = "that the model wrote" if one.is_written else "of bundled prompts"
         return (
-            f"a pass of the draft takes {self.level * 1e3:.3g} ms, one of the model "
-            f"{plain * 1e3:.3g} ms, one over {best + 1} tokens "
-            f"{self.steps[best] / plain:.2f} times that, and a chain {best} deep gives "
-            f"{self.tokens[best - 1]:.2f} tokens a step along {self.along} {whose}: "
-            f"{self.gain(best):.2f} times plain decoding ({self.date[:10]})"
+            f"a step of {one.setting(nodes).label} takes {self.seconds(one, nodes) / plain:.2f} "
+            f"times a plain one of {plain * 1e3:.3g} ms ({self.step_seconds[nodes] / plain:.2f} "
+            f"without drafting) and gives {one.tokens_per_step[nodes - 1]:.2f} tokens along "
+            f"{one.num_tokens} {whose}: {self.gain(one, nodes):.2f} times plain decoding "
+            f"({self.date[:10]})"
         )
 
 
@@ -81,62 +111,99 @@ def findings(pair: Pair, temperature: float, batch: int) -> Findings:
     """What was measured of a pair and such rows here, now or before."""
     kind = kind_of(temperature)
     rows = records.setting(pair.target, pair.drafts[:1], batch, kind > 0)
-    name = f"{rows}, temperature {kind:g}, a chain"
+    what = "a chain" if pair.table is None else "a chain or an n-gram model"
+    name = f"{rows}, temperature {kind:g}, {what}"
     if (kept := _of_json(records.recall_findings(name))) is not None:
         return kept
     found = measure(pair, kind, batch)
     with contextlib.suppress(OSError):  # it is measured anew then
-        records.remember_findings(name, found._asdict())
+        each = [one._asdict() for one in found.found]
+        records.remember_findings(name, found._asdict() | {"found": each})
     return found
 
 
 @working("measuring once what the draft gains")
 def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     """Measures passes and acceptance; seconds, most of them compilation."""
-    draft, sampled = pair.drafts[0], temperature > 0
     widths = defaults.WIDTHS if batch == 1 else defaults.WIDTHS_OF_MANY
-    levels = range(len(widths["chain"]) + 1)
-    timed = [each for each in _TIMED if each in levels]
-    steps = step_seconds(pair.target, timed, batch, sampled)
-    taken = np.interp(levels, timed, [steps[each] for each in timed])
-    known = pair.acceptance
-    if known is not None:
-        written, along, tokens = True, known.along, known.at(temperature)
-    else:
-        texts = texts_of(pair, temperature)
-        written, taken_along = bool(texts), texts or [_bundled(pair)]
-        along = sum(text.written for text in taken_along)
-        tokens = _tokens(pair, taken_along, temperature, levels[-1])
-    return Findings(
-        datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        step_seconds(draft, (0,), batch, sampled)[0],
-        tuple(taken.tolist()),
-        tokens[: levels[-1]],
-        along,
-        written,
-    )
+    longest = len(widths["chain"])
+    told = {"chain": pair.acceptance} if pair.table is None else {
+        "chain": pair.acceptance, "ngram": pair.table_acceptance
+    }  # fmt: skip
+    texts = [] if all(told.values()) else texts_of(pair, temperature)
+    found = []
+    for method, known in told.items():
+        if known is None:
+            known = _acceptance(pair, method, {temperature: texts or [_bundled(pair)]}, longest)
+            is_written = bool(texts)
+        else:
+            is_written = True
+        tokens = known.at(temperature)[:longest]
+        drafts = _draft_seconds(pair, method, len(tokens), batch, temperature > 0)
+        found.append(Drafting(method, drafts, tokens, known.num_tokens, is_written))
+    timed = [each for each in _TIMED if each <= longest]
+    steps = step_seconds(pair.target, timed, batch, temperature > 0)
+    between = np.interp(range(longest + 1), timed, [steps[each] for each in timed])
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return Findings(now, tuple(between.tolist()), tuple(found))
 
 
-def acceptance_of(pair: Pair, temperatures: Sequence[float] = (0.0, 0.8, 1.0)) -> Acceptance:
-    """What a draft's folder can say of its target, measured along what the target writes.
-
-    Raises:
-      ValueError: it wrote too little.
-    """
-    tokens, along = dict[float, tuple[float, ...]](), 0
-    for temperature in temperatures:
-        texts = texts_of(pair, temperature)
-        if not texts:
-            raise ValueError(f"the target wrote too little at temperature {temperature:g}.")
-        tokens[temperature] = _tokens(pair, texts, temperature, len(defaults.WIDTHS["chain"]))
-        along = along or sum(text.written for text in texts)
-    return Acceptance(pair.target.config.num_parameters, along, tokens)
-
-
-def _tokens(
-    pair: Pair, texts: Sequence[Text], temperature: float, levels: int
+def _draft_seconds(
+    pair: Pair, method: str, longest: int, batch: int, sampled: bool
 ) -> tuple[float, ...]:
-    """Tokens per step of chains of 1 to `levels` tokens that may begin anywhere in the texts.
+    """Of a step's drafting, by its nodes from 1 on; of an n-gram model those of the most nodes."""
+    if method == "chain":
+        one = step_seconds(pair.drafts[0], (0,), batch, sampled)[0]
+        return tuple(one * nodes for nodes in range(1, longest + 1))
+    drafter = build(setting_of(method, budget=longest), pair)
+    empty = likeliest_along(pair.target, [ANY], 0)
+    return (replay(drafter, [ANY], empty, [longest], batch).draft_seconds,) * longest
+
+
+def acceptance_of(
+    pair: Pair, method: str = "chain", temperatures: Sequence[float] = (0.0, 0.8, 1.0)
+) -> Acceptance | None:
+    """What the folder of a draft, or of an n-gram model, can say of its target.
+
+    None where the target writes too little.
+    """
+    found = {temperature: texts_of(pair, temperature) for temperature in temperatures}
+    if not all(found.values()):
+        return None
+    return _acceptance(pair, method, found, len(defaults.WIDTHS["chain"]))
+
+
+def _acceptance(
+    pair: Pair, method: str, texts: dict[float, list[Text]], longest: int
+) -> Acceptance:
+    """Tokens per step of 1 to `longest` nodes along texts of each temperature."""
+    tokens_of = _of_chains if method == "chain" else partial(_of_trees, method=method)
+    tokens = {each: tokens_of(pair, own, each, longest) for each, own in texts.items()}
+    count = min(map(_written, texts.values()))
+    return Acceptance(pair.target.config.num_parameters, count, tokens)
+
+
+def _of_trees(
+    pair: Pair, texts: Sequence[Text], temperature: float, longest: int, method: str
+) -> tuple[float, ...]:
+    """Tokens per step of chosen trees of 1 to `longest` nodes that follow the texts."""
+    del temperature  # a token is accepted if the text goes on with it, however that was drawn
+    nodes = range(1, longest + 1)
+    drafter = build(setting_of(method, budget=longest), pair)
+    found = replay(drafter, texts, likeliest_along(pair.target, texts, 0), nodes).tokens
+    steps = {each: sum(text.written / per for text, per in zip(texts, found[each], strict=True))
+             for each in nodes}  # fmt: skip
+    return tuple(_written(texts) / steps[each] for each in nodes)
+
+
+def _written(texts: Sequence[Text]) -> int:
+    return sum(text.written for text in texts)
+
+
+def _of_chains(
+    pair: Pair, texts: Sequence[Text], temperature: float, longest: int
+) -> tuple[float, ...]:
+    """Tokens per step of chains of 1 to `longest` tokens that may begin anywhere in the texts.
 
     A token of a drawn chain is accepted with the probability that the distributions share
     (Leviathan et al., 2211.17192), at temperature 0 where both have the same likeliest.
@@ -146,8 +213,8 @@ def _tokens(
     for text in texts:
         columns = range(text.start - 1, len(text.tokens) - 1)
         own = np.asarray(overlaps(model, draft, padded(text, size), columns, temperature))
-        ahead = np.concatenate([own, np.full(levels, np.nan)])
-        windows = np.lib.stride_tricks.sliding_window_view(ahead, levels)[: len(own)]
+        ahead = np.concatenate([own, np.full(longest, np.nan)])
+        windows = np.lib.stride_tricks.sliding_window_view(ahead, longest)[: len(own)]
         reached.append(np.cumprod(windows, axis=1))
     survival = np.nanmean(np.concatenate(reached), axis=0)
     return tuple((1 + np.cumsum(survival)).tolist())
@@ -155,24 +222,37 @@ def _tokens(
 
 def _bundled(pair: Pair) -> Text:
     """Bundled prompts one after the other, as if most of them had been written."""
-    lines = (importlib.resources.files("specjax") / "prompts.jsonl").read_text("utf-8")
-    prompts = [json.loads(line)["prompt"] for line in lines.splitlines()[:_PROMPTS]]
     most = min(_TOKENS, pair.target.config.max_positions)
-    tokens = pair.tokenizer("\n".join(prompts)).input_ids[:most]
+    tokens = pair.tokenizer("\n".join(bundled_prompts()[:_PROMPTS])).input_ids[:most]
     return Text(tuple(tokens), len(tokens) // 8)
 
 
 def _of_json(values: Any) -> Findings | None:
     """What was written, or None if this version does not understand it."""
     match values:
-        case {
-            "date": str(date),
-            "level": level,
-            "steps": [*steps],
-            "tokens": [*tokens],
-            "along": int(along),
-            "written": bool(written),
-        } if all(is_number(each) and each > 0 for each in (level, *steps, *tokens)):
-            if len(steps) == len(tokens) + 1 > 1:
-                return Findings(date, level, tuple(steps), tuple(tokens), along, written)
+        case {"date": str(date), "step_seconds": [*steps], "found": [_, *_] as found} if all(
+            map(_is_positive, steps)
+        ):
+            every = [_drafting(each, len(steps) - 1) for each in found]
+            known = tuple(each for each in every if each is not None)
+            if len(known) == len(found):
+                return Findings(date, tuple(steps), known)
     return None
+
+
+def _drafting(values: Any, longest: int) -> Drafting | None:
+    match values:
+        case {
+            "method": "chain" | "ngram" as method,
+            "seconds": [_, *_] as seconds,
+            "tokens_per_step": [*tokens],
+            "num_tokens": int(count),
+            "is_written": bool(is_written),
+        } if all(map(_is_positive, (*seconds, *tokens))):
+            if len(seconds) == len(tokens) <= longest:
+                return Drafting(method, tuple(seconds), tuple(tokens), count, is_written)
+    return None
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0

@@ -55,7 +55,7 @@ _NEW, _SECONDS, _LEAST_NEW = 96, 4.0, 32
 _FREE = 1.02
 """Times a plain step that nodes may take where it is not known what they give."""
 _LEAST_TEXTS = 4
-_ANY = Text(tuple(range(32)), 1)
+ANY = Text(tuple(range(32)), 1)
 """A text along which drafting is timed where there is none of the model's own."""
 _SAMPLED = Sampling(0.8, 0, 0.9)
 _PROMPT_COLUMNS = 64
@@ -205,7 +205,7 @@ def _candidates(
 ) -> list[Candidate]:
     """A method with each number of nodes whose steps were timed."""
     drafter = build(setting_of(method, budget=max(steps)), pair)
-    count, own = drafter.target_top_k, texts or [_ANY]
+    count, own = drafter.target_top_k, texts or [ANY]
     likeliest = likeliest_along(pair.target, own, count)
     replayed = replay(drafter, own, likeliest, [*steps], batch)
     prompt = _prompt_seconds(pair.target, count) if count else 0.0
@@ -248,9 +248,13 @@ def _prompts(tokenizer: "PreTrainedTokenizerFast | None") -> list[list[int]]:
     """Questions and bundled prompts, each as a message where the model answers messages."""
     if tokenizer is None:
         return []
+    return [_ids(tokenizer, text) for text in (*_QUESTIONS, *bundled_prompts()[::_EVERY])]
+
+
+def bundled_prompts() -> list[str]:
+    """The texts of `prompts.jsonl`."""
     lines = (importlib.resources.files("specjax") / "prompts.jsonl").read_text("utf-8")
-    bundled = [json.loads(line)["prompt"] for line in lines.splitlines()[::_EVERY]]
-    return [_ids(tokenizer, text) for text in (*_QUESTIONS, *bundled)]
+    return [json.loads(line)["prompt"] for line in lines.splitlines()]
 
 
 def _ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:

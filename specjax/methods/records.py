@@ -25,7 +25,7 @@ from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import is_number
 
 _FILE, _LOCK = "measured.json", "measured.lock"
-_WITHOUT_DRAFTS = "draftless.json"
+_FINDINGS = "gains.json"
 _MOST_RUNS = 8
 """Runs that are kept of a kind of rows and a temperature, the newest."""
 
@@ -152,9 +152,9 @@ def remember(name: str, run: Run) -> Path:
 
 
 def file_of_findings() -> Path | None:
-    """Where it is kept what models without drafts gain, if there is a cache folder."""
+    """Where it is kept what drafting gains, if there is a cache folder."""
     folder = cache_folder()
-    return None if folder is None else folder / _WITHOUT_DRAFTS
+    return None if folder is None else folder / _FINDINGS
 
 
 def recall_findings(name: str) -> Any:
@@ -163,7 +163,7 @@ def recall_findings(name: str) -> Any:
 
 
 def remember_findings(name: str, values: dict[str, Any]) -> None:
-    """Keeps what was measured of a model without drafts, instead of what was there.
+    """Keeps what was measured of a model or a pair, instead of what was there.
 
     Raises:
       OSError: there is no cache folder, or it cannot be written.

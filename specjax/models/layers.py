@@ -37,6 +37,8 @@ from specjax.models.rope import Stretch, frequencies
 
 _MIN_BF16_COLUMNS = 8
 _MOST_OF_BFLOAT16 = 2 * MOST_COLUMNS
+"""Columns up to which `cpu_matmul` multiplies a matrix that is kept in bfloat16 (`_packed_linear`
+says how long either way takes)."""
 _UNROLLED_ROWS = 16
 _FEW_TOKENS = 64
 _UNPACKED_BYTES = 8 * 2**20
@@ -132,10 +134,10 @@ def linear(
 
     Operands are rounded to `dtype`, by default the weight's own; a packed weight is unpacked to
     float32 first, and of 8 bits with a scale a row it is the product that is scaled. One that
-    multiplies activations in 8 bits rounds nothing else.
+    multiplies rounded activations rounds nothing else.
     Differentiable in reverse mode, of a packed weight in `x` alone.
     """
-    kind = jnp.dtype(dtype or weight.dtype)
+    kind = _computed_in(weight, dtype)
     if not isinstance(weight, PackedWeight):
         return _linear(weight, x, kind)
     x = x if weight.order is None else x[weight.order]
@@ -145,13 +147,19 @@ def linear(
     return made[0]
 
 
+def _computed_in(weight: Array | PackedWeight, dtype: jnp.dtype | None) -> jnp.dtype:
+    """What the operands of a product are rounded to."""
+    is_told = isinstance(weight, PackedWeight) and weight.activations == BFLOAT16
+    return jnp.dtype(jnp.bfloat16 if is_told else dtype or weight.dtype)
+
+
 def linears(
     weights: Sequence[Float[Array, "_ I"] | PackedWeight],
     x: Float[Array, "I C"],
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "_ C"], ...]:
     """`linear` of each of some matrices, which on a CPU is one call where they are alike."""
-    kinds = {jnp.dtype(dtype or weight.dtype) for weight in weights}
+    kinds = {_computed_in(weight, dtype) for weight in weights}
     codes = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if len(kinds) > 1 or (codes and not _taken_together(codes, len(weights), x)):
         return tuple(linear(weight, x, dtype) for weight in weights)
@@ -170,10 +178,10 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
 def _takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
-    least = min(columns, MOST_COLUMNS)
+    block = min(columns, MOST_COLUMNS)
     if weight.form == BFLOAT16:
-        return columns <= _MOST_OF_BFLOAT16 and unable(weight.values, inputs, least) is None
-    columns = least if weight.activations == INT8 else columns
+        return columns <= _MOST_OF_BFLOAT16 and unable(weight.values, inputs, block) is None
+    columns = block if weight.activations == INT8 else columns
     parts = weight.scale, weight.offset
     return weight.is_integer and unable(weight.values, inputs, columns, *parts) is None
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32, Num, UInt8
 
+from pallas_kernels.cpu_matmul import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.pytree import pytree, replace, static, unchecked
 
@@ -19,7 +20,8 @@ INTEGER, FLOAT8, BFLOAT16 = "int", "fp8", "bfloat16"
 """What a code is: an integer, an 8-bit float (e4m3fn), or a whole weight in 16 bits. Others are
 places in a table."""
 FLOAT, INT8 = "float", "int8"
-"""What activations are as they multiply packed weights (see `with_activations`)."""
+"""What activations are as they multiply packed weights (see `with_activations`), and `BFLOAT16`."""
+_NAMED = {FLOAT: "", BFLOAT16: ", activations in bfloat16", INT8: ", activations in 8 bits"}
 OF_GROUPS = ("scale", "zero", "offset")
 """Parts of a packed matrix that have a number for each group of a row's inputs."""
 TABLES = ("embedding", "unembedding")
@@ -47,7 +49,8 @@ class PackedWeight:
       bits: of a code, 8 or 4; or 16 of a number.
       form: what a code is: `INTEGER`, `FLOAT8`, `BFLOAT16`, or a table's name, such as `nf4`.
       dtype: what products with it are computed in.
-      activations: `FLOAT`, or `INT8`, where they are quantized first and `dtype` plays no part.
+      activations: `FLOAT`, or what they are rounded to first, whatever `dtype` is: `BFLOAT16`, and
+        the numbers that codes stand for too, or `INT8`, in groups.
     """
 
     values: UInt8[Array, "O B"] | BFloat16[Array, "O B"]
@@ -83,8 +86,7 @@ class PackedWeight:
         kind = f"int{self.bits}" if self.form == INTEGER else self.form
         each = "row" if self.group == self.shape[-1] else f"{self.group} inputs"
         scales = "a scale" if self.offset is None else "a scale and an offset"
-        columns = ", activations in 8 bits" if self.activations == INT8 else ""
-        return f"{kind}, {scales} for each {each}{columns}"
+        return f"{kind}, {scales} for each {each}{_NAMED[self.activations]}"
 
     def changed(self, **parts: Any) -> "PackedWeight":
         """The same with other parts, which numpy may hold: their types are not checked."""
@@ -245,39 +247,41 @@ def check_activations(activations: str | None) -> None:
     Raises:
       ValueError: there is no such choice, or they cannot.
     """
-    if activations not in (None, FLOAT, INT8):
-        raise ValueError(f"no activations {activations!r}; there are {FLOAT} and {INT8}.")
-    if activations == INT8 and platform() != "cpu":
-        raise ValueError(f"activations in {INT8} are computed on a CPU, and this is {platform()}.")
+    if activations is not None and activations not in _NAMED:
+        raise ValueError(f"no activations {activations!r}; there are {', '.join(_NAMED)}.")
+    if activations in (BFLOAT16, INT8) and platform() != "cpu":
+        raise ValueError(
+            f"activations in {activations} are computed on a CPU, and this is {platform()}."
+        )
 
 
 def with_activations(model: Any, activations: str | None) -> Any:
-    """A model whose packed integers multiply activations that are float or of 8 bits.
+    """A model whose packed integers multiply activations that are float or rounded.
 
     In 8 bits each 32 inputs of a token have a scale, the largest of them over 127 (as llama.cpp
-    computes its quantized products); a token's product depends on nothing but the token. What is
+    computes its quantized products). A token's product depends on nothing but the token. What is
     not packed in integers multiplies floats, whatever is chosen.
 
     Args:
       model: the model.
-      activations: `FLOAT` or `INT8`; None is `FLOAT`.
+      activations: `FLOAT`, `BFLOAT16` or `INT8`; None is `BFLOAT16` where the processor multiplies
+        such numbers itself, which is nearly as exact and faster (docs/models.md), else `FLOAT`.
 
     Raises:
       ValueError: see `check_activations`; or nothing of it is packed so.
     """
     check_activations(activations)
-    if activations != INT8:
-        return model
+    taken = activations or (BFLOAT16 if multiplies_bfloat16() else FLOAT)
 
     def change(leaf: Any) -> Any:
         is_one = isinstance(leaf, PackedWeight) and leaf.is_integer
-        return replace(leaf, activations=INT8) if is_one else leaf
+        return replace(leaf, activations=taken) if is_one else leaf
 
     made = jax.tree.map(change, model, is_leaf=_is_packed)
-    if activations_of(made) != INT8:
+    if activations in (BFLOAT16, INT8) and activations_of(made) != activations:
         raise ValueError(
-            f"activations in {INT8} multiply weights that are integers of 8 or 4 bits, and this "
-            "model has none."
+            f"activations in {activations} multiply weights that are integers of 8 or 4 bits, and "
+            "this model has none."
         )
     return made
 
@@ -285,8 +289,8 @@ def with_activations(model: Any, activations: str | None) -> Any:
 def activations_of(model: Any) -> str:
     """What activations are as they multiply a model's packed weights."""
     leaves = jax.tree.leaves(model, is_leaf=_is_packed)
-    are_int8 = any(isinstance(leaf, PackedWeight) and leaf.activations == INT8 for leaf in leaves)
-    return INT8 if are_int8 else FLOAT
+    rounded = {leaf.activations for leaf in leaves if isinstance(leaf, PackedWeight)} - {FLOAT}
+    return next(iter(rounded), FLOAT)
 
 
 def _is_packed(node: Any) -> bool:
