@@ -68,7 +68,7 @@ class Options:
     dtype: str | None = None
     """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     activations: str | None = None
-    """What multiplies weights of 8 and 4 bits on a CPU: float, bfloat16 or int8; see `specjax.load`."""
+    """What multiplies weights of 8 and 4 bits on a CPU; see `specjax.load`."""
     seed: int = 0
     """Names the random numbers."""
 
