@@ -40,8 +40,8 @@ def broken(target: Model, value: float) -> Model:
     return replace(target, final_norm=jnp.full_like(target.final_norm, value))
 
 
-def with_int8_activations(model: Model, bits: int = 8) -> Model:
-    """A model whose layers' matrices are packed, and multiply activations in 8 bits."""
+def with_activations_of(model: Model, activations: str, bits: int = 8) -> Model:
+    """A model whose layers' matrices are packed, and what they multiply."""
 
     def changed(layer):
         matrices = {name: getattr(layer, name) for name in MATRICES}
@@ -50,7 +50,7 @@ def with_int8_activations(model: Model, bits: int = 8) -> Model:
         return replace(layer, **jax.tree.map(jnp.asarray, made))
 
     made = replace(model, layers=tuple(map(changed, model.layers)))
-    return with_activations(made, "int8")
+    return with_activations(made, activations)
 
 
 def alone(model: Model, widths=(2, 1), **options) -> ExpansionDrafter:

@@ -32,7 +32,7 @@ from tests.pairs import (
     generate,
     near,
     varied_model,
-    with_int8_activations,
+    with_activations_of,
 )
 from tests.test_growth import random_table
 
@@ -116,7 +116,7 @@ def test_greedy_rows_equal_plain_decoding(name, target):
 
 def test_greedy_rows_equal_plain_decoding_with_activations_in_8_bits(target):
     """A node's products are those that plain decoding has."""
-    model = with_int8_activations(target, 4)
+    model = with_activations_of(target, "int8", 4)
     plain = generate(model, None)
     got = generate(model, alone(near(target, 1), (2, 2, 1)))
     np.testing.assert_array_equal(got.tokens, plain.tokens)

@@ -33,7 +33,7 @@ from specjax.trees.construction import DISTINCT, TOP_K
 from specjax.trees.tree import TreeShape, root_only
 from specjax.verify import rules, token_wise
 from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, ONE_HOT, RECURSIVE, TRAVERSAL
-from tests.pairs import alone, broken, near, varied_model, with_int8_activations
+from tests.pairs import alone, broken, near, varied_model, with_activations_of
 
 pytestmark = pytest.mark.long_running
 PROMPT = [7, 41, 3, 19]
@@ -259,7 +259,7 @@ WRONG = {
 def test_activations_in_8_bits_keep_the_distribution(monkeypatch):
     """That of the model that multiplies them."""
     whole = target()
-    model = with_int8_activations(whole)
+    model = with_activations_of(whole, "int8")
     make, rule = CASES["tree"]
     monkeypatch.setattr(sys.modules[__name__], "target", lambda: model)
     try:

@@ -13,6 +13,7 @@ jax 0.10.2, 2026-11-20, matrices of 1792 × 640:
   a transposed copy of the weight at 0.3 to 0.5.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial, reduce
 
@@ -24,6 +25,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cpu_matmul import (
     MOST_COLUMNS,
+    cpu_matmul,
     cpu_matmuls,
     reference,
     share_a_call,
@@ -320,7 +322,7 @@ def normed(
     """
 
     def mean(x: Array) -> Array:
-        own = jnp.mean(x, axis=axis, keepdims=True)
+        own = _mean(x, axis)
         return own if across is None else lax.pmean(own, across)
 
     def beside(leaf: Array) -> Array:
@@ -331,6 +333,31 @@ def normed(
     x = x * lax.rsqrt(mean(jnp.square(x)) + eps)
     x = x * (1 + beside(weight) if kind == "offset_rms" else beside(weight))
     return x if bias is None else x + beside(bias)
+
+
+def _mean(x: Array, axis: int) -> Array:
+    """The mean along an axis, which stays.
+
+    On a CPU of few columns by a product, so that what a column gives does not depend on the others:
+    in which order XLA:CPU sums features depends on how many columns there are.
+    """
+    columns = math.prod(x.shape[axis + 1 :])
+    if unable_here(columns) is not None:
+        return jnp.mean(x, axis=axis, keepdims=True)
+    made = _sums(x.reshape(*x.shape[: axis + 1], columns)) / x.shape[axis]
+    return made.reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
+
+
+@jax.custom_vjp
+def _sums(x: Float[Array, "*lead F C"]) -> Float[Array, "*lead 1 C"]:
+    return cpu_matmul(jnp.ones((*x.shape[:-2], 1, x.shape[-2]), jnp.float32), x)
+
+
+def _sums_backward(shape: tuple[int, ...], grad: Array) -> tuple[Array]:
+    return (jnp.broadcast_to(grad, shape),)
+
+
+_sums.defvjp(lambda x: (_sums(x), x.shape), _sums_backward)
 
 
 def activate(kind: str, x: Float[Array, "F C"]) -> Float[Array, "F C"]:

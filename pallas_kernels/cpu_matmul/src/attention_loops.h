@@ -1,7 +1,8 @@
 // The loops of attention on vectors of kLanes float32, which the file that includes this defines, with kTile queries
 // and kAcross vectors of slots in registers. Everything is local to that file.
 //
-// What a query gives does not depend, to the bit, on the other queries, nor on threads.
+// What a query gives does not depend, to the bit, on the other queries, nor on threads, nor on which of what it sees is
+// in the prefix and which in the block: scores and weights are summed in the order of the text.
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -57,6 +58,7 @@ struct Head {
   const int32_t* first;
   int64_t length, begin;  // slots that a query may see: [begin, length)
   const float* tail;      // keys of the last strip, [dim, kStrip], where slots are no multiple
+  const float* turned;    // keys of the block, [dim, strips of columns]
 };
 
 // scores[q, s] of kQueries queries and the slots of a strip; keys are `stride` apart.
@@ -121,42 +123,40 @@ struct Place {
   float* out;
 };
 
-// The queries at `places`, the first of which is the `at`th of the head. `scratch` holds kTile rows of scores, `width`
-// each, and twice kTile rows of features.
+// The queries at `places`, the first of which is the `at`th of the head. `scratch` holds twice kTile rows of features,
+// kTile rows of scores of the block, `block` each, and as many of what is seen, `width` each.
 template <int kQueries>
 void some_queries(const Attention& call, const Head& head, const Place* places, int64_t at, float* scratch,
-                  int64_t width) {
+                  int64_t width, int64_t block) {
   const float* queries[kQueries];
   float* outs[kQueries];
-  int64_t stride = call.rows * call.nodes;
-  float *scores = scratch + 2 * kTile * call.dim, *features = scratch;
+  int64_t stride = call.rows * call.nodes, prefix = head.length - head.begin, from[kQueries];
+  float *features = scratch, *of_block = scratch + 2 * kTile * call.dim, *scores = of_block + kTile * block;
   for (int q = 0; q < kQueries; q++, features += 2 * call.dim) {
     for (int64_t d = 0; d < call.dim; d++) features[d] = places[q].query[d * stride];
     queries[q] = features, outs[q] = features + call.dim;
   }
-  int64_t past = 0;  // scores of the prefix; those of the block follow
-  for (int64_t s = head.begin; s < head.length; s += kStrip, past += kStrip) {
+  for (int64_t s = head.begin, past = 0; s < head.length; s += kStrip, past += kStrip) {
     if (s + kStrip <= call.slots) {
       strip_scores<kQueries>(queries, call.dim, head.keys + s, call.slots, scores + past, width);
     } else {
       strip_scores<kQueries>(queries, call.dim, head.tail, kStrip, scores + past, width);
     }
   }
+  for (int64_t m = 0; m < block; m += kStrip)
+    strip_scores<kQueries>(queries, call.dim, head.turned + m, block, of_block + m, block);
   for (int q = 0; q < kQueries; q++) {
     float* own = scores + q * width;
-    int64_t node = (at + q) % call.nodes;
-    for (int64_t s = head.length - head.begin; s < past; s++) own[s] = -INFINITY;
-    if (head.first != nullptr)
-      for (int64_t s = 0; s < head.first[node] - head.begin && s < past; s++) own[s] = -INFINITY;
-    const uint8_t* seen = head.tree_mask + node * call.columns;
-    for (int64_t m = past; m < width; m++) own[m] = -INFINITY;
-    for (int64_t m = 0; m < call.columns; m++) {
-      if (!seen[m]) continue;
-      Floats sum{};
-      for (int64_t d = 0; d < call.dim; d += kLanes)
-        sum += load(queries[q] + d) * load(head.block_keys + m * call.dim + d);
-      own[past + m] = sum_of(sum);
-    }
+    int64_t node = (at + q) % call.nodes, count = 0;
+    const uint8_t* sees = head.tree_mask + node * call.columns;
+    for (int64_t m = 0; m < call.columns; m++) count += sees[m] != 0;
+    int64_t unseen = head.first == nullptr ? 0 : head.first[node] - head.begin, most = prefix + call.columns - count;
+    from[q] = unseen < prefix ? prefix : unseen < most ? unseen : most;  // where a window ends in the block
+    for (int64_t s = 0; s < unseen && s < from[q]; s++) own[s] = -INFINITY;
+    int64_t end = from[q];
+    for (int64_t m = 0; m < call.columns; m++)
+      if (sees[m]) own[end++] = of_block[q * block + m];
+    for (; end < width; end++) own[end] = -INFINITY;
     Floats tops = splat(-INFINITY);
     for (int64_t s = 0; s < width; s += kLanes) {
       Floats a = load(own + s);
@@ -172,19 +172,19 @@ void some_queries(const Attention& call, const Head& head, const Place* places, 
     Floats share = splat(1.0f / sum_of(total));
     for (int64_t s = 0; s < width; s += kLanes) store(own + s, load(own + s) * share);
     std::memset(outs[q], 0, call.dim * 4);
-    for (int64_t m = 0; m < call.columns; m++) {
-      if (!seen[m]) continue;
-      Floats weight = splat(own[past + m]);
-      for (int64_t d = 0; d < call.dim; d += kLanes)
-        store(outs[q] + d, load(outs[q] + d) + weight * load(head.block_values + m * call.dim + d));
-    }
   }
-  add_values<kQueries>(scores, width, head.values + head.begin * call.dim, call.dim, head.length - head.begin, outs);
+  add_values<kQueries>(scores, width, head.values + head.begin * call.dim, call.dim, prefix, outs);
+  for (int q = 0; q < kQueries; q++) {
+    const uint8_t* sees = head.tree_mask + (at + q) % call.nodes * call.columns;
+    const float* weight = scores + q * width + from[q];
+    for (int64_t m = 0; m < call.columns; m++)
+      if (sees[m]) add_values<1>(weight++, width, head.block_values + m * call.dim, call.dim, 1, outs + q);
+  }
   for (int q = 0; q < kQueries; q++)
     for (int64_t d = 0; d < call.dim; d++) places[q].out[d * stride] = outs[q][d];
 }
 
-// A key/value head of a row, by its number among those of all rows; its `tail` is left out.
+// A key/value head of a row, by its number among those of all rows; `tail` and `turned` are left out.
 Head head_of(const Attention& call, int64_t number) {
   int64_t row = number / call.kv_heads, held = row;
   if (call.row_of != nullptr) held = call.row_of[row] < 0 ? 0 : call.row_of[row] < call.held ? call.row_of[row] : call.held - 1;
@@ -198,6 +198,7 @@ Head head_of(const Attention& call, int64_t number) {
             call.first == nullptr ? nullptr : call.first + row * call.nodes,
             0,
             0,
+            nullptr,
             nullptr};
   if (call.keys != nullptr) head.length = call.length[row] < call.slots ? call.length[row] : call.slots;
   if (head.first != nullptr) {
@@ -212,8 +213,9 @@ bool few_units(const Attention& call, int64_t begin, int64_t end) {
   int64_t strips = (call.slots + kStrip - 1) / kStrip;
   int64_t widest = (strips * kStrip + call.columns + kLanes - 1) / kLanes * kLanes;
   int64_t tail = call.slots % kStrip == 0 ? 0 : call.dim * kStrip;
-  int64_t tiles = kTile * (2 * call.dim + widest);
-  auto scratch = static_cast<float*>(std::malloc((tiles + tail) * sizeof(float)));
+  int64_t block = (call.columns + kStrip - 1) / kStrip * kStrip;
+  int64_t tiles = kTile * (2 * call.dim + block + widest);
+  auto scratch = static_cast<float*>(std::malloc((tiles + tail + call.dim * block) * sizeof(float)));
   if (scratch == nullptr) return false;
   for (int64_t unit = begin; unit < end; unit++) {
     int64_t part = unit % call.parts(), head_of_row = unit / call.parts(), row = head_of_row / call.kv_heads;
@@ -227,6 +229,11 @@ bool few_units(const Attention& call, int64_t begin, int64_t end) {
       }
       head.tail = keys;
     }
+    float* turned = scratch + tiles + tail;
+    for (int64_t d = 0; d < call.dim; d++)
+      for (int64_t m = 0; m < block; m++)
+        turned[d * block + m] = m < call.columns ? head.block_keys[m * call.dim + d] : 0;
+    head.turned = turned;
     int64_t seen = head.length > head.begin ? (head.length - head.begin + kStrip - 1) / kStrip * kStrip : 0;
     int64_t width = (seen + call.columns + kLanes - 1) / kLanes * kLanes;
     int64_t at = part * Attention::kPart, stop = at + Attention::kPart;
@@ -240,11 +247,11 @@ bool few_units(const Attention& call, int64_t begin, int64_t end) {
         places[q] = {call.query + begins, call.out + begins};
       }
       switch (count) {
-        case 1: some_queries<1>(call, head, places, at, scratch, width); break;
-        case 2: some_queries<2>(call, head, places, at, scratch, width); break;
-        case 3: some_queries<3>(call, head, places, at, scratch, width); break;
-        case 4: some_queries<4>(call, head, places, at, scratch, width); break;
-        default: some_queries<kTile>(call, head, places, at, scratch, width);
+        case 1: some_queries<1>(call, head, places, at, scratch, width, block); break;
+        case 2: some_queries<2>(call, head, places, at, scratch, width, block); break;
+        case 3: some_queries<3>(call, head, places, at, scratch, width, block); break;
+        case 4: some_queries<4>(call, head, places, at, scratch, width, block); break;
+        default: some_queries<kTile>(call, head, places, at, scratch, width, block);
       }
       at += count;
     }

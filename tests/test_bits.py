@@ -1,0 +1,122 @@
+"""On a CPU with products in C++ a tree's nodes have the logits of plain decoding, to the bit.
+
+So its texts are plain decoding's, also where weights or activations are rounded to few bits, which
+would make the last bit of a sum a change of hundredths in logits.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.cpu_matmul import library
+from specjax import Sampling
+from specjax.decoding.generate import generate
+from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
+from specjax.models.quantized import in_dtype
+from specjax.models.transformer import Model, forward
+from tests.conftest import tiny_model
+from tests.pairs import alone, near, with_activations_of
+
+needs_it = pytest.mark.skipif(library.status().form is None, reason=library.status().line)
+WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
+FAMILIES = {
+    "llama": {},
+    "heads with norms": {"head_norms": "head"},
+    "windows": {"windows": (7, None)},
+    "layer norms": {"norm": "layer", "activation": "gelu_tanh"},
+    "features that fill no vector": {"hidden_size": 40, "intermediate_size": 56},
+}
+KINDS = ("float32", "bfloat16", "float", "bfloat16 activations", "int8 activations")
+PROMPT, TEXT, SLOTS = 11, 26, 64
+
+
+def model_of(family: str, kind: str) -> Model:
+    made = tiny_model(**(WIDE | FAMILIES[family]))
+    if kind in ("float32", "bfloat16"):
+        return in_dtype(made, jnp.dtype(kind))
+    return with_activations_of(made, kind.split()[0])
+
+
+def passed(model: Model, cache: KVCache, tokens, positions, mask):
+    logits, new = _forward(
+        model, jnp.asarray([tokens]), jnp.asarray([positions]), cache, jnp.asarray(mask)[None]
+    )
+    return np.asarray(logits[0]), new
+
+
+_forward = jax.jit(forward)
+_keep = jax.jit(KVCache.keep)
+
+
+def kept(cache: KVCache, new, path: list[int]) -> KVCache:
+    return _keep(cache, new, jnp.asarray([path]), jnp.asarray([len(path)], jnp.int32))
+
+
+def along(model: Model, begun: KVCache, text: list[int], nodes: int, decoys: int) -> np.ndarray:
+    """Logits after each token of a text that is read by trees of which it is a path."""
+    cache, found, at = begun, [], 0
+    while at < len(text):
+        own = text[at : at + nodes]
+        tokens, parents, path = [], [], []
+        for token in own:
+            for _ in range(decoys if path else 0):  # siblings, before the token itself
+                tokens.append((7 * len(tokens) + token) % model.config.vocab_size)
+                parents.append(path[-1])
+            parents.append(path[-1] if path else -1)
+            path.append(len(tokens))
+            tokens.append(token)
+        mask = np.zeros((len(tokens), len(tokens)), bool)
+        depth = np.zeros(len(tokens), np.int32)
+        for node, parent in enumerate(parents):
+            mask[node] = mask[parent] if parent >= 0 else False
+            depth[node] = depth[parent] + 1 if parent >= 0 else 0
+            mask[node, node] = True
+        logits, new = passed(model, cache, tokens, PROMPT + at + depth, mask)
+        found += list(logits[path])
+        cache = kept(cache, new, path)
+        at += len(own)
+    return np.stack(found)
+
+
+CASES = [
+    (family, kind)
+    for family, kind in itertools.product(FAMILIES, KINDS)
+    if (family, kind) != ("features that fill no vector", "int8 activations")  # 32 inputs a scale
+]
+
+
+@needs_it
+@pytest.mark.parametrize(("family", "kind"), CASES)
+def test_nodes_have_the_logits_of_plain_decoding(family, kind):
+    model = model_of(family, kind)
+    drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, PROMPT + TEXT).tolist()
+    empty = empty_cache(model.config, 1, SLOTS, cache_dtype(model.embedding.dtype))
+    mask = np.tri(PROMPT, dtype=bool)
+    _, new = passed(model, empty, drawn[:PROMPT], np.arange(PROMPT), mask)
+    begun = kept(empty, new, list(range(PROMPT)))
+    plain = along(model, begun, drawn[PROMPT:], 1, 0)
+    assert len(np.unique(plain.argmax(1))) > 3
+    for nodes, decoys in ((2, 0), (3, 1), (8, 0), (9, 2), (TEXT, 0)):
+        np.testing.assert_array_equal(
+            along(model, begun, drawn[PROMPT:], nodes, decoys), plain, f"{nodes} nodes"
+        )
+
+
+@needs_it
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_one_key_the_naive_rule_draws_the_texts_of_plain_decoding(kind):
+    """All of them, with every kind of weights: no token is lost to rounding."""
+    model = model_of("llama", kind)
+    drafter, prompts = alone(near(tiny_model(**WIDE), 1), (2, 1, 1)), [[1, 2, 3], [9, 8, 7, 6]]
+    plain, made = (
+        generate(
+            jax.random.key(3), model, each, prompts,
+            max_new_tokens=40, sampling=Sampling(0.8), verify="naive", stop_at_eos=False,
+        )
+        for each in (None, drafter)
+    )  # fmt: skip
+    np.testing.assert_array_equal(made.tokens, plain.tokens)
+    assert made.steps.max() < 40
