@@ -1,13 +1,13 @@
-r"""Drafts for SmolLM2-135M-Instruct, from prompts that it writes itself.
+r"""Drafts for SmolLM2-135M-Instruct, from prompts that it writes or finishes itself.
 
 Command:    nice python -m train.run configs/smollm2.py target=DIR --folder runs/smollm2
             DIR is the Hugging Face folder of SmolLM2-135M-Instruct. A killed run goes on where it
             was; a larger collect.prompts goes on from what a smaller one collected. The result
             comes with the package: specjax/bundled/smollm2.
 Hardware:   one core of an EPYC with AVX512-BF16 was used, 3 GiB of memory.
-Wall time:  answers 200 to 300 tokens/s on that core beside other work, so an hour and a half for
-            4,608 (1.29M tokens); turns 120 to 300; trigrams 3 minutes; the draft 36 minutes on two
-            cores (0.75 s a step, 1.4 where other work has one of them). Ways of collecting, one
+Wall time:  answers 200 to 300 tokens/s on that core beside other work, so three hours for 9,216
+            (2.55M tokens); turns 120 to 300; trigrams 4 minutes; the draft 37 minutes (1.4 s a
+            step; 0.75 on two cores). Ways of collecting, one
             core, shared with other work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in
             batches of 16, 32, 64 of 128 tokens that never end, 186 where rows wait for the longest
             (turns, 64); engine of 16 rows 196 to 221, of 32 207, whatever ends. A pass of 16
@@ -50,7 +50,7 @@ RECIPE = dataclasses.replace(
     corpus=Corpus(),
     turns=Turns(tokens=96, temperatures=(0.8, 1.0), batch=256, free=39, beginnings=beginnings()),
     collect=Collect(
-        prompts=10752, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
+        prompts=9216, prompt_tokens=128, new_tokens=384, batch=128, rows=16, dtype="bfloat16"
     ),
     vocabulary=Vocabulary(size=8191),
     draft=Size(256, 704, 2, 4, 2, 64),
@@ -60,7 +60,7 @@ RECIPE = dataclasses.replace(
         steps=1600, batch=12, warmup_steps=50, decay_steps=800, save_every=100, evaluate_every=200
     ),
     distil=Distil(corpus_rows=0),
-    trigrams=Trigrams(contexts=32_000, width=4),
+    trigrams=Trigrams(contexts=96_000, width=4),
     boost=dataclasses.replace(FROM_CHECKPOINT.boost, drafts=1),
     evaluation=dataclasses.replace(
         FROM_CHECKPOINT.evaluation, prompts=64, prompt_tokens=128, new_tokens=384

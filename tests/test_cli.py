@@ -17,7 +17,7 @@ from pallas_kernels.cache import cache_folder
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import files as folder
-from specjax.checkpoints import huggingface
+from specjax.checkpoints import huggingface, names
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli import generate, info
@@ -241,7 +241,7 @@ def test_memory_that_is_not_there_is_said_in_a_sentence(capsys, monkeypatch):
 
 def test_an_empty_folder_and_a_missing_bundled_pair_are_named(tmp_path, monkeypatch, capsys):
     refused(["info", "--model", str(tmp_path)], "config.json", capsys)
-    for module in (huggingface, folder):
+    for module in (names, folder):
         monkeypatch.setattr(module, "BUNDLED", tmp_path / "bundled")
     refused(["info"], "no bundled pair", capsys)
     model = ["--model", str(pair_folder() / "target")]

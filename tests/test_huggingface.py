@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import pallas_kernels
 from pallas_kernels import cpu_matmul
 from specjax.checkpoints import files as folder_module
-from specjax.checkpoints import huggingface
+from specjax.checkpoints import names
 from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.huggingface import (
     described,
@@ -146,7 +146,7 @@ def test_drafts_load_from_one_folder_or_several(written):
 
 
 def test_the_bundled_pool_loads_in_numeric_order(monkeypatch, tmp_path):
-    for module in (huggingface, folder_module):
+    for module in (names, folder_module):
         monkeypatch.setattr(module, "BUNDLED", tmp_path)
     with pytest.raises(CheckpointError, match=r"no drafts in .*drafts"):
         load_drafts("bundled")

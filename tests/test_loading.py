@@ -15,8 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.__main__ import main
-from specjax.checkpoints import huggingface
-from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.files import BUNDLED, CheckpointError, find
 from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models import families, memory
@@ -319,7 +318,7 @@ def test_a_plan_counts_what_is_held():
 def test_chat_templates_render_as_transformers_renders_them(tmp_path):
     from transformers import AutoTokenizer
 
-    shutil.copytree(huggingface.BUNDLED / "target", tmp_path / "chat")
+    shutil.copytree(BUNDLED / "target", tmp_path / "chat")
     template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
     (tmp_path / "chat" / "chat_template.jinja").write_text(template)
     talk = [{"role": "user", "content": "x = 1"}, {"role": "assistant", "content": "y = 2"}]
