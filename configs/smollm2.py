@@ -24,7 +24,8 @@ Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of
             random drafts (Q4_1, one row, chains of 2 / 4 / 6, over a plain step of 8.7 ms): width
             192, 1 layer 1.5 / 2.4 / 2.8; 256, 2 layers 1.7 / 2.5 / 2.9; 384, 2 layers 1.8 / 2.6 /
             3.1; 576, 3 layers 1.9 / 3.3 / 4.0 (before products kept their sums in registers).
-To reach:   agreement 0.503 along its own answers, 0.363 along answers to what people ask.
+To reach:   agreement 0.512 along its own answers; along answers to what people ask 1.36 tokens per
+            step of one node, of the n-gram model 1.42.
 """
 
 import dataclasses
