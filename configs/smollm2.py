@@ -6,9 +6,8 @@ Command:    nice python -m train.run configs/smollm2.py target=DIR --folder runs
             comes with the package: specjax/bundled/smollm2.
 Hardware:   one core of an EPYC with AVX512-BF16 was used, 3 GiB of memory.
 Wall time:  answers 200 to 300 tokens/s on that core beside other work, so three hours for 9,216
-            (2.55M tokens); turns 120 to 300; trigrams 4 minutes; the draft 37 minutes (1.4 s a
-            step; 0.75 on two cores). Ways of collecting, one
-            core, shared with other work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in
+            (2.55M tokens); turns 120 to 300; trigrams 4 minutes; the draft 33 minutes (1.2 s a
+            step; 0.75 on two cores). Ways of collecting, one core, shared with other work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in
             batches of 16, 32, 64 of 128 tokens that never end, 186 where rows wait for the longest
             (turns, 64); engine of 16 rows 196 to 221, of 32 207, whatever ends. A pass of 16
             columns is bound by arithmetic (142 GFLOP/s, XLA's own rate there), so drafting cannot

@@ -19,8 +19,8 @@ from specjax.models.quantized import in_dtype
 from specjax.models.transformer import Model, forward
 from tests.conftest import tiny_model
 from tests.pairs import alone, near, with_activations_of
+from tests.test_cpu_matmul import here, needs_it
 
-needs_it = pytest.mark.skipif(library.status().form is None, reason=library.status().line)
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 FAMILIES = {
     "llama": {},
@@ -103,6 +103,18 @@ def test_nodes_have_the_logits_of_plain_decoding(family, kind):
         np.testing.assert_array_equal(
             along(model, begun, drawn[PROMPT:], nodes, decoys), plain, f"{nodes} nodes"
         )
+
+
+@needs_it
+@pytest.mark.parametrize("form", here())
+def test_they_have_them_in_every_form_of_the_products(form):
+    """That of this processor and those of older ones."""
+    try:
+        library.select(form)
+        for kind in ("float32", "int8 activations"):
+            test_nodes_have_the_logits_of_plain_decoding("windows", kind)
+    finally:
+        library.select(None)
 
 
 @needs_it

@@ -176,6 +176,7 @@ def test_the_template_is_split_where_the_users_text_begins(target):
         ("collect.dtype=int8", "collect.dtype is 'int8'; it must be one of float32, bfloat16"),
         ("turns.temperatures=", "turns.temperatures are (); there must be some"),
         ("turns.batch=0", "turns.batch is 0; it must be at least 1"),
+        ("turns.free=-1", "turns.free is -1; it must be at least 0"),
     ],
 )
 def test_settings_are_checked(tmp_path, target, corpus, capfd, change, sentence):

@@ -37,7 +37,7 @@ _LOWEST: dict[str, dict[str, int]] = {
         "seed": 0,
     },
     "trigrams": {"contexts": 0, "width": 1},
-    "turns": {"tokens": 0, "batch": 1, "seed": 0},
+    "turns": {"tokens": 0, "free": 0, "batch": 1, "seed": 0},
     "vocabulary": {"size": 0},
 }
 _SHARES = ("corpus.test_share", "boost.keep")
