@@ -7,11 +7,11 @@ Command:    nice python -m train.run configs/smollm2.py target=DIR --folder runs
 Hardware:   one core of an EPYC with AVX512-BF16 was used, 3 GiB of memory.
 Wall time:  answers 200 to 300 tokens/s on that core beside other work, so three hours for 9,216
             (2.55M tokens); turns 120 to 300; trigrams 4 minutes; the draft 33 minutes (1.2 s a
-            step; 0.75 on two cores). Ways of collecting, one core, shared with other work (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in
-            batches of 16, 32, 64 of 128 tokens that never end, 186 where rows wait for the longest
-            (turns, 64); engine of 16 rows 196 to 221, of 32 207, whatever ends. A pass of 16
-            columns is bound by arithmetic (142 GFLOP/s, XLA's own rate there), so drafting cannot
-            help.
+            step; 0.75 on two cores). Ways of collecting, one core, shared with other work
+            (2026-11-27): `generate_jit` 364, 366, 390 tokens/s in batches of 16, 32, 64 of 128
+            tokens that never end, 186 where rows wait for the longest (turns, 64); engine of 16
+            rows 196 to 221, of 32 207, whatever ends. A pass of 16 columns is bound by arithmetic
+            (142 GFLOP/s, XLA's own rate there), so drafting cannot help.
 Drafts:     a pruned vocabulary (`specjax.models.pruning`), as an unembedding of 49,152 rows takes
             1.4 ms a column at width 256, and one of 8,192 with its map 0.13. Share of the tokens
             of held-out answers among the most frequent of as many others (230,000 each):
