@@ -29,8 +29,8 @@ To reach:   agreement 0.512 along its own answers; along answers to what people 
 
 import dataclasses
 
-from configs.beginnings import beginnings
 from configs.boost.from_checkpoint import RECIPE as FROM_CHECKPOINT
+from train.beginnings import beginnings
 from train.config import (
     Collect,
     Corpus,
