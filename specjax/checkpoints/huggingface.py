@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 
 from pallas_kernels.cpu_matmul import multiplies_bfloat16, unable_here
 from pallas_kernels.platform import platform
-from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import gguf, lora, orbax, pruned_vocabulary, quantized
 from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.end_tokens import with_end_tokens
@@ -65,7 +64,6 @@ STAGES = ("ngram", "stage2")
 """Folders of what drafts for the first of the drafts that come with the package."""
 
 
-@keywords_after(1)
 def load(
     name: Name | Sequence[Name] = "bundled",
     *,
@@ -150,7 +148,6 @@ def default_draft_dtype() -> str:
     return "bfloat16" if multiplies_bfloat16() else default_dtype()
 
 
-@keywords_after(1)
 def load_drafts(
     names: Name | Sequence[Name] = "bundled",
     *,
@@ -209,7 +206,6 @@ def pool_in(folder: Path) -> list[Path]:
     return sorted(found, key=lambda each: int(each.name))
 
 
-@keywords_after(1)
 def load_model(
     name: Files | Name | Sequence[Name],
     *,
@@ -385,7 +381,6 @@ def _put_packed(
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-@keywords_after(2)
 def save_model(
     model: Model,
     folder: str | Path,
@@ -423,7 +418,6 @@ def save_model(
         save_tokenizer(tokenizer, folder, model.config)
 
 
-@keywords_after(2)
 def save_sharded(
     model: Model,
     folder: str | Path,

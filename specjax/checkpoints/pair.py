@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from jax.sharding import Mesh
 
 from pallas_kernels.cpu_matmul import unable_here
-from specjax.base.deprecated import keywords_after
 from specjax.base.progress import counted, working
 from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
@@ -52,7 +51,6 @@ class Pair(NamedTuple):
     table_acceptance: Acceptance | None = None
 
 
-@keywords_after(2)
 @working("loading the model")
 def load_pair(
     model: str = "bundled",

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from specjax.base.deprecated import keywords_after
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.pair import Pair, with_own_draft
 from specjax.draft import Drafter
@@ -44,7 +43,6 @@ def names_of(text: str, pair: Pair | None) -> list[str]:
     return names
 
 
-@keywords_after(1)
 def setting_of(
     method: str,
     *,
@@ -90,7 +88,6 @@ def setting_of(
     return found.setting(Size(None if widths is None else canonical(widths), budget, batch, drafts))
 
 
-@keywords_after(2)
 def build(setting: Setting, pair: Pair, *, verify: str = AUTO) -> Drafter:
     """The drafter that a setting names.
 
@@ -120,7 +117,6 @@ def table() -> str:
     return "\n".join(["| method | its tree | source |", "|---|---|---|", *rows])
 
 
-@keywords_after(1)
 def load_drafter(
     names: str | Path | Sequence[str | Path] = "bundled",
     *,

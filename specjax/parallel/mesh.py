@@ -18,7 +18,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from specjax.base.deprecated import keywords_after
 
 AXES = DATA, MODEL, DRAFT = "data", "model", "draft"
 
@@ -26,7 +25,6 @@ ROWS = P(DATA)
 """How arrays with rows first are spread."""
 
 
-@keywords_after(0)
 def make_mesh(*, data: int = 1, model: int = 1, draft: int = 1) -> Mesh:
     """A mesh of the first devices there are, of all processes.
 

@@ -9,7 +9,6 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from specjax.base.deprecated import renamed, renamed_fields
 from specjax.base.loops import repeated
 from specjax.base.pytree import pytree, replace
 from specjax.trees.widths import Widths, canonical, counts, widest
@@ -80,8 +79,6 @@ class TreeShape:
         own = self._children()
         return np.repeat(np.arange(self.num_distributions), own[own > 0]).astype(np.int32)
 
-    laws = renamed("laws", "distributions")
-    num_laws = renamed("num_laws", "num_distributions")
 
     @property
     def num_distributions(self) -> int:
@@ -111,7 +108,6 @@ class Draws:
     certain: Bool[Array, "*B"]
 
 
-@renamed_fields(trial_law="trial_row")
 @pytree
 class TokenTree:
     """Candidate continuations of a root token, equal paths merged into one node.
