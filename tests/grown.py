@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.base.sampling import Sampling
-from specjax.draft import Step
+from specjax.draft import Seen, Step
 from specjax.draft.growth import Growth
 from specjax.measure import distribution_tests
 from specjax.models.transformer import Model
@@ -83,7 +83,8 @@ def sharpness_of(row: int) -> float:
 def seen_after(tokens, count: int):
     """Something that a target could have thought likely after tokens: distinct, and decided."""
     tokens = jnp.asarray(tokens, jnp.int32)
-    return (tokens[..., None] * 7 + 5 * jnp.arange(count, dtype=jnp.int32) + 1) % 64
+    likely = (tokens[..., None] * 7 + 5 * jnp.arange(count, dtype=jnp.int32) + 1) % 64
+    return Seen(likely, jnp.zeros((*tokens.shape, 0)))
 
 
 def start(drafter, texts, slots: int = SLOTS):
@@ -92,7 +93,7 @@ def start(drafter, texts, slots: int = SLOTS):
     padded = np.zeros((len(texts), WIDTH), np.int32)
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
-    seen = seen_after(padded, drafter.target_top_k)
+    seen = seen_after(padded, drafter.wants.top_tokens)
     return INIT(drafter, jnp.asarray(padded), length, slots, seen)
 
 
@@ -161,6 +162,6 @@ def commit(drafter, state, tree, texts, counts, rests, pick=max):
     length = jnp.asarray([len(text) for text in made], jnp.int32)
     accepted = Accepted(jnp.asarray(path), length, length)
     grown = jax.tree.map(jnp.asarray, tree)
-    seen = seen_after(grown.tokens, drafter.target_top_k)
+    seen = seen_after(grown.tokens, drafter.wants.top_tokens)
     step = Step(jnp.asarray(tokens), length, length < 0, grown, accepted, seen)
     return COMMIT(drafter, state, step), [[*t, *new] for t, new in zip(texts, made, strict=True)]

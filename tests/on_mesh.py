@@ -32,6 +32,7 @@ from specjax.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 from tests.engines import alone as plain_texts
 from tests.engines import ids_of, random_request, running, served
+from tests.hidden import HiddenDrafter
 from tests.test_parity import FAMILIES, golden, loaded
 
 ROWS, NEW = 8, 16
@@ -59,13 +60,16 @@ def pair_on(folder: Path, mesh, stack: bool = False) -> Pair:
     return Pair(target, None, drafts)
 
 
-def drafter_of(pair: Pair, method: str):
+def drafter_of(folder: Path, pair: Pair, method: str, mesh):
+    if method == "hidden":
+        (whole,) = huggingface.load_drafts([folder / "target"], dtype="float32", mesh=mesh)
+        return HiddenDrafter(whole, (0, pair.target.config.num_layers))
     return registry.build(registry.setting_of(method, batch=ROWS), pair)
 
 
-def texts(pair: Pair, method: str, streams: bool) -> dict:
+def texts(pair: Pair, drafter, streams: bool) -> dict:
     """Tokens and steps of a mixed batch, and the same tokens as they are streamed."""
-    drafter, key = drafter_of(pair, method), jax.random.key(0)
+    key = jax.random.key(0)
     asked = {"max_new_tokens": NEW, "sampling": MIXED, "stop_at_eos": False}
     made = generate(key, pair.target, drafter, PROMPTS, **asked)
     streamed = [[] for _ in PROMPTS]
@@ -180,8 +184,9 @@ if __name__ == "__main__":
             continue
         name, method, *stack = section.split("/")
         if method not in made["alone"]:
-            made["alone"][method] = texts(alone, method, False)
-        pair = pair_on(at, make_mesh(**MESHES[name]), bool(stack))
+            made["alone"][method] = texts(alone, drafter_of(at, alone, method, None), False)
+        mesh = make_mesh(**MESHES[name])
+        pair = pair_on(at, mesh, bool(stack))
         streams = name == "data=2,draft=3"  # of all states the one with an axis before its rows
-        made[section] = texts(pair, method, streams)
+        made[section] = texts(pair, drafter_of(at, pair, method, mesh), streams)
     json.dump(made, sys.stdout)

@@ -6,7 +6,7 @@ import numpy as np
 
 import specjax
 from specjax.base.pytree import replace
-from specjax.draft import ExpansionDrafter
+from specjax.draft import ExpansionDrafter, Seen, Wants
 from specjax.models.config import MATRICES
 from specjax.models.quantized import packed, with_activations
 from specjax.models.transformer import Model
@@ -57,9 +57,9 @@ def alone(model: Model, widths=(2, 1), **options) -> ExpansionDrafter:
     return ExpansionDrafter.of([model], widths, **options)
 
 
-def nothing_seen(shape) -> jax.Array:
+def nothing_seen(shape) -> Seen:
     """What a drafter that asks to see nothing of the target is shown."""
-    return jnp.zeros((*shape, 0), jnp.int32)
+    return Wants().zeros(shape, 1)
 
 
 def generate(target, drafter, prompts=PROMPTS, key=KEY, **options):

@@ -11,7 +11,7 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
 from specjax.decoding import stepping
 from specjax.decoding.request import prepare
-from specjax.draft import ExpansionDrafter
+from specjax.draft import ExpansionDrafter, Wants
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
@@ -214,15 +214,19 @@ def test_long_prompts_are_read_in_blocks_as_in_one_piece(monkeypatch):
     asked = prepare(jax.random.key(0), model, None, prompts, max_new_tokens=4)
 
     def read():
-        call = partial(stepping.read, slots=asked.slots, target_top_k=2)
+        wants = Wants(top_tokens=2, hidden_layers=(0, 2))
+        call = partial(stepping.read, slots=asked.slots, wants=wants)
         return jax.jit(call)(model, asked.rows)
 
-    state, likeliest = read()
+    state, found = read()
     monkeypatch.setattr(transformer, "_LONG_PROMPT", 1 << 20)
-    expected, top_tokens = read()
+    expected, seen = read()
     for row, length in enumerate((600, 513)):
-        np.testing.assert_array_equal(likeliest[row, :length], top_tokens[row, :length])
-        for found, whole in zip(state.cache.keys, expected.cache.keys, strict=True):
-            assert found.shape == whole.shape
-            held = found[row, ..., : length - 1], whole[row, ..., : length - 1]
+        np.testing.assert_array_equal(found.top_tokens[row, :length], seen.top_tokens[row, :length])
+        np.testing.assert_allclose(
+            found.hidden_states[row, :length], seen.hidden_states[row, :length], atol=2e-5
+        )
+        for keys, whole in zip(state.cache.keys, expected.cache.keys, strict=True):
+            assert keys.shape == whole.shape
+            held = keys[row, ..., : length - 1], whole[row, ..., : length - 1]
             np.testing.assert_allclose(*held, rtol=0, atol=2e-5 * np.abs(held[1]).max())

@@ -44,7 +44,7 @@ def test_a_text_is_written_as_decoding_does_and_looked_up_in_its_steps():
     prompts = [[5, 9, 2], list(range(3, 15)), [7, 8] * 6]
     texts = replay.write(pair.target, prompts, 0.0, NEW, 60.0)
     drafter = registry.build(registry.setting_of("lookup", budget=7), pair)
-    nothing = replay.likeliest_along(pair.target, texts, drafter.target_top_k)
+    nothing = replay.likeliest_along(pair.target, texts, drafter.wants.top_tokens)
     replayed = replay.replay(drafter, texts, nothing, (3, 7), rows=2)
     for budget in (3, 7):  # the tree of the first is a part of those that are replayed
         own = registry.build(registry.setting_of("lookup", budget=budget), pair)
@@ -60,7 +60,7 @@ def test_recycling_knows_what_was_read_before_and_not_what_follows():
     pair = Pair(tiny_model(), None, [])
     drafter = registry.build(registry.setting_of("recycle", budget=3), pair)
     cycle = tuple([3, 4, 5, 6] * 9)
-    right = np.zeros((64, drafter.target_top_k), np.int32)
+    right = np.zeros((64, drafter.wants.top_tokens), np.int32)
     right[:36, 0] = [*cycle[1:], 3]
     replayed = replay.replay(drafter, [Text(cycle, 4), Text(cycle, 1)], [right, right], (1, 3))
     # The prompt of the first has all but what follows 6, which the first step's token says.

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from specjax.base.sampling import Sampling
+from specjax.draft import Wants
 from specjax.draft.growth import Growth
 from specjax.draft.ngram import NO_TOKEN, NGram
 from specjax.draft.prompt_lookup import TextDrafter
@@ -158,7 +159,7 @@ def test_the_latest_of_equal_matches_comes_first():
 
 def test_its_trees_are_chosen():
     drafter = drafter_of("lookup")
-    assert (drafter.window, drafter.num_slots, drafter.target_top_k) == (7, 25, 0)
+    assert (drafter.window, drafter.num_slots, drafter.wants) == (7, 25, Wants())
     assert find_rule("auto", drafter.construction).name == "naive"
     with pytest.raises(ValueError, match="multi-step rule is not lossless"):
         find_rule("multi-step", drafter.construction)

@@ -143,7 +143,7 @@ def probs_after(texts: list[list[int]]) -> np.ndarray:
         rows = rows_of(prompt, length, keys)
         state = stepping.prefill(model, PlainDrafter(model.config.vocab_size), rows, SLOTS)
         tree = root_only(state.last, model.config.vocab_size)
-        return process(stepping.score_tree(model, tree, state)[0], warm(len(texts)))[:, 0]
+        return process(stepping.score_tree(model, tree, state).logits, warm(len(texts)))[:, 0]
 
     return np.asarray(probs(jnp.asarray(padded), length), float)
 

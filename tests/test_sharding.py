@@ -14,13 +14,14 @@ from specjax.checkpoints.huggingface import save_model
 from specjax.models.placement import placement
 from specjax.parallel.mesh import make_mesh, with_all_axes
 from tests.conftest import QUICKLY, tiny_config, tiny_model
+from tests.hidden import DEPTH
 from tests.pairs import alone, generate, near
 
 ROOT = Path(__file__).parent.parent
 WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
 
 
-FIRST = ("data=2,draft=3/pool", "programs")
+FIRST = ("data=2,draft=3/pool", "data=2,model=4/hidden", "programs")
 """Sections of `on_mesh` that `pytest` runs, and below those that `pytest -m slow` does."""
 OTHERS = (
     *(
@@ -30,6 +31,7 @@ OTHERS = (
         "data=2,model=4/hybrid",
         "data=2,model=4/chain",
         "data=2,model=4/chain/stack",
+        "data=2,model=4/hidden/stack",
     ),
     *("draft=3/pool", "data=2,model=4/recycle", "families", "moved", "engine"),
 )
@@ -75,6 +77,13 @@ def test_tokens_are_those_of_one_device(facts, section):
 @pytest.mark.parametrize("section", [one for one in OTHERS if "/" in one])
 def test_tokens_on_other_meshes_are_those_of_one_device(other_facts, section):
     check_tokens(other_facts, section)
+
+
+def test_hidden_states_on_a_mesh_are_those_of_a_pass(facts):
+    """Its steps are as few as there can be (see `tests.hidden`)."""
+    made = facts["data=2,model=4/hidden"]
+    greedy = made["steps"][::2]
+    assert set(greedy) == {-(-len(made["tokens"][0]) // (DEPTH + 1))}
 
 
 def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):

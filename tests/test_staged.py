@@ -7,7 +7,7 @@ import pytest
 
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
-from specjax.draft import best_first
+from specjax.draft import Wants, best_first
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth, Scored, no_nodes
 from specjax.draft.hybrid import HybridDrafter
@@ -265,5 +265,5 @@ def test_stages_that_cannot_be_are_refused():
     for own in ({"table": stage}, {"second": alone(DRAFT)}):
         with pytest.raises(ValueError, match="growth by level takes no second stage"):
             best_first_of(DRAFT, by_level, **own)
-    assert best_first_of(DRAFT, by_level).target_top_k == 0
-    assert best_first_of(DRAFT, GROWTHS["small"], **STAGES["both"]()).target_top_k == 2
+    assert best_first_of(DRAFT, by_level).wants == Wants()
+    assert best_first_of(DRAFT, GROWTHS["small"], **STAGES["both"]()).wants == Wants(top_tokens=2)

@@ -9,7 +9,7 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
 from specjax.decoding.generate import prefill_jit, step_jit
 from specjax.decoding.request import NO_END, Limits, Rows
-from specjax.draft import Step
+from specjax.draft import Seen, Step, Wants
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure import distribution_tests
 from specjax.trees.accepted import Accepted
@@ -48,6 +48,11 @@ def plain_tree(table: dict[int, list[int]], last: int, shape: TreeShape):
     return found
 
 
+def shown(top_tokens):
+    """What a drafter sees that wants to see likely tokens alone."""
+    return Seen(jnp.asarray(top_tokens), jnp.zeros((*np.shape(top_tokens)[:2], 0)))
+
+
 def noted(table, tokens, seen):
     """The table after some tokens in order, each followed by what was seen: the last one counts."""
     table = dict(table)
@@ -80,7 +85,8 @@ def test_tables_and_trees_are_those_of_dictionaries(name):
     shape = SHAPES[name]
     drafter = drafter_of(shape)
     texts, state = TEXTS, start(drafter, TEXTS)
-    tables = [noted({}, text, np.asarray(seen_after(text, shape.widest))) for text in texts]
+    likely = [seen_after([text], shape.widest).top_tokens[0] for text in texts]
+    tables = [noted({}, *both) for both in zip(texts, map(np.asarray, likely), strict=True)]
     sizes, rng = [], np.random.default_rng(0)
     for count in ([1, 2, 0, 2], [2, 0, 1, 1], [1, 1, 1, 1], [2, 2, 2, 2]):
         tables_equal(state, tables)
@@ -95,7 +101,7 @@ def test_tables_and_trees_are_those_of_dictionaries(name):
         tokens = jnp.asarray(np.stack(known), jnp.int32)
         accepted = Accepted(jnp.zeros_like(tokens), length, tokens[:, 0])
         grown = jax.tree.map(jnp.asarray, tree)
-        step = Step(tokens, length, length < 0, grown, accepted, jnp.asarray(seen))
+        step = Step(tokens, length, length < 0, grown, accepted, shown(seen))
         state = COMMIT(drafter, state, step)
         for row, own in enumerate(count):
             there = tree.valid[row] & (own > 0)
@@ -109,7 +115,7 @@ def test_the_last_of_equal_tokens_counts():
     drafter = drafter_of(TreeShape((2, 1)))
     prompt = jnp.asarray([[1, 2, 1, 1]] * 2, jnp.int32)
     seen = jnp.asarray([[[10, 11], [20, 21], [30, 31], [1, 40]]] * 2, jnp.int32)
-    state = drafter.init(prompt, jnp.asarray([4, 3], jnp.int32), 16, seen)
+    state = drafter.init(prompt, jnp.asarray([4, 3], jnp.int32), 16, shown(seen))
     assert state[:, 1].tolist() == [[1, 40], [30, 31]]
     assert state[:, 2].tolist() == [[20, 21]] * 2
     assert (np.delete(np.asarray(state), [1, 2], axis=1) == -1).all()
@@ -165,7 +171,8 @@ def test_what_is_shown_is_what_the_target_thinks_likely():
             heads = [[*texts[row], *nodes[node]] for node in sorted(nodes)]
             seen = target_after(target, heads, shape.widest)
             tokens = [head[-1] for head in heads]
-            np.testing.assert_array_equal(np.asarray(gave.top_tokens)[row][sorted(nodes)], seen)
+            found = np.asarray(gave.seen.top_tokens)[row]
+            np.testing.assert_array_equal(found[sorted(nodes)], seen)
             tables[row] = noted(tables[row], tokens, seen)
         count = np.asarray(gave.count).tolist()
         assert count[2] == 0
@@ -179,7 +186,7 @@ def test_what_is_shown_is_what_the_target_thinks_likely():
 def test_its_trees_are_chosen():
     for name, shape in SHAPES.items():
         drafter = drafter_of(shape)
-        assert drafter.target_top_k == shape.widest
+        assert drafter.wants == Wants(top_tokens=shape.widest)
         assert drafter.window == shape.depth + 1
         assert drafter.num_slots == shape.num_nodes + 1
         assert drafter.construction.chain == (name == "chain")

@@ -79,8 +79,7 @@ def sequence_logits(
     """Logits after every token of whole sequences, feature-major."""
     rows, length = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
-    x, _ = trunk(model, tokens, positions, None, None, dtype=dtype)
-    return unembed(model, x, dtype)
+    return unembed(model, trunk(model, tokens, positions, None, None, dtype=dtype).x, dtype)
 
 
 def foreseen(model: Model, tokens: Int32[Array, "*S"]) -> Float[Array, "*S"]:

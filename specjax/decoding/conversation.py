@@ -54,7 +54,7 @@ def begin_jit(
 
     def whole(target: Model, drafter: Drafter, first: Array) -> DecodeState:
         one, none = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
-        unseen = jnp.zeros((1, 1, drafter.target_top_k), jnp.int32)
+        unseen = drafter.wants.zeros((1, 1), target.config.hidden_size)
         return DecodeState(
             cache=_empty(target, slots),
             draft=drafter.init(first[:, None], one, slots, unseen),
@@ -183,7 +183,7 @@ class Conversation:
             check_memory(target, drafter, self.rule, 1, LARGE_CHUNK, self._slots)
         except ValueError as error:
             raise ValueError(f"{error} Use a smaller max_model_len.") from None
-        self._shortens = can_truncate(drafter)
+        self._shortens = can_truncate(target, drafter)
         self._programs: dict[Any, Any] = {}
         self._tokens: list[int] = []
         self._state: DecodeState | None = None  # None while a program has it

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.pytree import replace
-from specjax.decoding.stepping import DecodeState, top_tokens_in
+from specjax.decoding.stepping import DecodeState, seen_in
 from specjax.draft.drafter import Drafter, Step
 from specjax.models.transformer import Model, trunk
 from specjax.trees.accepted import Accepted
@@ -32,19 +32,21 @@ def extended(
     nodes = jnp.concatenate([state.last[:, None], tokens[:, :-1]], axis=1)
     tree_mask = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
     positions = state.cache.length[:, None] + number
-    x, new = trunk(target, nodes, positions, state.cache, tree_mask)
-    top_tokens = top_tokens_in(target, x, tokens.shape, drafter.target_top_k)
+    made = trunk(
+        target, nodes, positions, state.cache, tree_mask, hidden_layers=drafter.wants.hidden_layers
+    )
+    seen = seen_in(target, made, tokens.shape, drafter.wants)
     tree = _chain(nodes, number < count[:, None], target.config.vocab_size)
     at_end = jnp.maximum(count - 1, 0)
     last = jnp.take_along_axis(tokens, at_end[:, None], axis=1)[:, 0]
-    gave = Step(tokens, count, state.done, tree, Accepted(number, count, last), top_tokens)
+    gave = Step(tokens, count, state.done, tree, Accepted(number, count, last), seen)
     state = replace(
         state,
-        cache=state.cache.keep(new, None, count),
+        cache=state.cache.keep(made.new, None, count),
         draft=drafter.follow(state.draft, gave),
         last=jnp.where(count > 0, last, state.last),
     )
-    return state, x
+    return state, made.x
 
 
 def shortened(
@@ -59,7 +61,7 @@ def shortened(
     return replace(state, cache=cache, draft=drafter.truncate(state.draft, length), last=last)
 
 
-def can_truncate(drafter: Drafter) -> bool:
+def can_truncate(target: Model, drafter: Drafter) -> bool:
     """Whether a draft's state can be shortened, so that a text may begin with a part of another."""
 
     def shorter() -> object:
@@ -67,7 +69,7 @@ def can_truncate(drafter: Drafter) -> bool:
             jnp.zeros((1, 1), jnp.int32),
             jnp.ones(1, jnp.int32),
             _FEW_SLOTS,
-            jnp.zeros((1, 1, drafter.target_top_k), jnp.int32),
+            drafter.wants.zeros((1, 1), target.config.hidden_size),
         )
         nonlocal able
         able = drafter.truncate(state, jnp.ones(1, jnp.int32)) is not None

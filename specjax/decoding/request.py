@@ -175,7 +175,8 @@ def prepare(
       ValueError: a prompt is empty, has a token outside the vocabulary, or does not fit; the
         draft's vocabulary is another; the rule is not lossless for these trees; a parameter is
         out of its range; a mesh's axis does not divide the rows; the texts
-        would take more memory than there is; a draft is split over a mesh.
+        would take more memory than there is; a draft is split over a mesh, or reads layers that
+        there are not.
     """
     sampling = Sampling() if sampling is None else sampling
     _check_types(target, drafter, sampling, verify)
@@ -251,13 +252,21 @@ def check_drafter(target: Model, drafter: Drafter) -> None:
     """Checks that a drafter's drafts go with a target.
 
     Raises:
-      ValueError: they have another vocabulary, or are split over a mesh.
+      ValueError: they have another vocabulary, want a layer that there is not, or are split over a
+        mesh.
     """
     if drafter.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
             f"the target one of {target.config.vocab_size}."
         )
+    layers = target.config.num_layers
+    for layer in drafter.wants.hidden_layers:
+        if not 0 <= layer <= layers:
+            raise ValueError(
+                f"the drafts read the hidden states after {layer} layers of the target, "
+                f"which has {layers}."
+            )
     if any(draft.placed.axis is not None for draft in memory.loads_in(drafter)):
         raise ValueError("a draft is split over the mesh; load_drafts gives drafts that are whole.")
 
@@ -273,7 +282,7 @@ def visits(target: Model, drafter: Drafter, rule: Rule, counts: bool) -> bool:
     what drafts must not need the others, and no row may have a bias or a penalty.
     """
     large = isinstance(target, StreamedModel) and drafter.num_slots >= VISITED_FROM
-    others = drafter.target_top_k > 0 or drafter.needs_probs or counts
+    others = drafter.wants.top_tokens > 0 or drafter.needs_probs or counts
     return large and rule.visiting is not None and not others
 
 

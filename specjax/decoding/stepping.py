@@ -13,14 +13,14 @@ from specjax.base.penalties import TokenCounts, penalized
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import GREEDY, Sampling, is_greedy, largest, most_likely, process
 from specjax.decoding.request import Limits, Rows
-from specjax.draft.drafter import Drafter, DraftState, Step, TokenLogprobs
+from specjax.draft.drafter import Drafter, DraftState, Seen, Step, TokenLogprobs, Wants
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.packing import Packing, packing_of
 from specjax.models.transformer import (
     PROMPT_BLOCK,
     Model,
-    forward,
+    Pass,
     reads_in_blocks,
     trunk,
     unembed,
@@ -58,20 +58,21 @@ def prefill(target: Model, drafter: Drafter, rows: Rows, slots: int) -> DecodeSt
 
     The last prompt token is the first root, so the first token comes from a step like any other.
     """
-    state, top_tokens = read(target, rows, slots, drafter.target_top_k)
-    return replace(state, draft=drafter.init(rows.prompt, rows.length, slots, top_tokens))
+    state, seen = read(target, rows, slots, drafter.wants)
+    return replace(state, draft=drafter.init(rows.prompt, rows.length, slots, seen))
 
 
-def read(
-    target: Model, rows: Rows, slots: int, target_top_k: int
-) -> tuple[DecodeState, Int32[Array, "B T k"]]:
-    """The target's part of a prefill, and its likeliest tokens after each token of the prompts."""
+def read(target: Model, rows: Rows, slots: int, wants: Wants) -> tuple[DecodeState, Seen]:
+    """The target's part of a prefill, and what is wanted of it after each token of the prompts."""
     if not target.is_stacked and reads_in_blocks(rows.prompt.shape[1]):
-        return _read_in_blocks(target, rows, slots, target_top_k)
+        return _read_in_blocks(target, rows, slots, wants)
     # A stack's keys and values are not copied into a cache, they become one.
     whole = slots if target.is_stacked else None
-    x, new = trunk(target, rows.prompt, positions_of(rows), None, None, slots=whole)
-    return after_prompts(target, rows, slots, target_top_k, x, new)
+    made = trunk(
+        target, rows.prompt, positions_of(rows), None, None,
+        slots=whole, hidden_layers=wants.hidden_layers,
+    )  # fmt: skip
+    return after_prompts(target, rows, slots, wants, made)
 
 
 def positions_of(rows: Rows) -> Int32[Array, "B T"]:
@@ -80,8 +81,8 @@ def positions_of(rows: Rows) -> Int32[Array, "B T"]:
 
 
 def _read_in_blocks(
-    target: Model, rows: Rows, slots: int, target_top_k: int
-) -> tuple[DecodeState, Int32[Array, "B T k"]]:
+    target: Model, rows: Rows, slots: int, wants: Wants
+) -> tuple[DecodeState, Seen]:
     """What `read` gives, by passes over a block of tokens after those that a cache holds."""
     count, tokens = rows.prompt.shape
     prompt = jnp.pad(rows.prompt, ((0, 0), (0, -tokens % PROMPT_BLOCK)))
@@ -92,36 +93,40 @@ def _read_in_blocks(
     dtype = cache_dtype(target.embedding.dtype)
     cache = empty_cache(target.config, count, room, dtype, target.kv_heads)
     cache = replace(cache, rows=jnp.arange(count, dtype=jnp.int32))
-    best = jnp.zeros((*prompt.shape, target_top_k), jnp.int32)
+    seen = wants.zeros(prompt.shape, target.config.hidden_size)
 
-    def one(number: Array, made: tuple[KVCache, Array]) -> tuple[KVCache, Array]:
-        cache, best = made
-        own = lax.dynamic_slice_in_dim(prompt, number * PROMPT_BLOCK, PROMPT_BLOCK, axis=1)
+    def one(number: Array, made: tuple[KVCache, Seen]) -> tuple[KVCache, Seen]:
+        cache, seen = made
+        begin = number * PROMPT_BLOCK
+        own = lax.dynamic_slice_in_dim(prompt, begin, PROMPT_BLOCK, axis=1)
         positions = cache.length[:, None] + jnp.arange(PROMPT_BLOCK, dtype=jnp.int32)
-        x, new = trunk(target, own, positions, cache, tree_mask)
-        likeliest = top_tokens_in(target, x, own.shape, target_top_k)
-        best = lax.dynamic_update_slice_in_dim(best, likeliest, number * PROMPT_BLOCK, axis=1)
-        return cache.keep(new, None, jnp.full(count, PROMPT_BLOCK, jnp.int32)), best
+        passed = trunk(target, own, positions, cache, tree_mask, hidden_layers=wants.hidden_layers)
+        seen = jax.tree.map(
+            lambda whole, part: lax.dynamic_update_slice_in_dim(whole, part, begin, axis=1),
+            seen, seen_in(target, passed, own.shape, wants),
+        )  # fmt: skip
+        return cache.keep(passed.new, None, jnp.full(count, PROMPT_BLOCK, jnp.int32)), seen
 
     blocks = -(-rows.length.max() // PROMPT_BLOCK)
-    cache, best = lax.fori_loop(0, blocks, one, (cache, best))
+    cache, seen = lax.fori_loop(0, blocks, one, (cache, seen))
     keys = tuple(each[..., :slots] for each in cache.keys)
     values = tuple(each[..., :slots, :] for each in cache.values)
-    return _begun(rows, KVCache(keys, values, rows.length - 1)), best[:, :tokens]
+    seen = jax.tree.map(lambda leaf: leaf[:, :tokens], seen)
+    return _begun(rows, KVCache(keys, values, rows.length - 1)), seen
 
 
 def after_prompts(
-    target: Model, rows: Rows, slots: int, target_top_k: int, x: Float[Array, "E C"], new: NewKV
-) -> tuple[DecodeState, Int32[Array, "B T k"]]:
-    """What `read` gives, of a pass over the prompts; a stack's `new` lies as in a cache already."""
-    count, length = rows.prompt.shape[0], rows.length - 1
+    target: Model, rows: Rows, slots: int, wants: Wants, made: Pass
+) -> tuple[DecodeState, Seen]:
+    """What `read` gives, of a pass over the prompts; a stack's keys lie as in a cache already."""
+    count, length, new = rows.prompt.shape[0], rows.length - 1, made.new
     if target.is_stacked:
         cache = KVCache((new[0][0],), (new[0][1],), length)
     else:
         dtype = cache_dtype(target.embedding.dtype)
         empty = empty_cache(target.config, count, slots, dtype, target.kv_heads)
         cache = empty.keep(new, None, length)
-    return _begun(rows, cache), top_tokens_in(target, x, rows.prompt.shape, target_top_k)
+    return _begun(rows, cache), seen_in(target, made, rows.prompt.shape, wants)
 
 
 def _begun(rows: Rows, cache: KVCache) -> DecodeState:
@@ -138,6 +143,17 @@ def _begun(rows: Rows, cache: KVCache) -> DecodeState:
         done=made != 0,
         counts=rows.counts,
     )
+
+
+def seen_in(target: Model, made: Pass, shape: tuple[int, ...], wants: Wants) -> Seen:
+    """What is wanted of the target after each column of a pass over tokens of that shape."""
+    top_tokens = top_tokens_in(target, made.x, shape, wants.top_tokens)
+    return Seen(top_tokens, by_token(made.hidden, shape))
+
+
+def by_token(hidden: Float[Array, "H C"], shape: tuple[int, ...]) -> Float[Array, "B T H"]:
+    """Columns as rows of tokens, features last."""
+    return hidden.T.reshape(*shape, hidden.shape[0])
 
 
 def top_tokens_in(
@@ -159,20 +175,48 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[Tok
     return shallower(tree, target.config.max_positions - length), draft
 
 
+class Scored(NamedTuple):
+    """The target's pass over trees: logits and hidden states after every node, keys and values.
+
+    Of packed columns there is one a row.
+    """
+
+    logits: Float[Array, "_ _ V"]
+    new: NewKV
+    hidden_states: Float[Array, "_ _ H"]
+
+
 def score_tree(
-    target: Model, tree: TokenTree, state: DecodeState, packing: Packing | None = None
-) -> tuple[Float[Array, "_ _ V"], NewKV]:
+    target: Model,
+    tree: TokenTree,
+    state: DecodeState,
+    packing: Packing | None = None,
+    hidden_layers: tuple[int, ...] = (),
+) -> Scored:
     """The target's logits after every node, in one pass; of packed columns one after the other.
 
     Empty slots are added where the platform's products run faster with more columns.
     """
     if packing is not None:
         tree_mask, positions = tree_attention_mask(tree), state.cache.length[:, None] + tree.depth
-        x, new = trunk(target, tree.tokens, positions, state.cache, tree_mask, packing=packing)
-        return unembed(target, x).T[:, None], new
+        made = trunk(
+            target, tree.tokens, positions, state.cache, tree_mask,
+            packing=packing, hidden_layers=hidden_layers,
+        )  # fmt: skip
+        return Scored(unembed(target, made.x).T[:, None], made.new, made.hidden.T[:, None])
     at = columns_of(target, tree, state)
-    logits, new = forward(target, at.tokens, at.positions, state.cache, at.tree_mask)
-    return logits[:, : tree.tokens.shape[1]], new
+    made = trunk(
+        target, at.tokens, at.positions, state.cache, at.tree_mask, hidden_layers=hidden_layers
+    )
+    return scored_of(target, tree, made)
+
+
+def scored_of(target: Model, tree: TokenTree, made: Pass) -> Scored:
+    """What a pass over the `columns_of` trees says of their nodes."""
+    rows, slots = tree.tokens.shape
+    logits = unembed(target, made.x).T.reshape(rows, -1, target.config.vocab_size)
+    hidden = by_token(made.hidden, (rows, logits.shape[1]))
+    return Scored(logits[:, :slots], made.new, hidden[:, :slots])
 
 
 class Columns(NamedTuple):
@@ -278,7 +322,7 @@ def accept(
     rule: Rule,
     state: DecodeState,
     tree: TokenTree,
-    logits: Float[Array, "_ _ V"],
+    scored: Scored,
     window: int,
     target_top_k: int,
     packing: Packing | None = None,
@@ -286,24 +330,25 @@ def accept(
     with_probs: bool = False,
 ) -> Step:
     """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
+    logits = scored.logits
     accepted, probs = verify_tree(rule, state, tree, logits, window, packing, naive, with_probs)
-    top_tokens = top_tokens_of(logits, target_top_k)
+    seen = Seen(top_tokens_of(logits, target_top_k), scored.hidden_states)
     if packing is not None:
-        top_tokens = top_tokens[:, 0][packing.column]
-    return given(state, tree, accepted, top_tokens, probs)
+        seen = jax.tree.map(lambda leaf: leaf[:, 0][packing.column], seen)
+    return given(state, tree, accepted, seen, probs)
 
 
 def given(
     state: DecodeState,
     tree: TokenTree,
     accepted: Accepted,
-    top_tokens: Int32[Array, "B N k"],
+    seen: Seen,
     probs: Float[Array, "B W"] | None = None,
 ) -> Step:
     """The tokens of what was accepted, cut off where a row's text ends."""
     tokens = emitted(tree, accepted)
     count, done = truncate(tokens, accepted.count, state)
-    return Step(tokens, count, done, tree, accepted, top_tokens, probs=probs)
+    return Step(tokens, count, done, tree, accepted, seen, probs=probs)
 
 
 def logprobs_of(
@@ -438,14 +483,21 @@ def step(
         packing = packing_of(tree.valid & ~state.done[:, None], served.width)
         naive = served.naive
     with jax.named_scope("score"):
-        logits, new = score_tree(target, tree, state, packing)
+        scored = score_tree(target, tree, state, packing, drafter.wants.hidden_layers)
     with jax.named_scope("verify"):
         gave = accept(
-            rule, state, tree, logits, drafter.window, drafter.target_top_k, packing, naive,
+            rule, state, tree, scored, drafter.window, drafter.wants.top_tokens, packing, naive,
             drafter.needs_probs,
         )  # fmt: skip
         if served is not None:
-            found = logprobs_of(logits, gave, served.wanted, served.top, packing)
+            found = logprobs_of(scored.logits, gave, served.wanted, served.top, packing)
             gave = replace(gave, logprobs=found)
     with jax.named_scope("commit"):
-        return commit(state, new, drafter.commit(draft, gave), gave), gave
+        state = commit(state, scored.new, drafter.commit(draft, gave), gave)
+        return state, within_step(gave)
+
+
+def within_step(gave: Step) -> Step:
+    """What leaves a step's program: hidden states do not."""
+    seen = replace(gave.seen, hidden_states=gave.seen.hidden_states[..., :0])
+    return replace(gave, seen=seen)

@@ -22,18 +22,22 @@ from specjax.decoding.stepping import (
     DecodeState,
     accept,
     after_prompts,
+    by_token,
     columns_of,
     commit,
     draft_tree,
     given,
     positions_of,
+    scored_of,
+    within_step,
 )
-from specjax.draft.drafter import Drafter, Step
-from specjax.models.kv_cache import KVCache, NewKV
+from specjax.draft.drafter import Drafter, Seen, Step
+from specjax.models.kv_cache import KVCache
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import (
     LayerWeights,
     Model,
+    Pass,
     embed,
     final_norm,
     layer_of_pass,
@@ -56,9 +60,9 @@ def begin(request: Request) -> DecodeState:
     target, rows = _target_of(request), request.rows
     outer = target.outer
     x, positions = _enter(outer, rows)
-    x, new = _layers(target, outer, x, positions, None, None)
-    state, top_tokens = _after_prompts(outer, request.drafter, rows, request.slots, x, new)
-    draft = _init_draft(request.drafter, rows, request.slots, top_tokens)
+    made = _layers(target, outer, x, positions, None, None, request.drafter.wants.hidden_layers)
+    state, seen = _after_prompts(outer, request.drafter, rows, request.slots, made)
+    draft = _init_draft(request.drafter, rows, request.slots, seen)
     return replace(state, draft=draft)
 
 
@@ -71,10 +75,11 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     target, drafter = _target_of(request), request.drafter
     outer, rest = target.outer, replace(state, draft=())
     tree, draft, x, at = _draft(outer, drafter, rest, state.draft)
-    x, new = _layers(target, outer, x, at.positions, at.tree_mask, state.cache)
+    layers = drafter.wants.hidden_layers
+    made = _layers(target, outer, x, at.positions, at.tree_mask, state.cache, layers)
     rule = request.rule
     visiting = visits(target, drafter, rule, state.counts is not None)
-    return _finish(outer, drafter, rule, rest, draft, tree, x, new, visiting)
+    return _finish(outer, drafter, rule, rest, draft, tree, made, visiting)
 
 
 def logits_at(
@@ -86,8 +91,8 @@ def logits_at(
       ValueError: a layer could not be read.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x, _ = _layers(target, target.outer, embed(target.outer, tokens, positions), positions,
-                   None, None)  # fmt: skip
+    x = embed(target.outer, tokens, positions)
+    x = _layers(target, target.outer, x, positions, None, None).x
     flat = jnp.arange(tokens.shape[0])[:, None] * tokens.shape[1] + columns
     x = final_norm(target.outer, x)[:, flat.reshape(-1)]
     return unembed(target.outer, x).T.reshape(*columns.shape, -1)
@@ -105,11 +110,16 @@ def _layers(
     positions: Array,
     tree_mask: Array | None,
     cache: KVCache | None,
-) -> tuple[Array, NewKV]:
-    """All layers of a pass, each handed over when the one before the last is done."""
+    hidden_layers: tuple[int, ...] = (),
+) -> Pass:
+    """All layers of a pass, each handed over when the one before the last is done.
+
+    What leaves the last one is not normed.
+    """
     config = target.config
     windows = config.windows or (None,) * config.num_layers
     made: list[tuple[Array, Array]] = []
+    kept = {0: jnp.copy(x)} if 0 in hidden_layers else {}
     running: list[Array] = []
     with target.in_pass():
         for index in range(config.num_layers):
@@ -119,11 +129,18 @@ def _layers(
             weights = target.layer(index)
             x, new = run_layer(outer, weights, x, positions, tree_mask, held, window=windows[index])
             made.append(new)
+            if index + 1 in hidden_layers:  # the next layer takes the buffer
+                kept[index + 1] = jnp.copy(x)
             running.append(new[0])
             if len(running) > _IN_FLIGHT:  # else weights pile up faster than they are used
                 running.pop(0).block_until_ready()
         jax.block_until_ready(x)
-    return x, tuple(made)
+    return Pass(x, tuple(made), _hidden_of(x, [kept[layer] for layer in hidden_layers]))
+
+
+@jax.jit
+def _hidden_of(x: Array, states: list[Array]) -> Array:
+    return jnp.concatenate([x[:0], *states])
 
 
 @jax.jit
@@ -153,14 +170,15 @@ def run_layer(
 
 @partial(jax.jit, static_argnames="slots")
 def _after_prompts(
-    outer: Model, drafter: Drafter, rows: Rows, slots: int, x: Array, new: NewKV
-) -> tuple[DecodeState, Array]:
-    return after_prompts(outer, rows, slots, drafter.target_top_k, final_norm(outer, x), new)
+    outer: Model, drafter: Drafter, rows: Rows, slots: int, made: Pass
+) -> tuple[DecodeState, Seen]:
+    made = made._replace(x=final_norm(outer, made.x))
+    return after_prompts(outer, rows, slots, drafter.wants, made)
 
 
 @partial(jax.jit, static_argnames="slots")
-def _init_draft(drafter: Drafter, rows: Rows, slots: int, top_tokens: Array) -> Any:
-    return drafter.init(rows.prompt, rows.length, slots, top_tokens)
+def _init_draft(drafter: Drafter, rows: Rows, slots: int, seen: Seen) -> Any:
+    return drafter.init(rows.prompt, rows.length, slots, seen)
 
 
 @partial(jax.jit, donate_argnames="draft")
@@ -181,22 +199,24 @@ def _finish(
     rest: DecodeState,
     draft: Any,
     tree: TokenTree,
-    x: Array,
-    new: NewKV,
+    made: Pass,
     visiting: bool,
 ) -> tuple[DecodeState, Step]:
     rows, slots = tree.tokens.shape
-    x = final_norm(outer, x)
+    made = made._replace(x=final_norm(outer, made.x))
     if visiting:
-        accepted = _visit(outer, rule, rest, tree, x.reshape(x.shape[0], rows, -1), drafter.window)
-        gave = given(rest, tree, accepted, jnp.zeros((rows, slots, 0), jnp.int32))
+        x = made.x.reshape(made.x.shape[0], rows, -1)
+        accepted = _visit(outer, rule, rest, tree, x, drafter.window)
+        hidden = by_token(made.hidden, (rows, x.shape[2]))[:, :slots]
+        seen = Seen(jnp.zeros((rows, slots, 0), jnp.int32), hidden)
+        gave = given(rest, tree, accepted, seen)
     else:
-        logits = unembed(outer, x).T.reshape(rows, -1, outer.config.vocab_size)
         gave = accept(
-            rule, rest, tree, logits[:, :slots], drafter.window, drafter.target_top_k,
-            with_probs=drafter.needs_probs,
+            rule, rest, tree, scored_of(outer, tree, made), drafter.window,
+            drafter.wants.top_tokens, with_probs=drafter.needs_probs,
         )  # fmt: skip
-    return commit(rest, new, drafter.commit(draft, gave), gave), gave
+    state = commit(rest, made.new, drafter.commit(draft, gave), gave)
+    return state, within_step(gave)
 
 
 def _visit(

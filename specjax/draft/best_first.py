@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling, is_greedy, largest
-from specjax.draft.drafter import Drafter, DraftState, Step
+from specjax.draft.drafter import Drafter, DraftState, Seen, Step, Wants
 from specjax.draft.growth import (
     Growth,
     Likely,
@@ -84,7 +84,7 @@ class ModelSource(Source):
         """A pass over nodes, each of which sees its ancestors and itself."""
         depth = tree_mask.sum(axis=2, dtype=jnp.int32)
         positions = self.held.cache.length[:, None] + depth - 1
-        x, made = trunk(self.model, tokens, positions, self.held.cache, tree_mask, carry)
+        x, made, _ = trunk(self.model, tokens, positions, self.held.cache, tree_mask, carry)
         logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
         return likely_of(logits, self.sharpness, self.width), made
 
@@ -142,9 +142,9 @@ class BestFirstDrafter(Drafter):
             check_depth(self.model.config, self.growth.levels)
 
     @property
-    def target_top_k(self) -> int:
+    def wants(self) -> Wants:
         """What the second stage wants to see."""
-        return 0 if self.second is None else self.second.target_top_k
+        return Wants() if self.second is None else self.second.wants
 
     @property
     def window(self) -> int:
@@ -171,11 +171,11 @@ class BestFirstDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> BestFirstState:
         """The draft's state after the prompts, and room for a tree."""
         begun = self.begun(prefill(self.model, prompt, length, slots))
-        second = () if self.second is None else self.second.init(prompt, length, slots, top_tokens)
+        second = () if self.second is None else self.second.init(prompt, length, slots, seen)
         return replace(begun, second=second)
 
     def begun(self, held: ModelState) -> BestFirstState:

@@ -1,13 +1,14 @@
 """What a drafter is."""
 
 import abc
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
-from specjax.base.deprecated import renamed_fields, warn_renamed
 from specjax.base.pytree import pytree
 from specjax.base.sampling import Sampling
 from specjax.parallel.mesh import DATA
@@ -19,15 +20,46 @@ DraftState = Any
 """A pytree with rows first; the caller threads it and knows nothing of it."""
 
 
-@renamed_fields(seen="top_tokens")
+@dataclasses.dataclass(frozen=True)
+class Wants:
+    """What a drafter asks to see of the target, after each token of a prompt and node of a tree.
+
+    `top_tokens` is how many of the target's likeliest tokens; `hidden_layers` are the hidden states
+    by the number of layers before them, as transformers counts them: 0 are the embeddings, i is
+    what leaves the i-th layer. The number of the target's layers is what its last norm reads.
+    """
+
+    top_tokens: int = 0
+    hidden_layers: tuple[int, ...] = ()
+
+    def zeros(self, shape: tuple[int, ...], hidden_size: int) -> "Seen":
+        """What it has room for, of a target of that hidden size."""
+        features = len(self.hidden_layers) * hidden_size
+        top_tokens = jnp.zeros((*shape, self.top_tokens), jnp.int32)
+        return Seen(top_tokens, jnp.zeros((*shape, features)))
+
+
+@pytree
+class Seen:
+    """What `Wants` asked for, after each token of prompts or node of trees.
+
+    Hidden states are one behind the other, `H` is their number times the target's hidden size.
+    They are float32. Nothing that was not asked for is made: then `k` or `H` is 0.
+    """
+
+    top_tokens: Int32[Array, "B N k"]
+    hidden_states: Float[Array, "B N H"]
+
+
 @pytree
 class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
 
     `count` can be below that of `accepted`, where a row ended inside the path; such a row, and one
-    that ended before, is `done`. `top_tokens` are the target's likeliest tokens after each node, as
-    many as the drafter asked for. `logprobs` are those of the tokens, where they were asked for.
-    `probs` are the tokens' probabilities as the target drew them, for drafters that need them.
+    that ended before, is `done`. `seen` is what the drafter `wants` of the
+    target after each node; hidden states stay within the step. `logprobs` are those of the tokens,
+    where they were asked for. `probs` are the tokens' probabilities as the target drew them, for
+    drafters that need them.
     """
 
     tokens: Int32[Array, "B W"]
@@ -35,7 +67,7 @@ class Step:
     done: Bool[Array, " B"]
     tree: TokenTree
     accepted: Accepted
-    top_tokens: Int32[Array, "B N k"]
+    seen: Seen
     logprobs: "TokenLogprobs | None" = None
     probs: Float[Array, "B W"] | None = None
 
@@ -56,27 +88,14 @@ class Drafter(abc.ABC):
     """Proposes a tree below each row's root; its parameters are leaves, its state is threaded.
 
     `window` is the depth of its trees plus 1: the most tokens a step can commit. `construction`
-    says how they are made, which decides the legal rules. `target_top_k` is how many of the
-    target's likeliest tokens after each token and node it asks to be shown.
+    says how they are made, which decides the legal rules. `wants` says what it is to be shown of
+    the target.
     """
 
     @property
-    def target_top_k(self) -> int:
-        """How many of the target's likeliest tokens it wants to see; most want none."""
-        return 0 if type(self).num_seen is Drafter.num_seen else self.num_seen
-
-    @property
-    def num_seen(self) -> int:
-        """Deprecated: it is `target_top_k` now; a drafter of before may still say it here."""
-        if type(self).num_seen is not Drafter.num_seen:  # called by it
-            return 0
-        warn_renamed(f"{type(self).__name__}.num_seen", "target_top_k")
-        return self.target_top_k
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        super().__init_subclass__(**options)
-        if "num_seen" in cls.__dict__:
-            warn_renamed(f"{cls.__name__}.num_seen", "target_top_k")
+    def wants(self) -> Wants:
+        """What it asks to see of the target; most want nothing."""
+        return Wants()
 
     @property
     def state_specs(self) -> Any:
@@ -124,12 +143,12 @@ class Drafter(abc.ABC):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> DraftState:
         """The state after each row's first `length` tokens, the last of which is the root.
 
-        `slots` is how many tokens a row may come to hold, head-room included; `top_tokens` are the
-        target's likeliest tokens after each token of the prompt.
+        `slots` is how many tokens a row may come to hold, head-room included; `seen` is what
+        it `wants` of the target after each token of the prompt.
         """
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
-from specjax.draft.drafter import Drafter, Step
+from specjax.draft.drafter import Drafter, Seen, Step, Wants
 from specjax.draft.growth import tree_of
 from specjax.draft.ngram import NGram
 from specjax.draft.prompt_lookup import Text, TextSource, append, grow_on, read
@@ -39,9 +39,9 @@ class HybridDrafter(Drafter):
     width: int = static(default=2)
 
     @property
-    def target_top_k(self) -> int:
+    def wants(self) -> Wants:
         """What the draft's second stage wants to see."""
-        return self.draft.target_top_k
+        return self.draft.wants
 
     @property
     def window(self) -> int:
@@ -68,10 +68,10 @@ class HybridDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> HybridState:
         """Both states after the prompts."""
-        draft = self.draft.init(prompt, length, slots + self.window, top_tokens)  # see `commit`
+        draft = self.draft.init(prompt, length, slots + self.window, seen)  # see `commit`
         return HybridState(draft, read(prompt, length, slots), draft.slots > 0)
 
     def propose(

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, static
 from specjax.base.sampling import Sampling
-from specjax.draft.drafter import Drafter, Step
+from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.trees.construction import DRAWN, Construction
 from specjax.trees.tree import TokenTree, root_only
 
@@ -48,10 +48,10 @@ class PlainDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> tuple[()]:
         """No state."""
-        del prompt, length, slots, top_tokens
+        del prompt, length, slots, seen
         return ()
 
     def propose(

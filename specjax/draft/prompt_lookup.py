@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling
-from specjax.draft.drafter import Drafter, Step
+from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.draft.growth import (
     Growth,
     Likely,
@@ -242,10 +242,10 @@ class TextDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> Text:
         """The prompts."""
-        del top_tokens
+        del seen
         return read(prompt, length, slots)
 
     def source(self, text: Text) -> TextSource:

@@ -15,7 +15,7 @@ from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.base.sampling import Sampling, is_greedy, most_likely, sampled_probs
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
-from specjax.draft.drafter import Drafter, Step
+from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
 from specjax.draft.static import ExpansionDrafter, ModelState
@@ -133,10 +133,10 @@ class SwitchingDrafter(Drafter):
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> SharedState:
         """The prompts, of which the draft has read nothing."""
-        del top_tokens
+        del seen
         rows = prompt.shape[0]
         held = None
         if self.model is not None:
@@ -197,7 +197,7 @@ class SwitchingDrafter(Drafter):
         inside = jnp.minimum(at, text.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(text.tokens, inside, axis=1)
         tree_mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (*at.shape, size))
-        x, new = trunk(model, tokens, at, held.cache, tree_mask)
+        x, new, _ = trunk(model, tokens, at, held.cache, tree_mask)
         logits = unembed(model, x).T.reshape(*at.shape, -1)
         after = jnp.concatenate([held.logits[:, None], logits], axis=1)
         last = jnp.take_along_axis(after, count[:, None, None], axis=1)[:, 0]

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, static
 from specjax.base.sampling import Sampling
-from specjax.draft.drafter import Drafter, Step
+from specjax.draft.drafter import Drafter, Seen, Step, Wants
 from specjax.draft.ngram import NO_TOKEN
 from specjax.trees.construction import TOP_K, Construction
 from specjax.trees.tree import NO_PARENT, TokenTree, TreeShape, chosen
@@ -42,27 +42,27 @@ class RecycleDrafter(Drafter):
         return self.shape.num_nodes + 1
 
     @property
-    def target_top_k(self) -> int:
-        """Successors kept of a token."""
-        return self.shape.widest
+    def wants(self) -> Wants:
+        """As many successors as are kept of a token."""
+        return Wants(top_tokens=self.shape.widest)
 
     @property
     def construction(self) -> Construction:
         """Chosen nodes."""
-        return Construction(TOP_K, chain=self.target_top_k == 1)
+        return Construction(TOP_K, chain=self.shape.widest == 1)
 
     def init(
         self,
         prompt: Int32[Array, "B T"],
         length: Int32[Array, " B"],
         slots: int,
-        top_tokens: Int32[Array, "B T k"],
+        seen: Seen,
     ) -> Int32[Array, "B V k"]:
         """The table after the prompts."""
         del slots
-        shape = (prompt.shape[0], self.vocabulary, self.target_top_k)
+        shape = (prompt.shape[0], self.vocabulary, self.shape.widest)
         there = jnp.arange(prompt.shape[1]) < length[:, None]
-        return record(jnp.full(shape, NO_TOKEN, jnp.int32), prompt, there, top_tokens)
+        return record(jnp.full(shape, NO_TOKEN, jnp.int32), prompt, there, seen.top_tokens)
 
     def propose(
         self,
@@ -102,7 +102,7 @@ class RecycleDrafter(Drafter):
     def commit(self, state: Int32[Array, "B V k"], step: Step) -> Int32[Array, "B V k"]:
         """The table with what the target thought likely after every node, accepted or not."""
         there = step.tree.valid & (step.count > 0)[:, None]
-        return record(state, step.tree.tokens, there, step.top_tokens)
+        return record(state, step.tree.tokens, there, step.seen.top_tokens)
 
     def truncate(
         self, state: Int32[Array, "B V k"], length: Int32[Array, " B"]

@@ -178,7 +178,7 @@ class Engine:
         self._make_device = partial(Device, target, drafter, setup, rows)
         self._costs_of = partial(measured.name_of, (target, drafter), slots=slots)
         self._device: Device | None = None
-        self._reuses = can_truncate(drafter)
+        self._reuses = can_truncate(target, drafter)
         self._scheduler = Scheduler(
             rows, reuses=self._reuses, max_requests=max_waiting, max_tokens=max_waiting_tokens
         )

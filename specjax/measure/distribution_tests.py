@@ -62,7 +62,7 @@ def _logits_at(model: Model, tokens: Array, columns: Array, layout: Layout | Non
     def whole(model: Model, tokens: Array, columns: Array) -> Array:
         rows, size = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
-        x, _ = trunk(model, tokens, positions, None, None)
+        x = trunk(model, tokens, positions, None, None).x
         flat = jnp.arange(rows)[:, None] * size + columns
         logits = unembed(model, jnp.take(x, flat.reshape(-1), axis=1))
         return logits.T.reshape(*columns.shape, -1)

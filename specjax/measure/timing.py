@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
 
 from pallas_kernels.cpu_matmul import products
 from specjax.base.machine import cpu_model
@@ -24,8 +23,7 @@ from specjax.decoding.generate import Generation, completed
 from specjax.decoding.request import NO_END, Request, Rows
 from specjax.decoding.stepping import DecodeState
 from specjax.draft import Drafter, Step
-from specjax.draft.drafter import DraftState
-from specjax.models.kv_cache import NewKV
+from specjax.draft.drafter import DraftState, Seen
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.trees.tree import TokenTree
@@ -90,16 +88,14 @@ def timed(request: Request) -> tuple[Generation, float]:
     return made, time.perf_counter() - start
 
 
-_read = jax.jit(stepping.read, static_argnames=("slots", "target_top_k"))
+_read = jax.jit(stepping.read, static_argnames=("slots", "wants"))
 _draft_tree = jax.jit(stepping.draft_tree)
-_score_tree = jax.jit(stepping.score_tree)
+_score_tree = jax.jit(stepping.score_tree, static_argnames="hidden_layers")
 
 
 @partial(jax.jit, static_argnames="slots")
-def _init(
-    drafter: Drafter, rows: Rows, top_tokens: Int32[Array, "B T k"], slots: int
-) -> DraftState:
-    return drafter.init(rows.prompt, rows.length, slots, top_tokens)
+def _init(drafter: Drafter, rows: Rows, seen: Seen, slots: int) -> DraftState:
+    return drafter.init(rows.prompt, rows.length, slots, seen)
 
 
 @partial(jax.jit, static_argnames=("rule", "window", "target_top_k"), donate_argnames="state")
@@ -107,13 +103,13 @@ def _verify_and_commit(
     rule: Rule,
     state: DecodeState,
     tree: TokenTree,
-    scored: tuple[Array, NewKV],
+    scored: stepping.Scored,
     window: int,
     target_top_k: int,
 ) -> tuple[DecodeState, Step]:
     """Decides and commits, but for the drafter's part; one program for drafters of equal trees."""
-    gave = stepping.accept(rule, state, tree, scored[0], window, target_top_k)
-    return stepping.commit(state, scored[1], (), gave), gave
+    gave = stepping.accept(rule, state, tree, scored, window, target_top_k)
+    return stepping.commit(state, scored.new, (), gave), gave
 
 
 @partial(jax.jit, donate_argnames="draft")
@@ -174,8 +170,8 @@ def _steps(request: Request, steps: int) -> tuple[float, list[_StepTime]]:
 def _prefill(request: Request) -> DecodeState:
     """The target's part is one program for all drafters."""
     drafter, slots = request.drafter, request.slots
-    state, top_tokens = _read(request.target, request.rows, slots, drafter.target_top_k)
-    return replace(state, draft=_init(drafter, request.rows, top_tokens, slots))
+    state, seen = _read(request.target, request.rows, slots, drafter.wants)
+    return replace(state, draft=_init(drafter, request.rows, seen, slots))
 
 
 def _step(request: Request, state: DecodeState) -> tuple[DecodeState, _StepTime]:
@@ -183,8 +179,9 @@ def _step(request: Request, state: DecodeState) -> tuple[DecodeState, _StepTime]
     target, drafter, rule = request.target, request.drafter, request.rule
     (tree, draft), drafting = clocked(lambda: _draft_tree(target, drafter, state))
     held = replace(state, draft=())
-    scored, scoring = clocked(lambda: _score_tree(target, tree, held))
-    window, target_top_k = drafter.window, drafter.target_top_k
+    layers = drafter.wants.hidden_layers
+    scored, scoring = clocked(lambda: _score_tree(target, tree, held, hidden_layers=layers))
+    window, target_top_k = drafter.window, drafter.wants.top_tokens
     (after, gave), verifying = clocked(
         lambda: _verify_and_commit(rule, held, tree, scored, window, target_top_k)
     )

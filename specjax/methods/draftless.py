@@ -205,7 +205,7 @@ def _candidates(
 ) -> list[Candidate]:
     """A method with each number of nodes whose steps were timed."""
     drafter = build(setting_of(method, budget=max(steps)), pair)
-    count, own = drafter.target_top_k, texts or [ANY]
+    count, own = drafter.wants.top_tokens, texts or [ANY]
     likeliest = likeliest_along(pair.target, own, count)
     replayed = replay(drafter, own, likeliest, [*steps], batch)
     prompt = _prompt_seconds(pair.target, count) if count else 0.0

@@ -21,7 +21,7 @@ from specjax.decoding.generate import steps_on_host
 from specjax.decoding.link import by_layers
 from specjax.decoding.request import prepare, row_keys
 from specjax.decoding.streamed import logits_at
-from specjax.draft.drafter import Drafter, DraftState
+from specjax.draft.drafter import Drafter, DraftState, Seen
 from specjax.models.transformer import Model
 from specjax.trees.tree import TokenTree
 
@@ -102,7 +102,7 @@ def replay(
     """The steps that decoding the texts would have, with trees of the likeliest nodes.
 
     Args:
-      drafter: its trees are as large as the largest budget, and chosen.
+      drafter: its trees are as large as the largest budget, and chosen; it reads no hidden states.
       texts: some.
       likeliest: the target's likeliest tokens along each, as many as the drafter asks for.
       budgets: numbers of nodes; of each tree so many of the likeliest count.
@@ -161,8 +161,9 @@ def _init(
 
     Nothing was read but the tokens before it, which `truncate` makes a state of all of them.
     """
-    slots, count = prompt.shape[1] + drafter.window, drafter.target_top_k
-    before = drafter.init(prompt, length - 1, slots, top_tokens[..., :count])
+    slots = prompt.shape[1] + drafter.window
+    seen = Seen(top_tokens[..., : drafter.wants.top_tokens], jnp.zeros((*prompt.shape, 0)))
+    before = drafter.init(prompt, length - 1, slots, seen)
     return drafter.truncate(before, length)
 
 

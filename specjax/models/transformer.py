@@ -322,6 +322,17 @@ def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
     return made if bias is None else made + bias.astype(made.dtype)[:, None]
 
 
+class Pass(NamedTuple):
+    """What all layers make of columns: them, normed, and the keys and values of the pass.
+
+    `hidden` are the hidden states that were asked for, one behind the other.
+    """
+
+    x: Float[Array, "E C"]
+    new: NewKV
+    hidden: Float[Array, "H C"]
+
+
 @jax.named_scope("pass")
 def trunk(
     model: Model,
@@ -333,11 +344,13 @@ def trunk(
     dtype: jnp.dtype | None = None,
     packing: Packing | None = None,
     slots: int | None = None,
-) -> tuple[Float[Array, "E C"], NewKV]:
+    hidden_layers: tuple[int, ...] = (),
+) -> Pass:
     """All layers: the normed hidden columns and the new keys and values.
 
     Columns are `C = B·T`, row-major, or those of `packing`. With `slots` the new keys and values of
-    stacked layers lie as in a cache of so many, of which they are the first.
+    stacked layers lie as in a cache of so many, of which they are the first. `hidden_layers` are
+    the hidden states to keep, by the number of layers before them.
     """
     config = model.config
     entering = tokens, positions
@@ -354,9 +367,11 @@ def trunk(
     }
     if model.stack is not None:
         (view,) = views.values()
-        x, new = _looped(model, model.stack, x, view, cache, block, dtype, packing, slots)
-        return final_norm(model, x), new
-    made = []
+        x, new, hidden = _looped(
+            model, model.stack, x, view, cache, block, dtype, packing, slots, hidden_layers
+        )
+        return Pass(final_norm(model, x), new, hidden)
+    made, states = [], [x]
     for index, weights in enumerate(model.layers):
         prefix = None
         if cache is not None:
@@ -366,7 +381,9 @@ def trunk(
         mask, angles = views[windows[index]]
         x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
         made.append(new)
-    return final_norm(model, x), tuple(made)
+        states.append(x)
+    hidden = jnp.concatenate([x[:0], *(states[number] for number in hidden_layers)])
+    return Pass(final_norm(model, x), tuple(made), hidden)
 
 
 def _looped(
@@ -379,23 +396,31 @@ def _looped(
     dtype: jnp.dtype | None,
     packing: Packing | None,
     slots: int | None,
-) -> tuple[Float[Array, "E C"], NewKV]:
+    hidden_layers: tuple[int, ...],
+) -> tuple[Float[Array, "E C"], NewKV, Float[Array, "H C"]]:
     """All stacked layers; the new keys and values are stacked as the cache's are."""
     mask, angles = view
     held = None if cache is None else (cache.keys[0], cache.values[0])
     earlier = None if block is None else block[0]
+    wanted = jnp.asarray(hidden_layers, jnp.int32)[:, None, None]
 
-    def one(x: Array, own: tuple[Any, Any, Any]) -> tuple[Array, tuple[Array, Array]]:
-        weights, held, earlier = own
+    def kept(hidden: Array, number: Array | int, x: Array) -> Array:
+        return jnp.where(wanted == number, x, hidden)
+
+    def one(carry: tuple[Array, Array], own: Any) -> tuple[tuple[Array, Array], Any]:
+        x, hidden = carry
+        number, weights, held, earlier = own
         prefix = None
         if cache is not None:
             keys, values = held
             prefix = Prefix(keys, values, cache.length, rows=cache.rows)
         x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
-        return x, new if slots is None else in_slots(new, slots)
+        return (x, kept(hidden, number, x)), new if slots is None else in_slots(new, slots)
 
-    x, new = lax.scan(one, x, (stack, held, earlier))
-    return x, (new,)
+    numbers = jnp.arange(1, model.config.num_layers + 1, dtype=jnp.int32)
+    before = kept(jnp.zeros((len(hidden_layers), *x.shape), x.dtype), 0, x)
+    (x, hidden), new = lax.scan(one, (x, before), (numbers, stack, held, earlier))
+    return x, (new,), hidden.reshape(-1, x.shape[1])
 
 
 def layer_of_pass(
@@ -490,6 +515,6 @@ def forward(
     pass's own; `tree_mask=None` is a plain sequence without cache. `positions` place tokens for the
     rotary embedding; slots play no part in it.
     """
-    x, new = trunk(model, tokens, positions, cache, tree_mask, block)
+    x, new, _ = trunk(model, tokens, positions, cache, tree_mask, block)
     logits = unembed(model, x).T.reshape(*tokens.shape, -1)
     return logits, new

@@ -18,7 +18,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-
 AXES = DATA, MODEL, DRAFT = "data", "model", "draft"
 
 ROWS = P(DATA)

@@ -79,7 +79,6 @@ class TreeShape:
         own = self._children()
         return np.repeat(np.arange(self.num_distributions), own[own > 0]).astype(np.int32)
 
-
     @property
     def num_distributions(self) -> int:
         """Number of expanded nodes, the root included."""
