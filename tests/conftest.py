@@ -47,17 +47,8 @@ from specjax.base import progress
 from specjax.measure import timing
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
-from tests.slow import is_slow
 
 progress.EVERY_SECONDS = 3600.0  # a slow machine prints no line among those that tests compare
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that `pytest` leaves out."""
-    for item in items:
-        if is_slow(item.nodeid):
-            item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -469,6 +469,7 @@ def test_goals_are_held_against_the_worst_of_the_fastest():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_needs_no_model_runs_here(tmp_path):
     """The others load models, and take minutes: `python -m tests.accelerator FILE --small`."""
     file, names = tmp_path / "all.json", ("kernels-xla", "kernels-tpu", "attention-4096", "limits")

@@ -86,6 +86,7 @@ SHORT = ("--methods", "none,chain", "--batch", "1", "--max-new-tokens", "6", "--
          "--temperatures", "0", "--dtype", "float32")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["/dev/full", "head -1"])
 def test_a_cache_and_an_output_that_refuse_lose_nothing(output, prompt_file, tmp_path):
     out = tmp_path / "bench.json"
@@ -106,6 +107,7 @@ def test_a_cache_and_an_output_that_refuse_lose_nothing(output, prompt_file, tmp
         assert (done.returncode, "No space left on device" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_cache_that_refuses_is_a_line(prompt_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SPECJAX_CACHE", "/proc/nope")
     monkeypatch.setattr(outcome, "compared_with", lambda *_: registry.setting_of("chain"))
@@ -118,6 +120,7 @@ def test_a_cache_that_refuses_is_a_line(prompt_file, tmp_path, monkeypatch, caps
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_leaves_its_rows(tmp_path, monkeypatch):
     def ended(sheet, rows):
         keep(sheet, rows)
@@ -164,6 +167,7 @@ def bench_pair():
     return pair._replace(target=inflate(pair.target, 48_320))
 
 
+@pytest.mark.slow
 def test_phases_of_a_step_are_positive_and_leave_the_request_whole():
     target = tiny_model(num_layers=1)
     drafter = registry.build(
@@ -321,6 +325,7 @@ def test_parameter_counts_are_read(text, count):
     assert values.count_of(text) == count
 
 
+@pytest.mark.slow
 def test_candidates_that_no_process_can_hold_run_in_groups(prompt_file, tmp_path, monkeypatch):
     """Each is compared with the faster plain loop of its own group; counts stay those of one."""
     flags = ["--methods", "chain,tree", "--budgets", "3,5", "--batch", "1"]

@@ -438,6 +438,7 @@ def test_a_signal_ends_the_server_too(stand_in, monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_a_server_of_its_own_is_measured(tmp_path, monkeypatch, capsys):
     """From the prepared target to the report, in real processes."""
     for name, value in QUICKLY.items():

@@ -78,6 +78,7 @@ def test_a_draft_that_kept_its_keys_is_one_that_read_the_text(name, counts):
         assert paths_of(kept, row).keys() == paths_of(anew, row).keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_tokens_are_those_of_plain_decoding(temperature):
     target = varied_model()

@@ -12,6 +12,7 @@ from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter
 from specjax.measure import certificate, prompts
 
+pytestmark = pytest.mark.slow
 GREEDY = certificate.greedy_part, Verify(methods="chain,pool", max_new_tokens=32)
 NAIVE = certificate.naive_part, Verify(methods="chain", max_new_tokens=32)
 

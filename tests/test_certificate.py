@@ -108,6 +108,7 @@ def eager_from_the_leaves(tree, of_node, accept, last, window):
     return TRAVERSE(tree, of_node, accept / 16, last, window)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lossy", "named", "wrong"),
     [
@@ -140,6 +141,7 @@ def of_row_0_whole(key, length):
     return jnp.broadcast_to(key[0], key.shape), length
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shared", "caught"), [(of_row_0, {"steps"}), (of_row_0_whole, {"first", "steps"})]
 )
@@ -170,6 +172,7 @@ def another(tree, choice, window):
     return replace(accepted, token=(accepted.token + 1) % 272)
 
 
+@pytest.mark.slow
 def test_another_token_fails_the_naive_part(pair, chosen, monkeypatch, fresh_programs):
     expected = certificate.tokens_of(pair.target, None, chosen, checks_of(SMALL), 0.8).tokens
     monkeypatch.setattr(rules, "match", another)

@@ -10,6 +10,7 @@ from specjax.base.sampling import Sampling
 from specjax.decoding import conversation as conversations
 from specjax.decoding.conversation import Conversation
 from specjax.draft.plain import PlainDrafter
+from tests.cases import slow_among
 from tests.pairs import KEY, generate, varied_model
 from tests.test_engine import DRAFTERS
 
@@ -39,7 +40,9 @@ def drawn(seed, length):
     return np.random.default_rng(seed).integers(0, 64, length).tolist()
 
 
-@pytest.mark.parametrize("name", ["none", "pool", "best first", "hybrid"])
+@pytest.mark.parametrize(
+    "name", slow_among(["none", "pool", "best first", "hybrid"], "pool", "hybrid")
+)
 def test_every_turn_is_plain_decoding_and_reads_what_is_new(name, target, monkeypatch):
     """A prompt that goes on, one that turns off earlier, the same again, and one of its own."""
     monkeypatch.setattr(conversations, "CHUNK", 8)

@@ -22,6 +22,7 @@ from specjax.models import transformer
 from specjax.models.transformer import Model
 from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TreeShape
+from tests.cases import slow_among
 from tests.conftest import tiny_model
 from tests.pairs import (
     KEY,
@@ -104,7 +105,7 @@ def test_plain_decoding_samples_something(plain, target):
     assert len(np.unique(greedy.tokens)) > 5
 
 
-@pytest.mark.parametrize("name", DRAFTERS | POOLS)
+@pytest.mark.parametrize("name", slow_among(DRAFTERS | POOLS, "random", "stacked", "unequal"))
 def test_greedy_rows_equal_plain_decoding(name, target):
     greedy = generate(target, None)
     got = generate(target, (DRAFTERS | POOLS)[name](target))
@@ -123,7 +124,7 @@ def test_greedy_rows_equal_plain_decoding_with_activations_in_8_bits(target):
     assert got.steps.mean() < 0.8 * NEW
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", slow_among(DRAFTERS, "random", "chain"))
 def test_naive_equals_plain_sampling_token_for_token(name, plain, target):
     got = generate(target, DRAFTERS[name](target), sampling=MIXED, verify="naive")
     np.testing.assert_array_equal(got.tokens, plain.tokens)
@@ -131,7 +132,7 @@ def test_naive_equals_plain_sampling_token_for_token(name, plain, target):
         assert got.steps[1:].mean() < NEW
 
 
-@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("name", slow_among(CHOSEN, "text"))
 def test_chosen_trees_give_the_tokens_of_plain_decoding(name, plain, target):
     """Rows of temperature 0 and others; as many tokens as the cache has room for."""
     got = generate(target, CHOSEN[name](target), sampling=MIXED)
@@ -141,7 +142,9 @@ def test_chosen_trees_give_the_tokens_of_plain_decoding(name, plain, target):
     assert got.nodes.max() > NEW
 
 
-@pytest.mark.parametrize("widths", [(2, 1), (1, 1, 1), (2, (2, 0), (1, 0))])
+@pytest.mark.parametrize(
+    "widths", [(2, 1), (1, 1, 1), pytest.param((2, (2, 0), (1, 0)), marks=pytest.mark.slow)]
+)
 def test_the_target_as_its_own_drafter_is_accepted_whole(widths, target):
     drafter = alone(target, widths)
     for count in (4, 20, NEW):
@@ -150,6 +153,7 @@ def test_the_target_as_its_own_drafter_is_accepted_whole(widths, target):
         np.testing.assert_allclose(got.tokens_per_step, count / got.steps)
 
 
+@pytest.mark.slow
 def test_greedy_rule_equals_multi_step_at_temperature_0(target):
     drafter = alone(near(target, 1), (1, 1, 1))
     by_rule = [generate(target, drafter, verify=v) for v in ("greedy", "multi-step", "auto")]
@@ -158,6 +162,7 @@ def test_greedy_rule_equals_multi_step_at_temperature_0(target):
         np.testing.assert_array_equal(by_rule[0].steps, other.steps)
 
 
+@pytest.mark.slow
 def test_stacked_and_unrolled_pools_draw_the_same(target):
     one, other = (generate(target, pool(target, stack), sampling=MIXED) for stack in (False, True))
     np.testing.assert_array_equal(one.tokens, other.tokens)
@@ -165,7 +170,9 @@ def test_stacked_and_unrolled_pools_draw_the_same(target):
     assert one.steps.mean() < 0.8 * NEW
 
 
-@pytest.mark.parametrize(("name", "verify"), [("pool", "auto"), ("near", "naive")])
+@pytest.mark.parametrize(
+    ("name", "verify"), [pytest.param("pool", "auto", marks=pytest.mark.slow), ("near", "naive")]
+)
 def test_rows_of_a_mixed_batch_equal_their_solo_runs(name, verify, target):
     """Prompts of two buckets, rows that end early, every sampling parameter."""
     drafter, options = DRAFTERS[name](target), {"verify": verify, "stop_at_eos": True}

@@ -57,6 +57,7 @@ def test_two_processes_give_the_tokens_of_one(capsys):
     assert second == ""
 
 
+@pytest.mark.slow
 def test_two_processes_with_rows_of_their_own_give_the_tokens_of_one():
     address = f"127.0.0.1:{free_port()}"
     script = [sys.executable, "-m", "tests.on_processes"]
@@ -68,6 +69,7 @@ def test_two_processes_with_rows_of_their_own_give_the_tokens_of_one():
     assert found[0]["made"] == found[0]["streamed"] == found[0]["alone"]
 
 
+@pytest.mark.slow
 def test_bench_measures_on_a_mesh_and_auto_tells_it_from_one_device(tmp_path):
     asked = ["--model", str(pair_folder() / "target"), "--draft", str(pair_folder() / "one")]
     small = ["--limit", "6", "--max-new-tokens", "8", "--temperatures", "0", "--methods", "chain"]
@@ -88,6 +90,7 @@ def test_bench_measures_on_a_mesh_and_auto_tells_it_from_one_device(tmp_path):
     assert sorted(name.endswith("greedy, data=2, model=2") for name in names) == [False, True]
 
 
+@pytest.mark.slow
 def test_two_processes_write_a_model_by_shards(tmp_path, capsys):
     source, out = pair_folder() / "target", tmp_path / "kept"
     shard = [sys.executable, "-m", "specjax", "shard", str(source), str(out), "--mesh", "model=2"]
@@ -103,6 +106,7 @@ def test_two_processes_write_a_model_by_shards(tmp_path, capsys):
     assert "exists already; name another folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own", "sentence"),
     [

@@ -99,6 +99,7 @@ def test_texts_are_those_of_plain_decoding(engine, target):
     check_texts(target, engine, 40, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_method_gives_the_texts_of_plain_decoding(name, target, monkeypatch):
     monkeypatch.setattr(engines, "CHUNKS", (16,))
@@ -327,6 +328,7 @@ def test_a_full_queue_refuses_and_a_request_is_checked(engine, monkeypatch):
     asyncio.run(tried())
 
 
+@pytest.mark.slow
 def test_a_drafter_that_gives_no_numbers_changes_no_text(target, monkeypatch):
     drafter = alone(broken(target, np.nan), (2, 1))
     requests = [
@@ -463,6 +465,7 @@ def test_an_engine_that_does_not_start_ends_its_requests(target, monkeypatch):
     engine.close()
 
 
+@pytest.mark.slow
 def test_rows_may_be_copied_out_and_steps_have_all_of_them(target, monkeypatch):
     """As on a GPU, where caches are not read in place; keys of another kind of generator."""
     monkeypatch.setattr(engines, "CHUNKS", (16,))

@@ -17,7 +17,7 @@ from tests.engines import collected, ids_of, random_request, running
 from tests.pairs import alone, near
 from tests.switched import running_at_random
 
-pytestmark = pytest.mark.long_running
+pytestmark = [pytest.mark.long_running, pytest.mark.slow]
 DRAWN, LEVEL = 1000, 1e-7
 AT_ONCE = 64
 

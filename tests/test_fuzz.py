@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PLANTED = """
 import json, os, sys, tempfile

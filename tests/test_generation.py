@@ -18,6 +18,7 @@ from specjax.methods import registry
 from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT, TOP_K
 from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, TRAVERSAL, find_rule
+from tests.cases import slow_among, slow_but
 from tests.pairs import END, KEY, NEW, PROMPTS, alone, generate, near, varied_model
 
 
@@ -143,6 +144,7 @@ def requests(count):
         )
 
 
+@pytest.mark.slow
 def test_programs_are_as_many_as_buckets(target):
     generate_jit.clear_cache()
     drafters = [alone(near(target, seed), (1,)) for seed in range(2)]
@@ -156,7 +158,7 @@ def test_programs_are_as_many_as_buckets(target):
     assert generate_jit._cache_size() == len(used)
 
 
-@pytest.mark.parametrize("method", ["staged", "hybrid", "recycle"])
+@pytest.mark.parametrize("method", slow_but(["staged", "hybrid", "recycle"], "recycle"))
 def test_trees_of_any_topology_are_one_program(target, method):
     generate_jit.clear_cache()
     asked = [options for buckets, options in requests(24) if buckets == (1, 32, 32)]
@@ -252,8 +254,8 @@ def test_naive_uses_one_key_for_each_emitted_position(monkeypatch, target):
 IMPLEMENTATIONS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 
-@pytest.mark.parametrize("method", ["plain", "chain", "tree"])
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("method", slow_but(["plain", "chain", "tree"], "tree"))
+@pytest.mark.parametrize("impl", slow_among(IMPLEMENTATIONS, "unsafe_rbg"))
 def test_a_row_draws_alone_what_it_draws_beside_one_that_ended(impl, method, target):
     """Row 0 ends with its first token, and row 1 goes on at a temperature that is nearly flat."""
     end = int(generate(target, None, PROMPTS[:1]).tokens[0, 0])

@@ -185,6 +185,7 @@ def trees_of(source, last, growth):
 FAR = [0.0, 40_000.0, 40_000.0, 40_000.5, 50_000.0, 70_000.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("beams", [2, 3])
 def test_a_child_scores_below_its_parent_however_low_both_are(beams):
     """Where a float32 has no room for log(decay), a tie could push out a parent, not its child.

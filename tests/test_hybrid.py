@@ -170,6 +170,7 @@ def test_the_draft_after_steps_is_one_that_read_the_text(wish, counts):
         assert paths_of(again, row).keys() == paths_of(anew, row).keys()
 
 
+@pytest.mark.slow
 def test_nothing_moves_at_the_end_of_the_cache():
     """A step needs room for its window alone; writes past the last slot would be shifted."""
     drafter = hybrid(TRUSTS["shared"], random_table(), least=2)

@@ -135,6 +135,7 @@ def test_the_bundled_pool_may_be_one_of_several(capsys):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_draft_with_rows_for_some_tokens_only_changes_no_text(folders):
     pair = load_pair(str(folders / "target"), str(folders / "small"), dtype="float32")
     assert pair.drafts[0].config.num_known == 250
@@ -146,6 +147,7 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_text(folders):
     np.testing.assert_array_equal(made.tokens, plain.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "children"), [((1, 1), DRAWN), ((2, 1), DISTINCT)])
 def test_a_draft_with_rows_for_some_tokens_only_changes_no_distribution(folders, shape, children):
     """Tokens that it cannot propose are likely here, and come as often as the target has them."""
@@ -161,7 +163,7 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_distribution(folders,
     assert g_test(texts.tokens[:, 0], p).p_value > 1e-6
 
 
-@pytest.mark.parametrize("name", ["same", "padded"])
+@pytest.mark.parametrize("name", [pytest.param("same", marks=pytest.mark.slow), "padded"])
 def test_padded_tables_draft_as_well_as_others(folders, name):
     pair = load_pair(str(folders / "target"), str(folders / name), dtype="float32")
     drafter = ExpansionDrafter.of(pair.drafts, (1, 1, 1))

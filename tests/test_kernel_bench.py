@@ -49,6 +49,7 @@ def test_random_trees_have_roots_above_all():
     assert bool((seen @ seen == seen).all())  # an ancestor's ancestors are seen
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     file = str(tmp_path / "rows.json")
     flags = ("--models", "bundled", "--batches", "1", "--nodes", "1,16", "--slots", "512",

@@ -37,6 +37,7 @@ from pallas_kernels.tree_attention import (
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
 from specjax.__main__ import main
 from specjax.parallel.mesh import make_mesh
+from tests.cases import slow_among, slow_but
 from tests.folders import own_cache, pair_flags
 from tests.pairs import generate, near, varied_model
 
@@ -157,7 +158,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", slow_among(PLACES, "eager", "vmap of jit"))
 def test_the_fastest_is_measured_once_wherever_a_call_is_traced(place, accelerator, caplog):
     at = operands()
     expected = reference.tree_attention(at)
@@ -368,7 +369,9 @@ def started(do):
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
-@pytest.mark.parametrize("end", ["os._exit(7)", "os.kill(os.getpid(), 9)"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("os._exit(7)", marks=pytest.mark.slow), "os.kill(os.getpid(), 9)"]
+)
 def test_what_ended_a_process_is_skipped_at_the_next_start(end):
     killed = started(end)
     out, _ = killed.communicate(timeout=60)
@@ -467,7 +470,7 @@ DAMAGED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("content", slow_among(DAMAGED, "not UTF-8", "a list", "nested"))
 def test_a_damaged_file_is_a_warning_and_replaced(content, accelerator, caplog):
     accelerator.file.parent.mkdir()
     held = DAMAGED[content]
@@ -480,11 +483,12 @@ def test_a_damaged_file_is_a_warning_and_replaced(content, accelerator, caplog):
     assert accelerator.timed == []
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"seconds": {"fast": "1"}}, {"seconds": {"fast": -1.0}}, {"seconds": [1.0]}, {"nodes": "5"},
-     {"seconds": {"fast": float("nan")}}, {"errors": {"fast": 3}}, {"candidates": 3}],
-)  # fmt: skip
+WRONG = [{"seconds": {"fast": "1"}}, {"seconds": {"fast": -1.0}}, {"seconds": [1.0]},
+         {"nodes": "5"}, {"seconds": {"fast": float("nan")}}, {"errors": {"fast": 3}},
+         {"candidates": 3}]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", slow_but(WRONG, WRONG[0]))
 def test_an_entry_of_other_values_counts_as_none(wrong, accelerator):
     choice()
     accelerator.file.write_text(

@@ -46,6 +46,7 @@ print(json.dumps(measured(__import__("pathlib").Path(sys.argv[1]), sys.argv[2]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_no_more_than_the_largest_tensor_is_held_beside_the_model(tmp_path, dtype):
     write(tmp_path, config_of(100 << 20))

@@ -9,6 +9,7 @@ from pallas_kernels import shapes
 from pallas_kernels.platform import DEVICES, traced_for
 from pallas_kernels.tree_attention import hopper, tpu, triton
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
+from tests.cases import slow_among
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 KERNELS = {"tpu": ("tpu", tpu), "hopper": ("cuda", hopper), "triton": ("cuda", triton)}
@@ -31,8 +32,8 @@ def lowered(name, at):
         return jax.jit(module.tree_attention).trace(at).lower(lowering_platforms=(platform,))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("model", shapes.MODELS)
+@pytest.mark.parametrize("name", slow_among(KERNELS, "hopper"))
+@pytest.mark.parametrize("model", slow_among(shapes.MODELS, "llama-3.2-1b", "bundled"))
 def test_every_named_shape_is_lowered(name, model):
     own = [shape for shape in shapes.named() if shape.model == model]
     assert len(own) > 20

@@ -8,6 +8,7 @@ from specjax.decoding.request import OUTPUT_BUCKETS, memory_plan, room, rule_of
 from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
 from specjax.models.placement import placement
+from tests.cases import slow_but
 from tests.conftest import tiny_model
 from tests.memory_table import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 
@@ -15,7 +16,7 @@ QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "cha
          "tree", "tree, one row", "pool", "specexec", "small vocabulary")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", slow_but(QUICK, "plain", "prefill in bfloat16"))
 def test_a_plan_is_what_the_program_takes_or_a_quarter_more(name):
     planned, compiled, tables = found(CASES[name])
     assert compiled <= planned
@@ -34,6 +35,7 @@ def test_a_streamed_models_plan_counts_its_process_and_no_copied_embedding():
     assert streamed.total == whole.total - whole.tables + memory.STREAMED_PROCESS
 
 
+@pytest.mark.slow
 def test_a_prefills_program_and_memory_grow_no_faster_than_its_prompt():
     cases = [Case(LLAMA_8B, "none", 1, size) for size in (4096, 8192)]
     programs = [lowered(case, drafter_of(case)) for case in cases]

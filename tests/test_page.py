@@ -347,6 +347,7 @@ def test_the_page_fits_its_width_and_every_control_shows_its_focus(page, width):
     assert {"pause", "window", "picker", "choose", "text", "tree", "SUMMARY", "wide"} <= seen
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_real_server_is_shown_as_it_works(browser):
     flags = ("--port", "0", "--rows", "2", "--settings", "off,chain:3,tree:7")

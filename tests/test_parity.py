@@ -21,6 +21,7 @@ from specjax.methods.method import METHODS
 from specjax.models import families
 from specjax.models.kv_cache import empty_cache
 from specjax.models.transformer import forward
+from tests.cases import slow_but
 from tests.pairs import alone, generate, near
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -65,7 +66,9 @@ def test_logits_equal_those_of_transformers(case):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", slow_but(CASES, "gemma3", "phi3_long", "qwen3", "gpt2", "neox", "plain")
+)
 def test_decoding_and_trees_have_the_logits_of_transformers(case):
     tokens, expected, tolerance = golden(case)
     model = loaded(case)
@@ -108,12 +111,19 @@ def pair_of(target):
 # `python -m tests.test_parity` runs all checkpoints with all ways.
 FAMILIES = ["llama_biased", "mistral", "mistral_layers", "qwen2_windows", "qwen3", "phi3",
             "phi3_long", "olmo2", "gemma2", "gemma3", "gpt2", "opt", "neox"]  # fmt: skip
+QUICK = ("mistral", "gemma3")
 
 
 DRAFTING = [name for name in METHODS if name != "none"]
 
 
-@pytest.mark.parametrize(("case", "method"), list(zip(FAMILIES, itertools.cycle(DRAFTING))))
+@pytest.mark.parametrize(
+    ("case", "method"),
+    [
+        pytest.param(case, method, marks=() if case in QUICK else pytest.mark.slow)
+        for case, method in zip(FAMILIES, itertools.cycle(DRAFTING))
+    ],
+)
 def test_greedy_texts_are_those_of_transformers(case, method):
     with np.load(GOLDEN / f"{case}.npz") as held:
         prompts, expected = held["tokens"][:, :CUT].tolist(), held["greedy"]
@@ -123,6 +133,7 @@ def test_greedy_texts_are_those_of_transformers(case, method):
     np.testing.assert_array_equal(made.tokens, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["opt", "neox"])
 def test_trees_at_the_end_of_a_context_are_cut_off_there(case):
     """A table of positions ends with the context; what lies past it is never NaN, nor taken."""
@@ -139,6 +150,7 @@ def test_trees_at_the_end_of_a_context_are_cut_off_there(case):
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.slow
 def test_a_draft_with_a_window_drafts_within_it():
     model = load_model(GOLDEN / "mistral")
     with np.load(GOLDEN / "mistral.npz") as held:

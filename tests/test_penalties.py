@@ -171,6 +171,7 @@ def drawn(name, batches=4):
     return np.array(found), made.tokens_per_step.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.long_running
 @pytest.mark.parametrize("name", TREES)
 def test_the_distribution_under_penalties_is_that_of_plain_decoding(name):
@@ -181,6 +182,7 @@ def test_the_distribution_under_penalties_is_that_of_plain_decoding(name):
     assert per_step == 1 if name == "plain" else per_step > 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.long_running
 def test_nodes_that_forget_their_path_are_caught(monkeypatch):
     def rootless(logits, sampling, counts, tokens, path):
@@ -195,6 +197,7 @@ def test_nodes_that_forget_their_path_are_caught(monkeypatch):
     assert len(allowed) < len(found) or g_test(allowed, p).p_value < LEVEL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "tree", "naive"])
 def test_greedy_texts_take_the_largest_penalized_logit(name):
     make, verify = TREES[name]

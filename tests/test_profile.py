@@ -64,6 +64,7 @@ def test_an_instant_belongs_to_one_part():
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_bench_tells_the_parts_of_a_traced_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(machine.READ_BYTES, "cpu", 2**20)
     out = tmp_path / "bench.json"
@@ -88,6 +89,7 @@ def products_of(request) -> int:
     return str(traced(request.target, request.drafter, request.rows)).count("dot_general")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "temperature"), [("chain", 0.8), ("specexec", 0.0)])
 def test_a_step_is_held_against_its_passes_alone(method, temperature, monkeypatch):
     """The loop of passes only multiplies as many matrices as the real one."""

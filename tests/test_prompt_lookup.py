@@ -10,6 +10,7 @@ from specjax.draft.growth import Growth
 from specjax.draft.ngram import NO_TOKEN, NGram
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.verify.rules import find_rule
+from tests.cases import slow_among
 from tests.grown import (
     check_best,
     commit,
@@ -121,7 +122,9 @@ def check(drafter: TextDrafter, tree, texts):
     return nodes
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", slow_among(CASES, "least 2", "at the table's mercy", "no trust to spare")
+)
 def test_trees_are_those_of_a_plain_search_before_and_after_steps(case):
     """A step gives 0 to all of the window's tokens, along the tree's deepest path or none."""
     drafter = drafter_of(case)

@@ -23,6 +23,7 @@ from specjax.models.families import FAMILIES
 from specjax.models.transformer import initialize
 from specjax.verify import rules
 from specjax.verify.rules import RULES
+from tests.cases import slow_but
 from tests.folders import pair_folder
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -75,7 +76,7 @@ def _registries():
 
 
 @pytest.mark.usefixtures("_registries")
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", slow_but(EXAMPLES, "README-0", "kernels-0"))
 def test_python_blocks_run(example, stand_ins):
     exec(compile(stood_in(EXAMPLES[example], stand_ins), example, "exec"), {})
 
@@ -109,6 +110,7 @@ def test_every_file_named_exists():
         assert (ROOT / name).exists(), name
 
 
+@pytest.mark.slow
 def test_the_first_command_needs_no_extra():
     """Nothing that only the extras bring is imported on the way to a first text.
 

@@ -60,6 +60,7 @@ def test_of_each_temperature_the_newest_eight_runs_are_kept():
     assert [each.temperature for each in kept] == [0.5] + [0.8] * 8
 
 
+@pytest.mark.slow
 def test_processes_that_remember_at_once_lose_nothing(tmp_path):
     """Four write ten each, at once."""
     go = tmp_path / "go"

@@ -26,6 +26,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(roofline, "_ROUND_SECONDS", 1e-4)
 
 
+@pytest.mark.slow
 def test_a_pass_is_held_against_weights_and_cache_read_once():
     model = tiny_model()
     config = model.config
@@ -54,6 +55,7 @@ def test_shapes_are_those_of_the_models(name, billions):
     assert heads == tuple(shapes.MODELS[name])
 
 
+@pytest.mark.slow
 def test_the_command_measures_shapes_and_the_grown_pair(tmp_path, monkeypatch, capsys):
     tiny = dataclasses.replace(tiny_model().config, max_positions=512)
     monkeypatch.setitem(roofline.SHAPES, "tiny", tiny)
@@ -82,7 +84,10 @@ def test_the_command_measures_shapes_and_the_grown_pair(tmp_path, monkeypatch, c
 
 @pytest.mark.parametrize(
     ("parts", "expected"),
-    [("costs", ["pass", "plain step"]), ("generations", ["none", "none", "transformers"])],
+    [
+        pytest.param("costs", ["pass", "plain step"], marks=pytest.mark.slow),
+        ("generations", ["none", "none", "transformers"]),
+    ],
 )
 def test_a_part_of_what_there_is_to_measure_of_a_pair(parts, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("specjax.measure.transformers_baseline.available", lambda: False)
@@ -112,6 +117,7 @@ def test_what_cannot_be_is_one_sentence(capsys):
     assert "--nodes is 0; it must be at least 1." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 def test_the_peer_says_what_we_say():
     """Greedy, plain and assisted, over the very same weights."""

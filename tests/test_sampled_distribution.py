@@ -33,6 +33,7 @@ from specjax.trees.construction import DISTINCT, TOP_K
 from specjax.trees.tree import TreeShape, root_only
 from specjax.verify import rules, token_wise
 from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, ONE_HOT, RECURSIVE, TRAVERSAL
+from tests.cases import slow_but
 from tests.pairs import alone, broken, near, varied_model, with_activations_of
 
 pytestmark = pytest.mark.long_running
@@ -196,7 +197,7 @@ def distributions() -> np.ndarray:
     return np.array(list(expected().values()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but(CASES, "a block"))
 def test_sampled_distribution_is_that_of_plain_decoding(name):
     """And some drafts are rejected, some accepted: a distribution of one step alone would show
     little.
@@ -211,6 +212,7 @@ def test_sampled_distribution_is_that_of_plain_decoding(name):
         assert 1.1 < per_step < 2.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["naive", "tree", "from the leaves", "a block", "pool"])
 @pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
 def test_sampled_distribution_is_that_of_plain_decoding_whatever_the_keys(impl, name):
@@ -220,6 +222,7 @@ def test_sampled_distribution_is_that_of_plain_decoding_whatever_the_keys(impl, 
     assert 1.1 < per_step < 2.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tree", "from the leaves", "a block"])
 def test_trees_cut_off_by_the_context_keep_the_distribution(name):
     """A first tree has positions for its first level, those after it have none."""
@@ -271,6 +274,7 @@ def test_activations_in_8_bits_keep_the_distribution(monkeypatch):
         expected.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_step_is_caught(name, monkeypatch):
     module, attribute, wrong, case = WRONG[name]

@@ -23,6 +23,7 @@ from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
 from specjax.models.quantized import PackedWeight, packed, quantized_as
 from specjax.models.streamed import StreamedModel
+from tests.cases import slow_but
 from tests.folders import target_folder
 from tests.pairs import generate
 from tests.test_parity import GOLDEN
@@ -78,7 +79,9 @@ def test_its_matrices_are_the_targets_in_so_many_bits(bits, folder):
     assert planned.draft_weights == held  # what it shares with the target counts once
 
 
-@pytest.mark.parametrize("case", ["gpt2", "phi3_short", "neox", "gemma3"])
+@pytest.mark.parametrize(
+    "case", slow_but(["gpt2", "phi3_short", "neox", "gemma3"], "gpt2", "phi3_short")
+)
 def test_families_draft_for_themselves(case):
     target = load_model(GOLDEN / case)
     draft = self_draft(find(GOLDEN / case), target, 8)
@@ -88,7 +91,7 @@ def test_families_draft_for_themselves(case):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("method", ["chain", "specexec"])
+@pytest.mark.parametrize("method", ["chain", pytest.param("specexec", marks=pytest.mark.slow)])
 def test_texts_are_the_targets_and_most_drafts_are_accepted(method, folder, offloaded):
     pair = load_pair(str(folder), "self:4bit", dtype="float32", offload="disk", memory=offloaded)
     assert isinstance(pair.target, StreamedModel)
@@ -156,6 +159,7 @@ def test_auto_says_how_deep_it_drafts(folder, offloaded, monkeypatch):
         build(choice.setting, pair)
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_it(folder, offloaded, capsys):
     flags = ["--model", str(folder), "--offload", "disk", "--memory", str(offloaded)]
     asked = ["generate", "def add(a", "--json", "--max-new-tokens", "8"]

@@ -43,6 +43,7 @@ def complete(client, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_text_is_that_of_generate(client, capsys):
     expected = answer(capsys, "generate", PROMPT, "--method", "none", "--max-new-tokens", "40")
     made = complete(client, logprobs=1)
@@ -59,6 +60,7 @@ def test_a_text_is_that_of_generate(client, capsys):
     assert again.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_special_token_as_a_stop_ends_in_the_engine(client):
     """Also where end tokens end nothing; the likeliest token is that one here."""
     likely = {"logit_bias": {"0": 100}, "extra_body": {"ignore_eos": True}, "max_tokens": 5}
@@ -69,6 +71,7 @@ def test_a_special_token_as_a_stop_ends_in_the_engine(client):
         assert made.choices[0].finish_reason == ("length" if count == 5 else "stop")
 
 
+@pytest.mark.slow
 def test_a_seed_names_a_text_whatever_runs_beside_it(server, client):
     alone = [complete(client, seed=seed, temperature=0.9, n=2) for seed in range(3)]
 
@@ -91,6 +94,7 @@ def test_a_seed_names_a_text_whatever_runs_beside_it(server, client):
         assert [c.text for c in one.choices] == [c.text for c in other.choices]
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_frees_its_row(server, client):
     def running() -> float:
         text = httpx.get(f"{server[0]}/metrics").text
@@ -106,6 +110,7 @@ def test_a_client_that_leaves_frees_its_row(server, client):
     assert running() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "param"),
     [
@@ -122,6 +127,7 @@ def test_what_is_refused_names_its_field(client, options, param):
     assert refused.value.param == param
 
 
+@pytest.mark.slow
 def test_a_signal_lets_a_stream_end_and_the_process_with_0(capfd):
     with process("--method", "none", "--rows", "1") as (url, running):
         body = {"prompt": PROMPT, "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -151,12 +157,14 @@ def test_wrong_options_are_one_sentence(flags, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_name_for_keys_without_one_opens_no_server(capsys, monkeypatch):
     monkeypatch.setenv("SPECJAX_API_KEY", "")
     assert main(["serve", *pair_flags()]) == 2
     assert "SPECJAX_API_KEY is '' and holds no key" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_weights_are_read_ends_the_process_with_0(monkeypatch):
     """Before anything listens, where it would end with 143, or in a container not at all."""
 

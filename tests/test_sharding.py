@@ -74,6 +74,7 @@ def test_tokens_are_those_of_one_device(facts, section):
     check_tokens(facts, section)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("section", [one for one in OTHERS if "/" in one])
 def test_tokens_on_other_meshes_are_those_of_one_device(other_facts, section):
     check_tokens(other_facts, section)
@@ -86,6 +87,7 @@ def test_hidden_states_on_a_mesh_are_those_of_a_pass(facts):
     assert set(greedy) == {-(-len(made["tokens"][0]) // (DEPTH + 1))}
 
 
+@pytest.mark.slow
 def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):
     found = other_facts["engine"]
     assert found["model=4"] == found["alone"]
@@ -115,6 +117,7 @@ def test_a_layer_sums_twice_and_no_weights_are_gathered(facts):
         assert not found["others"]
 
 
+@pytest.mark.slow
 def test_every_family_splits_over_two_devices(other_facts):
     found = other_facts["families"]
     split = {case for case in found if "share" in found[case]}
@@ -124,6 +127,7 @@ def test_every_family_splits_over_two_devices(other_facts):
     assert max(found[case]["share"] for case in split) <= 1
 
 
+@pytest.mark.slow
 def test_a_model_is_restored_onto_another_mesh(other_facts):
     for name, devices in (("one", 1), ("model=8", 8), ("data=8", 1)):
         assert other_facts["moved"][name]["error"] < 1e-3, name

@@ -142,6 +142,7 @@ def test_texts_are_easy_or_hard_for_a_while_as_recorded_ones_are(temperature, le
     assert least < apart / variance < most
 
 
+@pytest.mark.slow
 def test_random_cases_are_served_whole():
     case = random_case(0, requests=20)
     assert sorted(each.of for each in case.auto().served) == sorted(case.load)

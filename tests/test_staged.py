@@ -100,10 +100,14 @@ STAGES = {
     },
 }
 CASES = [
-    *(("small", stage) for stage in STAGES if stage != "more fans than beams"),
-    ("deep", "both"),
+    *(
+        pytest.param("small", stage, marks=pytest.mark.slow)
+        for stage in STAGES
+        if stage != "more fans than beams"
+    ),
+    pytest.param("deep", "both", marks=pytest.mark.slow),
     ("wide", "more fans than beams"),
-    ("one level", "expansion"),
+    pytest.param("one level", "expansion", marks=pytest.mark.slow),
 ]
 
 
@@ -140,6 +144,7 @@ def test_stages_do_not_change_the_tree(growth, stage):
             state, texts = commit(staged, state, tree, texts, step, (5, 9, 33, 60))
 
 
+@pytest.mark.slow
 def test_a_second_stage_reads_what_the_draft_reads():
     """Even where it has a tree of its own: the step's path is not in that one."""
     staged = best_first_of(DRAFT, GROWTHS["small"], **STAGES["hybrid"]())
@@ -174,6 +179,7 @@ def test_a_table_guesses_below_the_likeliest_nodes_in_its_shape():
     assert (made.levels, made.guesses.shape) == (2, (1, 18))
 
 
+@pytest.mark.slow
 def test_few_beams_may_find_another_tree_but_of_the_same_draft():
     """A search that stops short stops elsewhere when it sees more; no probability is made up."""
     growth = Growth(budget=10, beams=1, width=3, depth=6)
@@ -213,6 +219,7 @@ def passes_of(drafter: BestFirstDrafter, monkeypatch, texts=PROMPTS) -> tuple[in
 CHAIN = Growth(budget=6, beams=6, width=1, depth=6)
 
 
+@pytest.mark.slow
 def test_guesses_that_are_right_save_passes_of_a_chain(monkeypatch):
     """A pass covers the node that stands and as many levels as the table's stage has.
 
@@ -232,6 +239,7 @@ def test_guesses_that_are_right_save_passes_of_a_chain(monkeypatch):
         assert found == (passes, plain[1])
 
 
+@pytest.mark.slow
 def test_guesses_of_the_whole_distribution_save_passes_of_a_tree_and_wrong_ones_cost_none(
     monkeypatch,
 ):

@@ -103,22 +103,26 @@ def own_distributions(model: Model, prefixes, rows, certain):
     return logits, np.where(certain[rows][:, None], plain, processed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("committed", [False, True], ids=["prompt", "committed"])
 @pytest.mark.parametrize("kind", DRAFTS)
 def test_every_trial_is_what_a_plain_pass_of_its_draft_says(kind, committed):
     check_trials(*DRAFTS[kind], "drawn", committed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", [False, True])
 def test_every_draft_may_have_a_tree_of_its_own(stack):
     check_trials(DRAFTS["stacked"][0], stack, "drawn", committed=True, shapes=UNEQUAL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("children", [DRAWN, DISTINCT, TOP_K])
 def test_a_node_may_have_children_of_its_own_number(children):
     check_trials(DRAFTS["unrolled"][0], False, children, committed=True, shapes=GENERAL)
 
 
+@pytest.mark.slow
 def test_stacked_drafts_may_have_a_tree_whose_nodes_differ():
     check_trials(*DRAFTS["stacked"], DRAWN, committed=False, shapes=GENERAL[:1] * 2)
 
@@ -158,10 +162,12 @@ def test_trees_must_be_one_a_draft(widths):
         ExpansionDrafter.of([varied_model(1), varied_model(2)], widths)
 
 
+@pytest.mark.slow
 def test_top_k_trees_take_the_most_likely_children_of_sampled_rows_too():
     check_trials(*DRAFTS["unrolled"], TOP_K, committed=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["unrolled", "unequal"])
 def test_distinct_children_are_drawn_without_replacement(name):
     check_trials(*DRAFTS[name], DISTINCT, committed=True)

@@ -43,6 +43,7 @@ from specjax.models.memory import Load
 from specjax.models.placement import placement
 from specjax.models.quantized import quantized_as
 from specjax.models.streamed import StreamedModel
+from tests.cases import slow_but
 from tests.conftest import QUICKLY
 from tests.folders import pair_folder, target_folder
 from tests.pairs import NEW, PROMPTS, generate, near, varied_model
@@ -102,7 +103,7 @@ def in_host_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(("resident", "host"), [(0, False), (2, False), (1, True)])
-@pytest.mark.parametrize("method", ["none", "chain", "pool", "specexec"])
+@pytest.mark.parametrize("method", slow_but(["none", "chain", "pool", "specexec"], "chain"))
 def test_texts_are_those_of_the_model_in_memory(
     method, resident, host, target, folder, in_host_memory
 ):
@@ -122,7 +123,12 @@ def test_texts_are_those_of_the_model_in_memory(
 
 @pytest.mark.parametrize(
     ("method", "rule"),
-    [("specexec", "auto"), ("specexec", "one-hot"), ("pool", "multi-step"), ("chain", "auto")],
+    [
+        ("specexec", "auto"),
+        pytest.param("specexec", "one-hot", marks=pytest.mark.slow),
+        pytest.param("pool", "multi-step", marks=pytest.mark.slow),
+        ("chain", "auto"),
+    ],
 )
 def test_of_large_trees_only_visited_nodes_are_unembedded(
     method, rule, target, folder, monkeypatch
@@ -139,6 +145,7 @@ def test_of_large_trees_only_visited_nodes_are_unembedded(
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
 
 
+@pytest.mark.slow
 def test_penalties_are_those_of_every_node(target, folder, monkeypatch):
     monkeypatch.setattr(request, "VISITED_FROM", 2)
     drafter = drafter_of(target, "specexec")
@@ -172,7 +179,10 @@ def test_quantized_layers_wait_in_the_hosts_memory(folder, tmp_path, in_host_mem
     assert model.embedding.dtype == model.layer(1).up.dtype == "float32"  # scales are bfloat16
 
 
-@pytest.mark.parametrize("case", ["gemma3", "phi3_short", "neox", "gpt2", "qwen2_windows", "opt"])
+@pytest.mark.parametrize(
+    "case",
+    slow_but(["gemma3", "phi3_short", "neox", "gpt2", "qwen2_windows", "opt"], "gemma3", "neox"),
+)
 def test_families_stream(case):
     whole = load_model(GOLDEN / case)
     prompts = [[5, 9, 2, 11], list(range(3, 12))]
@@ -489,6 +499,7 @@ def test_logits_of_whole_texts_are_those_in_memory(target, folder):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.long_running
 def test_the_certificate_holds_for_a_streamed_quantized_target(with_tokenizer, tmp_path, capsys):
     packed = tmp_path / "packed"
@@ -540,6 +551,7 @@ def test_a_budget_is_what_is_computed_while_layers_are_read(read, columns, secon
     assert f"at {1 / read:.2f} GB/s" in str(link)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     model = streamed(folder, 0)
     found = link_of(model)
@@ -560,7 +572,10 @@ def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     np.testing.assert_array_equal(generate(model, drafter).tokens, expected.tokens)
 
 
-@pytest.mark.parametrize(("resident", "temperatures"), [(1, (0.0,)), (EVERYTHING, (0.0, 0.8))])
+@pytest.mark.parametrize(
+    ("resident", "temperatures"),
+    [(1, (0.0,)), pytest.param(EVERYTHING, (0.0, 0.8), marks=pytest.mark.slow)],
+)
 def test_tune_chooses_for_what_is_streamed(
     resident, temperatures, with_tokenizer, tmp_path, capsys
 ):

@@ -58,6 +58,7 @@ def test_texts_are_those_of_plain_decoding_whatever_each_step_drafts_with(engine
     assert 0.3 < np.mean(policy.chances) < 1
 
 
+@pytest.mark.slow
 def test_a_draft_of_no_numbers_changes_no_text(target, monkeypatch):
     monkeypatch.setattr(engines, "CHUNKS", (16,))
     drawn = np.random.default_rng(2)
@@ -270,6 +271,7 @@ def test_off_leaves_the_draft_where_it_is(target):
     assert not dots
 
 
+@pytest.mark.slow
 def test_the_engine_chooses_among_the_settings(target, monkeypatch):
     """And its texts are the target's, with a controller in charge and when a setting is fixed."""
     monkeypatch.setattr(engines, "CHUNKS", (16,))
@@ -302,6 +304,7 @@ def test_rows_are_replaced_in_a_state_that_settings_share(target):
     np.testing.assert_array_equal(cut.held.cache.length, [0, 0])
 
 
+@pytest.mark.slow
 def test_chunks_are_measured_at_every_start_and_the_least_time_counts(
     target, tmp_path, monkeypatch
 ):

@@ -55,6 +55,7 @@ def leaves_equal(one, other) -> bool:
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
 
 
+@pytest.mark.slow
 def test_exported_pool_is_lossless_for_the_exported_target(folder):
     target = load_model(folder / "export" / "target")
     drafts = [load_model(folder / "export" / "drafts" / str(n)) for n in range(3)]
@@ -203,6 +204,7 @@ def begun(folder: Path, work: Work) -> list[tuple[str, Path]]:
     return names
 
 
+@pytest.mark.slow
 def test_a_run_killed_in_every_stage_ends_with_the_same_bits(tmp_path, folder, work):
     there = tmp_path / "killed"
     command = [sys.executable, "-m", "train.run", CONFIG, "--folder", str(there)]
@@ -223,6 +225,7 @@ def test_a_run_killed_in_every_stage_ends_with_the_same_bits(tmp_path, folder, w
     assert found["coverage"] == whole["coverage"]
 
 
+@pytest.mark.slow
 def test_the_exported_pair_generates_from_the_command_line(folder):
     pair = folder / "export"
     names = ",".join(str(pair / "drafts" / str(n)) for n in range(3))
@@ -238,6 +241,7 @@ def test_the_exported_pair_generates_from_the_command_line(folder):
     assert texts["pool"] == texts["none"]
 
 
+@pytest.mark.slow
 def test_devices_share_the_rows_of_a_batch(tmp_path, folder, work):
     """Four virtual devices, the same command: the same training but for rounding."""
     there = tmp_path / "spread"
@@ -320,6 +324,7 @@ def test_a_folder_that_is_a_file_gets_one_sentence(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("train.run: ")
 
 
+@pytest.mark.slow
 def test_what_is_not_an_export_is_never_replaced(tmp_path, folder, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     command = [CONFIG, "--folder", str(folder), "--stages", "export", "--out"]
@@ -334,6 +339,7 @@ def test_what_is_not_an_export_is_never_replaced(tmp_path, folder, capsys):
     assert sorted(each.name for each in tmp_path.iterdir()) == ["notes.txt", "pair", "pair.old"]
 
 
+@pytest.mark.slow
 def test_an_export_of_the_same_results_stays_and_of_others_goes(tmp_path, folder, work):
     pair = tmp_path / "pair"
     there = dataclasses.replace(work, pair=pair)

@@ -28,6 +28,7 @@ def pair() -> Pair:
     return Pair(target, {"single": [good], "boosted": [others[0], good, others[1]]})
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_plain_generations(pair):
     """Tokens per step, nodes and spread of a batch whose last row is not counted."""
     shape = ((2, 1), (1,))
@@ -99,6 +100,7 @@ def small(monkeypatch) -> None:
     monkeypatch.setattr(tables, "wide", lambda width: ((width, 1),))
 
 
+@pytest.mark.slow
 def test_every_pool_is_given_its_best_shape_within_a_budget(pair, monkeypatch):
     small(monkeypatch)
     rows = tables.equal_nodes(pair, TASK, TASK)
@@ -150,6 +152,7 @@ def folder(tmp_path_factory, pair):
     return there
 
 
+@pytest.mark.slow
 def test_the_command_writes_all_tables_and_a_picture(folder, monkeypatch, capsys):
     small(monkeypatch)
     file, picture = folder / "tables.json", folder / "tables.png"
@@ -257,6 +260,7 @@ def test_a_damaged_pair_is_refused(folder, tmp_path, capsys, text):
     assert "has no target, and no pair.json names one" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_tables_are_kept_however_the_pair_is_spelled(folder, monkeypatch, tmp_path):
     small(monkeypatch)
     file = tmp_path / "tables.json"

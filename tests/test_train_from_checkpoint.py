@@ -82,6 +82,7 @@ def folder(tmp_path_factory, target, corpus) -> Path:
     return there
 
 
+@pytest.mark.slow
 def test_the_pool_is_lossless_for_the_given_target(folder, target):
     model = load_model(target)
     drafts = load_drafts([folder / "export" / "drafts" / str(n) for n in range(2)])
@@ -97,6 +98,7 @@ def test_the_pool_is_lossless_for_the_given_target(folder, target):
     np.testing.assert_array_equal(*texts)
 
 
+@pytest.mark.slow
 def test_prompts_are_the_users_and_tokens_the_targets(folder, target, corpus):
     recipe = load_recipe(CONFIG, (f"target={target}", f"corpus={','.join(corpus)}", *SMALL))
     work = Work(recipe, folder, Log(folder / "log.jsonl"), folder / "export")
@@ -111,6 +113,7 @@ def test_prompts_are_the_users_and_tokens_the_targets(folder, target, corpus):
     assert exported(TEXT).input_ids == known(TEXT).input_ids
 
 
+@pytest.mark.slow
 def test_the_pool_can_be_evaluated_beside_its_target(folder, tmp_path):
     file = tmp_path / "tables.json"
     asked = ["--model", str(folder), "--limit", "3", "--max-new-tokens", "8", "--json", str(file)]

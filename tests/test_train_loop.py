@@ -64,6 +64,7 @@ def finite_with_a_gradient_that_is_not(model, rows):
     return GOOD(model, rows) + jnp.sqrt(jnp.square(away)).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [not_finite, finite_with_a_gradient_that_is_not])
 def test_the_last_finite_checkpoint_stays(tmp_path, wrong, capsys):
     with pytest.raises(KeyboardInterrupt), ending_at_interrupts("train.run"):

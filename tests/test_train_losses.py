@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.models import layers
+from tests.cases import slow_but
 from tests.conftest import tiny_model
 from train.distil import distillation_loss
 from train.labels import Labelled, _top_of_probs
@@ -167,7 +168,7 @@ def labelled(rng, rows: int, length: int) -> Labelled:
     return Labelled(tokens, np.asarray(ids).astype(np.uint8), np.asarray(log_p), weight)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", slow_but(LOSSES, "forward_kl"))
 def test_distillation_loss_is_the_weighted_mean_over_all_parts(rng, name):
     model, parts = tiny_model(), (labelled(rng, 2, 8), labelled(rng, 1, 12))
     total, positions = 0.0, 0
@@ -188,7 +189,7 @@ def test_distillation_loss_is_the_weighted_mean_over_all_parts(rng, name):
     assert float(found) == pytest.approx(total / positions, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", slow_but(LOSSES, "forward_kl"))
 def test_a_position_of_weight_zero_teaches_nothing(rng, name):
     part = labelled(rng, 2, 8)
     part.weight[:, 4:] = 0

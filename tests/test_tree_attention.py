@@ -16,6 +16,7 @@ from pallas_kernels.tree_attention import (
 )
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.operands import Operands
+from tests.cases import slow_but
 
 PALLAS = ("tpu", "hopper", "triton")
 NEW_JAX = jax.__version_info__ >= (0, 11)
@@ -145,7 +146,7 @@ def assert_close(actual, at, dtype=None):
     np.testing.assert_allclose(np.asarray(actual, np.float32), expected, rtol=0, atol=atol)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_the_definition(attention, name, dtype):
     at = make(SHAPES[name], jnp.dtype(dtype))
@@ -214,7 +215,7 @@ def test_large_scores_do_not_overflow(attention):
     assert bool(jnp.isfinite(attention(at._replace(query=1e4 * at.query))).all())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tokens", [1, 7, 128, 131, 259])
 def test_plain_sequence_is_lower_triangular(attention, tokens, dtype):
     at = lower_triangular(make((2, 4, 2, tokens, 0, 1, 64), jnp.dtype(dtype)))
@@ -237,8 +238,8 @@ def test_plain_sequence_sees_its_window(window):
         tree_attention(*at[:4], window=window)
 
 
-@pytest.mark.parametrize("tokens", [900, 1024, 1300])
-@pytest.mark.parametrize("window", [None, 1, 37, 700])
+@pytest.mark.parametrize("tokens", slow_but([900, 1024, 1300], 1300))
+@pytest.mark.parametrize("window", slow_but([None, 1, 37, 700], None))
 def test_long_sequences_are_a_loop_over_chunks(window, tokens):
     """In value and gradient, with queries that only fill up the last chunk, and windows."""
     at = make((2, 2, 1, tokens, 0, 1, 4), jnp.float32)._replace(prefix=None)

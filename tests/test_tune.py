@@ -33,6 +33,7 @@ def small_read(monkeypatch):
     monkeypatch.setitem(machine.READ_BYTES, "cpu", 2**20)
 
 
+@pytest.mark.slow
 def test_what_tune_writes_is_what_the_other_verbs_take(tmp_path, capsys):
     file = str(tmp_path / "tuned.json")
     assert main(["tune", file, *FLAGS, *METHODS, "--temperatures", "0,0.8", *pair_flags()]) == 0
@@ -78,6 +79,7 @@ def test_without_a_draft_chains_of_the_model_itself_are_tried(monkeypatch):
     assert tried("all") == [(None, "lookup,recycle")]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_ended_leaves_what_it_found_beside_the_old_file(tmp_path, monkeypatch):
     def ended(*_: object) -> None:
         raise KeyboardInterrupt
@@ -192,6 +194,7 @@ def test_a_file_and_a_method_are_too_much(tmp_path, capsys):
     assert "--config names the method, tree and budget" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_positional_acceptance_is_that_of_plain_passes(temperature):
     target = varied_model(1)
