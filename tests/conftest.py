@@ -48,6 +48,7 @@ from specjax.measure import timing
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 
+pytest_plugins = ["tests.where_time_goes"]
 progress.EVERY_SECONDS = 3600.0  # a slow machine prints no line among those that tests compare
 
 
