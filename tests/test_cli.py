@@ -21,6 +21,7 @@ from specjax.checkpoints import huggingface, names
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli import generate, info
+from specjax.decoding import generate as decoding
 from tests.folders import answer, own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
@@ -68,7 +69,10 @@ def test_the_seed_names_the_key_of_the_row(capsys):
 def test_streamed_text_is_that_of_json_and_standard_input_is_read(capsys, monkeypatch):
     expected = answer(capsys, "generate", PROMPT, *POOL, *SHORT)
     monkeypatch.setattr("sys.stdin", io.StringIO(PROMPT))
+    begin, begun = decoding.begin, []
+    monkeypatch.setattr(decoding, "begin", lambda request: begun.append(request) or begin(request))
     assert main(["generate", "-", *POOL, *SHORT, *pair_flags()]) == 0
+    assert len(begun) == 1  # the prompt is read once
     printed = capsys.readouterr()
     assert printed.out == expected["text"] + "\n"
     for part in ("method pool 1,1: it was asked for", "tokens per step", "tokens/s"):

@@ -1,6 +1,7 @@
 """`specjax generate`: text as it is committed, and what it cost."""
 
 import contextlib
+import itertools
 import json
 import sys
 import time
@@ -165,9 +166,13 @@ def _text(pair: Pair, prompt: Sequence[int], tokens: Sequence[int]) -> str:
 
 
 def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request: Request) -> None:
-    """Streams the text, after the prompt on a terminal; then says what it cost."""
+    """Streams the text, after the prompt on a terminal; then says what it cost.
+
+    The clock starts after the first step, before which programs are compiled.
+    """
+    steps = steps_on_host(request)
     with working("compiling, and reading the prompt"):
-        next(steps_on_host(request))  # the clock starts after it
+        first = next(steps)
     console = Console(highlight=False, soft_wrap=True)
     if console.is_terminal:
         apart = options.chat or options.show_tree
@@ -178,7 +183,7 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     if_interrupted(lambda: f"{tokens} tokens were written; the same command begins anew")
     start = time.perf_counter()
     with _writing(options) as told:
-        for step in steps_on_host(request):
+        for step in itertools.chain([first], steps):
             if options.show_tree:
                 print(tree_text(step, pair.tokenizer))
             say_text(step)
@@ -190,10 +195,8 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     seconds = time.perf_counter() - start
     print_piece(console, detokenizer.flush())
     print(flush=True)
-    say(
-        f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step, "
-        f"{tokens / seconds:.1f} tokens/s."
-    )
+    rate = f", {(tokens - int(first.count[0])) / seconds:.1f} tokens/s" if passes > 1 else ""
+    say(f"{tokens} tokens in {passes} steps, {tokens / passes:.2f} tokens per step{rate}.")
 
 
 @contextlib.contextmanager
