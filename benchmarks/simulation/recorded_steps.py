@@ -1,6 +1,6 @@
 """Steps of an engine with a fixed setting, and how well the goodput's acceptance foretells them.
 
-    python -m tests.recorded_steps humaneval.jsonl --setting chain:7 --temperature 0
+    python -m benchmarks.simulation.recorded_steps humaneval.jsonl --setting chain:7 --temperature 0
 
 Prints how accepted tokens of steps of a text correlate, one to sixteen steps apart, and the share
 of their variance that `Acceptance` explains when the steps are replayed through it in order.

@@ -11,11 +11,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from benchmarks.simulation.machines import Machine
+from benchmarks.simulation.workload import Arrival, Truth
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Row, Scheduler, Ticket, state_of
-from specjax.engine.workload import Arrival, Truth
 from specjax.goodput.controller import Controller, Options
-from specjax.goodput.machines import Machine
 from specjax.goodput.policy import (
     OFF,
     Decision,

@@ -1,6 +1,6 @@
 """What the simulator foretells of a server on this machine, and what the server then does.
 
-    python -m tests.predicted humaneval.jsonl --rates 0.4,0.8,1.2
+    python -m benchmarks.simulation.predicted humaneval.jsonl --rates 0.4,0.8,1.2
 
 A server runs each setting at each rate once; with the costs that it then believes in (its report),
 and acceptance such that fixed settings give as many tokens a step as they gave, the simulator
@@ -17,12 +17,12 @@ from typing import Any
 
 import tyro
 
+from benchmarks.simulation.machines import measured
+from benchmarks.simulation.simulator import Result, World, controller_of, simulate
+from benchmarks.simulation.workload import CODE, Arrival, Ends, Truth, usual
 from specjax.cli import bench_serve
 from specjax.cli.options import BenchServe
-from specjax.engine.simulator import Result, World, controller_of, simulate
-from specjax.engine.workload import CODE, Arrival, Ends, Truth, usual
 from specjax.goodput.acceptance import band
-from specjax.goodput.machines import measured
 from specjax.goodput.policy import DraftSetting
 from specjax.goodput.survival import logit
 from specjax.measure import load
