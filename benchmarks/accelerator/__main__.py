@@ -1,13 +1,13 @@
 """All measurements that are owed on a GPU or TPU, in calls of nine minutes.
 
-    python -m tests.accelerator gpu.json            # the same command goes on where it stopped
-    python -m tests.accelerator gpu.json --list     # what is done, owed or failed
-    python -m tests.accelerator gpu.json --tables   # as Markdown
-    python -m tests.accelerator gpu.json --write    # lets the dispatcher of kernels go by them
+    python -m benchmarks.accelerator gpu.json            # the same command goes on where it stopped
+    python -m benchmarks.accelerator gpu.json --list     # what is done, owed or failed
+    python -m benchmarks.accelerator gpu.json --tables   # as Markdown
+    python -m benchmarks.accelerator gpu.json --write    # lets the dispatcher of kernels go by them
 
 Nothing else may run on the device. Each piece is a process of its own with a time limit; what fails
 or hangs is noted, and tried once more in a later call after all that was never tried. The file is
-whole after each piece. It needs jax, pytest, transformers and tyro; with torch, transformers'
+whole after each piece. It needs jax, transformers and tyro; with torch, transformers'
 generation is measured too.
 
 Compiled programs are kept in a folder beside the file (`--cache`, `--no-cache`) for the next call.
@@ -27,9 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.base.output import check_writable, read_json
-from tests.accelerator.pieces import CALL_SECONDS, PIECES, Piece
-from tests.accelerator.running import (
+from benchmarks.accelerator.pieces import CALL_SECONDS, PIECES, Piece
+from benchmarks.accelerator.running import (
     FAILED,
     OWED,
     RUNNING,
@@ -38,7 +37,8 @@ from tests.accelerator.running import (
     machine,
     work,
 )
-from tests.accelerator.tables import tables
+from benchmarks.accelerator.tables import tables
+from specjax.base.output import check_writable, read_json
 
 _SAME = ("device", "jax", "jaxlib")
 
@@ -120,7 +120,7 @@ def write(file: Path) -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.accelerator", description=__doc__,
+        prog="python -m benchmarks.accelerator", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("file", type=Path, help="where everything is kept")
@@ -150,7 +150,7 @@ def main() -> int:
         else:
             measure(options, file)
     except (OSError, ValueError) as error:
-        print(f"tests.accelerator: {error}.", file=sys.stderr)
+        print(f"benchmarks.accelerator: {error}.", file=sys.stderr)
         return 2
     return 0
 

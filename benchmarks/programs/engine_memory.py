@@ -1,6 +1,6 @@
 """The resident memory and the seconds of an engine's programs, one after the other.
 
-    python -m tests.program_memory --settings all --rows 8
+    python -m benchmarks.programs.engine_memory --settings all --rows 8
 
 Programs come from the cache folder where they are there; name an empty one (`SPECJAX_CACHE`) to
 compile them all.

@@ -1,6 +1,6 @@
 """Attention to rows of a larger cache where they lie, against dots over all of their slots.
 
-    python -m tests.rows_in_place
+    python -m benchmarks.kernels.rows_in_place
 
 Each figure is the median of the milliseconds of a layer, of runs of both forms in turn; twelve
 layers with caches of their own, 10 heads of 64 features, 2 of keys and values, float32.

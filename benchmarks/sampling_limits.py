@@ -1,7 +1,7 @@
 """What the limits of a distribution cost, beside the softmax alone and a sort of its scores; and in
 a step.
 
-    python -m tests.limits --json limits.json
+    python -m benchmarks.sampling_limits --json limits.json
 
 Medians of milliseconds. The steps are those of tiny models with a large vocabulary, temperature
 0.8, one row: what is not their sampling is small.
@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from specjax.base.output import write_json
@@ -22,13 +24,13 @@ from specjax.checkpoints.pair import Pair
 from specjax.decoding.request import prepare
 from specjax.measure.timing import clocked, environment, timed, warm_up
 from specjax.methods import registry
-from tests.conftest import tiny_model
-from tests.pairs import near
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import initialize
 
 LARGE = 128_256
 SMALL = ((1, 1, 4096), (1, 17, 4096))
 SHAPES = (*SMALL, (1, 1, LARGE), (1, 17, LARGE), (8, 9, LARGE))
-LIMITS = {
+LIMITS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "top-k 40": {"top_k": 40},
     "top-p 0.9": {"top_p": 0.9},
@@ -47,7 +49,7 @@ def milliseconds(function: Callable, *arguments) -> float:
     return 1000 * statistics.median(taken)
 
 
-def of_a_step(pair: Pair, method: str, limits: dict[str, float]) -> float:
+def of_a_step(pair: Pair, method: str, limits: dict[str, Any]) -> float:
     """The median of several texts' milliseconds a step."""
     drafter = registry.build(registry.setting_of(method), pair)
     sampling = Sampling(temperature=0.8, **limits)
@@ -60,13 +62,33 @@ def of_a_step(pair: Pair, method: str, limits: dict[str, float]) -> float:
     return 1000 * statistics.median(seconds / one.steps.sum() for one, seconds in made)
 
 
+def tiny_pair(vocabulary: int) -> Pair:
+    """A target of two small layers, and a draft that often agrees with it."""
+    config = ModelConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4,
+        num_kv_heads=2, head_dim=8, max_positions=512, eos_ids=(0,),
+    )  # fmt: skip
+    target = jax.tree.map(
+        lambda leaf: leaf * (3 if leaf.ndim > 1 else 1), initialize(jax.random.key(0), config)
+    )
+    noise = np.random.default_rng(1)
+
+    def near(leaf: jax.Array) -> jax.Array:
+        own = np.asarray(leaf)
+        return jnp.asarray(own + 0.1 * own.std() * noise.standard_normal(own.shape, own.dtype))
+
+    no_tokenizer: Any = None
+    return Pair(target, no_tokenizer, [jax.tree.map(near, target)])
+
+
 def told(found: dict[str, float]) -> str:
+    """The figures as text."""
     return "  ".join(f"{name} {taken:.2f}" for name, taken in found.items())
 
 
 def main() -> None:
     """Prints a line a measurement, and writes all that are made after each."""
-    parser = argparse.ArgumentParser(prog="python -m tests.limits")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sampling_limits")
     parser.add_argument("--json", help="where the figures go")
     parser.add_argument("--small", action="store_true", help="4,096 tokens and plain steps alone")
     options = parser.parse_args()
@@ -87,9 +109,7 @@ def main() -> None:
             rows_of = Sampling(temperature=0.8, **limits).rows(shape[0])
             found[name] = milliseconds(process, logits, rows_of)
         keep(" x ".join(map(str, shape)), found)
-    vocabulary = 4096 if options.small else LARGE
-    target = tiny_model(scale=3.0, vocab_size=vocabulary, max_positions=512)
-    pair = Pair(target, None, [near(target, 1, 0.1)])
+    pair = tiny_pair(4096 if options.small else LARGE)
     for method in METHODS[: 1 if options.small else None]:
         found = {name: of_a_step(pair, method, limits) for name, limits in LIMITS.items()}
         keep(f"a step of {method}", found)

@@ -1,7 +1,7 @@
 """llama.cpp over a mapped file that is larger than the memory it may have.
 
     pip install gguf        # and llama-bench, built from llama.cpp's or llama-cpp-python's source
-    python -m tests.offload_llama FOLDER --bench build/bin/llama-bench --memory 1100MiB
+    python -m benchmarks.offload.llama_mmap FOLDER --bench build/bin/llama-bench --memory 1100MiB
 
 The model of a folder, written in llama.cpp's form, is mapped (its default), and plain tokens are
 timed within a control group of so much memory (version 1, as root), whose pages of files count as
@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import tyro
 
 import specjax
+from benchmarks.export import write_gguf
+from benchmarks.system import forget
 from specjax.cli.values import bytes_of
 from specjax.models.quantized import in_dtype
-from tests.llama_server_bench import export
 
 _GROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -50,24 +51,17 @@ def main() -> None:
     file = Path(asked.folder) / "model.gguf"
     if not file.exists():
         model, tokenizer = specjax.load(asked.folder)
-        export(in_dtype(model, jnp.bfloat16), tokenizer, file)
+        write_gguf(in_dtype(model, jnp.bfloat16), tokenizer, file)
     limit = bytes_of("--memory", asked.memory)
     group = _GROUPS / f"specjax-{os.getpid()}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit))
         for name, own in ((asked.memory, group), ("no limit", None)):
-            _forget(file)
+            forget([file])  # pages that another group has count as its own
             print(name, json.dumps(_seconds(asked, file, own)), flush=True)
     finally:
         group.rmdir()
-
-
-def _forget(file: Path) -> None:
-    """Drops a file from the system's cache: pages that another group has count as its own."""
-    number = os.open(file, os.O_RDONLY)
-    os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(number)
 
 
 def _seconds(asked: Offload, file: Path, group: Path | None) -> list[float]:

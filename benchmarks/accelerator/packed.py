@@ -1,6 +1,6 @@
 """Products of a layer with weights in 16, 8 and 4 bits, as `layers.linear` computes them.
 
-    python -m tests.accelerator.packed --json packed.json
+    python -m benchmarks.accelerator.packed --json packed.json
 
 Each row is a matrix of a named shape's feed-forward layer, several of them one after the other so
 that none is in the device's cache. Floors are the bytes of the matrices at the bandwidth that is
@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels.cpu_matmul import matrix
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import write_json
 from specjax.measure.roofline import SHAPES, spent
 from specjax.measure.timing import environment
 from specjax.models.layers import linear
 from specjax.models.quantized import PackedWeight
-from tests.cpu_matmul_bench import matrix
 
 _MOST_BYTES, _MOST_MATRICES, _GROUP = 2**30, 6, 128
 _FORMS = ("bfloat16", "int8", "int4")
@@ -51,7 +51,7 @@ def rows(shape: str, columns: list[int], bandwidth: float) -> Iterator[dict[str,
 
 def main() -> None:
     """Prints a row a measurement, and writes all that are made after each."""
-    parser = argparse.ArgumentParser(prog="python -m tests.accelerator.packed")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator.packed")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--columns", type=int, nargs="+", default=[1, 16, 64])
     parser.add_argument("--json", required=True)

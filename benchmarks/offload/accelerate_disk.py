@@ -1,16 +1,15 @@
-"""transformers and accelerate's disk offload over the files that `tests.streamed_bench` reads.
+"""transformers and accelerate's disk offload over the files that `benchmarks.offload.disk` reads.
 
     pip install torch transformers accelerate        # in an environment of its own
-    python tests/offload_peers.py folder --resident 4
+    python -m benchmarks.offload.accelerate_disk folder --resident 4
 
 Plain greedy steps of the model with its first layers in memory and the others on disk. Those files
 are mapped, and the system would keep what it read: after each step they are dropped from its cache
-(`--keep-cache` leaves them there). Stands alone: it imports nothing of specjax.
+(`--keep-cache` leaves them there). It imports nothing of specjax.
 """
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import torch
 import transformers
+
+from benchmarks.system import forget
 
 
 def placed(config: transformers.PreTrainedConfig, resident: int) -> dict[str, str]:
@@ -28,14 +29,6 @@ def placed(config: transformers.PreTrainedConfig, resident: int) -> dict[str, st
         for number in range(config.num_hidden_layers)
     }
     return dict.fromkeys(outer, "cpu") | layers
-
-
-def forget(folder: Path) -> None:
-    """Drops the files from the system's cache."""
-    for file in folder.glob("*.safetensors"):
-        number = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(number)
 
 
 @torch.inference_mode()
@@ -61,7 +54,7 @@ def main() -> None:
         cache, taken, made = None, [], []
         for _ in range(options.steps + 1):
             if not options.keep_cache:
-                forget(options.folder)
+                forget(options.folder.glob("*.safetensors"))
             start = time.perf_counter()
             out = model(tokens, past_key_values=cache, use_cache=True)
             taken.append(time.perf_counter() - start)

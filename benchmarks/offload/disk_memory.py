@@ -1,6 +1,6 @@
 """Memory of a streamed model of Llama-3.1-8B's shape, against the plan.
 
-    python -m tests.streamed_memory folder --layers 0 --budgets 15 255
+    python -m benchmarks.offload.disk_memory folder --layers 0 --budgets 15 255
 
 Random weights in bfloat16, 16 GB, are written to the folder if it holds none: no text of them means
 anything, but what they take does. Needs no other model.
@@ -18,6 +18,8 @@ import ml_dtypes
 import numpy as np
 import tyro
 
+from benchmarks.offload.disk import POLL_SECONDS, Bench, planned_bytes, room_of
+from benchmarks.system import Peak, anonymous_bytes
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import find
 from specjax.checkpoints.pair import Pair
@@ -29,7 +31,6 @@ from specjax.methods import registry
 from specjax.models.config import ModelConfig
 from specjax.models.memory import readable
 from specjax.models.transformer import initialize
-from tests.streamed_bench import Bench, Peak, anonymous_bytes, planned_bytes, room_of
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
@@ -95,7 +96,8 @@ def measured(asked: Asked) -> dict[str, Any]:
         num_heads=2, num_kv_heads=2, head_dim=32, max_positions=8192,
     )  # fmt: skip
     draft = initialize(jax.random.key(0), small, jnp.dtype("bfloat16"))
-    pair = Pair(model, None, [draft])
+    no_tokenizer: Any = None
+    pair = Pair(model, no_tokenizer, [draft])
     rows, planned = {}, 0
     for name in ("none", *(f"specexec:{budget}" for budget in asked.budgets)):
         method, _, budget = name.partition(":")
@@ -130,7 +132,7 @@ def main() -> None:
         write(folder)
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
     before = anonymous_bytes()
-    with Peak() as peak:
+    with Peak(POLL_SECONDS) as peak:
         found = measured(asked)
     print(json.dumps(found | {"peak_anonymous_bytes": peak.bytes}))
     print(

@@ -60,10 +60,10 @@ _SMALL_TEXTS = ("--shapes", "", "--inflate", "18.5M", "--parts", "generations", 
 
 
 def _kernels(name: str, seconds: float, platforms: tuple[str, ...] = ()) -> Piece:
-    module = "tests.accelerator.kernels"
+    module = "benchmarks.accelerator.kernels"
     command = (module, name, "--json", "{json}")
     return Piece(f"kernels-{name}", command, (*command, "--limit", "3"), seconds, 300,
-                 platforms=platforms, needs=("pytest",))  # fmt: skip
+                 platforms=platforms)  # fmt: skip
 
 
 def _attention(name: str, seconds: float, *flags: str, result: str = "attention") -> Piece:
@@ -111,11 +111,12 @@ _MAIN = (
 )
 _BENCH = ("specjax", "bench", "--batch", "1", "--profile", "--prompts", "{prompts}", "--json",
           "{json}")  # fmt: skip
-_OFFLOAD = ("tests.host_offload_bench", "{prompts}", "--json", "{json}")
+_OFFLOAD = ("benchmarks.offload.host", "{prompts}", "--json", "{json}")
 _FIRST = ("specjax", "generate", "def fibonacci(n):", "--json", "--max-new-tokens", "64")
-_TRACE = ("tests.accelerator.trace",)
-_PACKED = ("tests.accelerator.packed", "--json", "{json}")
-_PROGRAMS = ("tests.aot.programs", "here", "--json", "{json}")
+_TRACE = ("benchmarks.accelerator.trace",)
+_PACKED = ("benchmarks.accelerator.packed", "--json", "{json}")
+_LIMITS = ("benchmarks.sampling_limits", "--json", "{json}")
+_PROGRAMS = ("benchmarks.programs.ahead", "here", "--json", "{json}")
 
 PIECES = (
     _kernels("xla", 100),
@@ -137,8 +138,7 @@ PIECES = (
            "--slots", "32"), 60, 180),
     Piece("packed", _PACKED, (*_PACKED, "--shape", "llama-3.2-1b", "--columns", "1"), 40, 180,
           needs=("tyro",)),
-    Piece("limits", ("tests.limits", "--json", "{json}"),
-          ("tests.limits", "--json", "{json}", "--small"), 90, 240, needs=("pytest",)),
+    Piece("limits", _LIMITS, (*_LIMITS, "--small"), 90, 240),
     Piece("shares", (*_BENCH, "--inflate", "1B", "--methods", "chain,specexec", "--temperatures",
                      "0.8", "--limit", "2", "--dtype", "bfloat16"),
           (*_BENCH, "--inflate", "18.5M", "--methods", "chain", "--temperatures", "0", "--limit",

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.accelerator.pieces import Piece
 from specjax.base.machine import cpu_model
 from specjax.base.output import read_json, write_json
-from tests.accelerator.pieces import Piece
 
 Record = dict[str, Any]
 DONE, OWED, FAILED, SKIPPED, RUNNING = "done", "owed", "failed", "skipped", "running"
@@ -280,11 +280,8 @@ def _command(place: Place, piece: Piece, folder: Path, seconds: float) -> list[s
 
 
 def _env(place: Place, piece: Piece, folder: Path) -> dict[str, str]:
-    """The environment of a piece: programs as a user's are compiled, in a cache if there is one.
-
-    `tests/conftest.py` would have them compiled quickly where XLA_FLAGS is not set.
-    """
-    env = {"XLA_FLAGS": ""} | os.environ | {"PYTHONUNBUFFERED": "1"}
+    """The environment of a piece, with a cache for compiled programs if there is one."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
     env["JAX_TRACEBACK_FILTERING"] = "off"  # else the last line is about that
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), env.get("PYTHONPATH"))))
     if place.small:

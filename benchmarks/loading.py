@@ -1,8 +1,8 @@
 """Loads a sharded checkpoint of random weights: peak memory and time, against the disk's own rate.
 
-  python -m tests.loading [--gib 2.0] [--folder FOLDER] [--dtype bfloat16] [--rounds 4]
+  python -m benchmarks.loading [--gib 2.0] [--folder FOLDER] [--dtype bfloat16] [--rounds 4]
 
-Memory is what the process has for itself (`RssAnon` of Linux; mapped file pages are not counted),
+Memory is what the process has for itself (anonymous; mapped file pages are not counted),
 sampled every two milliseconds. The disk's rate is that of reading the same files once from the
 start to the end, after the system was asked to forget them (`posix_fadvise`), as it is before each
 load. Reads and loads take turns; a virtual machine is slow to give memory the first time, which is
@@ -11,11 +11,10 @@ the process kept. Prints one JSON object.
 """
 
 import argparse
+import dataclasses
 import json
-import os
 import statistics
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -24,12 +23,14 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from benchmarks.system import Peak, forget
 from specjax.checkpoints.huggingface import load_model
 from specjax.models import families
 from specjax.models.config import ModelConfig
 
 BLOCK = 16 << 20
 SHARD = 400 << 20
+_POLL_SECONDS = 0.002
 
 
 def config_of(size: int) -> ModelConfig:
@@ -42,7 +43,7 @@ def config_of(size: int) -> ModelConfig:
     layer = sum(int(np.prod(shape)) for shape in config.layer_shapes.values())
     outer = config.num_parameters - layer
     layers = max(1, round((size / 2 - outer) / layer))
-    return ModelConfig(**(vars(config) | {"num_layers": layers}))
+    return dataclasses.replace(config, num_layers=layers)
 
 
 def write(folder: Path, config: ModelConfig) -> int:
@@ -68,15 +69,6 @@ def write(folder: Path, config: ModelConfig) -> int:
     return total
 
 
-def forget(folder: Path) -> None:
-    """Asks the system to drop the files from its cache."""
-    for file in folder.glob("*.safetensors"):
-        descriptor = os.open(file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-
-
 def read_through(folder: Path) -> float:
     """Seconds to read the files once."""
     start = time.perf_counter()
@@ -87,54 +79,27 @@ def read_through(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def anonymous() -> int:
-    """Bytes that the process has for itself."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("this system does not tell RssAnon.")
-
-
-class Peak:
-    """The most anonymous memory within a block of statements, above what there was before."""
-
-    def __enter__(self):
-        self.before = self.most = anonymous()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.002):
-            self.most = max(self.most, anonymous())
-
-    def __exit__(self, *_):
-        self._stop.set()
-        self._thread.join()
-        self.most = max(self.most, anonymous())
-        self.above = self.most - self.before
-
-
-def measured(folder: Path, dtype: str) -> dict:
+def measured(folder: Path, dtype: str) -> dict[str, float]:
     """One load: seconds, bytes of the model and of its largest tensor, and the peak."""
     jax.block_until_ready(jax.numpy.zeros(8))  # the client is there before the clock starts
-    with Peak() as peak:
+    with Peak(_POLL_SECONDS) as peak:
         start = time.perf_counter()
         model = load_model(folder, dtype=dtype)
         seconds = time.perf_counter() - start
     sizes = [leaf.nbytes for leaf in jax.tree.leaves(model)]
+    above = peak.bytes - peak.before
     return {
         "seconds": seconds,
         "model_bytes": sum(sizes),
         "largest_bytes": max(sizes),
-        "peak_bytes": peak.above,
-        "beside_model_over_largest": (peak.above - sum(sizes)) / max(sizes),
+        "peak_bytes": above,
+        "beside_model_over_largest": (above - sum(sizes)) / max(sizes),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    """Prints the figures as one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loading")
     parser.add_argument("--gib", type=float, default=2.0)
     parser.add_argument("--folder")
     parser.add_argument("--dtype", default="bfloat16")
@@ -145,9 +110,9 @@ def main() -> None:
         size = write(folder, config_of(int(options.gib * 2**30)))
         reads, loads = [], []
         for _ in range(options.rounds):
-            forget(folder)
+            forget(folder.glob("*.safetensors"))
             reads.append(read_through(folder))
-            forget(folder)
+            forget(folder.glob("*.safetensors"))
             loads.append(measured(folder, options.dtype))
     seconds = [load["seconds"] for load in loads]
     report = {

@@ -1,7 +1,7 @@
 """Milliseconds of products with few columns on a CPU: `cpu_matmul`, XLA's, and the floor.
 
-    python -m tests.cpu_matmul_bench --json matmul.json
-    taskset -c 0 python -m tests.cpu_matmul_bench --shapes 8192x2048 --group 32 \
+    python -m benchmarks.kernels.cpu_matmul --json matmul.json
+    taskset -c 0 python -m benchmarks.kernels.cpu_matmul --shapes 8192x2048 --group 32 \
         --columns 1 4 8 16 32 64 --kinds float32 int8:float32 int8 int8:int8 --form avx512_bf16
 
 As many matrices are multiplied one after the other as hold about 98M weights; each product waits
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tyro
 
 import pallas_kernels
@@ -60,7 +61,8 @@ def matrix(
     key, (weights, _, columns) = jax.random.key(seed), kind.partition(":")
     if weights in ("float32", "bfloat16"):
         made = jax.random.normal(key, (outputs, inputs), jnp.dtype(weights))
-        return (kept(made) if columns else made), made.nbytes
+        held = jax.tree.map(jnp.asarray, kept(np.asarray(made))) if columns else made
+        return held, made.nbytes
     bits = 8 if weights == "int8" else 4
     codes = jax.random.bits(key, (outputs, inputs * bits // 8), jnp.uint8)
     groups = inputs // (group or (inputs if bits == 8 else 64))
@@ -71,7 +73,7 @@ def matrix(
     return made, codes.nbytes + scale.nbytes
 
 
-def program(name: str) -> Callable[..., jax.Array]:
+def program(name: str) -> jax.stages.Wrapped:
     """The products of one side, each of which waits for the one before."""
     pallas_kernels.use(name)
 

@@ -1,10 +1,10 @@
-"""The tables of docs/benchmarks.md, from what `tests.accelerator` measured."""
+"""The tables of docs/benchmarks.md, from what `benchmarks.accelerator` measured."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from tests.accelerator.pieces import PIECES
-from tests.accelerator.running import DONE, OWED, line_of
+from benchmarks.accelerator.pieces import PIECES
+from benchmarks.accelerator.running import DONE, OWED, line_of
 
 Row = dict[str, Any]
 State = Mapping[str, Any]

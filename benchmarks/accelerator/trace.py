@@ -1,6 +1,6 @@
 """Where the time of a target's pass goes on the device: its kernels, and products by themselves.
 
-    python -m tests.accelerator.trace --json trace.json
+    python -m benchmarks.accelerator.trace --json trace.json
 
 Passes are of random weights of a named shape over a chain of nodes, below a full cache of one row.
 Products are of weights of bfloat16 and columns of a layer's sizes, in both orientations.
@@ -87,7 +87,7 @@ def a_product(outputs: int, inputs: int, columns: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, prints and writes it."""
-    parser = argparse.ArgumentParser(prog="python -m tests.accelerator.trace")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator.trace")
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="so many instead of its own")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64])

@@ -1,6 +1,6 @@
-"""Tokens a second against the layers in memory, of files that `tests.streamed_bench` wrote.
+"""Tokens a second against the layers in memory, of files that `benchmarks.offload.disk` wrote.
 
-python -m tests.streamed_plot out.png l0.json l8.json l16.json l24.json
+python -m benchmarks.offload.plot out.png l0.json l8.json l16.json l24.json
 """
 
 import json

@@ -1,7 +1,7 @@
 """A target streamed from disk: its steps against the disk's own rate, and speculation over it.
 
     specjax inflate bundled folder --parameters 2B
-    python -m tests.streamed_bench folder humaneval.jsonl --memory 1GiB
+    python -m benchmarks.offload.disk folder humaneval.jsonl --memory 1GiB
 
 In every round the layers are read with nothing computed, and the files past the system's cache by a
 loop of its own, plain steps are timed, and steps of each budget; what is compared is of the same
@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 
+from benchmarks.system import Peak, anonymous_bytes
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import read_config
@@ -44,7 +45,9 @@ from specjax.models.streamed import StreamedModel
 
 _READERS, _PIECE = 4, 8 * 2**20
 _READS = 2
-_POLL_SECONDS, _PAUSE_SECONDS = 0.02, 2.0
+POLL_SECONDS = 0.02
+"""Between two looks at the memory."""
+_PAUSE_SECONDS = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,34 +83,6 @@ class Bench:
     """Also time the steps with all layers in memory."""
     json: str | None = None
     """Where the figures go."""
-
-
-def anonymous_bytes() -> int:
-    """Memory of this process that is of no file, shared or its own."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    kinds = ("RssAnon:", "RssShmem:")
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(kinds))
-
-
-class Peak(threading.Thread):
-    """The most anonymous memory that this process has while it is entered."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes, self._stop_it = 0, threading.Event()
-
-    def run(self) -> None:
-        """Looks again and again."""
-        while not self._stop_it.wait(_POLL_SECONDS):
-            self.bytes = max(self.bytes, anonymous_bytes())
-
-    def __enter__(self) -> "Peak":
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop_it.set()
-        self.join()
 
 
 def read_seconds(target: StreamedModel) -> float:
@@ -167,8 +142,8 @@ def planned_bytes(request: Request) -> int:
     """The bytes of memory that a request takes by the plan, weights included."""
     target, drafter, rule = request.target, request.drafter, request.rule
     visiting = visits(target, drafter, rule, request.rows.counts is not None)
-    shape = request.rows.prompt.shape
-    return memory_plan(target, drafter, rule, *shape, request.slots, visiting).total
+    rows, width = request.rows.prompt.shape
+    return memory_plan(target, drafter, rule, rows, width, request.slots, visiting).total
 
 
 @contextlib.contextmanager
@@ -310,7 +285,7 @@ def main() -> None:
     bench = tyro.cli(Bench)
     jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
     before = anonymous_bytes()
-    with Peak() as peak:
+    with Peak(POLL_SECONDS) as peak:
         found = measured(bench)
     found |= {"anonymous_bytes_before": before, "peak_anonymous_bytes": peak.bytes}
     if bench.json is not None:

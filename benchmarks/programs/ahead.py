@@ -1,7 +1,7 @@
 """Whole programs compiled for TPUs and GPUs on a machine that has none, or for what is here.
 
-    python -m tests.aot.programs v5e --models llama-3.2-1b --methods none chain
-    python -m tests.aot.programs here
+    python -m benchmarks.programs.ahead v5e --models llama-3.2-1b --methods none chain
+    python -m benchmarks.programs.ahead here
 
 What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
 says what a compiler refuses, how long it takes, what memory a program will take and what is in it,
@@ -18,6 +18,7 @@ from typing import Any
 import tyro
 
 import pallas_kernels
+from benchmarks.programs.memory_plan import Case, drafter_of, plan_of, texts_of
 from specjax.base.output import write_json
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
 from specjax.measure.compile_ahead import (
@@ -29,7 +30,6 @@ from specjax.measure.compile_ahead import (
     on,
 )
 from specjax.measure.roofline import SHAPES
-from tests.memory_table import Case, drafter_of, plan_of, texts_of
 
 METHODS = {"none": "none", "chain": "chain", "specexec": "specexec 63", "pool": "pool"}
 _DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,

@@ -1,6 +1,6 @@
 """The planned memory of a generation beside what its compiled program takes, over many shapes.
 
-    python -m tests.memory_table
+    python -m benchmarks.programs.memory_plan
 
 Programs are compiled for models of which there are only shapes, so that nothing is allocated.
 """

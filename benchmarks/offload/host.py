@@ -1,7 +1,7 @@
 """Targets whose layers wait in pinned host memory: the ring of layers against a scan in a program.
 
-    python -m tests.host_offload_bench humaneval.jsonl --parameters 8B --json 8b.json
-    python -m tests.host_offload_bench humaneval.jsonl --parameters 30B --no-scan --json 30b.json
+    python -m benchmarks.offload.host humaneval.jsonl --parameters 8B --json 8b.json
+    python -m benchmarks.offload.host humaneval.jsonl --parameters 30B --no-scan --json 30b.json
 
 For a GPU machine with twice the weights of host memory (the scan holds them a third time). The
 bundled target is grown in the host's memory, so that its drafts fare as they do with it. Timed are
@@ -22,6 +22,7 @@ import numpy as np
 import tyro
 from jax import lax
 
+from benchmarks.offload.disk import Bench, read_seconds, settings_of, step_times
 from pallas_kernels.tree_attention import Prefix
 from specjax.base.output import write_json
 from specjax.checkpoints.hosted import HostLayers, on_host
@@ -34,7 +35,6 @@ from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.quantized import in_dtype
 from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import LayerWeights, Model, layer_of_pass
-from tests.streamed_bench import Bench, read_seconds, settings_of, step_times
 
 _SLOTS, _REPEATS = 256, 5
 
@@ -163,8 +163,8 @@ def measured(asked: Asked, keep: Callable[[dict[str, Any]], Any]) -> dict[str, A
         bench = Bench(model="", prompts="", budgets=budgets, temperature=temperature, new=asked.new)
         for name, setting in settings_of(bench, own):
             most = 8 if name == "plain" else None
-            for _ in range(2):  # the first compiles
-                steps = step_times(own, setting, chosen[0].tokens, bench, most)
+            step_times(own, setting, chosen[0].tokens, bench, most)  # compiles
+            steps = step_times(own, setting, chosen[0].tokens, bench, most)
             row = {
                 "step_seconds": statistics.median(steps.seconds),
                 "drafting_seconds": statistics.median(steps.drafting or [0.0]),

@@ -1,7 +1,7 @@
 """Whether an implementation of tree attention is right on the device at hand.
 
-    python -m tests.accelerator.kernels hopper --json hopper.json
-    python -m tests.accelerator.kernels prompts --json prompts.json
+    python -m benchmarks.accelerator.kernels hopper --json hopper.json
+    python -m benchmarks.accelerator.kernels prompts --json prompts.json
 
 "prompts" is what attention of plain sequences takes there. The other cases are those of the
 kernels' suite: NaN in every slot past a row's length, ragged rows, windows, capped scores, caches
@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.accelerator.operands import SHAPES, make, tolerance
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.tree_attention import reference, sequence, tree_attention, xla
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.operands import Operands
 from specjax.base.output import write_json
-from tests.test_tree_attention import SHAPES, make, tolerance
 
 BOUNDED = ("several tiles", "earlier levels", "head of 256", "more nodes than a mask has words")
 OF_8_BITS = ("several tiles", "one key/value head", "head of 96")
@@ -31,6 +31,8 @@ PROMPTS = "prompts"
 OFF_OF_PROMPTS = 2e-2
 """The largest difference of an output of about 1: a few roundings to bfloat16."""
 _AT_ONCE = 8
+Sequences = tuple[jax.Array, jax.Array, jax.Array]
+"""Queries, keys and values of plain sequences."""
 LENGTHS = ([0, 0, 0], [64, 64, 64], [1, 63, 2])
 
 
@@ -87,19 +89,21 @@ def row_of(case: str, at: Operands, implementation: str) -> dict[str, Any]:
     return row | {"passed": off <= 1, "error_over_tolerance": off}
 
 
-def prompts() -> Iterator[tuple[str, tuple[jax.Array, ...], int | None]]:
+def prompts() -> Iterator[tuple[str, Sequences, int | None]]:
     """A name, queries, keys and values of plain sequences, and a window or none."""
     for tokens, dim, window in ((96, 64, None), (384, 64, 37), (512, 128, None), (2048, 64, None)):
         keys = jax.random.split(jax.random.key(tokens), 3)
         query = jax.random.normal(keys[0], (2, 8, tokens, dim))
-        rest = (jax.random.normal(key, (2, 2, tokens, dim), jnp.bfloat16) for key in keys[1:])
-        yield f"{tokens} tokens, heads of {dim}, window {window}", (query, *rest), window
+        past, values = (
+            jax.random.normal(key, (2, 2, tokens, dim), jnp.bfloat16) for key in keys[1:]
+        )
+        yield f"{tokens} tokens, heads of {dim}, window {window}", (query, past, values), window
 
 
-def row_of_prompt(case: str, at: tuple[jax.Array, ...], window: int | None) -> dict[str, Any]:
+def row_of_prompt(case: str, at: Sequences, window: int | None) -> dict[str, Any]:
     """Whether attention of a plain sequence is right: within the rounding of 16 bits."""
-    query, *rest = at
-    wide = (each.astype(jnp.float32) for each in rest)
+    query, keys, values = at
+    wide = keys.astype(jnp.float32), values.astype(jnp.float32)
     expected = np.asarray(xla.causal(query, *wide, None, window))
     put = jax.device_put(at, jax.devices()[0])
     row = {"case": case, "implementation": PROMPTS}
@@ -129,7 +133,7 @@ def rows_of(implementation: str, limit: int | None) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Prints a row a case, and writes all that are done after each."""
-    parser = argparse.ArgumentParser(prog="python -m tests.accelerator.kernels")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accelerator.kernels")
     parser.add_argument("implementation", choices=[*sorted(IMPLEMENTATIONS), PROMPTS])
     parser.add_argument("--json", required=True)
     parser.add_argument("--limit", type=int, help="so many cases")
