@@ -1,6 +1,6 @@
 """A server against `generate` in the same run, its rows, a long prompt beside others, a departure.
 
-    python -m tests.serve_bench --inflate 100M --dtype bfloat16 --method chain
+    python -m benchmarks.serving.server --inflate 100M --dtype bfloat16 --method chain
 
 The server is `specjax serve` in a process of its own; its clients are this one, whose share of the
 CPU is printed. What is compared is measured in turns; figures are medians, and ratios of turns.
@@ -22,6 +22,7 @@ import numpy as np
 import tyro
 
 import specjax
+from benchmarks.serving.process import serving
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
@@ -33,7 +34,6 @@ from specjax.goodput.policy import StepShape
 from specjax.measure import prompts
 from specjax.methods import registry
 from specjax.models.inflate import inflate
-from tests.serving import serving
 
 NEW, STEPS = 128, 50
 _DEPTH = 1 << 20
@@ -70,15 +70,14 @@ def server(folder: Path, bench: Bench, rows: int, *flags: str) -> Iterator[str]:
 
 
 def body_of(tokens: list[int], temperature: float, **more: object) -> dict[str, object]:
+    """A request for `NEW` tokens after a prompt, as a stream."""
     asked = {"model": "m", "prompt": tokens, "max_tokens": NEW, "temperature": temperature}
     return asked | {"stream": True, "ignore_eos": True} | more
 
 
-async def opened(url: str, body: dict[str, object]) -> AsyncGenerator[int, None]:
-    """How many events of a stream came at a time; closes the connection when it is left.
-
-    Bytes are counted, not parsed: the load must not take the cores that it measures.
-    """
+@contextlib.asynccontextmanager
+async def posted(url: str, body: dict[str, object]) -> AsyncGenerator[asyncio.StreamReader]:
+    """The answer to a request, from its status line on; the connection is closed in the end."""
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -86,14 +85,23 @@ async def opened(url: str, body: dict[str, object]) -> AsyncGenerator[int, None]
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
         kind = f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
         writer.write((head + kind + text).encode())
+        yield reader
+    finally:
+        writer.close()
+
+
+async def opened(url: str, body: dict[str, object]) -> AsyncGenerator[int, None]:
+    """How many events of a stream came at a time; closes the connection when it is left.
+
+    Bytes are counted, not parsed: the load must not take the cores that it measures.
+    """
+    async with posted(url, body) as reader:
         assert b" 200 " in await reader.readline()
         left = b""
         while came := await reader.read(1 << 16):
             left += came
             yield left.count(_EVENT)
             left = left[1 - len(_EVENT) :]
-    finally:
-        writer.close()
 
 
 async def stream_of(url: str, body: dict[str, object]) -> list[float]:
@@ -225,13 +233,15 @@ def _loop_of(device: Device, shape: StepShape) -> Callable[..., list[jax.Array]]
     def steps(
         models: list[jax.Array], state: list[jax.Array], *given: jax.Array
     ) -> list[jax.Array]:
-        both = jax.tree.unflatten(device._models_tree, models)
+        target, drafter = jax.tree.unflatten(device._models_tree, models)
+        control, wanted, calibration = given
 
         def one(_: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
             rows = jax.tree.unflatten(device._state_tree, leaves)
-            made, _ = programs.advance(
-                *both, rows, device._setup, *given, width=shape.width, setting=shape.setting
-            )
+            made = programs.advance(
+                target, drafter, rows, device._setup, control, wanted, calibration,
+                width=shape.width, setting=shape.setting,
+            )[0]  # fmt: skip
             return jax.tree.leaves(made)
 
         return jax.lax.fori_loop(0, STEPS, one, state)

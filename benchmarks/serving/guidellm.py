@@ -1,6 +1,6 @@
 """What guidellm sees of a server, beside what the client of `specjax bench-serve` sees.
 
-    python -m tests.guidellm_check humaneval.jsonl --guidellm PATH
+    python -m benchmarks.serving.guidellm humaneval.jsonl --guidellm PATH
 
 Both send Poisson requests of the same mean rate, prompts and lengths to the same server, in turns.
 guidellm (`pip install guidellm`, in an environment of its own) draws its own times and order, so
@@ -147,7 +147,8 @@ def _texts(check: Check, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any
     """Prompts as guidellm reads them, as text: none has special tokens."""
     tokenizer = tokenizer_of(named().target.path)
     return [
-        {"prompt": tokenizer.decode(each), "output_tokens_count": check.tokens} for each in prompts
+        {"prompt": tokenizer.decode(list(each)), "output_tokens_count": check.tokens}
+        for each in prompts
     ]
 
 

@@ -1,6 +1,6 @@
 """`specjax serve` against llama.cpp's `llama-server`: the same weights, prompts and clients.
 
-    python -m tests.llama_server_bench --server build/bin/llama-server --inflate 100M
+    python -m benchmarks.serving.llama_server --server build/bin/llama-server --inflate 100M
 
 Both servers run, and are measured in turns, while the other takes no time of a core; figures are
 medians of the turns, and of a turn's requests. No prompt is sent to a server twice, so that none is
@@ -33,14 +33,14 @@ import tyro
 
 import specjax
 from benchmarks.export import write_gguf
+from benchmarks.serving.process import serving
+from benchmarks.serving.server import NEW, body_of, posted
 from specjax.base.prefix import common_prefix
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
 from specjax.measure import prompts
 from specjax.models.inflate import inflate
-from tests.serve_bench import NEW, body_of
-from tests.serving import serving
 
 TEXTS = 3
 """That a client has continued, one after the other."""
@@ -123,20 +123,13 @@ async def first_of(side: Side, body: dict[str, object]) -> float:
 
     Events are not counted, as one may hold several tokens; the last one says how many there were.
     """
-    host, port = side.url.removeprefix("http://").split(":")
-    text, start = json.dumps(body), time.perf_counter()
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n"
-        kind = f"content-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n"
-        writer.write((head + kind + text).encode())
-        came, first = bytearray(), 0.0
+    start = time.perf_counter()
+    came, first = bytearray(), 0.0
+    async with posted(side.url, body) as reader:
         while more := await reader.read(1 << 16):
             came += more
             if not first and b"data: {" in came:
                 first = time.perf_counter() - start
-    finally:
-        writer.close()
     made, cached = (
         [int(number) for number in re.findall(rb'"%s": ?(\d+)' % name, came)]
         for name in (b"completion_tokens", b"cached_tokens")
