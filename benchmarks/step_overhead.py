@@ -1,7 +1,7 @@
 """What a step costs beside its passes: the loop, against the same loop of its passes only.
 
-  python -m tests.outside chain 0.8
-  python -m tests.outside specexec 0
+  python -m benchmarks.step_overhead chain 0.8
+  python -m benchmarks.step_overhead specexec 0
 
 In the second loop the drafter runs as many passes of as many columns as the real one and names
 fixed tokens, three nodes are accepted whatever the target says, and no keys are kept. A little of
@@ -35,6 +35,7 @@ from specjax.measure import timing
 from specjax.methods import registry
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.trees.accepted import Accepted
+from specjax.trees.construction import Construction
 from specjax.trees.tree import NO_DRAFTER, NO_PARENT, TokenTree
 
 ROUNDS = 25
@@ -59,25 +60,31 @@ class PassesOnly(Drafter):
 
     @property
     def window(self) -> int:
+        """That of the real drafter."""
         return self.like[0]
 
     @property
     def num_slots(self) -> int:
+        """Those of the real drafter."""
         return self.like[1]
 
     @property
-    def construction(self):
+    def construction(self) -> Construction:
+        """That of the real drafter."""
         return self.like[2]
 
     @property
     def vocab_size(self) -> int:
+        """Of the draft."""
         return self.model.config.vocab_size
 
-    def init(self, prompt, length, slots, seen):
-        del seen
+    def init(self, prompt, length, slots, top_tokens):
+        """Reads the prompts."""
+        del top_tokens
         return prefill(self.model, prompt, length, slots)
 
     def propose(self, key, position, state, last, sampling):
+        """Runs the passes of a tree."""
         del key, sampling
         token = last + held_back(state.logits)
         for columns, block in zip(self.columns, self.blocks, strict=True):
@@ -101,6 +108,7 @@ class PassesOnly(Drafter):
         return token + held_back(unembed(self.model, x).T)
 
     def commit(self, state, step):
+        """Runs the pass that catches up."""
         tokens, columns = step.tokens[:, : self.caught_up], self.caught_up
         seen = jnp.asarray(np.tri(columns)[None] > 0)
         positions = state.cache.length[:, None] + jnp.arange(columns)
@@ -180,7 +188,8 @@ def passes_only() -> Iterator[None]:
 def loop_of(request: Request) -> Callable[[bool], tuple]:
     """Runs a compiled loop, whole or of one token: its steps and seconds."""
     target, drafter, rows, rule, outputs, slots, _ = request
-    afresh = jax.jit(lambda *a: generate_jit.__wrapped__(*a, rule, outputs, slots))
+    undecorated: Any = generate_jit
+    afresh = jax.jit(lambda *a: undecorated.__wrapped__(*a, rule, outputs, slots))
     compiled = afresh.lower(target, drafter, rows).compile()
     least = jnp.ones_like(rows.limits.max_new_tokens)
     one = replace(rows, limits=replace(rows.limits, max_new_tokens=least))
@@ -209,7 +218,9 @@ def mean_rounds(request: Request) -> float:
     return len(counted) / steps
 
 
-def outside(pair: Pair, method: str, temperature: float, prompt: str) -> tuple[float, float, float]:
+def overhead(
+    pair: Pair, method: str, temperature: float, prompt: str
+) -> tuple[float, float, float]:
     """Seconds of a step and of its passes alone (medians), and the median share of what is not."""
     budget = None if method == "chain" else 15
     drafter = registry.build(registry.setting_of(method, budget=budget), pair)
@@ -234,13 +245,14 @@ def outside(pair: Pair, method: str, temperature: float, prompt: str) -> tuple[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.outside", description=__doc__)
+    """Measures, and prints it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.step_overhead", description=__doc__)
     parser.add_argument("method", choices=("chain", "specexec"))
     parser.add_argument("temperature", type=float)
     parser.add_argument("--prompt", default="def fibonacci(n):\n")
     options = parser.parse_args()
     pair = load_pair("bundled", None, dtype="float32")
-    whole, alone, share = outside(pair, options.method, options.temperature, options.prompt)
+    whole, alone, share = overhead(pair, options.method, options.temperature, options.prompt)
     print(f"a step {whole * 1e6:.0f} µs, its passes alone {alone * 1e6:.0f} µs, beside {share:.1%}")
 
 

@@ -3,7 +3,7 @@ the likeliest token is another one.
 
     specjax quantize bundled eight --bits 8
     specjax quantize bundled four --bits 4
-    python -m tests.quantized_quality humaneval.jsonl bundled eight four --gguf four.Q4_0.gguf
+    python -m benchmarks.perplexity humaneval.jsonl bundled eight four --gguf four.Q4_0.gguf
 
 A GGUF file is read as the weights that it stands for, with the first folder's configuration.
 """

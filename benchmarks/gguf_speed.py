@@ -1,7 +1,7 @@
 """Plain decoding of GGUF files, one row: specjax beside llama.cpp on the same file, in one process.
 
 pip install llama-cpp-python   # built by the compiler that is here
-python -m tests.gguf_speed FILE.gguf...
+python -m benchmarks.gguf_speed FILE.gguf...
 
 Runs of both alternate; the figures are medians and the fastest, in tokens a second.
 """
@@ -78,6 +78,7 @@ def llama(file: str, asked: Speed) -> Callable[[], float]:
 
 
 def main() -> None:
+    """Prints a line a file: the median and the fastest of each side."""
     asked = tyro.cli(Speed)
     for file in asked.files:
         runs = {kind: ours(file, kind, asked) for kind in asked.kinds}

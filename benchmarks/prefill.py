@@ -1,6 +1,6 @@
 """Time to the first token after long prompts, against transformers: in one process, in turns.
 
-    python -m tests.prompt_bench --model DIR --sizes 500 2000 8000
+    python -m benchmarks.prefill --model DIR --sizes 500 2000 8000
 
 Each prompt of random ids is read by transformers (torch, `sdpa`, a pass with `use_cache`), by
 `generate` and by an engine without drafts, in its chunks, after all programs were compiled. Figures

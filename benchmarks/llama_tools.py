@@ -1,6 +1,6 @@
 """`generate` against llama.cpp's own tools: the same weights and prompts, in turns, in one run.
 
-    python -m tests.llama_bench --tools build/bin --inflate 100M --json llama.json
+    python -m benchmarks.llama_tools --tools build/bin --inflate 100M --json llama.json
 
 llama.cpp is measured by its `llama-bench` (plain) and `llama-speculative-simple`; its prompts are
 not part of the time, and neither are those here. Weights in 8 bits are `q8_0` there and int8 with a
@@ -151,14 +151,19 @@ def theirs_drafted(
                    "--temp", str(temperature), "--spec-type", "draft-simple", "--spec-draft-n-max",
                    str(drafted), "--spec-draft-p-min", "0", "--seed", "1",
                    "--ignore-eos", *([] if temperature else ["--top-k", "1"])]  # fmt: skip
-        for _ in range(_TRIES):  # now and then it ends before its log is written
-            said = run(*command)
-            if (found := _SPEED.search(said)) is not None:
-                break
-        else:
-            raise SystemExit(f"llama-speculative-simple says no speed: {said[-400:]}")
-        tokens, seconds = tokens + int(found[1]), seconds + float(found[2])
+        own, taken = speed_of(command)
+        tokens, seconds = tokens + own, seconds + taken
     return tokens / seconds, 0.0
+
+
+def speed_of(command: list[str]) -> tuple[int, float]:
+    """The tokens and seconds that a tool says; now and then it ends before its log is written."""
+    said = ""
+    for _ in range(_TRIES):
+        said = run(*command)
+        if (found := _SPEED.search(said)) is not None:
+            return int(found[1]), float(found[2])
+    raise SystemExit(f"llama-speculative-simple says no speed: {said[-400:]}")
 
 
 def exported(bench: Bench, pair: Pair, folder: Path) -> dict[tuple[str, str], Path]:
