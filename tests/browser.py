@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from tests.serving import serving
+from benchmarks.serving.process import serving
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 """Programs that are not there; Debian's packages chromium and chromium-driver have them."""

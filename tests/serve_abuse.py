@@ -38,12 +38,12 @@ import numpy as np
 import tyro
 
 import specjax
+from benchmarks.serving.process import serving
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.huggingface import save_model
 from specjax.models.transformer import forward
 from tests.folders import pair_folder
 from tests.pairs import broken
-from tests.serving import serving
 
 TEXTS, NEW, CONTEXT, CHOICES = 48, 24, 256, 4
 KINDS = {

@@ -13,16 +13,11 @@ import jax.numpy as jnp
 import pytest
 import tyro
 
-from pallas_kernels import bench
-from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import reference, tuning
-from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
-from specjax.cli.main import _options
-from tests import host_offload_bench
-from tests.accelerator import __main__ as command
-from tests.accelerator import kernels
-from tests.accelerator.pieces import CALL_SECONDS, PIECES, Piece
-from tests.accelerator.running import (
+from benchmarks.accelerator import __main__ as command
+from benchmarks.accelerator import kernels
+from benchmarks.accelerator.operands import SHAPES, make
+from benchmarks.accelerator.pieces import CALL_SECONDS, PIECES, Piece
+from benchmarks.accelerator.running import (
     DONE,
     FAILED,
     OWED,
@@ -34,13 +29,18 @@ from tests.accelerator.running import (
     order,
     work,
 )
-from tests.accelerator.tables import attention, goals, tables
-from tests.aot import programs
+from benchmarks.accelerator.tables import attention, goals, tables
+from benchmarks.offload import host
+from benchmarks.programs import ahead
+from pallas_kernels import bench
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.tree_attention import reference, tuning
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from specjax.cli.main import _options
 from tests.conftest import QUICKLY
-from tests.test_tree_attention import SHAPES, make
 
 ROOT = Path(__file__).parent.parent
-SMALL = Path(__file__).parent / "accelerator" / "small.json"
+SMALL = ROOT / "benchmarks" / "accelerator" / "small.json"
 MACHINE = {"platform": "cpu", "device": "cpu", "driver": None, "jax": "0", "jaxlib": "0"}
 WORKS = "import json, sys; json.dump({'rows': [1]}, open(sys.argv[1], 'w'))"
 
@@ -280,15 +280,15 @@ def test_every_command_is_one_that_is_understood(small, monkeypatch):
         elif module == "pallas_kernels.bench":
             monkeypatch.setattr("sys.argv", ["bench", *flags])
             assert bench._wanted(bench._options())
-        elif module in ("tests.host_offload_bench", "tests.aot.programs"):
-            asked = host_offload_bench if "host" in module else programs
+        elif module in ("benchmarks.offload.host", "benchmarks.programs.ahead"):
+            asked = host if "host" in module else ahead
             assert tyro.cli(asked.Asked, args=flags).json == "json.json"
         else:
             assert module in (
-                "tests.accelerator.kernels",
-                "tests.accelerator.packed",
-                "tests.accelerator.trace",
-                "tests.limits",
+                "benchmarks.accelerator.kernels",
+                "benchmarks.accelerator.packed",
+                "benchmarks.accelerator.trace",
+                "benchmarks.sampling_limits",
             )
 
 
@@ -309,7 +309,7 @@ def test_a_kernel_that_is_wrong_is_seen(monkeypatch):
 def called(*arguments, **env):
     """The command in a process of its own."""
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.accelerator", *map(str, arguments)], cwd=ROOT,
+        [sys.executable, "-m", "benchmarks.accelerator", *map(str, arguments)], cwd=ROOT,
         env=os.environ | QUICKLY | env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -471,7 +471,7 @@ def test_goals_are_held_against_the_worst_of_the_fastest():
 
 @pytest.mark.slow
 def test_what_needs_no_model_runs_here(tmp_path):
-    """The others load models, and take minutes: `python -m tests.accelerator FILE --small`."""
+    """The others load models, and take minutes: `python -m benchmarks.accelerator FILE --small`."""
     file, names = tmp_path / "all.json", ("kernels-xla", "kernels-tpu", "attention-4096", "limits")
     with called(file, "--small", "--only", ",".join(names)) as process:
         out, error = process.communicate(timeout=900)

@@ -8,11 +8,12 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
+from benchmarks.accelerator.operands import SHAPES, make
 from pallas_kernels.cpu_matmul import library
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.tree_attention import cpu, sequence, tree_attention, tuning, xla
 from tests.test_cpu_matmul import form, needs_it
-from tests.test_tree_attention import SHAPES, assert_close, make, run
+from tests.test_tree_attention import assert_close, run
 
 __all__ = ["form"]
 MORE = {

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.loading import config_of, write
 from specjax.__main__ import main
 from specjax.checkpoints.files import BUNDLED, CheckpointError, find
 from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
@@ -22,7 +23,6 @@ from specjax.models import families, memory
 from specjax.models.transformer import initialize
 from tests.conftest import tiny_config, tiny_model
 from tests.folders import pair_folder
-from tests.loading import config_of, write
 from tests.test_parity import GOLDEN, golden, plain_pass
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +40,7 @@ class Runs:
 
 MEASURE = """
 import sys
-from tests.loading import measured
+from benchmarks.loading import measured
 import json
 print(json.dumps(measured(__import__("pathlib").Path(sys.argv[1]), sys.argv[2])))
 """

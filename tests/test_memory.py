@@ -4,13 +4,13 @@ import jax.numpy as jnp
 import pytest
 
 import specjax
+from benchmarks.programs.memory_plan import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 from specjax.decoding.request import OUTPUT_BUCKETS, memory_plan, room, rule_of
 from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
 from specjax.models.placement import placement
 from tests.cases import slow_but
 from tests.conftest import tiny_model
-from tests.memory_table import CASES, LLAMA_8B, Case, drafter_of, found, lowered
 
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
          "tree", "tree, one row", "pool", "specexec", "small vocabulary")  # fmt: skip

@@ -8,13 +8,13 @@ from importlib.resources import files
 import httpx
 import pytest
 
+from benchmarks.serving.process import serving as serving_model
 from specjax.checkpoints.files import BUNDLED
 from specjax.checkpoints.tokenizers import tokenizer_of
 from tests.browser import MISSING, browsing, busy
 from tests.conftest import QUICKLY
 from tests.folders import pair_flags
 from tests.scripted_engine import ScriptedEngine, serving
-from tests.serving import serving as serving_model
 from tests.watched import HOSTILE, report_of, watched_of
 
 FOLDER = files("specjax.server") / "page"

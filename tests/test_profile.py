@@ -5,6 +5,7 @@ import json
 import jax
 import pytest
 
+from benchmarks import step_overhead
 from pallas_kernels import machine
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
@@ -13,7 +14,6 @@ from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import prepare
 from specjax.measure import profile
 from specjax.methods import registry
-from tests import outside
 from tests.folders import own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
@@ -93,7 +93,7 @@ def products_of(request) -> int:
 @pytest.mark.parametrize(("method", "temperature"), [("chain", 0.8), ("specexec", 0.0)])
 def test_a_step_is_held_against_its_passes_alone(method, temperature, monkeypatch):
     """The loop of passes only multiplies as many matrices as the real one."""
-    monkeypatch.setattr(outside, "ROUNDS", 1)
+    monkeypatch.setattr(step_overhead, "ROUNDS", 1)
     folder = pair_folder()
     pair = load_pair(f"{folder}/target", f"{folder}/two")
     drafter = registry.build(registry.setting_of(method), pair)
@@ -102,8 +102,9 @@ def test_a_step_is_held_against_its_passes_alone(method, temperature, monkeypatc
         sampling=Sampling(temperature), stop_at_eos=False,
     )  # fmt: skip
     expected = products_of(asked)
-    with outside.passes_only():
-        assert products_of(asked._replace(drafter=outside.passes_of(drafter, 2.5))) == expected
-    whole, alone, share = outside.outside(pair, method, temperature, "return a")
+    passes = step_overhead.passes_of(drafter, 2.5)
+    with step_overhead.passes_only():
+        assert products_of(asked._replace(drafter=passes)) == expected
+    whole, alone, share = step_overhead.overhead(pair, method, temperature, "return a")
     assert min(whole, alone) > 0
     assert share < 1

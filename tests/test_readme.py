@@ -104,7 +104,9 @@ def test_the_test_command_is_what_ci_runs():
 
 
 def test_every_file_named_exists():
-    named = re.findall(r"`((?:specjax|pallas_kernels|train|configs|tests)/[\w./]*)`", TEXT)
+    named = re.findall(
+        r"`((?:specjax|pallas_kernels|train|configs|benchmarks|tests)/[\w./]*)`", TEXT
+    )
     assert named
     for name in named:
         assert (ROOT / name).exists(), name

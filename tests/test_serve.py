@@ -10,11 +10,11 @@ import httpx
 import openai
 import pytest
 
+from benchmarks.serving.process import serving
 from specjax.__main__ import main
 from specjax.cli import serve as verb
 from tests.conftest import QUICKLY
 from tests.folders import END, answer, pair_flags
-from tests.serving import serving
 
 PROMPT = "def add(a, b):\n"
 

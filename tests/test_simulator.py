@@ -11,7 +11,13 @@ from statistics import fmean
 
 import pytest
 
-from specjax.engine.simulator import (
+from benchmarks.simulation.cases import EIGHT, MACHINE, RATE, ROWS, WRONG, random_case, shapes
+from benchmarks.simulation.machines import (
+    llama_8b_on_h100,
+    llama_8b_on_v5e,
+    measured,
+)
+from benchmarks.simulation.simulator import (
     SETTINGS,
     Result,
     World,
@@ -20,7 +26,7 @@ from specjax.engine.simulator import (
     simulate,
     simulate_replicas,
 )
-from specjax.engine.workload import (
+from benchmarks.simulation.workload import (
     Arrival,
     Kinds,
     Truth,
@@ -29,13 +35,7 @@ from specjax.engine.workload import (
     constant,
     usual,
 )
-from specjax.goodput.machines import (
-    llama_8b_on_h100,
-    llama_8b_on_v5e,
-    measured,
-)
 from specjax.goodput.policy import OFF, Policy, StepShape
-from tests.simulated import EIGHT, MACHINE, RATE, ROWS, WRONG, random_case, shapes
 
 
 def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
@@ -49,7 +49,7 @@ def of(name: str, load: Sequence[Arrival], world: World, rows: int = ROWS) -> Re
 def test_the_simulator_needs_no_jax():
     code = (
         "import sys; sys.modules['jax'] = sys.modules['numpy'] = None;"
-        "import specjax.engine.simulator"
+        "import benchmarks.simulation.simulator"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -97,9 +97,9 @@ def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
 
 @pytest.fixture(scope="module")
 def ratios() -> dict[str, float]:
-    """What `tests/simulated.py` found, in a process without run-time checks of types."""
+    """What `benchmarks.simulation checks` found, in a process without run-time checks of types."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.simulated", "checks"], check=True, capture_output=True
+        [sys.executable, "-m", "benchmarks.simulation", "checks"], check=True, capture_output=True
     )
     return json.loads(done.stdout)
 

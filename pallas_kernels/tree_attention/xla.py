@@ -145,7 +145,7 @@ def reads_rows_in_place() -> bool:
     On a CPU that costs what the rows hold. 8 nodes of a row of 300 tokens in a cache of 2,112 slots
     (10 heads of 64, 2 of keys) took 0.20 ms a layer, and 0.68 by dots over all slots; 8 such rows
     1.4 and 4.7, and 5.8 and 5.9 with 1,500 tokens each (two cores of an AMD EPYC, jax 0.10.2,
-    2026-11-23; `python -m tests.rows_in_place`).
+    2026-11-23; `python -m benchmarks.kernels.rows_in_place`).
     """
     return platform() == "cpu"
 

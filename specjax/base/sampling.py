@@ -249,8 +249,9 @@ def _edge(
     It is found digit by digit, from numbers in their order: a sum over all scores for each value of
     a digit. Digits are of one bit on a CPU, where sums cost: a sort of the scores of 17 nodes took
     12 ms for 4,096 tokens and 519 for 128,256, the distributions with top-p 0.6 and 26 (`python -m
-    tests.limits`; two cores of an AMD EPYC, jax 0.10.2, 2026-11-22). Elsewhere they are of four, as
-    rounds cost: 32 of them took 1.1 ms on an H100, a sort 0.2 to 1.2 (jax 0.11.2, 2026-11-26).
+    benchmarks.sampling_limits`; two cores of an AMD EPYC, jax 0.10.2, 2026-11-22). Elsewhere they
+    are of four, as rounds cost: 32 of them took 1.1 ms on an H100, a sort 0.2 to 1.2 (jax 0.11.2,
+    2026-11-26).
     """
     kind = jnp.dtype(f"int{8 * scores.dtype.itemsize}")
     ends = np.iinfo(kind)

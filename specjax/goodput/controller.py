@@ -50,8 +50,8 @@ _LEARNED = 4
 _MARGIN = 0.8
 """Share of the seconds a token that a request asks for in which it is to have it: chunks of prompts
 and hard places of a text make some steps longer. With 1 / 0.9 / 0.8 of it 0.62 / 0.68 / 0.79 of the
-requests of a simulated load had their tokens in time, 0.53 without targets (`tests.simulated`,
-2026-11-24)."""
+requests of a simulated load had their tokens in time, 0.53 without targets
+(`benchmarks.simulation`, 2026-11-24)."""
 _LEAST_TPOT = 1e-9
 """Seconds a token that nobody can ask for less than."""
 _LEAST_LAG = 32

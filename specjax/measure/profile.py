@@ -26,7 +26,7 @@ def profile(request: Request) -> dict[str, float]:
 
     Together they are the wall time of a traced step. Tracing slows it down, to twice its time and
     more where operations are small, and those the most: a guide to what there is, and no measure
-    of what it costs (`tests/outside.py` is one).
+    of what it costs (`benchmarks/step_overhead.py` is one).
     """
     compiled = generate_jit.lower(**request._asdict()).compile()
 

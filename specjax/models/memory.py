@@ -27,7 +27,8 @@ USUAL_DISTRIBUTIONS = 5.8
 STREAMED_PROCESS = 620 * 2**20
 """Bytes of a process that runs a streamed model on a CPU, beside its arrays: Python and jax, the
 programs of a layer and what compiling them took. 0.51 to 0.62 GiB were seen with 2.02B parameters
-(`python -m tests.streamed_bench`, jax 0.10.2, 2026-11-25); programs do not grow with the weights.
+(`python -m benchmarks.offload.disk`, jax 0.10.2, 2026-11-25); programs do not grow with the
+weights.
 """
 
 DRAFTED_LAYER = 10 * 2**20

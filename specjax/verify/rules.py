@@ -55,7 +55,8 @@ class Rule:
         the other; None if it needs those of others.
       live_distributions: float32 arrays over a tree's nodes and the vocabulary that are in memory
         at once where it decides: logits in two layouts, p, q and what is between them (3 to 9 %
-        more than XLA:CPU takes; `python -m tests.memory_table`, jax 0.10.2, 2026-11-23).
+        more than XLA:CPU takes; `python -m benchmarks.programs.memory_plan`, jax 0.10.2,
+        2026-11-23).
     """
 
     name: str

@@ -17,17 +17,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels
+from benchmarks.accelerator.operands import SHAPES, make
+from benchmarks.programs.ahead import case_of, made
+from benchmarks.programs.memory_plan import drafter_of, plan_of
 from pallas_kernels import shapes
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.checkpoints.huggingface import save_model
 from specjax.cli.main import main
 from specjax.measure.compile_ahead import KINDS, compiled, hardware, on
 from specjax.models.kv_cache import KVCache
-from tests.aot.programs import case_of, made
 from tests.conftest import tiny_model
-from tests.memory_table import drafter_of, plan_of
 from tests.pairs import near
-from tests.test_tree_attention import SHAPES, make
 
 SMALL = "llama-3.2-1b"
 HAND = "JAX_PLATFORMS is not cpu" if os.environ.get("JAX_PLATFORMS") != "cpu" else None

@@ -1,0 +1,1 @@
+"""Measurements that are owed on a GPU or TPU: `python -m benchmarks.accelerator FILE.json`."""

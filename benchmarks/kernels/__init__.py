@@ -1,0 +1,1 @@
+"""Kernels beside what XLA makes of the same operands."""

@@ -1,0 +1,137 @@
+"""Whole programs compiled for TPUs and GPUs on a machine that has none, or for what is here.
+
+    python -m benchmarks.programs.ahead v5e --models llama-3.2-1b --methods none chain
+    python -m benchmarks.programs.ahead here
+
+What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
+says what a compiler refuses, how long it takes, what memory a program will take and what is in it,
+never how fast it is. See `specjax.measure.compile_ahead` for what it needs.
+"""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+import pallas_kernels
+from benchmarks.programs.memory_plan import Case, drafter_of, plan_of, texts_of
+from specjax.base.output import write_json
+from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
+from specjax.measure.compile_ahead import (
+    Compiled,
+    abstract_request,
+    abstract_target,
+    compiled,
+    hardware,
+    on,
+)
+from specjax.measure.roofline import SHAPES
+
+METHODS = {"none": "none", "chain": "chain", "specexec": "specexec 63", "pool": "pool"}
+_DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,
+          "num_kv_heads": 8, "head_dim": 64}  # fmt: skip
+
+
+def case_of(model: str, method: str, rows: int = 1, prompt: int = 2048) -> Case:
+    """A program of a model in bfloat16, with drafts of two layers."""
+    return Case(
+        SHAPES[model], METHODS[method], rows, prompt, new=128, dtype="bfloat16", draft=_DRAFT
+    )
+
+
+def made(name: str, case: Case, part: str = "generate", data: int = 1, model: int = 1) -> Compiled:
+    """A case's program compiled for hardware: "generate" as a whole, or its "prefill" or "step"."""
+    found = hardware(name)
+    mesh = found.mesh(data=data, model=model)
+    with found.traced():
+        target = abstract_target(case.config, case.dtype, mesh)
+        drafter = on(drafter_of(case), mesh)
+        asked = abstract_request(target, drafter, texts_of(case), case.rule)
+    if part == "generate":
+        return compiled(found, generate_jit, *asked)
+    begun = target, drafter, asked.rows, asked.slots, asked.layout
+    if part == "prefill":
+        return compiled(found, prefill_jit, *begun)
+    with found.traced():
+        state = prefill_jit.trace(*begun).out_info
+    return compiled(found, step_jit, target, drafter, asked.rule, state, asked.layout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What is compiled."""
+
+    hardware: tyro.conf.Positional[str]
+    """v5e, v5e:2x2, v6e, h100, or here for the device at hand."""
+    models: tuple[str, ...] = ("llama-3.2-1b", "llama-3.1-8b")
+    methods: tuple[str, ...] = tuple(METHODS)
+    parts: tuple[str, ...] = ("generate",)
+    """generate, prefill or step."""
+    prompt: int = 2048
+    rows: int = 1
+    data: int = 1
+    """Devices that share rows."""
+    model: int = 1
+    """Devices that share layers."""
+    kernels: str = "auto"
+    """The implementation of tree attention; auto is XLA's where nothing is measured."""
+    json: str | None = None
+    """Where the figures go."""
+
+
+def over_plan(name: str, case: Case, found: Compiled) -> float:
+    """What a whole generate takes beside the weights over what is planned, of one device."""
+    with hardware(name).traced():
+        planned = plan_of(case, drafter_of(case)).beside_weights
+    return (found.temporary_bytes + found.output_bytes) / planned
+
+
+def lines(asked: Asked) -> Iterator[tuple[str, Case, Compiled | str]]:
+    """A name, its case and what came of it, or the error where it is refused, one after another."""
+    for model in asked.models:
+        for method in asked.methods:
+            for part in asked.parts:
+                case = case_of(model, method, asked.rows, asked.prompt)
+                name = f"{asked.hardware} {model} {method} {part} {asked.prompt} x {asked.rows}"
+                try:
+                    yield name, case, made(asked.hardware, case, part, asked.data, asked.model)
+                except Exception as error:  # of a compiler, of whatever kind
+                    yield name, case, str(error).splitlines()[0]
+
+
+def main() -> None:
+    """Prints a line a program."""
+    asked = tyro.cli(Asked)
+    with hardware(asked.hardware).traced():
+        pallas_kernels.use(asked.kernels)
+    rows: dict[str, Any] = {}
+    if asked.json is not None:
+        with contextlib.suppress(FileNotFoundError):
+            rows = json.loads(Path(asked.json).read_text(encoding="utf-8"))
+    for name, case, found in lines(asked):
+        if isinstance(found, str):
+            print(f"{name}: {found[:300]}", flush=True)
+            continue
+        rows[name] = dataclasses.asdict(found)
+        beside = ""
+        if " generate " in name and asked.data == asked.model == 1:
+            rows[name]["over_plan"] = over_plan(asked.hardware, case, found)
+            beside = f", {rows[name]['over_plan']:.2f} of the plan"
+        print(
+            f"{name}: trace {found.trace_seconds:.1f} s, lower {found.lower_seconds:.1f} s, "
+            f"compile {found.compile_seconds:.1f} s, temporaries "
+            f"{found.temporary_bytes / 2**20:.0f} MiB{beside}, aliased "
+            f"{found.aliased_bytes / 2**20:.0f} MiB, {found.counted_loops} counted loops, "
+            f"{found.operations}",
+            flush=True,
+        )
+        if asked.json is not None:
+            write_json(asked.json, rows)
+
+
+if __name__ == "__main__":
+    main()

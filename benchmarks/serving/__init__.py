@@ -1,0 +1,1 @@
+"""A server beside `generate` and beside other servers and clients."""

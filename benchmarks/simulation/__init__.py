@@ -1,0 +1,1 @@
+"""The choice of settings over costs and acceptance that are simulated, without a device."""
