@@ -11,6 +11,7 @@ from specjax.models import memory
 from specjax.models.placement import placement
 from tests.cases import slow_but
 from tests.conftest import tiny_model
+from tests.hidden import HiddenDrafter
 
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
          "tree", "tree, one row", "pool", "specexec", "small vocabulary")  # fmt: skip
@@ -33,6 +34,17 @@ def test_a_streamed_models_plan_counts_its_process_and_no_copied_embedding():
     assert whole.tables == 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
     assert streamed.tables == 0
     assert streamed.total == whole.total - whole.tables + memory.STREAMED_PROCESS
+
+
+def test_hidden_states_that_drafts_see_are_planned_for():
+    """Of every token of the prompts in float32, as each layer made them and one behind the other."""
+    model = tiny_model()
+    rule = rule_of("auto", PlainDrafter(model.config.vocab_size))
+    one, two = (
+        memory_plan(model, HiddenDrafter(model, layers), rule, 4, 256, 512)
+        for layers in ((0,), (0, 2))
+    )
+    assert two.prompts - one.prompts == 2 * 4 * 4 * 256 * model.config.hidden_size
 
 
 @pytest.mark.slow

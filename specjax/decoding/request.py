@@ -302,7 +302,8 @@ def memory_plan(
     beside = target.outer if isinstance(target, StreamedModel) else target
     held, drafts = memory.load_of(target), memory.loads_in(drafter, beside)
     live = 0.0 if visiting else rule.live_distributions
-    return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live)
+    shown = len(drafter.wants.hidden_layers)
+    return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live, shown)
 
 
 def check_memory(

@@ -205,18 +205,21 @@ def plan(
     slots: int,
     nodes: int,
     live_distributions: float = USUAL_DISTRIBUTIONS,
+    hidden_layers: int = 0,
 ) -> Plan:
     """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
 
     Drafts read prompts of `prompt` tokens in one pass. `live_distributions` is that of the rule
-    that decides (`Rule.live_distributions`). Tables that draft without a model are left out, and
-    that a pool which is stacked is held a second time.
+    that decides (`Rule.live_distributions`); `hidden_layers` is how many of the target's hidden
+    states the drafts see. Tables that draft without a model are left out, and that a pool which is
+    stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
     every = (target, *drafts)
     layers = sum(draft.placed.config.num_layers for draft in drafts)
     scoring = int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
-    scoring += target.step(own, nodes, slots)
+    shown = 8 * hidden_layers * target.placed.config.hidden_size  # as they were made, and together
+    scoring += target.step(own, nodes, slots) + own * nodes * shown
     process = STREAMED_PROCESS + layers * DRAFTED_LAYER
     return Plan(
         weights=target.weights,
@@ -225,6 +228,7 @@ def plan(
         draft_caches=sum(draft.caches(own, slots) for draft in drafts),
         trees=max([scoring, *(draft.step(own, nodes, slots) for draft in drafts)]),
         prompts=target.reading(own, prompt, slots)
+        + own * prompt * shown
         + sum(draft.prefill(own, prompt) for draft in drafts),
         tables=sum(each.table for each in every),
         process=process if target.streamed and platform() == "cpu" else 0,
