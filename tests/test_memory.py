@@ -37,7 +37,7 @@ def test_a_streamed_models_plan_counts_its_process_and_no_copied_embedding():
 
 
 def test_hidden_states_that_drafts_see_are_planned_for():
-    """Of every token of the prompts in float32, as each layer made them and one behind the other."""
+    """Of every token of prompts in float32, as each layer made them and one behind the other."""
     model = tiny_model()
     rule = rule_of("auto", PlainDrafter(model.config.vocab_size))
     one, two = (
