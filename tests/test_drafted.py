@@ -167,7 +167,7 @@ def test_an_ngram_model_is_weighed_beside_the_draft(pair, temperature, tmp_path)
     assert taken.setting.method == "ngram"
     assert "gives 30.00 tokens along 600 that the model wrote" in taken.reason
     swapped = own._replace(acceptance=told.table_acceptance, table_acceptance=told.acceptance)
-    records.file_of_findings().unlink()
+    records.FINDINGS.file.unlink()
     assert choose(Asked(), swapped, temperature).setting.method == "chain"
 
 
@@ -203,7 +203,7 @@ def test_a_damaged_file_is_refused_in_a_sentence(held, tmp_path):
 )
 def test_what_was_kept_in_another_way_is_measured_anew(pair, held, monkeypatch):
     first = drafted.findings(pair, 0.0, 1)
-    path = records.file_of_findings()
+    path = records.FINDINGS.file
     kept = json.loads(path.read_text())
     (name,) = kept
     assert name.endswith("temperature 0, a chain")

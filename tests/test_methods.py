@@ -275,7 +275,7 @@ def test_a_tie_keeps_the_shipped_default_and_says_so():
     )
 )  # fmt: skip
 def test_auto_replaces_the_default_by_what_is_surely_faster_only(ratios):
-    path = records.file()
+    path = records.RUNS.file
     path.unlink(missing_ok=True)
     remember(*(measured(method, ratio) for method, ratio in ratios))
     choice = choose(Asked(), PAIR._replace(table=TABLE), 0.0)
@@ -295,7 +295,7 @@ def test_an_entry_of_another_version_counts_as_none():
     name, old = records.setting(TARGET, DRAFTS, 1, False), {"setting": {"method": "none"}}
     chain = {"setting": to_json(registry.setting_of("chain"))}
     known = {"temperature": 0.0, "tokens_per_second": 9.0, "prompts": 4}
-    path = records.file()
+    path = records.RUNS.file
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({name: [old | known, chain | known | {"tokens_per_second": 99.0}]}))
     assert "run specjax bench" in auto().reason

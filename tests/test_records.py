@@ -41,7 +41,7 @@ def run(date: str = "2026-11-23T01:02:03+00:00", temperature: float = 0.0) -> Ru
 def test_what_is_remembered_is_recalled():
     assert records.recall("pair") == []
     path = records.remember("pair", run())
-    assert path == records.file()
+    assert path == records.RUNS.file
     assert records.recall("pair") == [run()]
     written = json.loads(path.read_text())["pair"][0]
     assert (written["date"], written["prompts"]) == ("2026-11-23T01:02:03+00:00", 24)
@@ -73,7 +73,7 @@ def test_processes_that_remember_at_once_lose_nothing(tmp_path):
         time.sleep(0.01)
     go.touch()
     assert [writer.wait(60) for writer in writers] == [0, 0, 0, 0]
-    held = json.loads(records.file().read_text())
+    held = json.loads(records.RUNS.file.read_text())
     assert held.keys() == {f"{number} {record}" for number in range(4) for record in range(10)}
     assert sorted(os.listdir(cache_folder())) == ["measured.json", "measured.lock"]
 
@@ -98,7 +98,7 @@ def homeless(monkeypatch):
 
 def test_without_a_home_there_is_no_cache(homeless, monkeypatch):
     assert cache_folder() is None
-    assert records.file() is None
+    assert records.RUNS.file is None
     assert records.recall("pair") == []
     with pytest.raises(OSError, match="there is no home folder; name one with SPECJAX_CACHE"):
         records.remember("pair", run())
@@ -196,7 +196,7 @@ def test_an_entry_of_other_values_counts_as_none(wrong):
 
 
 def recalled(written: dict) -> Run | None:
-    path = records.file()
+    path = records.RUNS.file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"pair": [written]}))
     return next(iter(records.recall("pair")), None)

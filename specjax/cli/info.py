@@ -190,13 +190,13 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
 
 def _measurements(pair: Pair, batch: int) -> dict[str, Any]:
     """Where measurements of the pair are, and how they are forgotten."""
-    file = records.file()
+    file = records.RUNS.file
     if file is None:
         return {"cache_folder": "none: there is no home folder; name one with SPECJAX_CACHE"}
     names = [records.setting(pair.target, pair.drafts, batch, sampled) for sampled in (False, True)]
     kept = {name: runs for name in names if (runs := records.recall(name))}
     found: dict[str, Any] = {"cache_folder": str(file.parent), "measurements": "none of this pair"}
-    estimates = records.file_of_findings()
+    estimates = records.FINDINGS.file
     if estimates is not None and estimates.exists():
         found["estimates"] = f"in {estimates}; delete it to have them made anew"
     if kept:

@@ -4,21 +4,19 @@ import contextlib
 import datetime
 import hashlib
 import os
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from pallas_kernels.cache import cache_folder, locked
 from pallas_kernels.tree_attention import tuning
 from specjax.base.machine import cpu_digest
-from specjax.base.output import read_json, write_json
+from specjax.base.store import Store
 from specjax.engine.device import Measured, Plan
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
 from specjax.trees.widths import is_number
 
-_FILE, _LOCK = "step_costs.json", "step_costs.lock"
+_STORE = Store("step_costs.json")
 _MOST = 32
 """Engines whose costs are kept, those last measured."""
 
@@ -39,12 +37,8 @@ def name_of(models: Any, plan: Plan, slots: int) -> str:
 
 
 def recall(name: str, plan: Plan) -> Measured | None:
-    """What was kept under a name, of the programs of a plan; if it is of every one.
-
-    A file that cannot be read counts as empty: it is only a cache.
-    """
-    folder = cache_folder()
-    found = None if folder is None else _measured(_read(folder).get(name))
+    """What was kept under a name, of the programs of a plan; if it is of every one."""
+    found = _measured(_STORE.read().get(name))
     if found is None:
         return None
     try:
@@ -55,14 +49,6 @@ def recall(name: str, plan: Plan) -> Measured | None:
         )
     except KeyError:
         return None
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    try:
-        held = read_json(folder / _FILE)
-    except (OSError, ValueError):
-        return {}
-    return held if isinstance(held, dict) else {}
 
 
 def _measured(values: Any) -> Measured | None:
@@ -102,17 +88,14 @@ def _is_entry(entry: Any, length: int) -> bool:
 
 def remember(name: str, found: Measured) -> None:
     """Keeps costs under a name, unless there is no folder to keep them in."""
-    folder = cache_folder()
-    if folder is None:
-        return
+
+    def changed(held: dict[str, Any]) -> dict[str, Any]:
+        held.pop(name, None)
+        kept = [(key, own) for key, own in held.items() if _measured(own) is not None]
+        return {**dict(kept[1 - _MOST :]), name: _written(found)}
+
     with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / _LOCK):
-            held = _read(folder)
-            held.pop(name, None)
-            kept = [(key, own) for key, own in held.items() if _measured(own) is not None]
-            newest = dict(kept[1 - _MOST :])
-            write_json(folder / _FILE, newest | {name: _written(found)})
+        _STORE.change(changed)
 
 
 def _written(found: Measured) -> dict[str, Any]:

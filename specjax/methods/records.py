@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels.cache import cache_folder, locked
+from pallas_kernels.cache import cache_folder
 from specjax.base.machine import cpu_digest, cpu_model
-from specjax.base.output import read_json, write_json
+from specjax.base.store import Store
 from specjax.methods.method import Setting
 from specjax.methods.setting import from_json, to_json
 from specjax.models.quantized import quantized_as
@@ -24,8 +24,10 @@ from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import is_number
 
-_FILE, _LOCK = "measured.json", "measured.lock"
-_FINDINGS = "gains.json"
+RUNS = Store("measured.json")
+"""Runs of `specjax bench`."""
+FINDINGS = Store("gains.json")
+"""What drafting gains."""
 _MOST_RUNS = 8
 """Runs that are kept of a kind of rows and a temperature, the newest."""
 
@@ -53,12 +55,6 @@ class Run:
     def of(self, setting: Setting) -> Measured | None:
         """What was measured of a setting, if it ran."""
         return next((each for each in self.measured if each.setting == setting), None)
-
-
-def file() -> Path | None:
-    """Where measurements are kept, if there is a cache folder."""
-    folder = cache_folder()
-    return None if folder is None else folder / _FILE
 
 
 def use_compilation_cache() -> None:
@@ -125,7 +121,7 @@ def recall(name: str) -> list[Run]:
     A file that cannot be read counts as empty, and so does what another version wrote: it is only
     a cache.
     """
-    return _read().get(name, [])
+    return _understood(RUNS.read()).get(name, [])
 
 
 def remember(name: str, run: Run) -> Path:
@@ -136,30 +132,21 @@ def remember(name: str, run: Run) -> Path:
     Raises:
       OSError: there is no cache folder, or it cannot be written.
     """
-    folder = cache_folder()
-    if folder is None:
-        raise OSError("there is no home folder; name one with SPECJAX_CACHE")
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder / _LOCK):
-        held = _read()
+
+    def changed(values: dict[str, Any]) -> dict[str, Any]:
+        held = _understood(values)
         runs = [*held.get(name, []), run]
         alike = [each for each in runs if each.temperature == run.temperature]
         gone = {id(each) for each in alike[:-_MOST_RUNS]}
         held[name] = [each for each in runs if id(each) not in gone]
-        found = {key: [_written(each) for each in kept] for key, kept in held.items()}
-        write_json(folder / _FILE, found)
-    return folder / _FILE
+        return {key: [_written(each) for each in kept] for key, kept in held.items()}
 
-
-def file_of_findings() -> Path | None:
-    """Where it is kept what drafting gains, if there is a cache folder."""
-    folder = cache_folder()
-    return None if folder is None else folder / _FINDINGS
+    return RUNS.change(changed)
 
 
 def recall_findings(name: str) -> Any:
-    """What `remember_findings` was given under `name`, or None; a damaged file counts as empty."""
-    return _held(file_of_findings()).get(name)
+    """What `remember_findings` was given under `name`, or None."""
+    return FINDINGS.read().get(name)
 
 
 def remember_findings(name: str, values: dict[str, Any]) -> None:
@@ -168,12 +155,7 @@ def remember_findings(name: str, values: dict[str, Any]) -> None:
     Raises:
       OSError: there is no cache folder, or it cannot be written.
     """
-    path = file_of_findings()
-    if path is None:
-        raise OSError("there is no home folder; name one with SPECJAX_CACHE")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.parent / _LOCK):
-        write_json(path, _held(path) | {name: values})
+    FINDINGS.change(lambda held: held | {name: values})
 
 
 def _written(run: Run) -> dict[str, Any]:
@@ -198,20 +180,11 @@ def spread(ratios: Sequence[float]) -> float | None:
     return statistics.stdev(map(math.log, ratios)) if len(ratios) > 1 else None
 
 
-def _read() -> dict[str, list[Run]]:
+def _understood(values: dict[str, Any]) -> dict[str, list[Run]]:
     """All runs that can be understood, by name."""
-    listed = {name: runs for name, runs in _held(file()).items() if isinstance(runs, list)}
+    listed = {name: runs for name, runs in values.items() if isinstance(runs, list)}
     known = {name: [*filter(None, map(_run, runs))] for name, runs in listed.items()}
     return {name: runs for name, runs in known.items() if runs}
-
-
-def _held(path: Path | None) -> dict[str, Any]:
-    """The object that a file holds; an empty one where there is none that can be read."""
-    try:
-        held = None if path is None else read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return held if isinstance(held, dict) else {}
 
 
 def _run(values: Any) -> Run | None:
