@@ -87,7 +87,7 @@ def findings(*tokens: float, seconds: float = 1.1, prompt: float = 0.0) -> Findi
 )
 def test_what_is_taken_is_faster_on_every_text(known, pays):
     assert (known.best(known.found) is not None) == pays
-    assert (" that the model wrote on 2026-11-27" in known.told(known.found[0])) == bool(
+    assert (" that the model wrote on 2026-11-27" in known.described(known.found[0])) == bool(
         known.written
     )
 

@@ -35,7 +35,7 @@ def inflate_folder(
     out: Path,
     parameters: int,
     seed: int = 0,
-    told: Callable[[int, int], object] = lambda count, of: None,
+    progress: Callable[[int, int], object] = lambda count, of: None,
 ) -> Inflated:
     """Writes a model of about `parameters` weights that has the logits of another, up to rounding.
 
@@ -48,7 +48,7 @@ def inflate_folder(
       out: a folder that holds no model yet.
       parameters: how many weights, about.
       seed: of the noise.
-      told: is told how many tensors of how many are done.
+      progress: is called with how many tensors of how many are done.
 
     Raises:
       CheckpointError: the model is missing or damaged, or `out` holds one.
@@ -79,7 +79,7 @@ def inflate_folder(
                 for name in stored.leaves
             ]
             shards.add(stored.name, stored.join(leaves))
-            told(number + 1, len(every))
+            progress(number + 1, len(every))
     return Inflated(config.num_parameters, config.num_layers, shards.size)
 
 

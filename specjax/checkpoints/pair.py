@@ -119,8 +119,8 @@ def load_pair(
     if isinstance(target, StreamedModel) and target.source is not None and draft is None:
         own = own_by_default(found, target.config)
     for bits in own:
-        with counted(f"the model in {bits} bits") as told:
-            drafts = [*pair.drafts, self_drafts.self_draft(found.target, target, bits, told)]
+        with counted(f"the model in {bits} bits") as progress:
+            drafts = [*pair.drafts, self_drafts.self_draft(found.target, target, bits, progress)]
         pair = pair._replace(drafts=drafts)
     return pair
 
@@ -159,8 +159,8 @@ def with_own_draft(pair: Pair, name: str) -> Pair:
     known = _own_drafts.setdefault(pair.target, {})
     if name not in known:
         bits = self_drafts.bits_of(name)
-        with counted(f"the model in {bits} bits") as told:
-            known[name] = self_drafts.self_draft(pair.files, pair.target, bits, told)
+        with counted(f"the model in {bits} bits") as progress:
+            known[name] = self_drafts.self_draft(pair.files, pair.target, bits, progress)
     return pair._replace(drafts=[known[name]])
 
 

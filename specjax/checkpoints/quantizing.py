@@ -116,7 +116,7 @@ def quantize_folder(
     out: Path,
     bits: int = 4,
     group: int | None = None,
-    told: Callable[[int, int], object] = lambda count, of: None,
+    progress: Callable[[int, int], object] = lambda count, of: None,
     kept: float | None = None,
     texts: Texts | None = None,
     table: int | None = None,
@@ -132,7 +132,7 @@ def quantize_folder(
       out: a folder that holds no model yet.
       bits: see `Way`.
       group: see `Way`.
-      told: is told how many tensors of how many are done.
+      progress: is called with how many tensors of how many are done.
       kept: see `Way`.
       texts: see `Way`.
       table: see `Way`.
@@ -157,7 +157,7 @@ def quantize_folder(
     head = family.outer["unembedding"].split(".")[-2]
     about = _described(way, matrices, eight, writing.packed_tables, head)
     with new_model(files.path, out, described | {"quantization_config": about}) as shards:
-        return writing.write(shards, told)
+        return writing.write(shards, progress)
 
 
 def _check_groups(name: str, inputs: int, way: Way) -> None:
@@ -248,7 +248,7 @@ class _Writing:
         names = [] if self._way.table is None else list(self._tables)
         return [self._found[name][0].split(".")[-2] for name in names]
 
-    def write(self, shards: Shards, told: Callable[[int, int], object]) -> Quantized:
+    def write(self, shards: Shards, progress: Callable[[int, int], object]) -> Quantized:
         """Writes all tensors, matrices a layer after the other."""
         missing = sorted(self._matrices.keys() - self._found.keys())
         if missing:
@@ -261,7 +261,7 @@ class _Writing:
                 self._add(shards, found[0], self._quantized(self._tables[name], None))
             else:
                 shards.add(found[0], found[2])
-            told(number + 1, len(self._found))
+            progress(number + 1, len(self._found))
         calibration = self._calibration()
         names: dict[str, None] = {}
         done = len(others)
@@ -270,7 +270,7 @@ class _Writing:
                 self._add(shards, self._found[stored.name][0], weight)
                 names[weight.name] = None
                 done += 1
-                told(done, len(self._found))
+                progress(done, len(self._found))
         every = [tensor for _, _, tensor in self._found.values()]
         kept = [re.sub(r".*\.", "", name.removesuffix(".weight")) for name in sorted(self._eight)]
         return Quantized(

@@ -38,7 +38,7 @@ def self_draft(
     files: Files,
     target: Model,
     bits: int,
-    told: Callable[[int, int], object] = lambda count, of: None,
+    progress: Callable[[int, int], object] = lambda count, of: None,
 ) -> Model:
     """The target with its layers' matrices packed; what lies outside them is shared with it.
 
@@ -46,7 +46,7 @@ def self_draft(
       files: of the target.
       target: on one device.
       bits: of a weight, 8 or 4.
-      told: is told how many tensors of how many are done.
+      progress: is called with how many tensors of how many are done.
 
     Raises:
       ValueError: the target is quantized itself, or lies on a mesh.
@@ -65,7 +65,7 @@ def self_draft(
     for number, (stored, tensor) in enumerate(found):
         if stored.layer is not None:
             layers[stored.layer] |= _leaves(stored, tensor, placed, bits, files)
-        told(number + 1, whole)
+        progress(number + 1, whole)
     outer = target.outer if isinstance(target, StreamedModel) else target
     return replace(outer, layers=tuple(map(layer_of, layers)))
 

@@ -36,7 +36,7 @@ from specjax.models.transformer import assemble, layer_of
 DISK, HOST = "disk", "host"
 WAYS = (DISK, HOST)
 """Where layers that are not in memory are."""
-WAYS_TOLD = " or ".join(map(repr, WAYS))
+OFFLOAD_CHOICES = " or ".join(map(repr, WAYS))
 _WHOLE = tuple(map(jnp.dtype, ("float32", "float16", "bfloat16")))
 """What tables that are not packed are in."""
 
@@ -74,7 +74,9 @@ def check_offload(
       ValueError: there is no such way, or it does not go with the other arguments.
     """
     if offload not in WAYS:
-        raise ValueError(f"offload is {offload!r}; it must be {WAYS_TOLD}, which memory goes with.")
+        raise ValueError(
+            f"offload is {offload!r}; it must be {OFFLOAD_CHOICES}, which memory goes with."
+        )
     if mesh is not None or positions is not None:
         raise ValueError("an offloaded model is on one device, with all its positions.")
     if memory_bytes is not None and memory_bytes < 1:

@@ -182,7 +182,7 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
     tokens = passes = 0
     if_interrupted(lambda: f"{tokens} tokens were written; the same command begins anew")
     start = time.perf_counter()
-    with _writing(options) as told:
+    with _writing(options) as progress:
         for step in itertools.chain([first], steps):
             if options.show_tree:
                 print(tree_text(step, pair.tokenizer))
@@ -191,7 +191,7 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
                 print()
             tokens += int(step.count[0])
             passes += 1
-            told(tokens, options.max_new_tokens)
+            progress(tokens, options.max_new_tokens)
     seconds = time.perf_counter() - start
     print_piece(console, detokenizer.flush())
     print(flush=True)
@@ -206,8 +206,8 @@ def _writing(options: Generate) -> Iterator[Callable[[int, int], None]]:
         with hidden():
             yield lambda count, of: None
     else:
-        with counted("tokens written") as told:
-            yield told
+        with counted("tokens written") as progress:
+            yield progress
 
 
 def _printer(detokenizer: Detokenizer, console: Console) -> Callable[[Step], None]:

@@ -19,8 +19,8 @@ def inflate(options: Inflate) -> int:
     """
     check_seed(options.seed)
     parameters, out = count_of(options.parameters), Path(options.out)
-    with counted("inflate") as told:
-        done = inflate_folder(find(options.model), out, parameters, options.seed, told)
+    with counted("inflate") as progress:
+        done = inflate_folder(find(options.model), out, parameters, options.seed, progress)
     print(
         f"wrote {out}: {done.parameters:,} parameters in {done.layers} layers, bfloat16, "
         f"{readable(done.size)}."

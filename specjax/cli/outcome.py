@@ -103,7 +103,7 @@ def remember(
             _say(f"what was measured is not remembered for --method auto: {reason(error)}.")
             return None
     if untold:
-        _say(f"--method auto is told nothing about {'; '.join(untold)}.")
+        _say(f"--method auto learns nothing from {'; '.join(untold)}.")
     return file
 
 

@@ -34,9 +34,9 @@ def quantize(options: Quantize) -> int:
     texts = (
         None if options.calibration is None else partial(_texts, options.model, options.calibration)
     )
-    with counted("quantize") as told:
+    with counted("quantize") as progress:
         done = quantize_folder(
-            files, out, options.bits, options.group, told, options.kept, texts, options.table
+            files, out, options.bits, options.group, progress, options.kept, texts, options.table
         )
     print(f"wrote {out}: {_told(done)}")
     return 0

@@ -67,8 +67,8 @@ def verify(options: Verify) -> int:
             "or --methods take less"
         )
     )
-    with counted("methods") as told:
-        found = certificate(pair, settings, chosen, checks, told)
+    with counted("methods") as progress:
+        found = certificate(pair, settings, chosen, checks, progress)
     name = quantized_as(pair.target)
     report = found.report() | {"quantization": name}
     print(json.dumps(report) if options.json else summary(found))

@@ -29,7 +29,7 @@ from specjax.goodput.shapes import shapes_of
 _REUSED = 4
 """Steps of the same rows for which a decision stands."""
 _BETTER = 1.03
-"""Times the goodput of the last setting that another must promise."""
+"""Times the goodput of the last setting that the forecast of another must exceed."""
 _PROBING = 0.02
 """Share of time that may be lost to learn."""
 _READING = 0.01
@@ -38,7 +38,7 @@ not believed to be best."""
 _FIRST_PROBES = 0.5
 """Seconds that may be lost to such steps before there is any share."""
 _PROBE_STEPS = 4
-_HOPE = 0.85
+_WORTH_A_PROBE = 0.85
 """Share of the best goodput from which a setting of which little is known is worth a probe."""
 _FEW_TRIALS, _FEW_STEPS = 100, 3
 _STALE = 3000
@@ -242,7 +242,7 @@ class Controller(Policy):
         return min(tried, key=lambda each: self.costs.steps(each.shape), default=None)
 
     def _is_open(self, candidate: Candidate, best: Candidate) -> bool:
-        shape, hope = candidate.shape, candidate.goodput > _HOPE * best.goodput
+        shape, promising = candidate.shape, candidate.goodput > _WORTH_A_PROBE * best.goodput
         steps = self.costs.steps(shape)
         stale = self._steps - self._last_run.get(shape, 0) > _STALE
         if shape.setting == OFF:
@@ -250,7 +250,7 @@ class Controller(Policy):
         # Trees that are cut are no trials of a curve, but their steps tell as much of themselves.
         known = max(self._trials(shape.setting), steps)
         few = steps < _FEW_STEPS or known < _FEW_TRIALS
-        return hope and (few or stale)
+        return promising and (few or stale)
 
     def _trials(self, name: str) -> float:
         """How much is known of a setting's acceptance, where least is."""

@@ -14,7 +14,7 @@ _LEAST = 0.97
 """Share of off's predicted goodput below which it is turned off."""
 _SHORTEST, _LONGEST = 64, 4096
 """Steps that it stays off, at first and at most."""
-_FORGIVEN = 8
+_RESET_AFTER = 8
 """Comparisons passed one after the other, after which it would be off for the shortest time."""
 
 
@@ -70,7 +70,7 @@ class Guard:
             return
         else:
             self._passed += 1
-            if self._passed >= _FORGIVEN:
+            if self._passed >= _RESET_AFTER:
                 self.backoff_steps, self._passed = _SHORTEST, 0
         self._start()
 

@@ -341,7 +341,7 @@ def certificate(
     settings: Sequence[Setting],
     chosen: Sequence[Prompt],
     checks: Checks,
-    told: Callable[[int, int], None] = lambda count, of: None,
+    progress: Callable[[int, int], None] = lambda count, of: None,
 ) -> Certificate:
     """The whole certificate.
 
@@ -350,7 +350,7 @@ def certificate(
       settings: the settings that are checked.
       chosen: the prompts that the greedy and the naive part continue.
       checks: how much is checked.
-      told: is called with how many methods, a method counted once in each part and under each
+      progress: is called with how many methods, a method counted once in each part and under each
         rule, of how many are checked.
 
     Returns:
@@ -365,9 +365,9 @@ def certificate(
     def each(things: Sequence[_T]) -> Iterator[_T]:
         for thing in things:
             yield thing
-            told(next(done), of)
+            progress(next(done), of)
 
-    told(0, of)
+    progress(0, of)
     return Certificate(
         greedy=greedy_part(pair, each(settings), chosen, checks),
         naive=naive_part(pair, each(settings), chosen, checks),

@@ -140,9 +140,9 @@ def draw_texts(
 
 def _told(what: str, count: int, size: int) -> Iterator[int]:
     """The starts of pieces of `size`, as a task."""
-    with counted(what) as told:
+    with counted(what) as progress:
         for start in range(0, count, size):
-            told(start, count)
+            progress(start, count)
             yield start
 
 

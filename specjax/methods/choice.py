@@ -218,11 +218,11 @@ def _draftless(pair: Pair, temperature: float, batch: int, verify: str) -> Choic
         return Choice(Setting(), f"there is no draft model, and {verify} is for trees of one")
     best = known.best(able)
     if best is not None:
-        return Choice(best.setting, f"there is no draft model: {known.told(best)}")
+        return Choice(best.setting, f"there is no draft model: {known.described(best)}")
     nearest = max(able, key=known.gain, default=None)
     return Choice(
         Setting(),
-        f"there is no draft model, and nothing else would surely pay: {known.told(nearest)}",
+        f"there is no draft model, and nothing else would surely pay: {known.described(nearest)}",
     )
 
 

@@ -114,7 +114,7 @@ class Findings(NamedTuple):
             return one.prompt == 0 and one.seconds <= _FREE * self.plain
         return self.gain(one) >= defaults.LEAST_GAIN and min(self.gains(one)) >= 1
 
-    def told(self, one: Candidate | None) -> str:
+    def described(self, one: Candidate | None) -> str:
         """What was measured, of a candidate or of what every one needs."""
         if one is None:
             return (
