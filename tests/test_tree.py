@@ -18,7 +18,6 @@ from specjax.trees.tree import (
     merge,
     root_only,
     take_row,
-    tree_attention_mask,
 )
 from specjax.verify import rules
 
@@ -28,7 +27,7 @@ ROOT = 2
 RULES = (rules.GREEDY, rules.NAIVE, rules.MULTI_STEP)
 quick = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 tree_of = quick(merge, static_argnames="depth")
-seen = quick(tree_attention_mask)
+seen = quick(lambda tree: tree.attention_mask)
 decide = quick(rules.decide, static_argnames=("rule", "window"))
 trial_distributions = quick(lambda tree: jax.vmap(tree.trial_q)(jnp.arange(DRAWS, dtype=jnp.int32)))
 checked = settings(max_examples=80, deadline=None, derandomize=True)

@@ -28,7 +28,7 @@ from specjax.models.transformer import (
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.construction import TOP_K
-from specjax.trees.tree import TokenTree, shallower, tree_attention_mask
+from specjax.trees.tree import TokenTree, shallower
 from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import NodeProbs, match
 
@@ -198,7 +198,7 @@ def score_tree(
     Empty slots are added where the platform's products run faster with more columns.
     """
     if packing is not None:
-        tree_mask, positions = tree_attention_mask(tree), state.cache.length[:, None] + tree.depth
+        tree_mask, positions = tree.attention_mask, state.cache.length[:, None] + tree.depth
         made = trunk(
             target, tree.tokens, positions, state.cache, tree_mask,
             packing=packing, hidden_layers=hidden_layers,
@@ -232,7 +232,7 @@ def columns_of(target: Model, tree: TokenTree, state: DecodeState) -> Columns:
     rows, slots = tree.tokens.shape
     spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
     tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
-    tree_mask = jnp.pad(tree_attention_mask(tree), ((0, 0), (0, spare), (0, spare)))
+    tree_mask = jnp.pad(tree.attention_mask, ((0, 0), (0, spare), (0, spare)))
     tree_mask |= jnp.eye(slots + spare, dtype=bool)
     return Columns(tokens, state.cache.length[:, None] + depth, tree_mask)
 
@@ -251,7 +251,7 @@ def penalize_tree(
         return logits
 
     def with_penalties(logits: Array) -> Array:
-        path = tree_attention_mask(tree).at[:, :, 0].set(False)
+        path = tree.attention_mask.at[:, :, 0].set(False)
         if packing is None:
             return penalized(logits, state.sampling, counts, tree.tokens, path)
         sampling, own, tokens = rows_of(packing, (state.sampling, counts, tree.tokens))

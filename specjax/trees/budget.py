@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from specjax.base.pytree import replace
-from specjax.trees.tree import TokenTree, tree_attention_mask
+from specjax.trees.tree import TokenTree
 
 _EDGE = 1e-6
 """Probabilities this near 0 and 1 count as no nearer."""
@@ -25,7 +25,7 @@ def log_acceptance(
     logit = jnp.log(chance) - jnp.log1p(-chance)
     own = jax.nn.log_sigmoid(intercept[:, None] + slope[:, None] * logit) - _LEVEL
     own = jnp.where(jnp.arange(tree.num_slots) == 0, 0.0, own)
-    path = tree_attention_mask(tree)
+    path = tree.attention_mask
     return jnp.where(path, own[:, None], 0.0).sum(axis=2)
 
 

@@ -134,6 +134,24 @@ class TokenTree:
         """Static number of node slots, the root's included."""
         return self.tokens.shape[-1]
 
+    @property
+    def attention_mask(self) -> Bool[Array, "*B N N"]:
+        """The tree attention mask (SpecInfer, section 4.2): a node sees its ancestors and itself.
+
+        An empty slot sees only itself and the root, so that no softmax runs over nothing.
+        """
+        own = jnp.eye(self.num_slots, dtype=bool)
+        above = jnp.maximum(self.parents, 0)
+
+        def twice_as_far(at: tuple[Array, Array]) -> tuple[Array, Array]:
+            seen, above = at
+            seen = seen | jnp.take_along_axis(seen, above[..., None], -2)
+            return seen, jnp.take_along_axis(above, above, -1)
+
+        none = jnp.broadcast_to(own, (*self.parents.shape, self.num_slots))
+        most = (self.num_slots - 1).bit_length()  # of the deepest tree there can be
+        return repeated(twice_as_far, (none, above), most, 32 - lax.clz(self.depth.max()))[0]
+
     def trial_q(self, trial: Int32[Array, ""]) -> Float[Array, " V"]:
         """The distribution that trial number `trial` of one row was really drawn from."""
         token = self.tokens[self.trial_node[trial]]
@@ -263,24 +281,6 @@ def unmerged(draws: Draws, root: Int32[Array, ""]) -> TokenTree:
         q=draws.q,
         certain=draws.certain,
     )
-
-
-def tree_attention_mask(tree: TokenTree) -> Bool[Array, "*B N N"]:
-    """The tree attention mask (SpecInfer, section 4.2): a node attends to its ancestors and itself.
-
-    An empty slot sees only itself and the root, so that no softmax runs over nothing.
-    """
-    own = jnp.eye(tree.num_slots, dtype=bool)
-    above = jnp.maximum(tree.parents, 0)
-
-    def twice_as_far(at: tuple[Array, Array]) -> tuple[Array, Array]:
-        seen, above = at
-        seen = seen | jnp.take_along_axis(seen, above[..., None], -2)
-        return seen, jnp.take_along_axis(above, above, -1)
-
-    none = jnp.broadcast_to(own, (*tree.parents.shape, tree.num_slots))
-    most = (tree.num_slots - 1).bit_length()  # of the deepest tree there can be
-    return repeated(twice_as_far, (none, above), most, 32 - lax.clz(tree.depth.max()))[0]
 
 
 def draw_tree(
