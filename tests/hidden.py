@@ -11,7 +11,7 @@ from specjax.draft import Drafter, Seen, Step, Wants
 from specjax.models.layers import write_window
 from specjax.models.transformer import Model, trunk, unembed
 from specjax.trees.construction import TOP_K, Construction
-from specjax.trees.tree import chosen
+from specjax.trees.tree import NO_PARENT, chosen
 
 DEPTH = 2
 
@@ -29,6 +29,8 @@ class Read:
 class HiddenDrafter(Drafter):
     """It knows the target whole: its drafts are the target's greedy tokens, if all hidden states
     that it was ever shown are those of a pass over the text, and wrong ones else.
+
+    Before each of them stands a sibling that is wrong in any case.
     """
 
     model: Model
@@ -44,7 +46,7 @@ class HiddenDrafter(Drafter):
 
     @property
     def num_slots(self) -> int:
-        return DEPTH + 1
+        return 2 * DEPTH + 1
 
     @property
     def vocab_size(self) -> int:
@@ -52,7 +54,7 @@ class HiddenDrafter(Drafter):
 
     @property
     def construction(self) -> Construction:
-        return Construction(TOP_K, chain=True)
+        return Construction(TOP_K)
 
     def init(self, prompt, length, slots: int, seen: Seen) -> Read:
         room = ((0, 0), (0, slots + self.window - prompt.shape[1]))
@@ -62,7 +64,7 @@ class HiddenDrafter(Drafter):
     def propose(self, key, position, state: Read, last, sampling) -> tuple[Any, Read]:
         del key, sampling
         tokens, length, right = state.tokens, state.length, None
-        drafts = [last]
+        nodes, parents = [last], [NO_PARENT]
         for level in range(DEPTH):
             logits, hidden = self._after(tokens)
             if right is None:
@@ -71,20 +73,21 @@ class HiddenDrafter(Drafter):
                 right = (near | (at >= position[:, None])).all(axis=1) & (length == position + 1)
             place = length[:, None] - 1 + level
             likely = most_likely(jnp.take_along_axis(logits, place[..., None], axis=1))[:, 0]
-            drafts.append(jnp.where(right, likely, (likely + 1) % self.vocab_size))
-            tokens = write_window(tokens, drafts[-1][:, None], length + level, axis=1)
-        number = jnp.arange(self.num_slots, dtype=jnp.int32)
+            other = (likely + 1) % self.vocab_size
+            nodes += [(likely + 2) % self.vocab_size, jnp.where(right, likely, other)]
+            parents += [2 * level] * 2
+            tokens = write_window(tokens, nodes[-1][:, None], length + level, axis=1)
 
-        def rows(values: Array) -> Array:
-            return jnp.broadcast_to(values, (last.shape[0], self.num_slots))
+        def rows(values: Any) -> Array:
+            return jnp.broadcast_to(jnp.asarray(values), (last.shape[0], self.num_slots))
 
         tree = chosen(
-            tokens=jnp.stack(drafts, axis=1),
-            parents=rows(number - 1),
-            depth=rows(number),
-            valid=rows(number >= 0),
-            drafter=rows(0 * number),
-            chance=rows(jnp.ones(self.num_slots)),
+            tokens=jnp.stack(nodes, axis=1),
+            parents=rows(parents),
+            depth=rows([(number + 1) // 2 for number in range(self.num_slots)]),
+            valid=rows(True),
+            drafter=rows(0),
+            chance=rows(1.0),
             vocabulary=self.vocab_size,
         )
         return tree, state

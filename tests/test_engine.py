@@ -494,4 +494,4 @@ def test_threads_may_submit_side_by_side(engine):
 
 
 def test_can_truncate_is_what_drafters_say(target):
-    assert all(can_truncate(DRAFTERS[name](target)) for name in ("pool", "hybrid"))
+    assert all(can_truncate(target, DRAFTERS[name](target)) for name in ("pool", "hybrid"))

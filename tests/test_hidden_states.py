@@ -6,6 +6,7 @@ the number of steps says whether it was.
 
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,6 +28,7 @@ from specjax.methods.method import METHODS, Method, Setting
 from specjax.methods.registry import setting_of
 from specjax.models import transformer
 from specjax.models.stacking import stacked
+from specjax.models.transformer import embed, layer_of_pass, trunk
 from tests.conftest import tiny_model
 from tests.engines import ids_of, running, served
 from tests.hidden import DEPTH, HiddenDrafter
@@ -57,11 +59,25 @@ def test_every_pass_shows_what_was_asked_for(kind, model):
     assert given[0].seen.hidden_states.shape[-1] == 0  # they stay on the device
 
 
-@pytest.mark.parametrize("layers", [(2,), (1, 0), (2, 2, 1)])
-def test_any_layers_in_any_order(layers, model):
-    for target in (model, stacked(model)):
-        made = generate(target, HiddenDrafter(model, layers))
-        assert made.steps.tolist() == [STEPS] * len(PROMPTS)
+@pytest.mark.parametrize("kind", TARGETS)
+def test_any_layers_in_any_order(kind, model):
+    made = generate(TARGETS[kind](model), HiddenDrafter(model, (3, 0, 3)))
+    assert made.steps.tolist() == [STEPS] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("stack", [False, True])
+def test_they_are_what_leaves_each_layer(stack):
+    """The embeddings as they enter the first; the last ones before the last norm."""
+    model = varied_model(num_layers=3, embedding_scale=2.0)
+    tokens = jnp.asarray(PROMPTS[1], jnp.int32)[None]
+    at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+    states = [embed(model, tokens, at)]
+    for weights in model.layers:
+        states.append(layer_of_pass(model, weights, None, states[-1], at, None, None)[0])
+    target = stacked(model) if stack else model
+    made = trunk(target, tokens, at, None, None, hidden_layers=(0, 1, 2, 3))
+    np.testing.assert_allclose(made.hidden, jnp.concatenate(states), rtol=1e-5, atol=1e-5)
+    assert made.hidden.dtype == jnp.float32
 
 
 def test_other_states_are_noticed(model):
@@ -79,11 +95,15 @@ def test_other_states_are_noticed(model):
     assert made.steps.tolist() == expected  # before a lone token there is nothing to be wrong
 
 
-def test_a_layer_that_there_is_not_is_refused(model):
+def test_what_there_is_not_is_refused(model):
     layers = model.config.num_layers
     for layer in (-1, layers + 1):
         with pytest.raises(ValueError, match=rf"after {layer} layers .*, which has {layers}\."):
             generate(model, HiddenDrafter(model, (0, layer)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HiddenDrafter, "wants", Wants(top_tokens=65))
+        with pytest.raises(ValueError, match=r"65 likeliest tokens of 64\."):
+            generate(model, HiddenDrafter(model))
 
 
 def test_long_prompts_are_read_in_blocks(monkeypatch):
@@ -124,7 +144,13 @@ def test_a_conversation_shows_what_is_read_anew(model, monkeypatch):
         assert len(said) == STEPS
 
 
-def test_the_certificate_holds_and_steps_are_timed(model, monkeypatch):
+def test_steps_are_timed(model):
+    asked = prepare(KEY, model, HiddenDrafter(model), PROMPTS, max_new_tokens=NEW)
+    assert phases(asked, steps=2).target > 0
+
+
+@pytest.mark.slow
+def test_the_certificate_holds(model, monkeypatch):
     """As for any method that is registered."""
     method = Method(
         name="hidden",
@@ -140,5 +166,3 @@ def test_the_certificate_holds_and_steps_are_timed(model, monkeypatch):
     found = certificate.certificate(pair, [setting_of("hidden")], chosen, checks)
     assert found.passed
     assert found.greedy.comparisons[0].tokens_per_step == pytest.approx(DEPTH + 1)
-    asked = prepare(KEY, model, HiddenDrafter(model), PROMPTS, max_new_tokens=NEW)
-    assert phases(asked, steps=2).target > 0

@@ -23,7 +23,7 @@ from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.tree import NO_PARENT, chosen, root_only
 from tests.engines import alone as plain_texts
 from tests.engines import ids_of, random_request, running, served
-from tests.pairs import alone, broken, near, varied_model
+from tests.pairs import alone, broken, near, nothing_seen, varied_model
 from tests.scripted_engine import until
 from tests.switched import TurnsPolicy, running_at_random, switching_of
 
@@ -104,8 +104,8 @@ def given(tokens: jax.Array, count: jax.Array, probs: jax.Array | None) -> Step:
     path = jnp.zeros(tokens.shape, jnp.int32)
     accepted = Accepted(path, count, tokens[:, 0])
     tree = root_only(tokens[:, 0], VOCABULARY)
-    top = jnp.zeros((tokens.shape[0], 1, 0), jnp.int32)
-    return Step(tokens, count, count > 99, tree, accepted, top, probs=probs)
+    seen = nothing_seen((tokens.shape[0], 1))
+    return Step(tokens, count, count > 99, tree, accepted, seen, probs=probs)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def caught_up(target):
     start = jnp.asarray([1, 3], jnp.int32)
     own = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (6,)))(text, start)
     p = jnp.linspace(0.05, 0.9, 12).reshape(2, 6)
-    none = jnp.zeros((2, 16, 0), jnp.int32)
+    none = nothing_seen((2, 16))
     state = switch.init(jnp.where(jnp.arange(16) < start[:, None], text, 0), start, 32, none)
     state = switch.of_setting("off").commit(
         switch.of_setting("off").propose(
@@ -255,8 +255,7 @@ def test_drafters_that_cannot_share_a_state_are_refused(target):
 def test_off_leaves_the_draft_where_it_is(target):
     """A step that drafts nothing has no pass of the draft: its cache is given back as it was."""
     switch = switching_of(near(target, 1))
-    state = switch.init(texts_of(2, 4), jnp.asarray([4, 4], jnp.int32), 32,
-                        jnp.zeros((2, 4, 0), jnp.int32))  # fmt: skip
+    state = switch.init(texts_of(2, 4), jnp.asarray([4, 4], jnp.int32), 32, nothing_seen((2, 4)))
     off = switch.of_setting("off")
     keys, at = jax.random.split(jax.random.key(0), 2), jnp.asarray([4, 4], jnp.int32)
 
@@ -294,7 +293,7 @@ def test_the_engine_chooses_among_the_settings(target, monkeypatch):
 
 def test_rows_are_replaced_in_a_state_that_settings_share(target):
     state = switching_of(near(target, 1)).init(
-        texts_of(2, 4), jnp.asarray([4, 3], jnp.int32), 32, jnp.zeros((2, 4, 0), jnp.int32)
+        texts_of(2, 4), jnp.asarray([4, 3], jnp.int32), 32, nothing_seen((2, 4))
     )
     assert float(state.probs.max()) == UNKNOWN
     known = replace(state, probs=state.probs + 2)

@@ -1,4 +1,7 @@
-"""A table at the end of a run: seconds of each file's tests, and how many of them compiled."""
+"""A table at the end of a run: seconds of each file's tests, and seconds of compiling.
+
+Threads that compile side by side add up; what other processes compile is not counted.
+"""
 
 from collections import defaultdict
 
@@ -20,6 +23,11 @@ def pytest_configure() -> None:
         _compiled[0] += seconds * event.endswith(_COMPILING)
 
     jax.monitoring.register_event_duration_secs_listener(add)
+
+
+def pytest_collection_finish() -> None:
+    """Forgets what importing the tests' modules compiled, which is of no file alone."""
+    _compiled[0] = 0.0
 
 
 @pytest.hookimpl(wrapper=True)
@@ -49,6 +57,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         lines.append((f"{len(rest)} other files",
                       sum(map(seconds.get, rest)), sum(map(compiling.get, rest))))  # fmt: skip
     lines.append(("all", sum(seconds.values()), sum(compiling.values())))
-    terminalreporter.section("seconds of tests by file, and of them compiling")
+    terminalreporter.section("seconds of tests by file, and of compiling")
     for name, own, made in lines:
         terminalreporter.write_line(f"{own:8.1f} {made:8.1f}  {name}")

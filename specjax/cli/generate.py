@@ -192,6 +192,8 @@ def _narrate(options: Generate, pair: Pair, prompt: str, ids: list[int], request
             tokens += int(step.count[0])
             passes += 1
             progress(tokens, options.max_new_tokens)
+            if passes == 1:
+                start = time.perf_counter()
     seconds = time.perf_counter() - start
     print_piece(console, detokenizer.flush())
     print(flush=True)

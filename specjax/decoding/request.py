@@ -252,16 +252,21 @@ def check_drafter(target: Model, drafter: Drafter) -> None:
     """Checks that a drafter's drafts go with a target.
 
     Raises:
-      ValueError: they have another vocabulary, want a layer that there is not, or are split over a
-        mesh.
+      ValueError: they have another vocabulary, want to see a layer or tokens that there are not, or
+        are split over a mesh.
     """
     if drafter.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"the drafts have a vocabulary of {drafter.vocab_size} tokens, "
             f"the target one of {target.config.vocab_size}."
         )
-    layers = target.config.num_layers
-    for layer in drafter.wants.hidden_layers:
+    wants, layers = drafter.wants, target.config.num_layers
+    if not 0 <= wants.top_tokens <= target.config.vocab_size:
+        raise ValueError(
+            f"the drafts read the target's {wants.top_tokens} likeliest tokens "
+            f"of {target.config.vocab_size}."
+        )
+    for layer in wants.hidden_layers:
         if not 0 <= layer <= layers:
             raise ValueError(
                 f"the drafts read the hidden states after {layer} layers of the target, "

@@ -26,24 +26,29 @@ class Wants:
 
     `top_tokens` is how many of the target's likeliest tokens; `hidden_layers` are the hidden states
     by the number of layers before them, as transformers counts them: 0 are the embeddings, i is
-    what leaves the i-th layer. The number of the target's layers is what its last norm reads.
+    what leaves the i-th layer. Unlike there, the last one is not normed: the number of the target's
+    layers is what its last norm reads. All settings of a drafter want the same.
     """
 
     top_tokens: int = 0
     hidden_layers: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "hidden_layers", (*self.hidden_layers,))  # a list has no hash
+
     def zeros(self, shape: tuple[int, ...], hidden_size: int) -> "Seen":
         """What it has room for, of a target of that hidden size."""
         features = len(self.hidden_layers) * hidden_size
         top_tokens = jnp.zeros((*shape, self.top_tokens), jnp.int32)
-        return Seen(top_tokens, jnp.zeros((*shape, features)))
+        return Seen(top_tokens, jnp.zeros((*shape, features), jnp.float32))
 
 
 @pytree
 class Seen:
     """What `Wants` asked for, after each token of prompts or node of trees.
 
-    Hidden states are one behind the other, `H` is their number times the target's hidden size.
+    What stands at nodes that are not valid, and past the end of a prompt, may be anything. Hidden
+    states are one behind the other, `H` is their number times the target's hidden size.
     They are float32. Nothing that was not asked for is made: then `k` or `H` is 0.
     """
 
@@ -148,7 +153,8 @@ class Drafter(abc.ABC):
         """The state after each row's first `length` tokens, the last of which is the root.
 
         `slots` is how many tokens a row may come to hold, head-room included; `seen` is what
-        it `wants` of the target after each token of the prompt.
+        it `wants` of the target after each token of the prompt but the last one, the root: that
+        comes with the next step, at the first node of its path.
         """
 
     @abc.abstractmethod

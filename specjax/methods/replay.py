@@ -162,7 +162,9 @@ def _init(
     Nothing was read but the tokens before it, which `truncate` makes a state of all of them.
     """
     slots = prompt.shape[1] + drafter.window
-    seen = Seen(top_tokens[..., : drafter.wants.top_tokens], jnp.zeros((*prompt.shape, 0)))
+    assert not drafter.wants.hidden_layers
+    none = jnp.zeros((*prompt.shape, 0), jnp.float32)
+    seen = Seen(top_tokens[..., : drafter.wants.top_tokens], none)
     before = drafter.init(prompt, length - 1, slots, seen)
     return drafter.truncate(before, length)
 

@@ -323,7 +323,7 @@ def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
 
 
 class Pass(NamedTuple):
-    """What all layers make of columns: them, normed, and the keys and values of the pass.
+    """What all layers make of columns: them, normed by `trunk`, and the pass's keys and values.
 
     `hidden` are the hidden states that were asked for, one behind the other.
     """
@@ -371,7 +371,7 @@ def trunk(
             model, model.stack, x, view, cache, block, dtype, packing, slots, hidden_layers
         )
         return Pass(final_norm(model, x), new, hidden)
-    made, states = [], [x]
+    made, states = [], {0: x}
     for index, weights in enumerate(model.layers):
         prefix = None
         if cache is not None:
@@ -381,7 +381,8 @@ def trunk(
         mask, angles = views[windows[index]]
         x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
         made.append(new)
-        states.append(x)
+        if index + 1 in hidden_layers:
+            states[index + 1] = x
     hidden = jnp.concatenate([x[:0], *(states[number] for number in hidden_layers)])
     return Pass(final_norm(model, x), tuple(made), hidden)
 
@@ -402,25 +403,27 @@ def _looped(
     mask, angles = view
     held = None if cache is None else (cache.keys[0], cache.values[0])
     earlier = None if block is None else block[0]
-    wanted = jnp.asarray(hidden_layers, jnp.int32)[:, None, None]
-
-    def kept(hidden: Array, number: Array | int, x: Array) -> Array:
-        return jnp.where(wanted == number, x, hidden)
+    kept = sorted({*hidden_layers})
 
     def one(carry: tuple[Array, Array], own: Any) -> tuple[tuple[Array, Array], Any]:
         x, hidden = carry
-        number, weights, held, earlier = own
+        place, weights, held, earlier = own
         prefix = None
         if cache is not None:
             keys, values = held
             prefix = Prefix(keys, values, cache.length, rows=cache.rows)
         x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
-        return (x, kept(hidden, number, x)), new if slots is None else in_slots(new, slots)
+        hidden = hidden.at[place].set(x, mode="drop") if kept else hidden
+        return (x, hidden), new if slots is None else in_slots(new, slots)
 
-    numbers = jnp.arange(1, model.config.num_layers + 1, dtype=jnp.int32)
-    before = kept(jnp.zeros((len(hidden_layers), *x.shape), x.dtype), 0, x)
-    (x, hidden), new = lax.scan(one, (x, before), (numbers, stack, held, earlier))
-    return x, (new,), hidden.reshape(-1, x.shape[1])
+    places = [kept.index(n) if n in kept else len(kept) for n in range(model.config.num_layers + 1)]
+    before = jnp.zeros((len(kept), *x.shape), x.dtype)
+    if 0 in kept:
+        before = before.at[0].set(x)
+    own = jnp.asarray(places[1:], jnp.int32), stack, held, earlier
+    (x, hidden), new = lax.scan(one, (x, before), own)
+    states = (hidden[places[number]] for number in hidden_layers)
+    return x, (new,), jnp.concatenate([x[:0], *states])
 
 
 def layer_of_pass(
