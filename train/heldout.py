@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int32
 
+from specjax.base.sampling import largest
 from specjax.models.transformer import Model
 from train.collect import Collected
 from train.loop import Metrics
@@ -68,7 +68,7 @@ def _view(
     logits = jnp.take_along_axis(logits, jnp.asarray(columns)[..., None] - 1, axis=1)
     chosen = jnp.take_along_axis(jnp.asarray(tokens), jnp.asarray(columns), axis=1)
     probs = log_probs_of(logits, chosen, jnp.asarray(temperature))
-    return lax.top_k(logits, TOP)[1].astype(jnp.int32), probs
+    return largest(logits, TOP)[1], probs
 
 
 def matched_run(match: Bool[np.ndarray, "N S"], depth: int) -> Int[np.ndarray, "N S"]:

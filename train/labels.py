@@ -8,9 +8,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
+from specjax.base.sampling import largest
 from specjax.engine.request import MAX_LOGPROBS, Logprob
 from specjax.models.transformer import Model
 from train.chunks import Arrays, keep_chunk, load_chunk, load_chunks, make_chunks
@@ -201,11 +201,11 @@ def _top_of_probs(
 ) -> tuple[Int32[Array, "B T k"], Float[Array, "B T k"], Float[Array, "B T"]]:
     logits = sequence_logits(target, jnp.asarray(rows), jnp.dtype(dtype)).T
     logits = logits.reshape(*rows.shape, -1)
-    log_p, ids = lax.top_k(logits, k)
+    log_p, ids = largest(logits, k)
     log_p = log_p - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
     following = jnp.roll(jnp.asarray(rows), -1, axis=1)
     own = log_probs_of(logits, following, jnp.asarray(temperature))
-    return ids.astype(jnp.int32), log_p, own.at[:, -1].set(0)
+    return ids, log_p, own.at[:, -1].set(0)
 
 
 def probs_at(model: Model, labelled: Labelled) -> Float[np.ndarray, "N T k"]:
