@@ -483,12 +483,12 @@ def test_a_damaged_file_is_a_warning_and_replaced(content, accelerator, caplog):
     assert accelerator.timed == []
 
 
-WRONG = [{"seconds": {"fast": "1"}}, {"seconds": {"fast": -1.0}}, {"seconds": [1.0]},
+OTHER_VALUES = [{"seconds": {"fast": "1"}}, {"seconds": {"fast": -1.0}}, {"seconds": [1.0]},
          {"nodes": "5"}, {"seconds": {"fast": float("nan")}}, {"errors": {"fast": 3}},
          {"candidates": 3}]  # fmt: skip
 
 
-@pytest.mark.parametrize("wrong", slow_but(WRONG, WRONG[0]))
+@pytest.mark.parametrize("wrong", slow_but(OTHER_VALUES, OTHER_VALUES[0]))
 def test_an_entry_of_other_values_counts_as_none(wrong, accelerator):
     choice()
     accelerator.file.write_text(
