@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int32
 
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import most_likely
+from specjax.decoding.stepping import by_token
 from specjax.draft import Drafter, Seen, Step, Wants
 from specjax.models.layers import write_window
 from specjax.models.transformer import Model, trunk, unembed
@@ -108,5 +109,5 @@ class HiddenDrafter(Drafter):
         """The target's logits and hidden states along whole texts."""
         at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         made = trunk(self.model, tokens, at, None, None, hidden_layers=self.layers)
-        of = [x.T.reshape(*tokens.shape, -1) for x in (unembed(self.model, made.x), made.hidden)]
-        return of[0], of[1]
+        logits = unembed(self.model, made.x).T.reshape(*tokens.shape, -1)
+        return logits, by_token(made.hidden, tokens.shape)

@@ -76,8 +76,8 @@ def test_they_are_what_leaves_each_layer(stack):
         states.append(layer_of_pass(model, weights, None, states[-1], at, None, None)[0])
     target = stacked(model) if stack else model
     made = trunk(target, tokens, at, None, None, hidden_layers=(0, 1, 2, 3))
-    np.testing.assert_allclose(made.hidden, jnp.concatenate(states), rtol=1e-5, atol=1e-5)
-    assert made.hidden.dtype == jnp.float32
+    assert [state.dtype for state in made.hidden] == [jnp.float32] * 4
+    np.testing.assert_allclose(jnp.stack(made.hidden), jnp.stack(states), rtol=1e-5, atol=1e-5)
 
 
 def test_other_states_are_noticed(model):

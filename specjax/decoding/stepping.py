@@ -151,9 +151,12 @@ def seen_in(target: Model, made: Pass, shape: tuple[int, ...], wants: Wants) -> 
     return Seen(top_tokens, by_token(made.hidden, shape))
 
 
-def by_token(hidden: Float[Array, "H C"], shape: tuple[int, ...]) -> Float[Array, "B T H"]:
-    """Columns as rows of tokens, features last."""
-    return hidden.T.reshape(*shape, hidden.shape[0])
+def by_token(
+    hidden: tuple[Float[Array, "E C"], ...], shape: tuple[int, ...]
+) -> Float[Array, "B T H"]:
+    """The hidden states of a pass one behind the other, its columns as rows of tokens."""
+    none = jnp.zeros((*shape, 0), jnp.float32)
+    return jnp.concatenate([none, *(x.T.reshape(*shape, -1) for x in hidden)], axis=-1)
 
 
 def top_tokens_in(
@@ -203,7 +206,8 @@ def score_tree(
             target, tree.tokens, positions, state.cache, tree_mask,
             packing=packing, hidden_layers=hidden_layers,
         )  # fmt: skip
-        return Scored(unembed(target, made.x).T[:, None], made.new, made.hidden.T[:, None])
+        logits = unembed(target, made.x).T[:, None]
+        return Scored(logits, made.new, by_token(made.hidden, logits.shape[:2]))
     at = columns_of(target, tree, state)
     made = trunk(
         target, at.tokens, at.positions, state.cache, at.tree_mask, hidden_layers=hidden_layers
@@ -494,10 +498,10 @@ def step(
             gave = replace(gave, logprobs=found)
     with jax.named_scope("commit"):
         state = commit(state, scored.new, drafter.commit(draft, gave), gave)
-        return state, within_step(gave)
+        return state, without_hidden_states(gave)
 
 
-def within_step(gave: Step) -> Step:
-    """What leaves a step's program: hidden states do not."""
+def without_hidden_states(gave: Step) -> Step:
+    """What leaves a step's program, which hands them to the drafter alone."""
     seen = replace(gave.seen, hidden_states=gave.seen.hidden_states[..., :0])
     return replace(gave, seen=seen)

@@ -29,7 +29,7 @@ from specjax.decoding.stepping import (
     given,
     positions_of,
     scored_of,
-    within_step,
+    without_hidden_states,
 )
 from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.models.kv_cache import KVCache
@@ -135,12 +135,7 @@ def _layers(
             if len(running) > _IN_FLIGHT:  # else weights pile up faster than they are used
                 running.pop(0).block_until_ready()
         jax.block_until_ready(x)
-    return Pass(x, tuple(made), _hidden_of(x, [kept[layer] for layer in hidden_layers]))
-
-
-@jax.jit
-def _hidden_of(x: Array, states: list[Array]) -> Array:
-    return jnp.concatenate([x[:0], *states])
+    return Pass(x, tuple(made), tuple(kept[layer] for layer in hidden_layers))
 
 
 @jax.jit
@@ -216,7 +211,7 @@ def _finish(
             drafter.wants.top_tokens, with_probs=drafter.needs_probs,
         )  # fmt: skip
     state = commit(rest, made.new, drafter.commit(draft, gave), gave)
-    return state, within_step(gave)
+    return state, without_hidden_states(gave)
 
 
 def _visit(

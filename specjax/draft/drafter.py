@@ -48,8 +48,8 @@ class Seen:
     """What `Wants` asked for, after each token of prompts or node of trees.
 
     What stands at nodes that are not valid, and past the end of a prompt, may be anything. Hidden
-    states are one behind the other, `H` is their number times the target's hidden size.
-    They are float32. Nothing that was not asked for is made: then `k` or `H` is 0.
+    states are float32, one behind the other: `H` is their number times the target's hidden size.
+    Nothing that was not asked for is made; then `k` or `H` is 0.
     """
 
     top_tokens: Int32[Array, "B N k"]
@@ -61,10 +61,9 @@ class Step:
     """What a step gave: the first `count` of `tokens`, and the tree and path they came from.
 
     `count` can be below that of `accepted`, where a row ended inside the path; such a row, and one
-    that ended before, is `done`. `seen` is what the drafter `wants` of the
-    target after each node; hidden states stay within the step. `logprobs` are those of the tokens,
-    where they were asked for. `probs` are the tokens' probabilities as the target drew them, for
-    drafters that need them.
+    that ended before, is `done`. `seen` is what the drafter `wants` of the target after each node;
+    hidden states do not leave the step. `logprobs` are those of the tokens, where they were asked
+    for. `probs` are the tokens' probabilities as the target drew them, for drafters that need them.
     """
 
     tokens: Int32[Array, "B W"]

@@ -325,12 +325,12 @@ def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
 class Pass(NamedTuple):
     """What all layers make of columns: them, normed by `trunk`, and the pass's keys and values.
 
-    `hidden` are the hidden states that were asked for, one behind the other.
+    `hidden` are the hidden states that were asked for, in that order.
     """
 
     x: Float[Array, "E C"]
     new: NewKV
-    hidden: Float[Array, "H C"]
+    hidden: tuple[Float[Array, "E C"], ...]
 
 
 @jax.named_scope("pass")
@@ -383,7 +383,7 @@ def trunk(
         made.append(new)
         if index + 1 in hidden_layers:
             states[index + 1] = x
-    hidden = jnp.concatenate([x[:0], *(states[number] for number in hidden_layers)])
+    hidden = tuple(states[number] for number in hidden_layers)
     return Pass(final_norm(model, x), tuple(made), hidden)
 
 
@@ -398,7 +398,7 @@ def _looped(
     packing: Packing | None,
     slots: int | None,
     hidden_layers: tuple[int, ...],
-) -> tuple[Float[Array, "E C"], NewKV, Float[Array, "H C"]]:
+) -> tuple[Float[Array, "E C"], NewKV, tuple[Float[Array, "E C"], ...]]:
     """All stacked layers; the new keys and values are stacked as the cache's are."""
     mask, angles = view
     held = None if cache is None else (cache.keys[0], cache.values[0])
@@ -422,8 +422,7 @@ def _looped(
         before = before.at[0].set(x)
     own = jnp.asarray(places[1:], jnp.int32), stack, held, earlier
     (x, hidden), new = lax.scan(one, (x, before), own)
-    states = (hidden[places[number]] for number in hidden_layers)
-    return x, (new,), jnp.concatenate([x[:0], *states])
+    return x, (new,), tuple(hidden[places[number]] for number in hidden_layers)
 
 
 def layer_of_pass(
