@@ -47,7 +47,7 @@ class Quality:
 @contextmanager
 def folder_of(gguf: str, tokenizer: Any) -> Iterator[str]:
     """A folder with the float32 weights that a GGUF file stands for."""
-    import torch
+    import torch  # pyright: ignore[reportMissingImports]
     import transformers
 
     path = Path(gguf).resolve()

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 import transformers
 
 from benchmarks.system import forget
