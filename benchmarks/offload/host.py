@@ -32,9 +32,10 @@ from specjax.decoding.streamed import run_layer
 from specjax.measure import prompts, timing
 from specjax.models.inflate import inflate
 from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.layer_weights import LayerWeights
 from specjax.models.quantized import in_dtype
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import LayerWeights, Model, layer_of_pass
+from specjax.models.transformer import Model, layer_of_pass
 
 _SLOTS, _REPEATS = 256, 5
 

@@ -32,8 +32,8 @@ from specjax.checkpoints.spans import (
 )
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
+from specjax.models.layer_weights import LayerWeights, layer_of
 from specjax.models.placement import Placement
-from specjax.models.transformer import LayerWeights, layer_of
 
 READERS = 4
 """Reads at a time."""

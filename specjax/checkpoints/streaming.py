@@ -28,10 +28,11 @@ from specjax.checkpoints.spans import (
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
+from specjax.models.layer_weights import layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight, quantization_of
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import assemble, layer_of
+from specjax.models.transformer import assemble
 
 DISK, HOST = "disk", "host"
 WAYS = (DISK, HOST)

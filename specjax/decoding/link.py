@@ -16,8 +16,9 @@ from specjax.base.pytree import replace
 from specjax.decoding.streamed import logits_at, run_layer
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.layer_weights import LayerWeights
 from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import LayerWeights, Model, unembed
+from specjax.models.transformer import Model, unembed
 
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""

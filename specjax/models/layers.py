@@ -360,13 +360,6 @@ def _sums_backward(shape: tuple[int, ...], grad: Array) -> tuple[Array]:
 _sums.defvjp(lambda x: (_sums(x), x.shape), _sums_backward)
 
 
-def activate(kind: str, x: Float[Array, "F C"]) -> Float[Array, "F C"]:
-    """The activation of a feed-forward layer, by its name in `ACTIVATIONS`."""
-    if kind == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=kind == "gelu_tanh")
-
-
 def capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """`x` within ±`cap`, by a tangent; as it is where that is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
