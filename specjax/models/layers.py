@@ -484,18 +484,6 @@ def of_bits(x: Array, dtype: jnp.dtype) -> Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
-def after(read: Array, written: tuple[Array, Array]) -> tuple[Array, Array]:
-    """`written` as it is, but made after `read`, so that both can share a buffer.
-
-    What a loop read of a cache says nothing of the keys and values that are written to it; XLA:CPU
-    then copies the whole cache twice, lest it is written first. Barriers are gone by then. A choice
-    between equals is not, as long as it cannot be known.
-    """
-    at = jnp.isnan(read[(0,) * read.ndim])
-    key, value = (jnp.where(at, lax.optimization_barrier(each), each) for each in written)
-    return key, value
-
-
 def write_window(
     buffer: Array,
     window: Array,

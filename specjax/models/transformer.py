@@ -14,7 +14,7 @@ from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
-from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots
+from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
 from specjax.models.layer_weights import LayerWeights, layer_of, product, products
 from specjax.models.mlp import mlp
 from specjax.models.packing import Packing
@@ -211,7 +211,7 @@ def attend(
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
     if prefix is not None and prefix.rows is not None:
-        new = layers.after(mixed, new)
+        new = read_before_write(mixed, new)
     mixed = mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)
     return mixed if packing is None else mixed[:, packing.place], new
 
