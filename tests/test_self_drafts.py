@@ -10,9 +10,9 @@ import pytest
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import pair as pairs
-from specjax.checkpoints import streaming
 from specjax.checkpoints.files import find
 from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.offload import memory
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.self_drafts import self_bytes, self_draft
@@ -40,9 +40,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def offloaded(monkeypatch, folder):
     """Bytes in which a layer stays, as if streaming the others took a byte."""
-    monkeypatch.setattr(streaming, "_ring_bytes", lambda *_: 1)
-    config, _ = streaming.read_config(folder)
-    whole = streaming.division(find(folder), config, np.dtype("float32"), 10**9)
+    monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
+    config, _ = memory.read_config(folder)
+    whole = memory.division(find(folder), config, np.dtype("float32"), 10**9)
     return whole.outer + whole.layer + 1
 
 
@@ -120,8 +120,8 @@ def test_a_target_that_is_offloaded_drafts_for_itself(folder, offloaded, tmp_pat
     assert drafts(memory=10**9) == []  # all of it is in memory
     assert load_pair(str(folder)).drafts == []
     quantize_folder(find(folder), tmp_path / "packed", 8)
-    config, _ = streaming.read_config(tmp_path / "packed")
-    room = streaming.division(find(tmp_path / "packed"), config, np.dtype("float32"), 10**9).outer
+    config, _ = memory.read_config(tmp_path / "packed")
+    room = memory.division(find(tmp_path / "packed"), config, np.dtype("float32"), 10**9).outer
     assert drafts(tmp_path / "packed", memory=room + 1) == []
     monkeypatch.setattr(pairs.memory, "available", lambda mesh: 1000)
     assert drafts() == []
@@ -174,8 +174,8 @@ def test_info_says_what_an_offloaded_model_takes(folder, offloaded, capsys):
     flags = ["--model", str(folder), "--offload", "disk", "--memory", str(offloaded)]
     assert main(["info", *flags, "--dtype", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    config, _ = streaming.read_config(folder)
-    shared = streaming.division(find(folder), config, np.dtype("float32"), offloaded)
+    config, _ = memory.read_config(folder)
+    shared = memory.division(find(folder), config, np.dtype("float32"), offloaded)
     assert (found["layers_in_memory"], found["layers"]) == (1, LAYERS)
     assert found["weights_bytes"] == shared.total
     assert found["draft_weights_bytes"] == self_bytes(config, 4)

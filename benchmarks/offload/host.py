@@ -25,7 +25,7 @@ from jax import lax
 from benchmarks.offload.disk import Bench, read_seconds, settings_of, step_times
 from pallas_kernels.tree_attention import Prefix
 from specjax.base.output import write_json
-from specjax.checkpoints.hosted import HostLayers, on_host
+from specjax.checkpoints.offload.host import HostLayers, on_host
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
 from specjax.decoding.streamed import run_layer

@@ -19,7 +19,7 @@ import numpy as np
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import check_numbers, leaves_of
-from specjax.checkpoints.spans import (
+from specjax.checkpoints.offload.spans import (
     PIECE,
     Buffer,
     Span,
@@ -44,7 +44,7 @@ BUFFERS = _IN_USE + 2
 _POLL_SECONDS = 0.2
 
 
-class LayerReader:
+class DiskLayers:
     """Reads layers in turn, again and again, a few ahead of who takes them.
 
     They are read past the system's cache into a ring of buffers, which arrays are made of without
