@@ -16,7 +16,7 @@ from specjax.decoding import conversation as conversations
 from specjax.decoding import request
 from specjax.decoding.conversation import Conversation
 from specjax.decoding.generate import stream
-from specjax.decoding.link import by_layers
+from specjax.decoding.pass_times import by_layers
 from specjax.decoding.request import prepare
 from specjax.draft import Wants
 from specjax.engine import engine as engines

@@ -16,8 +16,8 @@ from specjax.checkpoints.offload import memory
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.self_drafts import self_bytes, self_draft
-from specjax.decoding import link
-from specjax.decoding.link import Link
+from specjax.decoding import pass_times
+from specjax.decoding.pass_times import OffloadTimes
 from specjax.decoding.request import memory_plan, rule_of
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
@@ -137,14 +137,14 @@ def test_what_cannot_be_is_said(folder, tmp_path):
 
 @pytest.mark.parametrize(("draft_seconds", "levels"), [(0.001, 16), (0.05, 13), (0.2, 7), (1.0, 1)])
 def test_a_slow_draft_goes_less_deep(draft_seconds, levels):
-    found = Link(10**9, 1.0, (16,), (0.1,)).levels(draft_seconds)
+    found = OffloadTimes(10**9, 1.0, (16,), (0.1,)).levels(draft_seconds)
     assert found == levels
 
 
 def test_auto_says_how_deep_it_drafts(folder, offloaded, monkeypatch):
     pair = load_pair(str(folder), dtype="float32", offload="disk", memory=offloaded)
-    slow = Link(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
-    monkeypatch.setitem(link._measured, pair.target, slow)
+    slow = OffloadTimes(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
+    monkeypatch.setitem(pass_times._measured, pair.target, slow)
     monkeypatch.setattr("specjax.methods.choice.draft_seconds", lambda draft: 0.5)
     levels = slow.levels(0.5)
     assert 1 < levels < 16

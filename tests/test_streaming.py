@@ -29,14 +29,14 @@ from specjax.checkpoints.offload.memory import division
 from specjax.checkpoints.offload.spans import PAGE, expected_tensors, spans_of
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
-from specjax.decoding import link, request
-from specjax.decoding.link import Link, link_of
+from specjax.decoding import pass_times, request
+from specjax.decoding.pass_times import OffloadTimes, offload_times
 from specjax.decoding.request import rule_of, visits
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.measure.distribution_tests import logits_within
-from specjax.measure.tune_streamed import budgets_by_link
+from specjax.measure.tune_streamed import budgets_for_reading
 from specjax.methods import tuned
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build
@@ -166,7 +166,7 @@ def test_layers_of_the_hosts_memory_move_ahead_and_round(folder, in_host_memory)
     for number in (1, 2, 3, 1, 2, 1):  # a pass that was left, too
         jax.tree.map(np.testing.assert_array_equal, model.layer(number), whole[number])
         assert len(model.source._moving) == min(AHEAD, LAYERS - 2)
-    assert link_of(model).read_seconds > 0
+    assert offload_times(model).read_seconds > 0
     model.source.close()
     assert not model.source._moving
 
@@ -549,21 +549,21 @@ def test_bench_measures_what_is_streamed(with_tokenizer, tmp_path, capsys):
     ],
 )
 def test_a_budget_is_what_is_computed_while_layers_are_read(read, columns, seconds, budget):
-    link = Link(10**9, read, columns, seconds)
-    assert link.budget == budget
-    assert f"at {1 / read:.2f} GB/s" in str(link)
+    times = OffloadTimes(10**9, read, columns, seconds)
+    assert times.budget == budget
+    assert f"at {1 / read:.2f} GB/s" in str(times)
 
 
 @pytest.mark.slow
 def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     model = streamed(folder, 0)
-    found = link_of(model)
-    assert found is link_of(model)
+    found = offload_times(model)
+    assert found is offload_times(model)
     assert found.size == model.bytes_a_pass
     assert found.read_seconds > 0
     assert min(found.seconds) > 0
-    slow = Link(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
-    monkeypatch.setitem(link._measured, model, slow)
+    slow = OffloadTimes(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
+    monkeypatch.setitem(pass_times._measured, model, slow)
     pair = Pair(model, None, [near(target, 0)])
     for temperature, method in ((0.0, "specexec"), (0.8, "tree")):
         choice = choose(Asked(), pair, temperature)
@@ -609,10 +609,10 @@ def test_tune_chooses_for_what_is_streamed(
 
 def test_budgets_to_tune_among_follow_from_the_link(folder, monkeypatch):
     model = streamed(folder, 2)
-    at = Link(10**9, 0.9, (16, 64, 256), (0.2, 0.8, 3.2))
-    monkeypatch.setattr("specjax.measure.tune_streamed.link_of", lambda _: at)
-    assert budgets_by_link(model) == (15, 63, 127)
+    at = OffloadTimes(10**9, 0.9, (16, 64, 256), (0.2, 0.8, 3.2))
+    monkeypatch.setattr("specjax.measure.tune_streamed.offload_times", lambda _: at)
+    assert budgets_for_reading(model) == (15, 63, 127)
     monkeypatch.setattr(
-        "specjax.measure.tune_streamed.link_of", lambda _: at._replace(read_seconds=1e9)
+        "specjax.measure.tune_streamed.offload_times", lambda _: at._replace(read_seconds=1e9)
     )
-    assert budgets_by_link(model) == (15, 2047)
+    assert budgets_for_reading(model) == (15, 2047)

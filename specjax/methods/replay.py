@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, Int32
 from specjax.base.axes import Key
 from specjax.base.sampling import Sampling, largest
 from specjax.decoding.generate import steps_on_host
-from specjax.decoding.link import by_layers
+from specjax.decoding.pass_times import by_layers
 from specjax.decoding.request import prepare, row_keys
 from specjax.decoding.streamed import logits_at
 from specjax.draft.drafter import Drafter, DraftState, Seen

@@ -1,4 +1,4 @@
-"""How many nodes a pass may have while reading its layers takes longer than computing them."""
+"""What passes take, measured: of layers that are read in each, and of models in memory."""
 
 import time
 import weakref
@@ -34,7 +34,7 @@ ACCEPTANCE = 0.9
 """How often a drafted token is accepted if those before it were, before anything was measured."""
 
 
-class Link(NamedTuple):
+class OffloadTimes(NamedTuple):
     """How fast layers come, and how fast they are computed.
 
     Attributes:
@@ -90,12 +90,12 @@ def expected_tokens(levels: int) -> float:
     return sum(ACCEPTANCE**level for level in range(levels + 1))
 
 
-_measured: "weakref.WeakKeyDictionary[StreamedModel, Link]" = weakref.WeakKeyDictionary()
+_measured: "weakref.WeakKeyDictionary[StreamedModel, OffloadTimes]" = weakref.WeakKeyDictionary()
 _of_drafts: "weakref.WeakKeyDictionary[Model, float]" = weakref.WeakKeyDictionary()
 _of_passes: "weakref.WeakKeyDictionary[Model, dict[int, float]]" = weakref.WeakKeyDictionary()
 
 
-def link_of(target: StreamedModel) -> Link:
+def offload_times(target: StreamedModel) -> OffloadTimes:
     """What is measured of a target, once: in passes that only read, and of a layer by itself.
 
     Raises:
@@ -106,7 +106,7 @@ def link_of(target: StreamedModel) -> Link:
     return _measured[target]
 
 
-def _measure(target: StreamedModel) -> Link:
+def _measure(target: StreamedModel) -> OffloadTimes:
     streamed = range(len(target.layers), target.config.num_layers)
     passes = []
     for _ in range(2):  # the first opens files and looks for numbers that are none
@@ -124,7 +124,7 @@ def _measure(target: StreamedModel) -> Link:
             seconds.append(_pass_seconds(target.outer, target.config, weights, count))
             if streamed and seconds[-1] > reading:
                 break
-    return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
+    return OffloadTimes(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
 
 
 def draft_seconds(draft: Model) -> float:
