@@ -30,7 +30,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families import Family
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight, quantization_of
-from specjax.models.streamed import StreamedModel
+from specjax.models.streamed import StreamedModel, by_layers
 from specjax.models.transformer import assemble, layer_of
 
 DISK, HOST = "disk", "host"
@@ -130,11 +130,7 @@ def load_streamed(
         source = HostLayers([layer_of(own) for own in layers[first:]], first)
     elif first < config.num_layers:
         source = LayerReader(files, config, family, first, placed, kind)
-    return StreamedModel(
-        made.embedding, made.layers, made.final_norm, made.unembedding, made.config,
-        made.final_norm_bias, made.position_embedding, source=source,
-        quantization=quantization_of(names), held_bytes=shared.total,
-    )  # fmt: skip
+    return by_layers(made, source, quantization_of(names), shared.total)
 
 
 def dtype_of_layers(files: Files, dtype: str | None) -> jnp.dtype:

@@ -31,7 +31,6 @@ from specjax.measure.workload import MIXED, PLAIN_DTYPES, Workload
 from specjax.methods import registry, tuned
 from specjax.methods.method import Setting
 from specjax.models.inflate import inflate
-from specjax.models.streamed import StreamedModel
 from specjax.parallel.mesh import DATA
 from specjax.parallel.processes import devices_for, sizes_of
 from specjax.trees.widths import read
@@ -111,7 +110,7 @@ def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[
         "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
         "prompts_left_out": left_out,
     }
-    if isinstance(target, StreamedModel):
+    if not target.is_whole:
         found |= {"layers_in_memory": len(target.layers), "bytes_a_pass": target.bytes_a_pass}
     return found
 
@@ -148,7 +147,7 @@ def workload_of(
             f"the {options.verify} rule needs --temperatures 0, not {options.temperatures}."
         )
     dtypes, plain = dtypes_of(options.dtype), PLAIN_DTYPES
-    if pair is not None and isinstance(pair.target, StreamedModel):
+    if pair is not None and not pair.target.is_whole:
         dtypes = plain = (str(pair.target.embedding.dtype),)
     names = [name for name in registry.names_of(options.methods, pair) if name != "none"]
     drafts = 1 if pair is None else len(pair.drafts)

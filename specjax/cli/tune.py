@@ -41,7 +41,6 @@ from specjax.methods.setting import to_json
 from specjax.methods.tuned import Entry, Unfinished
 from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 
 _CHAIN = "chain"
@@ -79,7 +78,7 @@ def tune(options: Tune) -> int:
     )
     as_it_runs = grown if options.offloaded else in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
-    if isinstance(grown, StreamedModel) and options.budgets is None:
+    if not grown.is_whole and options.budgets is None:
         choices = dataclasses.replace(choices, budgets=budgets_by_link(grown))
     elif options.budgets is None and not native.drafts:
         choices = dataclasses.replace(choices, budgets=_FEW)
@@ -129,7 +128,7 @@ def _tuners(
     progress: Progress,
 ) -> list[Tuner]:
     """One for the pair, and one for each draft of the model itself that is tried."""
-    kind = StreamedTuner if isinstance(pairs[1].target, StreamedModel) else Tuner
+    kind = Tuner if pairs[1].target.is_whole else StreamedTuner
     by_length = sorted(chosen, key=lambda prompt: len(prompt.tokens))
     found: list[Tuner] = []
     for own, methods in _drafts(options, pairs[0]):
