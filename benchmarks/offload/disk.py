@@ -30,8 +30,8 @@ from benchmarks.system import Peak, anonymous_bytes
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import read_config
+from specjax.checkpoints.offload.memory import division
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.checkpoints.streaming import HOST, division
 from specjax.cli.values import bytes_of
 from specjax.decoding import streamed
 from specjax.decoding.generate import begin, steps
@@ -195,7 +195,7 @@ def room_of(bench: Bench) -> int | None:
         return bytes_of("--memory", bench.memory)
     files = find(bench.model)
     config, _ = read_config(files.path)
-    split = partial(division, files, config, jnp.dtype(bench.dtype), host=bench.offload == HOST)
+    split = partial(division, files, config, jnp.dtype(bench.dtype), offload=bench.offload)
     whole = split(1 << 50)
     least = whole.outer + whole.layer
     while True:  # the ring takes some layers more

@@ -106,7 +106,7 @@ def load(
     check_choice(activations, is_offloaded)
     found = find(name, lora)
     if is_offloaded:
-        from specjax.checkpoints.streaming import load_offloaded  # which stands on this module
+        from specjax.checkpoints.offload.load import load_offloaded  # which stands on this module
 
         made = load_offloaded(found, offload, memory, dtype=dtype, mesh=mesh, positions=positions)
     else:

@@ -13,7 +13,7 @@ from specjax.checkpoints.acceptance import Acceptance, read_acceptance
 from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import Files, config_of, find
 from specjax.checkpoints.names import shipped_for
-from specjax.checkpoints.streaming import load_offloaded
+from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
 from specjax.draft.ngram import NGram
 from specjax.models import memory

@@ -12,9 +12,10 @@ from specjax.checkpoints.huggingface import checked, default_dtype, leaves_of, r
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Stored
+from specjax.models.layer_weights import layer_of
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import GROUP_OF_4_BITS, packed, quantized_as
-from specjax.models.transformer import Model, layer_of
+from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 
 PREFIX = "self:"

@@ -33,7 +33,7 @@ from specjax.measure import prompts, timing
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
-from specjax.measure.tune_streamed import StreamedTuner, budgets_by_link
+from specjax.measure.tune_streamed import StreamedTuner, budgets_for_reading
 from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
 from specjax.methods.method import PLAIN
@@ -79,7 +79,7 @@ def tune(options: Tune) -> int:
     as_it_runs = grown if options.offloaded else in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
     if not grown.is_whole and options.budgets is None:
-        choices = dataclasses.replace(choices, budgets=budgets_by_link(grown))
+        choices = dataclasses.replace(choices, budgets=budgets_for_reading(grown))
     elif options.budgets is None and not native.drafts:
         choices = dataclasses.replace(choices, budgets=_FEW)
     estimates: list[Sequence[Estimate]] = []

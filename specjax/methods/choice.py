@@ -10,10 +10,10 @@ import jax
 from pallas_kernels.platform import platform
 from specjax.base.progress import working
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.link import (
+from specjax.decoding.pass_times import (
     MOST_LEVELS,
     draft_seconds,
-    link_of,
+    offload_times,
 )
 from specjax.methods import defaults, drafted, records
 from specjax.methods.draftless import findings
@@ -166,15 +166,15 @@ def _runs(runs: Sequence[Run]) -> str:
 
 
 def _streamed(pair: Pair, target: Model, sampled: bool, verify: str) -> Choice:
-    link, levels = link_of(target), MOST_LEVELS
-    reason = str(link)
+    times, levels = offload_times(target), MOST_LEVELS
+    reason = str(times)
     if pair.drafts:
         taken = draft_seconds(pair.drafts[0])
-        levels = link.levels(taken)
+        levels = times.levels(taken)
         reason += f"; a token of the draft takes {taken:.3f} s, so it goes {levels} deep"
     # Drawn nodes win above temperature 0, as they do in memory (see `defaults.SHIPPED`).
     names = ("lookup",) if not pair.drafts else ("tree",) if sampled else ("specexec", "tree")
-    settings = [no_deeper(setting_of(name, budget=link.budget), levels) for name in names]
+    settings = [no_deeper(setting_of(name, budget=times.budget), levels) for name in names]
     able = [one for one in settings if _able(one, pair, verify)]
     return Choice((able or [Setting()])[0], reason)
 
@@ -251,7 +251,7 @@ def shipped(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> C
 
     Where the model or its draft is large, by what it costs and gives (see `drafted`), and so what
     needs none where there is none (see `_draftless`). Of a target whose layers are read in every
-    pass, as many nodes as cost no time (see `specjax.decoding.link`).
+    pass, as many nodes as cost no time (see `specjax.decoding.pass_times`).
     """
     sampled = temperature > 0
     if pair.target.is_offloaded:

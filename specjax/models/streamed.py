@@ -4,7 +4,8 @@ import contextlib
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
-from specjax.models.transformer import LayerWeights, Model
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.transformer import Model
 
 
 @runtime_checkable

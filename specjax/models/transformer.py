@@ -15,7 +15,9 @@ from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
-from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots
+from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
+from specjax.models.layer_weights import LayerWeights, layer_of, product, products
+from specjax.models.mlp import mlp
 from specjax.models.packing import UNPACKED, Packing, Unpacked
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
@@ -35,36 +37,6 @@ lengths, of which the next may be half as long again."""
 def reads_in_blocks(tokens: int) -> bool:
     """Whether prompts of so many tokens, with padding, are read in blocks by unrolled layers."""
     return tokens > _LONG_PROMPT and platform() == "cpu"
-
-
-@pytree
-class LayerWeights:
-    """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None."""
-
-    attention_norm: Float[Array, " E"] | None
-    query: Float[Array, "HD E"] | PackedWeight
-    key: Float[Array, "KD E"] | PackedWeight
-    value: Float[Array, "KD E"] | PackedWeight
-    output: Float[Array, "E HD"] | PackedWeight
-    mlp_norm: Float[Array, " E"] | None
-    gate: Float[Array, "F E"] | PackedWeight | None
-    up: Float[Array, "F E"] | PackedWeight
-    down: Float[Array, "E F"] | PackedWeight
-    query_bias: Float[Array, " HD"] | None = None
-    key_bias: Float[Array, " KD"] | None = None
-    value_bias: Float[Array, " KD"] | None = None
-    output_bias: Float[Array, " E"] | None = None
-    gate_bias: Float[Array, " F"] | None = None
-    up_bias: Float[Array, " F"] | None = None
-    down_bias: Float[Array, " E"] | None = None
-    query_norm: Float[Array, " N"] | None = None
-    key_norm: Float[Array, " M"] | None = None
-    attention_norm_bias: Float[Array, " E"] | None = None
-    attention_post_norm: Float[Array, " E"] | None = None
-    attention_post_norm_bias: Float[Array, " E"] | None = None
-    mlp_norm_bias: Float[Array, " E"] | None = None
-    mlp_post_norm: Float[Array, " E"] | None = None
-    mlp_post_norm_bias: Float[Array, " E"] | None = None
 
 
 @pytree
@@ -179,12 +151,6 @@ def assemble(
     return Model(**whole, layers=made, config=config, stack=stack, axis=axis, repeats=repeats)
 
 
-def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
-    """A layer of named leaves."""
-    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
-    return LayerWeights(**{**absent, **leaves})
-
-
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
     """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers).
 
@@ -275,7 +241,7 @@ def attend(
             made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
         return made
 
-    query, key, value = map(heads, _PROJECTIONS, _products(weights, _PROJECTIONS, x, dtype))
+    query, key, value = map(heads, _PROJECTIONS, products(weights, _PROJECTIONS, x, dtype))
     query = layers.rotate(query, angles).transpose(2, 0, 3, 1)
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
@@ -293,7 +259,7 @@ def attend(
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
     if prefix is not None and prefix.rows is not None:
-        new = layers.after(mixed, new)
+        new = read_before_write(mixed, new)
     return packing.pack(mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)), new
 
 
@@ -321,13 +287,9 @@ def apply_layer(
 
     before, seen = x, norm("attention_norm", x)
     mixed, new = attend(model, weights, seen, angles, mask, prefix, block, dtype, packing)
-    x = x + norm("attention_post_norm", _product(weights, "output", mixed, dtype, model.axis))
+    x = x + norm("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
-    first, *rest = _products(weights, ("gate", "up") if config.gated else ("up",), entering, dtype)
-    hidden = layers.activate(config.activation, first)
-    if rest:
-        hidden = hidden * rest[0]
-    made = _product(weights, "down", hidden, dtype, model.axis)
+    made, hidden = mlp(config, weights, entering, dtype, model.axis)
     if inputs is not None:
         inputs |= {"query": seen, "output": mixed, "up": entering, "down": hidden}
     return x + norm("mlp_post_norm", made), new
@@ -343,30 +305,6 @@ def _norm(
 ) -> Array:
     leaf, bias = getattr(weights, name), getattr(weights, f"{name}_bias", None)
     return layers.normed(config.norm, leaf, bias, x, config.norm_eps, axis, across)
-
-
-def _product(
-    weights: LayerWeights, matrix: str, x: Array, dtype: jnp.dtype | None, axis: str | None = None
-) -> Array:
-    """A matrix of a layer times columns, and its bias if it has one.
-
-    `axis` is the mesh axis that its inputs are spread over.
-    """
-    made = all_sum(layers.linear(getattr(weights, matrix), x, dtype), axis)
-    return _biased(weights, matrix, made)
-
-
-def _products(
-    weights: LayerWeights, matrices: Sequence[str], x: Array, dtype: jnp.dtype | None
-) -> list[Array]:
-    """Matrices of a layer, each times the same columns, with the bias that it has."""
-    made = layers.linears([getattr(weights, matrix) for matrix in matrices], x, dtype)
-    return [_biased(weights, *each) for each in zip(matrices, made, strict=True)]
-
-
-def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
-    bias = getattr(weights, f"{matrix}_bias")
-    return made if bias is None else made + bias.astype(made.dtype)[:, None]
 
 
 class Pass(NamedTuple):

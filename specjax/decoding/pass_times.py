@@ -1,4 +1,4 @@
-"""How many nodes a pass may have while reading its layers takes longer than computing them."""
+"""What passes take, measured: of layers that are read in each, and of models in memory."""
 
 import time
 import weakref
@@ -16,7 +16,8 @@ from specjax.base.pytree import replace
 from specjax.decoding.streamed import logits_by_layers, run_layer
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
-from specjax.models.transformer import LayerWeights, Model, unembed
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.transformer import Model, unembed
 
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
@@ -32,7 +33,7 @@ ACCEPTANCE = 0.9
 """How often a drafted token is accepted if those before it were, before anything was measured."""
 
 
-class Link(NamedTuple):
+class OffloadTimes(NamedTuple):
     """How fast layers come, and how fast they are computed.
 
     Attributes:
@@ -88,12 +89,12 @@ def expected_tokens(levels: int) -> float:
     return sum(ACCEPTANCE**level for level in range(levels + 1))
 
 
-_measured: "weakref.WeakKeyDictionary[Model, Link]" = weakref.WeakKeyDictionary()
+_measured: "weakref.WeakKeyDictionary[Model, OffloadTimes]" = weakref.WeakKeyDictionary()
 _of_drafts: "weakref.WeakKeyDictionary[Model, float]" = weakref.WeakKeyDictionary()
 _of_passes: "weakref.WeakKeyDictionary[Model, dict[int, float]]" = weakref.WeakKeyDictionary()
 
 
-def link_of(target: Model) -> Link:
+def offload_times(target: Model) -> OffloadTimes:
     """What is measured of a target, once: in passes that only read, and of a layer by itself.
 
     Raises:
@@ -104,7 +105,7 @@ def link_of(target: Model) -> Link:
     return _measured[target]
 
 
-def _measure(target: Model) -> Link:
+def _measure(target: Model) -> OffloadTimes:
     streamed = range(len(target.layers), target.config.num_layers)
     passes = []
     for _ in range(2):  # the first opens files and looks for numbers that are none
@@ -122,7 +123,7 @@ def _measure(target: Model) -> Link:
             seconds.append(_pass_seconds(target.outer, target.config, weights, count))
             if streamed and seconds[-1] > reading:
                 break
-    return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
+    return OffloadTimes(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
 
 
 def draft_seconds(draft: Model) -> float:
