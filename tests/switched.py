@@ -28,10 +28,10 @@ def switching_of(draft: Model) -> SwitchingDrafter:
 
     return SwitchingDrafter.of(
         {
-            "off": PlainDrafter(vocabulary),
+            "none": PlainDrafter(vocabulary),
             "chain:1": alone(draft, (1,)),
             "chain:3": alone(draft, (1, 1, 1)),
-            "tree:6": tree(6),
+            "specexec:6": tree(6),
             "lookup:4": TextDrafter(
                 jnp.asarray([0.0, 0.4, 0.6]), None, Growth(budget=4, depth=3), vocabulary
             ),

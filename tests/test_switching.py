@@ -78,7 +78,7 @@ def agreement(draft, prompt, text):
 
 def test_a_chain_is_as_good_after_steps_that_left_the_draft_behind(engine, target):
     """It accepts exactly as far as the draft agrees with the text, whatever the steps before."""
-    policy = TurnsPolicy(engine.speculation, 4, ["chain:3", "off", "off", "lookup:4", "chain:1"])
+    policy = TurnsPolicy(engine.speculation, 4, ["chain:3", "none", "none", "lookup:4", "chain:1"])
     engine.speculation.policy = policy
     prompts = np.random.default_rng(4).integers(0, VOCABULARY, (12, 9)).tolist()
     requests = [Request(prompt=each, max_new_tokens=50, ignore_eos=True) for each in prompts]
@@ -119,8 +119,8 @@ def caught_up(target):
     p = jnp.linspace(0.05, 0.9, 12).reshape(2, 6)
     none = nothing_seen((2, 16))
     state = switch.init(jnp.where(jnp.arange(16) < start[:, None], text, 0), start, 32, none)
-    state = switch.of_setting("off").commit(
-        switch.of_setting("off").propose(
+    state = switch.of_setting("none").commit(
+        switch.of_setting("none").propose(
             jax.random.split(jax.random.key(0), 2), start, state, text[:, 0], Sampling().rows(2)
         )[1],
         given(own, made, p),
@@ -247,21 +247,21 @@ def test_drafters_that_cannot_share_a_state_are_refused(target):
     one, other = near(target, 1), near(target, 2)
     plain = PlainDrafter(VOCABULARY)
     with pytest.raises(ValueError, match="chain:1 drafts with another model"):
-        SwitchingDrafter.of({"off": plain, "chain:2": alone(one, (1, 1)), "chain:1": alone(other)})
+        SwitchingDrafter.of({"none": plain, "chain:2": alone(one, (1, 1)), "chain:1": alone(other)})
     with pytest.raises(ValueError, match="a SwitchingDrafter that cannot share its state"):
-        SwitchingDrafter.of({"off": plain, "both": switching_of(one)})
+        SwitchingDrafter.of({"none": plain, "both": switching_of(one)})
 
 
 def test_off_leaves_the_draft_where_it_is(target):
     """A step that drafts nothing has no pass of the draft: its cache is given back as it was."""
     switch = switching_of(near(target, 1))
     state = switch.init(texts_of(2, 4), jnp.asarray([4, 4], jnp.int32), 32, nothing_seen((2, 4)))
-    off = switch.of_setting("off")
+    none = switch.of_setting("none")
     keys, at = jax.random.split(jax.random.key(0), 2), jnp.asarray([4, 4], jnp.int32)
 
     def step(state):
-        _, within = off.propose(keys, at, state, texts_of(2, 1)[:, 0], Sampling().rows(2))
-        return off.commit(within, given(texts_of(2, 1), jnp.ones(2, jnp.int32), None))
+        _, within = none.propose(keys, at, state, texts_of(2, 1)[:, 0], Sampling().rows(2))
+        return none.commit(within, given(texts_of(2, 1), jnp.ones(2, jnp.int32), None))
 
     after = step(state)
     assert after.held.cache.keys[0] is state.held.cache.keys[0]
@@ -280,13 +280,13 @@ def test_the_engine_chooses_among_the_settings(target, monkeypatch):
     with running(target, switching_of(near(target, 1)), rows=2, columns=16) as engine:
         controller = engine.speculation.controller
         assert isinstance(controller, Controller)
-        for fixed in (None, "chain:3", "off", None):
+        for fixed in (None, "chain:3", "none", None):
             engine.fix(fixed)
             assert [ids_of(events) for events in served(engine, requests)] == texts
             report = engine.report()
             assert report["mode"] == (fixed or "auto")
             assert set(report["predicted"]) <= set(report["settings"])
-        with pytest.raises(ValueError, match="no setting 'chain:9'; there are auto, off"):
+        with pytest.raises(ValueError, match="no setting 'chain:9'; there are auto, none"):
             engine.fix("chain:9")
         until(lambda: not controller.acceptance._requests)  # what has ended is forgotten
 
@@ -311,7 +311,7 @@ def test_chunks_are_measured_at_every_start_and_the_least_time_counts(
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
     monkeypatch.setattr(engines, "CHUNKS", (8, 16))
     chain = alone(target, (1,))
-    drafter = SwitchingDrafter.of({"off": PlainDrafter(VOCABULARY), "chain:1": chain})
+    drafter = SwitchingDrafter.of({"none": PlainDrafter(VOCABULARY), "chain:1": chain})
 
     def started():
         engine = Engine(target, drafter, rows=1)
