@@ -185,6 +185,36 @@ def test_programs_are_few_and_fit_all_rows(columns, subsets):
             assert len(shapes) <= 60
 
 
+DRAWN = [
+    DraftSetting("tree:2,1", 4, 2, drawn=True, runs_draft=True),
+    DraftSetting("pool:1,1", 4, 2, drawn=True),
+    DraftSetting("other:3", 3, 3, drawn=True),
+]
+"""Drawn trees, and a drawn chain that is not of the shared draft."""
+
+
+@pytest.mark.parametrize("columns", [4, 16, 64])
+def test_drawn_trees_other_than_chains_have_columns_for_every_node(columns):
+    for rows in range(1, 17):
+        for shape in shapes_of(DRAWN, rows, True, columns):
+            nodes = next(each.nodes for each in DRAWN if each.name == shape.setting)
+            assert shape.width >= shape.rows * (nodes + 1)
+
+
+def test_drawn_trees_are_chosen_by_curves_of_their_own():
+    """Without a chain beside them there is none of chains; a whole tree is a trial of its curve."""
+    by_setting = {each.name: each for each in DRAWN}
+    world = World(columns(0.02), alike(2, 0.9), [NOTHING, *DRAWN])
+    taken = {decision.shape.setting for decision in world.run(400)}
+    assert taken & set(by_setting)
+    for decision in world.decisions:
+        setting = by_setting.get(decision.shape.setting)
+        assert decision.depths == (0 if setting is None else setting.depth,) * 2
+    names = {name for name, _, curve in world.controller.acceptance.table() if curve.steps}
+    assert names <= set(by_setting)
+    world.controller.caught_up(0, [0.5])
+
+
 def test_whole_trees_of_one_row_have_a_program():
     shapes = shapes_of(EVERY, 8, subsets=True, columns=64)
     for setting in EVERY:

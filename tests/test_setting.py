@@ -69,7 +69,7 @@ def printed(name, size) -> str:
     return name if size is None else f"{name}:{size}"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(named(), min_size=1, max_size=6))
 def test_what_is_printed_is_read(found):
     """Each alone, in a list, as an argument, and from JSON with its fields beside it or without."""
@@ -94,7 +94,7 @@ def test_every_shipped_setting_is_read_from_what_is_printed(method, batch):
 
 @pytest.mark.parametrize("method", [name for name, own in METHODS.items() if own.takes_budget])
 def test_every_budget_is_named_by_what_it_made(method):
-    for budget in (*range(1, 33), 64, 100, 255):
+    for budget in (*range(1, 17), 64):
         setting = setting_of(method, budget=budget)
         assert setting_of(setting.name) == setting
 
