@@ -36,7 +36,7 @@ from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
 from specjax.measure.tune_streamed import StreamedTuner, budgets_for_reading
 from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
-from specjax.methods.method import PLAIN
+from specjax.methods.method import METHODS, PLAIN
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import Entry, Unfinished
 from specjax.models.inflate import inflate
@@ -176,7 +176,9 @@ def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     check_seed(options.seed)
     check_target_file("FILE", options.out)
-    registry.names_of(options.methods, None)
+    for name in registry.names_of(options.methods, None):
+        if name not in METHODS:
+            raise ValueError(f"--methods has {name}; tune chooses the size itself, leave it out.")
     budgets = Choices.budgets if options.budgets is None else budgets_of(options.budgets)
     dtype_of(options.dtype)
     if options.offloaded and options.inflate:

@@ -143,7 +143,7 @@ class Tuner:
         accepted = measured(
             native.target, native.drafts[0], texts, starts, temperature, _LONGEST_CHAIN
         ).by_depth
-        chain = registry.setting_of("chain", widths=(1,) * _COST_LEVELS)
+        chain = registry.setting_of(f"chain:{_COST_LEVELS}")
         level = self.draft_seconds(chain, temperature) / _COST_LEVELS
 
         def estimate(name: str, shape: TreeShape) -> Estimate:

@@ -184,7 +184,7 @@ def no_deeper(setting: Setting, levels: int) -> Setting:
     if levels == MOST_LEVELS or setting.method not in ("specexec", "tree"):
         return setting
     if setting.growth is None:
-        return setting_of("chain", widths=(1,) * levels)
+        return setting_of(f"chain:{levels}")
     return dataclasses.replace(
         setting, growth=dataclasses.replace(setting.growth, depth=min(levels, setting.growth.depth))
     )
