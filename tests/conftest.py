@@ -35,10 +35,15 @@ if version("jax") >= "0.11":  # before, nothing is interpreted so
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Programs and measurements are kept in a folder of the session's own, not in the user's.
-if "SPECJAX_CACHE" not in os.environ:
-    os.environ["SPECJAX_CACHE"] = tempfile.mkdtemp(prefix="specjax-tests-")
-    atexit.register(shutil.rmtree, os.environ["SPECJAX_CACHE"], ignore_errors=True)
+# Programs and measurements are kept in folders of the session's own, not in the user's. What is
+# compiled is compiled once for all workers and the processes that tests start, and once in a
+# worker, which forgets programs. With a folder that stays, a second run compiles what was changed.
+for _name in ("SPECJAX_CACHE", "JAX_COMPILATION_CACHE_DIR"):
+    if _name not in os.environ:
+        os.environ[_name] = tempfile.mkdtemp(prefix="specjax-tests-")
+        atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
 import pytest

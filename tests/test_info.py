@@ -319,6 +319,6 @@ def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
     assert "in float32 for 1 device of here, " in title
     assert title.endswith("GiB each; 1 x 40 tokens")
     assert [line.split(":")[0] for line in lines] == [
-        "plain", "specexec 15 at temperature 0", "chain 1,1,1,1,1,1,1 at temperature 0.8",
+        "plain", "specexec:15 at temperature 0", "chain:7 at temperature 0.8",
     ]  # fmt: skip
     assert all("weights and arguments" in line for line in lines)

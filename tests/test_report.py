@@ -223,7 +223,7 @@ def test_the_command_writes_a_page_and_goes_on_where_it_was_ended(tmp_path, monk
     assert covered[0]["top 1"] == "1.000"
     assert [row["T"] for row in covered if row["draft"] == "published"] == ["0", "stochastic"]
     assert [(row["T"], row["method, rule"]) for row in overall] == [
-        ("0", "plain"), ("0", "chain 1,1, block"), ("1", "plain"), ("1", "chain 1,1, block"),
+        ("0", "plain"), ("0", "chain:2, block"), ("1", "plain"), ("1", "chain:2, block"),
     ]  # fmt: skip
     assert [row["tokens per step"] for row in overall[::2]] == ["1.00", "1.00"]
     assert float(overall[1]["tokens per step"]) > 2.5  # the draft is the target

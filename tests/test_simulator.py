@@ -35,7 +35,7 @@ from benchmarks.simulation.workload import (
     constant,
     usual,
 )
-from specjax.goodput.policy import OFF, Policy, StepShape
+from specjax.goodput.policy import PLAIN, Policy, StepShape
 
 
 def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
@@ -55,7 +55,7 @@ def test_the_simulator_needs_no_jax():
 
 
 def policies() -> list[Policy]:
-    return [controller_of(MACHINE, ROWS), *(fixed(name, ROWS) for name in ("off", "tree:7"))]
+    return [controller_of(MACHINE, ROWS), *(fixed(name, ROWS) for name in ("none", "specexec:7"))]
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -66,7 +66,7 @@ def test_every_request_is_given_its_tokens(place):
     assert sorted(each.of for each in found.served) == sorted(load)
     assert found.tokens == sum(each.tokens for each in load)
     assert found.busy <= found.seconds + 1e-9
-    fastest = MACHINE.step(StepShape(OFF, 1, 1)).seconds
+    fastest = MACHINE.step(StepShape(PLAIN, 1, 1)).seconds
     for each in found.served:
         assert each.of.at < each.first <= each.end
         assert each.latency >= fastest * math.ceil(each.of.tokens / 17)
@@ -79,7 +79,7 @@ def test_a_seed_gives_the_same_result_again():
     assert one.marks != other.marks
 
 
-@pytest.mark.parametrize("name", ["off", "chain:3"])
+@pytest.mark.parametrize("name", ["none", "chain:3"])
 def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
     setting = next(each for each in SETTINGS if each.name == name)
     hazard = 0.8
@@ -174,7 +174,7 @@ def test_a_servers_report_is_a_machine():
     report = {
         "costs": [
             {"setting": s, "rows": 1, "width": w, "seconds": t, "seconds_per_cached_token": 1e-6}
-            for s, w, t in (("off", 1, 0.004), ("chain:1", 2, 0.005))
+            for s, w, t in (("none", 1, 0.004), ("chain:1", 2, 0.005))
         ],
         "chunks": [{"tokens": 8, "seconds": 0.006, "seconds_per_cached_token": 2e-6}],
         "catch_ups": [{"tokens": 16, "seconds": 0.001}],

@@ -13,7 +13,7 @@ from specjax.goodput.survival import Calibration, Curve, Rate, Skill, logistic, 
 
 HAZARDS = (0.9, 0.6, 0.8, 0.4, 0.7)
 CHAIN = DraftSetting("chain:5", 5, 5, drawn=True, runs_draft=True)
-TREE = DraftSetting("tree:7", 7, 3, runs_draft=True)
+TREE = DraftSetting("specexec:7", 7, 3, runs_draft=True)
 
 
 def survivors(drawn: random.Random, hazards, depth: int) -> int:
@@ -54,7 +54,7 @@ def expected_tokens(censoring: bool) -> float:
         acceptance.expected("chain", request, 0.0)
         accepted = survivors(drawn, HAZARDS, depth)
         outcome = Outcome(request, accepted + 1, depth, accepted)
-        acceptance.observe("chain", outcome, 5, whole=True, drawn=True)
+        acceptance.observe("chain", outcome, 5, whole=True, is_chain=True)
         found.append(acceptance.expected("chain", None, 0.0).tokens[-1])
     return fmean(found[1000:])
 
@@ -162,7 +162,7 @@ def test_a_request_learns_from_its_own_steps_and_is_forgotten():
         acceptance.expected("chain", number, 0.0)
         for request, accepted in (("good", 5), (number, number % 2)):
             outcome = Outcome(request, accepted + 1, 5, accepted)
-            acceptance.observe("chain", outcome, 5, whole=True, drawn=True)
+            acceptance.observe("chain", outcome, 5, whole=True, is_chain=True)
     others = acceptance.expected("chain", None, 0.0).tokens[-1]
     assert acceptance.expected("chain", "good", 0.0).tokens[-1] > others + 1
     acceptance.forget("good")
@@ -174,7 +174,7 @@ def test_a_curve_is_of_requests_of_like_temperatures():
     before = {each: acceptance.expected("chain", None, each) for each in (0.0, 0.5, 0.9, 2.0)}
     acceptance.expected("chain", "a", 0.8)
     for _ in range(50):
-        acceptance.observe("chain", Outcome("a", 1, 5, 0), 5, whole=True, drawn=True)
+        acceptance.observe("chain", Outcome("a", 1, 5, 0), 5, whole=True, is_chain=True)
     changed = {each for each in before if acceptance.expected("chain", None, each) != before[each]}
     assert changed == {0.9}
 
@@ -182,12 +182,12 @@ def test_a_curve_is_of_requests_of_like_temperatures():
 def test_a_tree_that_was_cut_is_no_trial_of_whole_ones():
     """Else only what is accepted counts of it, and trees that are always cut look perfect."""
     drawn, acceptance = random.Random(6), Acceptance([TREE])
-    before = acceptance.expected("tree:7", "a", 0.0)
+    before = acceptance.expected("specexec:7", "a", 0.0)
     for _ in range(300):
         accepted = survivors(drawn, [0.3] * 3, 3)
         outcome = Outcome("a", accepted + 1, 3, accepted)
-        acceptance.observe("tree:7", outcome, 3, whole=False, drawn=False)
-    assert acceptance.expected("tree:7", "a", 0.0) == before
+        acceptance.observe("specexec:7", outcome, 3, whole=False, is_chain=False)
+    assert acceptance.expected("specexec:7", "a", 0.0) == before
 
 
 @pytest.mark.parametrize("censoring", [True, False])
@@ -195,7 +195,7 @@ def test_a_row_that_drafted_nothing_says_nothing(censoring):
     acceptance = Acceptance([CHAIN], censoring=censoring)
     before = acceptance.expected("chain", "a", 0.0)
     for _ in range(50):
-        acceptance.observe("chain", Outcome("a", 1, 0, 0), 5, whole=True, drawn=True)
+        acceptance.observe("chain", Outcome("a", 1, 0, 0), 5, whole=True, is_chain=True)
     assert acceptance.expected("chain", "a", 0.0) == before
 
 
@@ -205,7 +205,7 @@ def test_a_request_that_ended_may_have_accepted_more():
     before = acceptance.expected("chain", None, 0.0)
     for _ in range(50):
         outcome = Outcome("a", 1, 5, 0, ended=True)
-        acceptance.observe("chain", outcome, 5, whole=True, drawn=True)
+        acceptance.observe("chain", outcome, 5, whole=True, is_chain=True)
     assert acceptance.expected("chain", None, 0.0) == before
 
 

@@ -41,7 +41,7 @@ from specjax.methods import registry
 from specjax.methods.choice import no_deeper
 from specjax.methods.method import Setting
 from specjax.models.memory import readable
-from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import Model
 
 _READERS, _PIECE = 4, 8 * 2**20
 _READS = 2
@@ -85,7 +85,7 @@ class Bench:
     """Where the figures go."""
 
 
-def read_seconds(target: StreamedModel) -> float:
+def read_seconds(target: Model) -> float:
     """Seconds of a pass that computes nothing: the mean of two, after one that fills the ring."""
     ends = []
     for _ in range(_READS + 1):
@@ -222,7 +222,7 @@ def measured(bench: Bench) -> dict[str, Any]:
         bench.model, bench.draft, dtype=bench.dtype, offload=bench.offload, memory=room_of(bench)
     )
     target = pair.target
-    assert isinstance(target, StreamedModel)
+    assert target.is_offloaded
     size = target.bytes_a_pass
     pairs = {"disk": pair}
     if bench.resident:

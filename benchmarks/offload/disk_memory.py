@@ -100,8 +100,7 @@ def measured(asked: Asked) -> dict[str, Any]:
     pair = Pair(model, no_tokenizer, [draft])
     rows, planned = {}, 0
     for name in ("none", *(f"specexec:{budget}" for budget in asked.budgets)):
-        method, _, budget = name.partition(":")
-        setting = registry.setting_of(method, budget=int(budget) if budget else None)
+        setting = registry.setting_of(name)
         request = prepare(
             jax.random.key(0), model, registry.build(setting, pair), [[1, 2, 3, 4]],
             max_new_tokens=64, sampling=Sampling(), stop_at_eos=False,

@@ -34,7 +34,7 @@ from specjax.models.inflate import inflate
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layer_weights import LayerWeights
 from specjax.models.quantized import in_dtype
-from specjax.models.streamed import StreamedModel
+from specjax.models.streamed import StreamedModel, by_layers
 from specjax.models.transformer import Model, layer_of_pass
 
 _SLOTS, _REPEATS = 256, 5
@@ -67,11 +67,8 @@ def offloaded(whole: Model, resident: int) -> StreamedModel:
     device = jax.devices()[0]
     outer = jax.device_put(dataclasses.replace(whole, layers=()), device)
     waiting = [hosted(layer) for layer in whole.layers[resident:]]
-    return StreamedModel(
-        outer.embedding, tuple(jax.device_put(whole.layers[:resident], device)), outer.final_norm,
-        outer.unembedding, outer.config, outer.final_norm_bias, outer.position_embedding,
-        source=HostLayers(waiting, resident),
-    )  # fmt: skip
+    first = tuple(jax.device_put(whole.layers[:resident], device))
+    return by_layers(dataclasses.replace(outer, layers=first), HostLayers(waiting, resident))
 
 
 def hosted(layer: LayerWeights) -> LayerWeights:

@@ -31,7 +31,7 @@ from benchmarks.simulation.workload import (
     usual,
 )
 from specjax.goodput.controller import Options
-from specjax.goodput.policy import OFF
+from specjax.goodput.policy import PLAIN
 
 NAMES = tuple(setting.name for setting in SETTINGS)
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 def capacity(world: World, rows: int, kinds: Kinds) -> float:
     """Requests a second of a server that drafts nothing and never waits."""
-    result = simulate(fixed(OFF, rows), at_once(12 * rows, 0, kinds), world, rows)
+    result = simulate(fixed(PLAIN, rows), at_once(12 * rows, 0, kinds), world, rows)
     return len(result.served) / result.seconds
 
 

@@ -17,7 +17,7 @@ from specjax.engine.request import Request
 from specjax.engine.scheduler import Row, Scheduler, Ticket, state_of
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.policy import (
-    OFF,
+    PLAIN,
     Decision,
     DraftSetting,
     FixedPolicy,
@@ -37,9 +37,9 @@ _PAUSE = 20.0
 _TOKENS = [0] * 65536
 
 SETTINGS = (
-    DraftSetting(OFF, 0, 0, True),
+    DraftSetting(PLAIN, 0, 0, True),
     *(DraftSetting(f"chain:{n}", n, n, True, True) for n in (1, 3, 7)),
-    *(DraftSetting(f"tree:{n}", n, min(n, 16), False, True) for n in (7, 15, 31)),
+    *(DraftSetting(f"specexec:{n}", n, min(n, 16), False, True) for n in (7, 15, 31)),
     DraftSetting("lookup:7", 7, 7),
 )
 """What a server chooses from, as the bundled pair's does."""

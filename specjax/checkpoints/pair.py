@@ -25,7 +25,6 @@ from specjax.draft.ngram import NGram
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import quantized_as
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of, settled
 
@@ -111,10 +110,10 @@ def load_pair(
     if found.drafts or found.stages:
         pair = _with_drafts(pair, found, mesh)
     whole = quantized_as(target) is None and mesh_of(target) is None
-    if draft is None and whole and not (pair.drafts or isinstance(target, StreamedModel)):
+    if draft is None and whole and not pair.drafts and target.is_whole:
         pair = pair._replace(files=found.target)
     own = found.own
-    if isinstance(target, StreamedModel) and target.source is not None and draft is None:
+    if target.is_offloaded and draft is None:
         own = own_by_default(found, target.config)
     for bits in own:
         with counted(f"the model in {bits} bits") as progress:

@@ -15,7 +15,6 @@ from specjax.models.families import Stored
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import GROUP_OF_4_BITS, packed, quantized_as
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 
@@ -67,8 +66,7 @@ def self_draft(
         if stored.layer is not None:
             layers[stored.layer] |= _leaves(stored, tensor, placed, bits, files)
         progress(number + 1, whole)
-    outer = target.outer if isinstance(target, StreamedModel) else target
-    return replace(outer, layers=tuple(map(layer_of, layers)))
+    return replace(target.outer, layers=tuple(map(layer_of, layers)))
 
 
 def _leaves(

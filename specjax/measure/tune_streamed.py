@@ -13,11 +13,10 @@ from specjax.methods import registry
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
 from specjax.models import memory
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 
 
-def budgets_for_reading(target: StreamedModel) -> tuple[int, ...]:
+def budgets_for_reading(target: Model) -> tuple[int, ...]:
     """The least budget, that whose pass costs no more than reading, and about twice as many nodes.
 
     Raises:
@@ -45,7 +44,6 @@ class StreamedTuner(Tuner):
         Raises:
           ValueError: a layer could not be read.
         """
-        assert isinstance(self.grown.target, StreamedModel)
         return offload_times(self.grown.target)
 
     def pass_seconds(self, nodes: int) -> float:

@@ -51,9 +51,7 @@ class Drafting(NamedTuple):
 
     def setting(self, nodes: int) -> Setting:
         """The method with so many nodes."""
-        if self.method == "chain":
-            return setting_of("chain", widths=(1,) * nodes)
-        return setting_of(self.method, budget=nodes)
+        return setting_of(f"{self.method}:{nodes}")
 
 
 class Findings(NamedTuple):

@@ -1,5 +1,6 @@
 """A decoder as pure functions of a pytree of weights."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,13 +12,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
-from specjax.base.pytree import pytree, static, unchecked
+from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
 from specjax.models.layer_weights import LayerWeights, layer_of, product, products
 from specjax.models.mlp import mlp
-from specjax.models.packing import Packing
+from specjax.models.packing import UNPACKED, Packing, Unpacked
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
@@ -51,6 +52,9 @@ class Model:
 
     `row_of` says which row of its tables a token has, where they have fewer rows than there are
     tokens (see `specjax.models.pruning`): the last one is of all that have none of their own.
+
+    Where its layers come from is asked of it alone (`is_whole`, `is_offloaded`, `layer`, ...): see
+    `specjax.models.streamed` for models whose layers are not in memory.
     """
 
     embedding: Float[Array, "V E"] | PackedWeight
@@ -84,6 +88,50 @@ class Model:
     def is_stacked(self) -> bool:
         """Whether a pass is a loop over its layers."""
         return self.stack is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a program may take it whole; else each layer of a pass is a program."""
+        return True
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether every pass reads layers from disk or from the host's memory."""
+        return False
+
+    @property
+    def bytes_a_pass(self) -> int:
+        """Bytes that a pass reads of what is not in memory."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Bytes of its weights in memory where its leaves do not say them."""
+        return None
+
+    @property
+    def outer(self) -> "Model":
+        """What lies outside its layers."""
+        return replace(self, layers=(), stack=None)
+
+    @property
+    def resident(self) -> "Model":
+        """What of it stays in memory, as a pytree."""
+        return self
+
+    def layer(self, index: int) -> LayerWeights:
+        """A layer's weights, within `in_pass` and in order; valid until the one after the next.
+
+        Raises:
+          ValueError: it could not be read.
+        """
+        if self.stack is None:
+            return self.layers[index]
+        return jax.tree.map(lambda leaf: leaf[index], self.stack)
+
+    def in_pass(self) -> "contextlib.AbstractContextManager[None]":
+        """Keeps other threads from taking layers while a pass over all of them does."""
+        return contextlib.nullcontext()
 
 
 def assemble(
@@ -174,7 +222,7 @@ def attend(
     prefix: Prefix | None,
     block: tuple[Array, Array] | None,
     dtype: jnp.dtype | None,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
 ) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
     """Attention of one layer before its output projection, and the pass's keys and values.
 
@@ -184,7 +232,7 @@ def attend(
     rows, tokens = angles[0].shape[1:]
 
     def heads(matrix: str, made: Array) -> Array:
-        made = made if packing is None else made[:, packing.column.reshape(-1)]
+        made = packing.unpack(made)
         normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
         if normed and not per_head:
             made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
@@ -212,8 +260,7 @@ def attend(
     )  # fmt: skip
     if prefix is not None and prefix.rows is not None:
         new = read_before_write(mixed, new)
-    mixed = mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)
-    return mixed if packing is None else mixed[:, packing.place], new
+    return packing.pack(mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)), new
 
 
 def apply_layer(
@@ -225,7 +272,7 @@ def apply_layer(
     prefix: Prefix | None = None,
     block: tuple[Array, Array] | None = None,
     dtype: jnp.dtype | None = None,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     inputs: dict[str, Array] | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
     """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made.
@@ -280,7 +327,7 @@ def trunk(
     tree_mask: Bool[Array, "B T M"] | None,
     block: NewKV | None = None,
     dtype: jnp.dtype | None = None,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     slots: int | None = None,
     hidden_layers: tuple[int, ...] = (),
 ) -> Pass:
@@ -291,10 +338,7 @@ def trunk(
     the hidden states to keep, by the number of layers before them.
     """
     config = model.config
-    entering = tokens, positions
-    if packing is not None:
-        entering = tuple(each.reshape(1, -1)[:, packing.place] for each in entering)
-    x = embed(model, *entering)
+    x = embed(model, *(packing.pack(each.reshape(1, -1)) for each in (tokens, positions)))
     windows = config.windows or (None,) * config.num_layers
     views = {
         window: (
@@ -333,7 +377,7 @@ def _looped(
     cache: KVCache | None,
     block: NewKV | None,
     dtype: jnp.dtype | None,
-    packing: Packing | None,
+    packing: Packing | Unpacked,
     slots: int | None,
     hidden_layers: tuple[int, ...],
 ) -> tuple[Float[Array, "E C"], NewKV, tuple[Float[Array, "E C"], ...]]:

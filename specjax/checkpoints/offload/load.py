@@ -13,7 +13,7 @@ from specjax.checkpoints.offload.memory import DISK, HOST, division, dtype_of_la
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import PackedWeight, quantization_of
-from specjax.models.streamed import StreamedModel
+from specjax.models.streamed import StreamedModel, by_layers
 from specjax.models.transformer import assemble
 
 
@@ -78,11 +78,7 @@ def load_offloaded(
         source = HostLayers([layer_of(own) for own in layers[first:]], first)
     elif first < config.num_layers:
         source = DiskLayers(files, config, family, first, placed, kind)
-    return StreamedModel(
-        made.embedding, made.layers, made.final_norm, made.unembedding, made.config,
-        made.final_norm_bias, made.position_embedding, source=source,
-        quantization=quantization_of(names), held_bytes=shared.total,
-    )  # fmt: skip
+    return by_layers(made, source, quantization_of(names), shared.total)
 
 
 def check_offload(
