@@ -8,14 +8,14 @@ from typing import Any
 from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair
 from specjax.cli.kernels import use_kernels
+from specjax.cli.loading import pair_of
 from specjax.cli.options import Bench
 from specjax.cli.outcome import Sheet, remember, rows_kept
 from specjax.cli.tables import table
 from specjax.cli.values import (
     at_least,
-    bytes_of,
     check_seed,
     check_target_file,
     count_of,
@@ -49,18 +49,7 @@ def bench(options: Bench) -> int:
     use_kernels(options.kernels)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    pair = load_pair(
-        options.model,
-        options.draft,
-        dtype=dtype_of(options.dtype) if options.offloaded else "float32",
-        stage=options.stage,
-        mesh=mesh,
-        positions=options.positions,
-        offload=options.offload,
-        memory=bytes_of("--memory", options.memory),
-        lora=options.lora,
-        activations=options.activations,
-    )
+    pair = pair_of(options, dtype_of(options.dtype) if options.offloaded else "float32", mesh)
     workload = workload_of(options, pair)
     if parameters:
         pair = pair._replace(target=inflate(pair.target, parameters))

@@ -15,14 +15,14 @@ from specjax.base.interrupts import ANEW, if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import default_dtype
-from specjax.checkpoints.pair import Pair, load_pair, own_drafts, with_own_draft
+from specjax.checkpoints.pair import Pair, own_drafts, with_own_draft
 from specjax.cli.kernels import use_kernels
+from specjax.cli.loading import pair_of
 from specjax.cli.options import Tune
 from specjax.cli.outcome import remember
 from specjax.cli.values import (
     at_least,
     budgets_of,
-    bytes_of,
     check_seed,
     check_target_file,
     count_of,
@@ -59,16 +59,7 @@ def tune(options: Tune) -> int:
     pallas_kernels.forget()
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    native = load_pair(
-        options.model,
-        options.draft,
-        dtype=dtype_of(options.dtype) if options.offloaded else "float32",
-        stage=options.stage,
-        offload=options.offload,
-        memory=bytes_of("--memory", options.memory),
-        lora=options.lora,
-        activations=options.activations,
-    )
+    native = pair_of(options, dtype_of(options.dtype) if options.offloaded else "float32")
     grown = inflate(native.target, parameters) if parameters else native.target
     dtype = dtype_of(options.dtype) or default_dtype()
     if options.offloaded:
