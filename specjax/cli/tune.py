@@ -20,6 +20,7 @@ from specjax.cli.kernels import use_kernels
 from specjax.cli.loading import pair_of
 from specjax.cli.options import Tune
 from specjax.cli.outcome import remember
+from specjax.cli.report import env_of
 from specjax.cli.values import (
     at_least,
     budgets_of,
@@ -29,7 +30,7 @@ from specjax.cli.values import (
     dtype_of,
     temperatures_in,
 )
-from specjax.measure import prompts, timing
+from specjax.measure import prompts
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
@@ -184,8 +185,7 @@ def _environment(
     options: Tune, target: Model, estimates: Sequence[Sequence[Estimate]]
 ) -> dict[str, Any]:
     """Where settings were measured, and the estimate of each."""
-    return timing.environment() | {
-        "config": dataclasses.asdict(options),
+    return env_of("tune", options) | {
         "parameters": target.config.num_parameters,
         "promises": [
             [{"setting": to_json(p.setting), "tokens_per_step": p.tokens, "seconds": p.seconds,
