@@ -534,7 +534,7 @@ def test_settings_join_with_their_programs():
         behind = [RowState(number, 0.0, 900, 800) for number in range(count)]
         assert controller.decide(behind).shape == StepShape(PLAIN, size, size)
     assert controller.row_to_probe(rows) is None
-    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are off"):
+    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are none"):
         controller.fix("chain:3")
     chains = {each: cost for each, cost in costs.items() if each.setting in (PLAIN, "chain:3")}
     controller.join(chains, {16: 1e-5}, CHUNKS)
