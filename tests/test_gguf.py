@@ -24,7 +24,8 @@ from specjax.base.pytree import replace
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import BUNDLED, CheckpointError, Files, find, tensors
 from specjax.checkpoints.gguf import blocks, header_of, vocabulary_of
-from specjax.checkpoints.huggingface import load, load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load, load_model
 from specjax.checkpoints.offload import memory
 from specjax.checkpoints.offload.disk import DiskLayers
 from specjax.checkpoints.offload.load import load_offloaded

@@ -15,7 +15,8 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints import tokenizers
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate

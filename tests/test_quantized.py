@@ -18,13 +18,8 @@ from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface
 from specjax.checkpoints.calibration import Calibration, rows_of
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import (
-    load,
-    load_drafts,
-    load_model,
-    save_model,
-    save_sharded,
-)
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load, load_drafts, load_model
 from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.offload.memory import division, dtype_of_layers
 from specjax.checkpoints.quantizing import _in_8_bits, quantize_folder

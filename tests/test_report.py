@@ -16,7 +16,7 @@ from benchmarks.rounds import Rounds, Run, Sampled, figures, size_of
 from benchmarks.speed import Measuring, rules_of
 from benchmarks.texts import Text
 from specjax.base.pytree import replace
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.methods import registry

@@ -11,7 +11,7 @@ from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import pair as pairs
 from specjax.checkpoints.files import find
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.offload import memory
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.quantizing import quantize_folder

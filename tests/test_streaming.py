@@ -20,7 +20,8 @@ import specjax
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.offload import disk, memory
 from specjax.checkpoints.offload.disk import BUFFERS, READERS, DiskLayers
 from specjax.checkpoints.offload.host import AHEAD, HostLayers

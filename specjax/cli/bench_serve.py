@@ -22,12 +22,8 @@ import numpy as np
 from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars, working
-from specjax.checkpoints.huggingface import (
-    default_dtype,
-    load_model,
-    read_config,
-    save_model,
-)
+from specjax.checkpoints.huggingface import default_dtype, read_config, save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import named
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli.kernels import check_kernels

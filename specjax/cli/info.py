@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from pallas_kernels.cpu_matmul import products
 from specjax.checkpoints import gguf, huggingface
 from specjax.checkpoints.files import Files
+from specjax.checkpoints.load import check_activations_for
 from specjax.checkpoints.offload.load import check_offload
 from specjax.checkpoints.offload.memory import Division, division, dtype_of_layers
 from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
@@ -48,7 +49,7 @@ def info(options: Info) -> int:
         return compile_for(options)
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
-    huggingface.check_choice(options.activations, options.offloaded)
+    check_activations_for(options.activations, options.offloaded)
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft, lora=options.lora)
     target = huggingface.read_config(found.target.path, options.positions)[0]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from specjax.checkpoints import huggingface
+from specjax.checkpoints.load import load_drafts
 from specjax.checkpoints.pair import Pair, with_own_draft
 from specjax.draft import Drafter
 from specjax.methods import defaults
@@ -153,5 +153,5 @@ def load_drafter(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: the drafts have different vocabularies.
     """
-    drafts = huggingface.load_drafts(names, dtype=dtype, mesh=mesh)
+    drafts = load_drafts(names, dtype=dtype, mesh=mesh)
     return expansion(drafts, widths or defaults.WIDTHS["pool"], verify)

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.cpu_matmul.library import status
+from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
-from pallas_kernels.tree_attention import tuning
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
@@ -105,7 +105,7 @@ class Load(NamedTuple):
         """Whether tree attention is the C++ of a CPU, which reads caches where they lie."""
         config = self.placed.config
         takes = config.attention_cap is None and config.head_dim % 16 == 0
-        return takes and status().reason is None and tuning.named() != "xla"
+        return takes and status().reason is None and named() != "xla"
 
     def step(self, rows: int, nodes: int, slots: int) -> int:
         """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
