@@ -21,9 +21,9 @@ from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
 from specjax.methods.replay import Text
 from specjax.models.pruning import with_rows
-from specjax.models.transformer import forward
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
+from tests.pairs import forward
 from train.export import tell_acceptance
 
 __all__ = ["own_cache"]

@@ -236,7 +236,7 @@ def forecaster(acceptance: Acceptance, rows: int, widths: Sequence[int], own) ->
     return Forecaster(by_name, shapes, costs, acceptance, {}, prompts, rows)
 
 
-def with_skills(accepted: Sequence[int]) -> Acceptance:
+def with_effects(accepted: Sequence[int]) -> Acceptance:
     """Each request has accepted so many tokens of its steps of three."""
     acceptance = Acceptance([chain(3), chain(7)])
     for number, count in enumerate(accepted):
@@ -253,7 +253,7 @@ def with_skills(accepted: Sequence[int]) -> Acceptance:
     room=st.integers(1, 9),
 )
 def test_the_likeliest_nodes_of_all_rows_are_drafted(rows, room):
-    acceptance, count = with_skills([accepted for accepted, _ in rows]), len(rows)
+    acceptance, count = with_effects([accepted for accepted, _ in rows]), len(rows)
     states = [RowState(number, 0.0, 9, 0, left) for number, (_, left) in enumerate(rows)]
     survival = [acceptance.expected("chain", n, 0.0).survival for n in range(count)]
 
@@ -534,7 +534,7 @@ def test_settings_join_with_their_programs():
         behind = [RowState(number, 0.0, 900, 800) for number in range(count)]
         assert controller.decide(behind).shape == StepShape(PLAIN, size, size)
     assert controller.row_to_probe(rows) is None
-    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are off"):
+    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are none"):
         controller.fix("chain:3")
     chains = {each: cost for each, cost in costs.items() if each.setting in (PLAIN, "chain:3")}
     controller.join(chains, {16: 1e-5}, CHUNKS)

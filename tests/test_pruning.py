@@ -21,9 +21,10 @@ from specjax.checkpoints.tokenizers import fitted
 from specjax.draft import ExpansionDrafter
 from specjax.models.placement import placement
 from specjax.models.pruning import ids_of, pruned, rows_of
-from specjax.models.transformer import Model, forward, initialize
+from specjax.models.transformer import Model, initialize
 from tests.conftest import tiny_config, tiny_model
 from tests.folders import pair_folder
+from tests.pairs import forward
 
 IDS = np.array([40, 3, 7, 63, 0, 12, 21, 5, 30])
 OTHERS = np.setdiff1d(np.arange(64), IDS)

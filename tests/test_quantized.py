@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
-from pallas_kernels.cpu_matmul import unable_here
+from pallas_kernels.cpu import unable_here
 from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface
@@ -38,11 +38,11 @@ from specjax.models.quantized import (
     packed_weight,
     quantized_as,
 )
-from specjax.models.transformer import final_norm, forward, unembed
+from specjax.models.transformer import final_norm, unembed
 from specjax.parallel.mesh import make_mesh
 from tests.conftest import tiny_config, tiny_model
 from tests.damaged import damaged, dequantized, outcome
-from tests.pairs import generate, varied_model
+from tests.pairs import forward, generate, varied_model
 from tests.quantized_files import LAYOUTS, rewrite
 from tests.test_parity import GOLDEN
 
@@ -149,19 +149,20 @@ def test_products_in_blocks_of_rows_are_the_same(layout, dtype, folder, monkeypa
     after = weight.scale.astype(jnp.float32) if weight.is_scaled_after else 1.0
     whole = dequantized(alike).astype(dtype)
 
-    def expected(x):
-        return after * layers.linear(whole, x)
+    def made(linear, weight):
+        """A product, the second of two at once, and a gradient, by one program."""
 
-    def gradient(product):
-        return jax.grad(lambda x: product(x).sum())(x)
+        def run(weight, x):
+            several = jax.vmap(linear, (None, 0))(weight, jnp.stack([x, 2 * x]))
+            return linear(weight, x), several[1], jax.grad(lambda x: linear(weight, x).sum())(x)
 
+        return jax.jit(run)(weight, x)
+
+    wanted = made(lambda whole, x: after * layers.linear(whole, x), whole)
     for size in (1, 4 * weight.shape[1] * 3, 1 << 20):  # a row, a few, all of them
         monkeypatch.setattr(layers, "_UNPACKED_BYTES", size)
-        near = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
-        near(layers.linear(weight, x), expected(x))
-        several = jax.vmap(layers.linear, (None, 0))(weight, jnp.stack([x, 2 * x]))
-        near(several[1], 2 * expected(x))
-        near(gradient(partial(layers.linear, weight)), gradient(expected))
+        for found, expected in zip(made(layers.linear, weight), wanted, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 def test_blocks_are_equal_and_small():

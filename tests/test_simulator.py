@@ -84,7 +84,7 @@ def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
     setting = next(each for each in SETTINGS if each.name == name)
     hazard = 0.8
     ends = {key: (math.log(hazard / (1 - hazard)),) * 2 for key in usual()}
-    world = World(MACHINE, Truth(ends, skill=0.0, ease=(0.0, 0.0)), noise=0.0, pauses=0.0)
+    world = World(MACHINE, Truth(ends, effect=0.0, text_effect=(0.0, 0.0)), noise=0.0, pauses=0.0)
     load = [Arrival(0.0, prompt=1, tokens=3000) for _ in range(ROWS)]
     found = of(name, load, world)
     tokens = ROWS * sum(hazard**depth for depth in range(setting.depth + 1))
@@ -128,11 +128,11 @@ def test_texts_are_easy_or_hard_for_a_while_as_recorded_ones_are(temperature, le
     setting = next(each for each in SETTINGS if each.name == "chain:7")
     for _ in range(400):
         of = Arrival(0.0, temperature=temperature)
-        skill, ease, steps = truth.draw_skill(drawn), truth.draw_ease(drawn, of), []
+        effect, text_effect, steps = truth.draw_effect(drawn), truth.draw_text_effect(drawn, of), []
         for _ in range(30):
-            hazards = truth.hazards(setting, 7, of, skill + ease, 0.0)
+            hazards = truth.hazards(setting, 7, of, effect + text_effect, 0.0)
             accepted = next((n for n, each in enumerate(hazards) if drawn.random() >= each), 7)
-            ease = truth.next_ease(drawn, of, ease, accepted + 1)
+            text_effect = truth.next_text_effect(drawn, of, text_effect, accepted + 1)
             steps.append(accepted)
         found.append(steps)
     mean = fmean(each for steps in found for each in steps)

@@ -16,9 +16,8 @@ from specjax.draft.growth import Growth
 from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, packed
 from specjax.models.stacking import stacked, unstacked
-from specjax.models.transformer import forward
 from tests.engines import alone, ids_of, random_request, running, served
-from tests.pairs import KEY, PROMPTS, generate, near, varied_model
+from tests.pairs import KEY, PROMPTS, forward, generate, near, varied_model
 from tests.test_parity import GOLDEN
 
 LAYERS = 3

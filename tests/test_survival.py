@@ -1,4 +1,4 @@
-"""What drafts are expected to give: curves, a request's own skill, calibrated chances."""
+"""What drafts are expected to give: curves, a request's own effect, calibrated chances."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ import pytest
 
 from specjax.goodput.acceptance import Acceptance
 from specjax.goodput.policy import DraftSetting, Outcome
-from specjax.goodput.survival import Calibration, Curve, Rate, Skill, logistic, logit
+from specjax.goodput.survival import Calibration, Curve, Rate, RequestEffect, logistic, logit
 
 HAZARDS = (0.9, 0.6, 0.8, 0.4, 0.7)
 CHAIN = DraftSetting("chain:5", 5, 5, drawn=True, runs_draft=True)
@@ -120,39 +120,39 @@ def test_where_a_texts_chances_are_unknown_nothing_is_learned():
 
 
 @pytest.mark.parametrize("planted", [-1.5, 0.0, 1.5])
-def test_a_requests_skill_is_learned(planted):
+def test_a_requests_effect_is_learned(planted):
     """It is pulled to that of the others a little, as a request may have few steps."""
-    drawn, skill, found = random.Random(5), Skill(), []
+    drawn, effect, found = random.Random(5), RequestEffect(), []
     own = [logistic(logit(each) + planted) for each in HAZARDS]
     for _ in range(2000):
-        skill.observe(HAZARDS, survivors(drawn, own, 5), 5)
-        found.append(skill.logits)
+        effect.observe(HAZARDS, survivors(drawn, own, 5), 5)
+        found.append(effect.logits)
     assert fmean(found[200:]) == pytest.approx(planted, abs=0.5)
     assert planted * fmean(found[10:30]) >= 0.2 * planted**2
 
 
-def test_the_skill_of_a_greedy_text_passes_sooner():
+def test_the_effect_of_a_greedy_text_passes_sooner():
     """After many easy steps and a few hard ones less is left of it than of a sampled one's."""
     left = []
     for greedy in (True, False):
-        skill = Skill(greedy)
+        effect = RequestEffect(greedy)
         for _ in range(300):
-            skill.observe(HAZARDS, 5, 5)
-        before = skill.logits
+            effect.observe(HAZARDS, 5, 5)
+        before = effect.logits
         assert before > 1
         for _ in range(4):
-            skill.observe(HAZARDS, 1, 5)
-        left.append(skill.logits / before)
+            effect.observe(HAZARDS, 1, 5)
+        left.append(effect.logits / before)
     assert left[0] < left[1] - 0.2
 
 
-def test_a_skill_is_bounded():
+def test_an_effect_is_bounded():
     for accepted, drafted in ((5, 5), (0, 5)):
-        skill = Skill()
+        effect = RequestEffect()
         for _ in range(5000):
-            skill.observe(HAZARDS, accepted, drafted)
-            skill.observe_chance(0.9, float(accepted > 0))
-            assert abs(skill.logits) <= 4
+            effect.observe(HAZARDS, accepted, drafted)
+            effect.observe_chance(0.9, float(accepted > 0))
+            assert abs(effect.logits) <= 4
 
 
 def test_a_request_learns_from_its_own_steps_and_is_forgotten():

@@ -17,13 +17,12 @@ from specjax.engine import engine as engines
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request
 from specjax.goodput.controller import Controller
-from specjax.models.transformer import forward
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.tree import NO_PARENT, chosen, root_only
 from tests.engines import alone as plain_texts
 from tests.engines import ids_of, random_request, running, served
-from tests.pairs import alone, broken, near, nothing_seen, varied_model
+from tests.pairs import alone, broken, forward, near, nothing_seen, varied_model
 from tests.scripted_engine import until
 from tests.switched import TurnsPolicy, every_kind, running_at_random, switching_of
 

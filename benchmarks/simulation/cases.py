@@ -72,7 +72,7 @@ def random_case(seed: int, requests: int = 400) -> Case:
     )  # fmt: skip
     machine = make(SETTINGS)
     truth = Truth(
-        usual(rng.gauss(0.0, 0.5)), skill=rng.uniform(0.1, 0.5), gain=rng.uniform(0.2, 0.4)
+        usual(rng.gauss(0.0, 0.5)), effect=rng.uniform(0.1, 0.5), gain=rng.uniform(0.2, 0.4)
     )
     factors = {name: rng.lognormvariate(0.0, 0.1) for name in NAMES}
     world = World(machine, truth, factors)

@@ -123,16 +123,16 @@ def _given(truth: Truth, name: str, temperatures: Sequence[float]) -> float:
     setting, rng, tokens, steps = setting_of(name), random.Random(0), 0, 0
     for text in range(200):
         of = Arrival(0.0, temperature=temperatures[text % len(temperatures)])
-        skill, ease, left = truth.draw_skill(rng), truth.draw_ease(rng, of), 128
+        effect, text_effect, left = truth.draw_effect(rng), truth.draw_text_effect(rng, of), 128
         while left > 0:
             accepted = 0
-            for chance in truth.hazards(setting, setting.nodes, of, skill + ease, 0.0):
+            for chance in truth.hazards(setting, setting.nodes, of, effect + text_effect, 0.0):
                 if rng.random() >= chance:
                     break
                 accepted += 1
             own = min(accepted + 1, left)
             tokens, steps, left = tokens + own, steps + 1, left - own
-            ease = truth.next_ease(rng, of, ease, own)
+            text_effect = truth.next_text_effect(rng, of, text_effect, own)
     return tokens / steps
 
 

@@ -239,8 +239,8 @@ class _Guest:
     """A request in the server."""
 
     of: Arrival
-    skill: float
-    ease: float
+    effect: float
+    text_effect: float
     first: float | None = None
 
 
@@ -314,7 +314,7 @@ class _Server:
                 max_tpot_ms=of.max_tpot_ms,
             )  # fmt: skip
             truth = self._world.truth
-            guest = _Guest(of, truth.draw_skill(self._rng), truth.draw_ease(self._rng, of))
+            guest = _Guest(of, truth.draw_effect(self._rng), truth.draw_text_effect(self._rng, of))
             at.submit(Ticket(asked, guest))
         while at.waiting and at.admit(self._may_join) is not None:
             self._alone = False
@@ -391,7 +391,11 @@ class _Server:
         """How likely tokens of a text would have been accepted: it was or was not, if greedy."""
         truth = self._world.truth
         chance = truth.hazards(
-            deepest, deepest.nodes, guest.of, guest.skill + guest.ease, truth.change(self._now)
+            deepest,
+            deepest.nodes,
+            guest.of,
+            guest.effect + guest.text_effect,
+            truth.change(self._now),
         )[0]
         hits = [float(self._rng.random() < chance) for _ in range(count)]
         return hits if guest.of.temperature == 0 else [0.5 * (hit + chance) for hit in hits]
@@ -438,15 +442,15 @@ class _Server:
         guest: _Guest = row.ticket.stream
         truth, accepted = self._world.truth, 0
         if nodes > 0:
-            draw, skill = self._rng.random, guest.skill + guest.ease
-            for chance in truth.hazards(setting, nodes, guest.of, skill, change):
+            draw, effect = self._rng.random, guest.effect + guest.text_effect
+            for chance in truth.hazards(setting, nodes, guest.of, effect, change):
                 if draw() >= chance:
                     break
                 accepted += 1
         tokens = min(accepted + 1, row.left)
         self._scheduler.landed(row, _TOKENS[:tokens])
         self._result.tokens += tokens
-        guest.ease = truth.next_ease(self._rng, guest.of, guest.ease, tokens)
+        guest.text_effect = truth.next_text_effect(self._rng, guest.of, guest.text_effect, tokens)
         if guest.first is None:
             guest.first = self._now
         ended = row.left == 0

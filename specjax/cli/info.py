@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from pallas_kernels.cpu_matmul import products
+from pallas_kernels.cpu import products
 from specjax.checkpoints import gguf, huggingface
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.load import check_activations_for

@@ -1,9 +1,9 @@
-"""What drafts are expected to give: curves of all requests, and each request's own skill."""
+"""What drafts are expected to give: curves of all requests, and each request's own effect."""
 
 from collections.abc import Hashable, Iterator, Sequence
 
 from specjax.goodput.policy import DraftSetting, Outcome
-from specjax.goodput.survival import Calibration, Curve, Expected, Rate, Skill
+from specjax.goodput.survival import Calibration, Curve, Expected, Rate, RequestEffect
 
 _LIMITS = (0.0, 0.6, 1.0)
 """Temperatures up to which requests are alike; those above the last are alike, too."""
@@ -35,7 +35,7 @@ class _Known:
 
     def __init__(self, temperature: float) -> None:
         self.band = band(temperature)
-        self.skill = Skill(self.band == 0)
+        self.effect = RequestEffect(self.band == 0)
 
 
 class Acceptance:
@@ -83,7 +83,7 @@ class Acceptance:
         known.
         """
         known = self._known(request, temperature)
-        return self.curve(name, known.band).expected(known.skill.logits)
+        return self.curve(name, known.band).expected(known.effect.logits)
 
     def _known(self, request: Hashable, temperature: float) -> _Known:
         known = self._requests.get(request)
@@ -122,9 +122,9 @@ class Acceptance:
         drafted = accepted if outcome.ended else depth
         if not self._censoring and accepted == depth:
             drafted = depth + 1
-        skill = known.skill.logits  # before this step
-        known.skill.observe(curve.hazards(), accepted, drafted)
-        curve.observe(accepted, drafted, skill)
+        effect = known.effect.logits  # before this step
+        known.effect.observe(curve.hazards(), accepted, drafted)
+        curve.observe(accepted, drafted, effect)
 
     def observe_text(self, name: str, request: Hashable, chances: Sequence[float]) -> None:
         """Notes how likely tokens of a text would have been accepted (-1: unknown)."""
@@ -139,7 +139,7 @@ class Acceptance:
                 curve.observe_chances(ahead)
         for chance in chances:
             if chance >= 0:
-                known.skill.observe_chance(first, chance)
+                known.effect.observe_chance(first, chance)
 
     def forget(self, request: Hashable) -> None:
         """Forgets a request that has ended."""
