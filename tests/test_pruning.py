@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints.files import CheckpointError, Files
-from specjax.checkpoints.huggingface import load, load_draft, load_model, save_model, save_sharded
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load, load_draft, load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.tokenizers import fitted

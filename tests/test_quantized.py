@@ -18,15 +18,11 @@ from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface
 from specjax.checkpoints.calibration import Calibration, rows_of
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import (
-    load,
-    load_drafts,
-    load_model,
-    save_model,
-    save_sharded,
-)
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load, load_drafts, load_model
+from specjax.checkpoints.offload.load import load_offloaded
+from specjax.checkpoints.offload.memory import division, dtype_of_layers
 from specjax.checkpoints.quantizing import _in_8_bits, quantize_folder
-from specjax.checkpoints.streaming import division, dtype_of_layers, load_streamed
 from specjax.checkpoints.tokenizers import fitted
 from specjax.draft import ExpansionDrafter
 from specjax.measure.timing import weight_bytes
@@ -793,7 +789,7 @@ def test_tables_in_8_bits_are_written_read_and_named(tied, tmp_path, capsys):
     assert about["ignore"] == (["lm_head"] if tied else [])
     shared = division(find(tmp_path / "made"), model.config, np.dtype("float32"), 10**9)
     assert shared.outer == outside
-    assert load_streamed(find(tmp_path / "made")).quantization == quantized_as(model)
+    assert load_offloaded(find(tmp_path / "made")).quantization == quantized_as(model)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     assert weight_bytes(model) == held - (0 if tied else whole.embedding.size + 2 * 64)
     assert memory.load_of(model).weights == held

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.base.sampling import Sampling
-from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load_model
 from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter

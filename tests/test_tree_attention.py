@@ -11,10 +11,10 @@ from benchmarks.accelerator.operands import SHAPES, make, tolerance
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.tree_attention import (
     Prefix,
+    autotune,
     merge,
     reference,
     tree_attention,
-    tuning,
 )
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from tests.cases import slow_but
@@ -304,14 +304,14 @@ def test_default_runs_without_being_named():
 
 def test_the_fastest_measured_is_taken_where_it_can_run(monkeypatch):
     at = make(SHAPES["several tiles"], jnp.bfloat16)
-    near, far = ({"kind": tuning.kind_of(at), **tuning.sizes_of(at)} for _ in range(2))
+    near, far = ({"kind": autotune.kind_of(at), **autotune.sizes_of(at)} for _ in range(2))
     far["slots"] *= 64
-    table = {tuning.device(): [near | {"fastest": "reference"}, far | {"fastest": "triton"}]}
-    monkeypatch.setattr(tuning, "measured", lambda: table)
-    assert tuning.choice(at) == "reference"
-    assert tuning.choice(make(SHAPES["one key/value head"], jnp.float32)) == "xla"  # not measured
-    table[tuning.device()].reverse()
+    table = {autotune.device(): [near | {"fastest": "reference"}, far | {"fastest": "triton"}]}
+    monkeypatch.setattr(autotune, "measured", lambda: table)
+    assert autotune.choice(at) == "reference"
+    assert autotune.choice(make(SHAPES["one key/value head"], jnp.float32)) == "xla"  # not measured
+    table[autotune.device()].reverse()
     near["fastest"] = "triton"
-    table[tuning.device()] = [near]
-    assert tuning.choice(at) == "triton"
+    table[autotune.device()] = [near]
+    assert autotune.choice(at) == "triton"
     assert_close(tree_attention(*at[:5]), at)  # it cannot run here, and nobody forced it
