@@ -240,9 +240,10 @@ def caught_by(defect: Defect, folder: Path, everything: bool) -> str | None:
     file.write_text(whole.replace(defect.right, defect.wrong), encoding="utf-8")
     asked = [] if everything else ["-n", "0", *map(_path_of, defect.tests)]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *asked]
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(folder / ".programs")}  # most are those without it
     try:
         done = subprocess.run(
-            command, cwd=folder, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+            command, cwd=folder, env=kept | os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
     finally:
