@@ -1,9 +1,8 @@
 """What a request may ask, checked on the host, and what the rows' programs are handed for it."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from specjax.engine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Request, Re
 from specjax.models.config import ModelConfig
 from specjax.verify.rules import Rule
 
+_T = TypeVar("_T")
 _LONGEST_TPOT = 10**9
 
 
@@ -77,13 +77,10 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
       RequestError: a field, which it names, is out of its range, or the prompt does not fit.
     """
     _check_prompt(request, config, max_model_len)
-    numbers = {}
-    for name in NUMBERS:
-        with _naming(name):
-            numbers[name] = checked_number(name, getattr(request, name), 1)
-    sampling = Sampling(**numbers)
-    with _naming("logit_bias"):
-        checked_bias(request.logit_bias, config.vocab_size)
+    sampling = Sampling(**{
+        name: _of_field(name, checked_number, name, getattr(request, name), 1) for name in NUMBERS
+    })  # fmt: skip
+    _of_field("logit_bias", checked_bias, request.logit_bias, config.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(request, name)
         if value is not None:
@@ -104,11 +101,10 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
     )
 
 
-@contextlib.contextmanager
-def _naming(field: str) -> Iterator[None]:
-    """Says which field a value that is out of its range is of."""
+def _of_field(field: str, check: Callable[..., _T], *arguments: Any) -> _T:
+    """What a check gives that names no field where it refuses."""
     try:
-        yield
+        return check(*arguments)
     except ValueError as error:
         raise RequestError(str(error), field) from None
 
