@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import tyro
 
-from specjax.checkpoints.huggingface import load
+from specjax.checkpoints.load import load
 from specjax.decoding.generate import generate_jit, on_host
 from specjax.decoding.request import prepare
 

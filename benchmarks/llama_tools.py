@@ -96,8 +96,7 @@ def requests(
     bench: Bench, pair: Pair, method: str, temperature: float, texts: list[list[int]]
 ) -> list[tuple[Request, Request]]:
     """For each text the request, and the same for its first token alone, one program for both."""
-    name, _, budget = method.partition(":")
-    setting = registry.setting_of(name, drafts=1, budget=int(budget) if budget else None)
+    setting = registry.setting_of(method)
     drafter = None if method == "none" else registry.build(setting, pair)
     found = []
     for text in texts:

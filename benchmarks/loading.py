@@ -24,7 +24,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.system import Peak, forget
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.models import families
 from specjax.models.config import ModelConfig
 

@@ -60,7 +60,7 @@ class Options:
     """Rates of requests, as shares of what the server completes without drafts."""
     settings: str | None = None
     """Of the server, as `specjax bench-serve` takes them; by default its own, without drafts
-    off,lookup:7,auto."""
+    none,lookup:7,auto."""
     requests: int = 40
     """Requests of a setting at a rate."""
     gguf: str | None = None

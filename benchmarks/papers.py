@@ -138,7 +138,7 @@ def budgets(
 ) -> list[Json]:
     """SpecExec's curve: best-first trees of growing budgets."""
     some: list[Contestant] = [
-        measuring.ours(registry.setting_of("specexec", budget=count), name=str(count))
+        measuring.ours(registry.setting_of(f"specexec:{count}"), name=str(count))
         for count in counts
     ]
     contests = {Sampled(temperature): some for temperature in temperatures}
@@ -148,7 +148,7 @@ def budgets(
 def staged(measuring: Measuring, texts: Sequence[Text]) -> list[Json]:
     """Staged's configurations: no draft, one draft, a draft with a draft of its own."""
     chain = registry.setting_of("chain", widths=PAPERS_CHAIN)
-    own = registry.setting_of("staged", budget=PAPERS_NODES)
+    own = registry.setting_of(f"staged:{PAPERS_NODES}")
     some: list[Contestant] = [
         measuring.plain,
         measuring.ours(chain, name="speculative"),
@@ -178,7 +178,7 @@ def _bench_serve(flags: Sequence[str]) -> list[Json]:
             raise ValueError(f"specjax bench-serve failed: {last}")
         found = read_json(file)
     kept = ("rate", "rate_requests_per_s", "setting", "goodput_tokens_per_s", "mean_latency_s",
-            "over_off_goodput", "over_off_latency", "tokens_per_step", "chosen")  # fmt: skip
+            "over_plain_goodput", "over_plain_latency", "tokens_per_step", "chosen")  # fmt: skip
     return json.loads(json.dumps([{name: row[name] for name in kept} for row in found["rows"]]))
 
 

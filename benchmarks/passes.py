@@ -14,7 +14,7 @@ import tyro
 
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import write_json
-from specjax.checkpoints.huggingface import load
+from specjax.checkpoints.load import load
 from specjax.measure.roofline import passes, plain_step
 from specjax.measure.timing import environment
 from specjax.methods.records import use_compilation_cache

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import tyro
 
-from specjax.checkpoints.huggingface import load
+from specjax.checkpoints.load import load
 from specjax.decoding.request import prepare
 from specjax.draft.plain import PlainDrafter
 from specjax.engine.engine import Engine

@@ -280,7 +280,7 @@ class Report:
         flags = ["--model", options.model, "--rates", options.rates, "--turns", "1"]
         flags += ["--requests", str(options.requests), "--prompts", options.prompts[0]]
         flags += ["--max-new-tokens", str(options.max_new_tokens), "--seed", str(options.seed)]
-        settings = options.settings or (None if self._has_drafts else "off,lookup:7,auto")
+        settings = options.settings or (None if self._has_drafts else "none,lookup:7,auto")
         flags += ["--settings", settings] if settings else []
         for name in ("draft", "stage"):
             if own := getattr(options, name):

@@ -115,7 +115,7 @@ def settings_of(
     Args:
       pair: what is to run them.
       methods: names with commas between them; "all" are those that the pair can do.
-      budgets: of nodes, for each method that takes one.
+      budgets: of nodes, for each method without a size that takes one.
       config: what `tune` wrote.
 
     Raises:
@@ -124,7 +124,7 @@ def settings_of(
     drafts = len(pair.drafts)
     found = [entry.setting for entry in config if entry.setting.method != PLAIN]
     for name in registry.names_of(methods, pair):
-        takes = budgets if METHODS[name].takes_budget else ()
+        takes = budgets if name in METHODS and METHODS[name].takes_budget else ()
         found += [
             registry.setting_of(name, budget=each, drafts=drafts) for each in takes or (None,)
         ]

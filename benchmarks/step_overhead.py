@@ -222,8 +222,7 @@ def overhead(
     pair: Pair, method: str, temperature: float, prompt: str
 ) -> tuple[float, float, float]:
     """Seconds of a step and of its passes alone (medians), and the median share of what is not."""
-    budget = None if method == "chain" else 15
-    drafter = registry.build(registry.setting_of(method, budget=budget), pair)
+    drafter = registry.build(registry.setting_of(method), pair)
     tokens = pair.tokenizer(prompt).input_ids
     asked = prepare(
         jax.random.key(0), pair.target, drafter, [tokens], max_new_tokens=128,

@@ -17,9 +17,9 @@ def use(name: str) -> None:
       pallas_kernels.dispatch.ImplementationError: there is no such implementation, or it cannot
         run on this platform. A call with operands that it does not take raises it too.
     """
-    from pallas_kernels.tree_attention import tuning
+    from pallas_kernels.tree_attention import autotune
 
-    tuning.use(name)
+    autotune.use(name)
 
 
 def forget() -> None:
@@ -28,6 +28,6 @@ def forget() -> None:
     That is what the cache folder keeps and what this process chose; compiled programs are
     forgotten too. What is shipped stays. On a CPU, where nothing is measured, it does nothing.
     """
-    from pallas_kernels.tree_attention import tuning
+    from pallas_kernels.tree_attention import autotune
 
-    tuning.forget()
+    autotune.forget()

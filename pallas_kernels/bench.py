@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float
 from pallas_kernels.cache import replace_file
 from pallas_kernels.machine import read_bandwidth
 from pallas_kernels.shapes import MODELS, Shape, abstract, make, named
-from pallas_kernels.tree_attention import measuring, tuning, xla
+from pallas_kernels.tree_attention import autotune, measuring, xla
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.operands import Operands
 
@@ -190,7 +190,7 @@ def fastest(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if timed:
             name = min(timed, key=lambda row: row["seconds"])["implementation"]
             at = abstract(shape)
-            entries.append({"kind": tuning.kind_of(at), **tuning.sizes_of(at), "fastest": name})
+            entries.append({"kind": autotune.kind_of(at), **autotune.sizes_of(at), "fastest": name})
     return entries
 
 
@@ -199,13 +199,13 @@ def write(rows: Sequence[Row], device: str | None = None) -> None:
 
     `device` is the kind of device that the rows are of, by default the one at hand.
     """
-    device, entries = device or tuning.device(), fastest(rows)
+    device, entries = device or autotune.device(), fastest(rows)
     new = {_place(entry) for entry in entries}
-    table = dict(tuning.measured())
+    table = dict(autotune.measured())
     kept = [entry for entry in table.get(device, []) if _place(entry) not in new]
     table[device] = kept + entries
-    tuning.FILE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
-    tuning.measured.cache_clear()
+    autotune.FILE.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
+    autotune.measured.cache_clear()
 
 
 def _place(entry: dict[str, Any]) -> tuple[Any, ...]:
@@ -256,7 +256,7 @@ def _wanted(options: argparse.Namespace) -> list[Shape]:
 def _held(file: Path) -> tuple[list[Row], set[Shape]]:
     """The rows that a file holds of this device and jax, and the shapes that are still owed."""
     held = json.loads(file.read_text("utf-8"))
-    of, here = (held["env"]["device"], held["env"]["jax"]), (tuning.device(), jax.__version__)
+    of, here = (held["env"]["device"], held["env"]["jax"]), (autotune.device(), jax.__version__)
     if of != here:
         raise SystemExit(f"{file} is of {', jax '.join(of)}, and this is {', jax '.join(here)}.")
     return held["rows"], {Shape(*each) for each in held["owed"]}

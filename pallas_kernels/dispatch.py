@@ -26,6 +26,26 @@ class Implementation(NamedTuple):
     interpreted: Callable[..., Any] | None = None
 
 
+class _Process:
+    """The implementation that `pallas_kernels.use` names for all calls of this process."""
+
+    named: str | None = None
+
+
+_process = _Process()
+
+
+def named() -> str | None:
+    """The implementation that `pallas_kernels.use` names for all calls, None for the fastest."""
+    return _process.named
+
+
+def use(name: str | None) -> bool:
+    """Names the implementation for all calls of this process; gives whether that is another."""
+    changes, _process.named = name != _process.named, name
+    return changes
+
+
 def pick(
     op: str,
     name: str,

@@ -5,13 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specjax.base.sampling import Sampling
-    from specjax.checkpoints.huggingface import (
-        load,
-        load_drafts,
-        load_model,
-        save_model,
-        save_sharded,
-    )
+    from specjax.checkpoints.huggingface import save_model, save_sharded
+    from specjax.checkpoints.load import load, load_drafts, load_model
     from specjax.checkpoints.pair import Pair, load_pair
     from specjax.decoding.conversation import Conversation
     from specjax.decoding.generate import Generation, Step, generate, stream
@@ -27,7 +22,8 @@ if TYPE_CHECKING:
     from specjax.verify.rules import Rule, register_rule
 
 _HOMES = {
-    "checkpoints.huggingface": ("load", "load_drafts", "load_model", "save_model", "save_sharded"),
+    "checkpoints.huggingface": ("save_model", "save_sharded"),
+    "checkpoints.load": ("load", "load_drafts", "load_model"),
     "models.config": ("ModelConfig",),
     "decoding.conversation": ("Conversation",),
     "decoding.generate": ("Generation", "Step", "generate", "stream"),

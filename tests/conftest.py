@@ -1,6 +1,7 @@
 """Tiny models that every test may share."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -35,21 +36,43 @@ if version("jax") >= "0.11":  # before, nothing is interpreted so
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Programs and measurements are kept in a folder of the session's own, not in the user's.
+# Programs and measurements are kept in folders of the session's own, not in the user's. What is
+# compiled is compiled once for all workers and the processes that tests start, and once in a
+# worker, which forgets programs. With a folder that stays, a second run compiles what was changed.
 if "SPECJAX_CACHE" not in os.environ:
     os.environ["SPECJAX_CACHE"] = tempfile.mkdtemp(prefix="specjax-tests-")
     atexit.register(shutil.rmtree, os.environ["SPECJAX_CACHE"], ignore_errors=True)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="specjax-programs-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
+import jaxtyping
 import pytest
 
+import tests.checker  # noqa: F401  # jaxtyping looks for it as it imports specjax
 from specjax.base import progress
 from specjax.measure import timing
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 
 pytest_plugins = ["tests.where_time_goes"]
+# Tracing makes hundreds of thousands of objects, few of them garbage in cycles: collecting that as
+# often as usual takes an eighth of the time.
+gc.set_threshold(20_000, 20, 20)
 progress.EVERY_SECONDS = 3600.0  # a slow machine prints no line among those that tests compare
+
+
+_checked: set[str] = set()
+
+
+def _check_types(item: pytest.Item) -> None:
+    """Checks types and shapes in the first case of each test alone: a third of a trace's time."""
+    name = item.nodeid.partition("[")[0]
+    jaxtyping.config.update("jaxtyping_disable", name in _checked)
+    _checked.add(name)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -58,10 +81,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     What was compiled at another level is forgotten: it may round differently.
     """
+    _check_types(item)
     quickly = item.get_closest_marker("long_running") is None
     if quickly != jax.config.values["jax_disable_most_optimizations"]:
         jax.clear_caches()
         jax.config.update("jax_disable_most_optimizations", quickly)
+
+
+def pytest_collection_finish() -> None:
+    """Lets the garbage collector pass over what is there for good."""
+    gc.collect()
+    gc.freeze()
 
 
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}

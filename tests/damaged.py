@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from specjax.checkpoints.files import CheckpointError, find, tensors
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.models.quantized import PackedWeight
 from tests.quantized_files import LAYOUTS, rewrite
 

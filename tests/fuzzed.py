@@ -15,6 +15,8 @@ from safetensors.numpy import load, save
 
 from specjax.__main__ import main
 from specjax.checkpoints import huggingface
+from specjax.checkpoints.load import load as load_folder
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.ngram_files import load_ngram, save_ngram
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.talk import ids_of_talk
@@ -134,7 +136,7 @@ def orbax() -> Files:
     import tempfile
 
     with tempfile.TemporaryDirectory() as name:
-        model = huggingface.load_model(pair_folder() / "target")
+        model = load_model(pair_folder() / "target")
         huggingface.save_sharded(model, Path(name) / "kept")
         return held(Path(name) / "kept")
 
@@ -201,7 +203,7 @@ def read_folder(folder: Path, rng: np.random.Generator) -> None:
     """A model and its tokenizer, and a request of them."""
     if rng.random() < 0.1:
         cli("info", "--model", str(folder))
-    model, tokenizer = huggingface.load(folder)
+    model, tokenizer = load_folder(folder)
     ids = tokenizer("def add(a, b):").input_ids
     prepare(KEY, model, None, [ids], max_new_tokens=4)
     if rng.random() < 0.01:
@@ -220,7 +222,7 @@ def read_draft(folder: Path, rng: np.random.Generator) -> None:
 
 def read_family(folder: Path, rng: np.random.Generator) -> None:
     """A model without a tokenizer."""
-    prepare(KEY, huggingface.load_model(folder), None, [[1, 2, 3]], max_new_tokens=4)
+    prepare(KEY, load_model(folder), None, [[1, 2, 3]], max_new_tokens=4)
 
 
 def read_ngram(folder: Path, rng: np.random.Generator) -> None:

@@ -18,7 +18,8 @@ import torch
 import transformers
 
 from specjax.checkpoints.gguf import types_in
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models.quantized import quantized_as
 from tests.conftest import tiny_model

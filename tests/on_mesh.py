@@ -18,6 +18,7 @@ import pytest
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.load import load_drafts, load_model
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.decoding.generate import generate, generate_jit, stream
@@ -49,20 +50,18 @@ MESHES = {
 
 
 def pair_on(folder: Path, mesh, stack: bool = False) -> Pair:
-    drafts = huggingface.load_drafts(
-        [folder / "drafts" / str(n) for n in range(3)], dtype="float32", mesh=mesh
-    )
+    drafts = load_drafts([folder / "drafts" / str(n) for n in range(3)], dtype="float32", mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
         if stack:
             patch.setattr(stacking, "platform", lambda: "tpu")
-        target = huggingface.load_model(folder / "target", mesh=mesh)
+        target = load_model(folder / "target", mesh=mesh)
     assert target.is_stacked == stack
     return Pair(target, None, drafts)
 
 
 def drafter_of(folder: Path, pair: Pair, method: str, mesh):
     if method == "hidden":
-        (whole,) = huggingface.load_drafts([folder / "target"], dtype="float32", mesh=mesh)
+        (whole,) = load_drafts([folder / "target"], dtype="float32", mesh=mesh)
         return HiddenDrafter(whole, (0, pair.target.config.num_layers))
     return registry.build(registry.setting_of(method, batch=ROWS), pair)
 
@@ -85,7 +84,7 @@ def programs(folder: Path) -> dict:
     found = {}
     for layers in (2, 3):
         mesh = make_mesh(model=8)
-        target = huggingface.load_model(folder / f"layers{layers}", mesh=mesh)
+        target = load_model(folder / f"layers{layers}", mesh=mesh)
         asked = prepare(
             jax.random.key(0), target, None, PROMPTS, max_new_tokens=NEW, sampling=MIXED,
             stop_at_eos=False,
@@ -117,20 +116,20 @@ def families() -> dict:
 
 def moved(folder: Path) -> dict:
     """Logits of a model that was kept from one mesh and restored onto others."""
-    first = huggingface.load_model(folder / "target", mesh=make_mesh(data=2, model=4))
+    first = load_model(folder / "target", mesh=make_mesh(data=2, model=4))
     huggingface.save_sharded(first, folder / "kept")
     huggingface.save_model(first, folder / "written", dtype="float32")
-    expected = logits_after(huggingface.load_model(folder / "target"), PROMPTS)
+    expected = logits_after(load_model(folder / "target"), PROMPTS)
     found = {}
     for name, sizes in {"one": None, "model=8": {"model": 8}, "data=8": {"data": 8}}.items():
         mesh = sizes and make_mesh(**sizes)
-        model = huggingface.load_model(folder / "kept", mesh=mesh)
+        model = load_model(folder / "kept", mesh=mesh)
         shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in [model.layers[0].up]}
         error = float(np.abs(logits_after(model, PROMPTS) - expected).max())
         found[name] = {"error": error, "up": list(*shards), "repeats": model.repeats}
     quantize_folder(find(folder / "target"), folder / "packed", 8, table=8)
-    one = huggingface.load_model(folder / "packed")
-    split = huggingface.load_model(folder / "packed", mesh=make_mesh(model=8))
+    one = load_model(folder / "packed")
+    split = load_model(folder / "packed", mesh=make_mesh(model=8))
     error = np.abs(logits_after(split, PROMPTS) - logits_after(one, PROMPTS)).max()
     rows = [part.data.shape[0] for part in split.embedding.values.addressable_shards]
     found["packed"] = {"error": float(error), "rows": rows}
@@ -143,8 +142,8 @@ def moved(folder: Path) -> dict:
                         for leaf, own in shards.items()}  # fmt: skip
     equal = [np.array_equal(own.unpacked(), weight.unpacked()) for own in shards.values()]
     found["offsets"]["equal"] = all(equal)
-    written = huggingface.load_model(folder / "written")
-    whole = huggingface.load_model(folder / "target")
+    written = load_model(folder / "written")
+    whole = load_model(folder / "target")
     equal = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), written, whole)
     return found | {"written": written.config == whole.config and all(jax.tree.leaves(equal))}
 

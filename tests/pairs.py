@@ -7,12 +7,15 @@ import numpy as np
 import specjax
 from specjax.base.pytree import replace
 from specjax.draft import ExpansionDrafter, Seen, Wants
+from specjax.models import transformer
 from specjax.models.config import MATRICES
 from specjax.models.quantized import packed, with_activations
 from specjax.models.transformer import Model
 from tests.conftest import tiny_model
 
 KEY = jax.random.key(5)
+forward = jax.jit(transformer.forward)
+"""A pass as one program; operation by operation it is 200, each compiled for every new shape."""
 PROMPTS = [[5, 9, 2], list(range(3, 15)), [63], [7] * 20]
 NEW = 21
 END = 54

@@ -27,7 +27,8 @@ import transformers
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoints.files import find
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model, forward

@@ -38,7 +38,7 @@ class ScriptedServer(Server):
 
     def chosen(self, since: float) -> dict[str, int]:
         assert since <= time.time()
-        return {"off": 1, "chain:1": 3}
+        return {"none": 1, "chain:1": 3}
 
     def wait_until_idle(self) -> None:
         while self._running:

@@ -6,15 +6,21 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.drafter import Drafter
 from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.switching import SwitchingDrafter
+from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.speculation import Speculation
 from specjax.goodput.policy import Decision, Policy, step_rows
 from specjax.models.transformer import Model
+from specjax.trees.construction import DISTINCT, TOP_K
+from specjax.trees.tree import TreeShape
 from tests.engines import running
 from tests.pairs import alone
 
@@ -28,13 +34,35 @@ def switching_of(draft: Model) -> SwitchingDrafter:
 
     return SwitchingDrafter.of(
         {
-            "off": PlainDrafter(vocabulary),
+            "none": PlainDrafter(vocabulary),
             "chain:1": alone(draft, (1,)),
             "chain:3": alone(draft, (1, 1, 1)),
-            "tree:6": tree(6),
+            "specexec:6": tree(6),
             "lookup:4": TextDrafter(
                 jnp.asarray([0.0, 0.4, 0.6]), None, Growth(budget=4, depth=3), vocabulary
             ),
+        }
+    )
+
+
+def every_kind(draft: Model, other: Model) -> SwitchingDrafter:
+    """Trees over the shared draft, drawn and chosen, and each kind with a state of its own."""
+    vocabulary = draft.config.vocab_size
+    trust = jnp.asarray([0.0, 0.4, 0.6])
+    growth = Growth(budget=6, beams=2, width=2)
+
+    def tree(second: Drafter | None = None) -> BestFirstDrafter:
+        return BestFirstDrafter(draft, jnp.ones(2), growth, None, second)
+
+    return SwitchingDrafter.of(
+        {
+            "none": PlainDrafter(vocabulary),
+            "chain:2": alone(draft, (1, 1)),
+            "tree:2,1": alone(draft, (2, 1), children=DISTINCT),
+            "hybrid:6": HybridDrafter(tree(), trust, None),
+            "pool:2,1": ExpansionDrafter.of([draft, other], (2, 1)),
+            "staged:6": tree(alone(other, (1, 1), children=TOP_K)),
+            "recycle:4": RecycleDrafter(jnp.asarray([0.5, 0.2]), TreeShape((2, 1)), vocabulary),
         }
     )
 
@@ -63,9 +91,9 @@ class RandomPolicy(Policy):
         shape = able[self._drawn.integers(len(able))]
         setting, room, depths = self._settings[shape.setting], shape.width - len(rows), []
         for _ in rows:
-            most = min(setting.depth, room) if setting.drawn else setting.depth
+            most = min(setting.depth, room) if setting.is_chain else setting.depth
             depths.append(int(self._drawn.integers(most + 1)))
-            room -= depths[-1] if setting.drawn else 0
+            room -= depths[-1] if setting.is_chain else 0
         self.taken.append(shape)
         return Decision(shape, tuple(depths))
 
@@ -102,8 +130,10 @@ class TurnsPolicy(Policy):
 
 
 @contextlib.contextmanager
-def running_at_random(target: Model, draft: Model, rows: int, **options) -> Iterator[Engine]:
+def running_at_random(
+    target: Model, drafter: SwitchingDrafter, rows: int, columns: int = 24, **options
+) -> Iterator[Engine]:
     """An engine whose steps are made with any of its programs."""
-    with running(target, switching_of(draft), rows=rows, columns=24, **options) as engine:
+    with running(target, drafter, rows=rows, columns=columns, **options) as engine:
         engine.speculation.policy = RandomPolicy(engine.speculation, rows)
         yield engine

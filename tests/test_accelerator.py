@@ -34,7 +34,7 @@ from benchmarks.offload import host
 from benchmarks.programs import ahead
 from pallas_kernels import bench
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import reference, tuning
+from pallas_kernels.tree_attention import autotune, reference
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.cli.main import _options
 from tests.conftest import QUICKLY
@@ -365,13 +365,13 @@ def test_a_machine_that_does_not_answer_is_a_sentence(monkeypatch):
 
 
 def test_the_dispatcher_takes_what_was_the_fastest(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "FILE", tmp_path / "measured.json")
-    tuning.FILE.write_text("{}")
-    tuning.measured.cache_clear()
+    monkeypatch.setattr(autotune, "FILE", tmp_path / "measured.json")
+    autotune.FILE.write_text("{}")
+    autotune.measured.cache_clear()
     command.write(SMALL)
-    (entries,) = tuning.measured().values()
+    (entries,) = autotune.measured().values()
     assert {entry["kind"] for entry in entries} == {"bfloat16 bfloat16 64", "bfloat16 int8 64"}
-    tuning.measured.cache_clear()
+    autotune.measured.cache_clear()
 
 
 # Tables

@@ -59,13 +59,13 @@ def prompt_file(tmp_path):
 
 def test_a_run_writes_what_the_contract_says(prompt_file, tmp_path, capsys):
     out = tmp_path / "bench.json"
-    flags = ["--trees", "pool:1,1", "--batch", "2", "--max-new-tokens", "10", "--json", str(out)]
+    flags = ["--methods", "pool:1,1", "--batch", "2", "--max-new-tokens", "10", "--json", str(out)]
     flags += ["--png", str(tmp_path / "bench.png")]
     flags += ["--inflate", "48320", "--prompts", str(prompt_file)]
     assert main(["bench", *flags, *pair_flags()]) == 0
     printed = capsys.readouterr()
     assert "prompt b/1 is left out: 300 tokens and 10 new ones" in printed.err
-    assert "pool 1,1" in printed.out
+    assert "pool:1,1" in printed.out
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     report = json.loads(out.read_text())
     assert report["env"].keys() >= ENV
@@ -157,7 +157,7 @@ def check_rows(rows):
 def check_rounds(rows, said):
     """Of one round nothing can be told, and bench says so."""
     assert all(len(row["round_speedups"]) == 1 and row["spread"] is None for row in rows)
-    assert said.count("the shipped default, chain 1,1,1, was not measured beside the others") == 2
+    assert said.count("the shipped default, chain:3, was not measured beside the others") == 2
     assert "shipped" in choose(Asked(), bench_pair(), 0.0, 2).reason
 
 
@@ -227,9 +227,9 @@ def test_a_plan_holds_every_setting_and_both_plain_loops():
     assert bench.temperatures_of(MIXED, 4, (0.0, 0.5)).tolist() == [0.0, 0.5, 0.0, 0.5]
 
 
-def test_shapes_to_compare_replace_the_default_ones():
-    shapes = (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", None))
-    plan = workload_of(Bench(trees="chain:1,1;tree:2/2,1;tree"))
+def test_sizes_of_methods_are_compared():
+    shapes = (("chain", (1, 1)), ("tree", (2, (2, 1))), ("tree", (2, 1)), ("tree", None))
+    plan = workload_of(Bench(methods="chain:2,tree:2/2,1, tree:2,1,tree"))
     assert settings(plan) == [
         registry.setting_of(method, widths=widths) for method, widths in shapes
     ]
@@ -245,8 +245,8 @@ def test_every_method_takes_every_budget():
     assert settings(plan) == [registry.setting_of(name, budget=budget) for name, budget in named]
 
 
-def test_shapes_are_measured_beside_budgets():
-    plan = workload_of(Bench(methods="lookup", trees="tree:2,1", budgets="3"))
+def test_what_has_a_size_is_measured_beside_budgets():
+    plan = workload_of(Bench(methods="tree:2,1,lookup", budgets="3"))
     assert settings(plan) == [
         registry.setting_of("tree", widths=(2, 1)),
         registry.setting_of("lookup", budget=3),
@@ -280,7 +280,7 @@ def test_batches_are_those_that_a_mesh_divides(mesh, batches):
         ({"png": "nowhere/out.png"}, "--png is nowhere/out.png, in a folder that does not"),
         ({"budgets": "3,0"}, "the budget is 0"),
         ({"config": "nowhere.json"}, "--config is nowhere.json, which cannot be read"),
-        ({"trees": "tree:a"}, "--trees is 'a'"),
+        ({"methods": "tree:a"}, "the size of 'tree:a' is 'a'; it must be numbers separated by"),
         ({"dtype": "float64"}, "no dtype 'float64'"),
         ({"temperatures": "-1"}, "--temperatures is '-1'"),
         ({"mesh": "data=2", "batch": "2,3"}, "--mesh has data=2, which does not divide --batch 3"),

@@ -30,7 +30,7 @@ MIX = Mix([[1, 2], [3], [4, 5, 6]], [], 8, [0.0])
 ROW = {
     *("rate", "rate_requests_per_s", "setting", "requests", "errors", "goodput_tokens_per_s"),
     *("mean_latency_s", "p50_latency_s", "p99_latency_s", "ttft_s_p50", "tpot_s_p50", "turns"),
-    *("over_best_goodput", "over_best_latency", "over_off_goodput", "over_off_latency"),
+    *("over_best_goodput", "over_best_latency", "over_plain_goodput", "over_plain_latency"),
 }
 
 
@@ -168,7 +168,7 @@ def some_run(seed, errors=0, cpu=0.1):
     numbers = (each.tolist() for each in (due, sent, first, last, tokens))
     answered = [Answered(*each) for each in zip(*numbers, told, strict=True)]
     counts = {"steps": 50, "drafted": 100, "accepted": 25, "generated": 75}
-    return LoadRun(answered, cpu, counts, {"off": 3, "chain:1": 1})
+    return LoadRun(answered, cpu, counts, {"none": 3, "chain:1": 1})
 
 
 def test_numbers_are_those_of_numpy():
@@ -191,7 +191,7 @@ def test_numbers_are_those_of_numpy():
     assert found.late_s_p99 == pytest.approx(0.01)
     assert found.client_cpu == pytest.approx(0.2)
     assert (found.tokens_per_step, found.drafted_per_step) == (1.5, 2.0)
-    assert (found.acceptance, found.chosen) == (0.25, {"off": 0.75, "chain:1": 0.25})
+    assert (found.acceptance, found.chosen) == (0.25, {"none": 0.75, "chain:1": 0.25})
 
 
 def test_one_request_in_two_carries_a_latency_target():
@@ -220,8 +220,8 @@ def test_a_run_in_which_nothing_completed_has_no_numbers():
     found = numbers_of([some_run(0, errors=20)])
     assert (found.requests, found.errors, found.tokens, found.seconds) == (20, 20, 0, 0.0)
     assert np.isnan([found.goodput_tokens_per_s, found.mean_latency_s, found.ttft_s_p50]).all()
-    row, *_ = rows_of(1.0, 2.0, {"off": [some_run(0, errors=20)]})
-    assert (row.over_best_goodput, row.over_off_latency) == (None, None)
+    row, *_ = rows_of(1.0, 2.0, {"none": [some_run(0, errors=20)]})
+    assert (row.over_best_goodput, row.over_plain_latency) == (None, None)
 
 
 def run_of(latency, tokens):
@@ -232,29 +232,29 @@ def run_of(latency, tokens):
 
 def test_ratios_are_medians_of_those_within_turns():
     runs = {
-        "off": [run_of(2, 30), run_of(4, 30), run_of(3, 30)],
+        "none": [run_of(2, 30), run_of(4, 30), run_of(3, 30)],
         "chain:3": [run_of(1, 20), run_of(2, 20), run_of(9, 100)],
         "auto": [run_of(1, 20), run_of(1, 20), run_of(3, 40)],
-        "tree:7": [],
+        "specexec:7": [],
     }
     rows = {row.setting: row.report() for row in rows_of(0.5, 4.0, runs)}
-    assert list(rows) == ["off", "chain:3", "auto"]
+    assert list(rows) == ["none", "chain:3", "auto"]
     assert all((row["rate"], row["rate_requests_per_s"]) == (0.5, 4.0) for row in rows.values())
-    # goodput: off 20, 12, 15; chain 20, 40 / 3, 20; auto 20, 20, 20. Latency: chain is best, too.
-    assert rows["off"]["over_best_goodput"] == pytest.approx(0.9)
+    # goodput: none 20, 12, 15; chain 20, 40 / 3, 20; auto 20, 20, 20. Latency: chain is best, too.
+    assert rows["none"]["over_best_goodput"] == pytest.approx(0.9)
     assert rows["chain:3"]["over_best_goodput"] == 1
     assert rows["auto"]["over_best_goodput"] == pytest.approx(1)
-    assert rows["auto"]["over_off_goodput"] == pytest.approx(4 / 3)
-    assert rows["off"]["over_best_latency"] == 2
+    assert rows["auto"]["over_plain_goodput"] == pytest.approx(4 / 3)
+    assert rows["none"]["over_best_latency"] == 2
     assert rows["auto"]["over_best_latency"] == 0.5
-    assert rows["auto"]["over_off_latency"] == 0.5
+    assert rows["auto"]["over_plain_latency"] == 0.5
     assert [turn["mean_latency_s"] for turn in rows["auto"]["turns"]] == [1, 1, 3]
     only = rows_of(0.5, 4.0, {"auto": runs["auto"]})[0]
-    assert (only.over_best_goodput, only.over_off_goodput) == (None, None)
+    assert (only.over_best_goodput, only.over_plain_goodput) == (None, None)
 
 
 def test_a_turn_that_is_not_over_is_compared_as_far_as_it_goes():
-    runs = {"off": [run_of(2, 10), run_of(4, 10)], "auto": [run_of(1, 10)]}
+    runs = {"none": [run_of(2, 10), run_of(4, 10)], "auto": [run_of(1, 10)]}
     rows = {row.setting: row for row in rows_of(1.0, 1.0, runs)}
     assert rows["auto"].over_best_latency == 0.5
     assert len(rows["auto"].turns) == 1
@@ -262,12 +262,12 @@ def test_a_turn_that_is_not_over_is_compared_as_far_as_it_goes():
 
 def test_every_setting_is_first_in_turn():
     measured = bench_serve.measurement_of(
-        BenchServe(rates="1,2", settings="off,chain:1,auto", turns=3)
+        BenchServe(rates="1,2", settings="none,chain:1,auto", turns=3)
     )
     order = list(measured.order())
     assert len(order) == len(set(order)) == 18
     firsts = [setting for _, _, setting in order[::3]]
-    assert firsts == ["off", "chain:1", "chain:1", "auto", "auto", "off"]
+    assert firsts == ["none", "chain:1", "chain:1", "auto", "auto", "none"]
     assert [each[:2] for each in order[:6]] == [(0, 1.0)] * 3 + [(0, 2.0)] * 3
     assert measured.plan(MIX, 1) == measured.plan(MIX, 1) != measured.plan(MIX, 0)
 
@@ -275,9 +275,9 @@ def test_every_setting_is_first_in_turn():
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--settings", "off,chain"), "the setting 'chain' has no nodes"),
-        (("--settings", "off,nothing:3"), "no setting 'nothing:3'; there are off and chain:K"),
-        (("--settings", "tree:0"), "the setting 'tree:0' has 0 nodes"),
+        (("--settings", "none,chain:x"), "the size of 'chain:x' is 'x'; it must be a number"),
+        (("--settings", "none,nothing:3"), "no method 'nothing'; there are none, chain, "),
+        (("--settings", "specexec:0"), "the size of 'specexec:0' is '0'"),
         (("--rates", "0.5,0"), "--rates has 0; a rate must be a number above 0"),
         (("--rates", "-1"), "--rates has -1"),
         (("--rates", "inf"), "--rates has inf"),
@@ -333,16 +333,16 @@ def flow(server, monkeypatch):
 
 def test_settings_run_in_turns_with_the_same_requests(flow, server, tmp_path, capsys):
     out = tmp_path / "out.json"
-    flags = ["--settings", "chain:1,auto,off", "--rates", "0.5,2", "--turns", "2"]
+    flags = ["--settings", "chain:1,auto,none", "--rates", "0.5,2", "--turns", "2"]
     flags += ["--temperature", "mixed", "--json", str(out), "--png", str(tmp_path / "out.png")]
     assert flow(*flags) == 0
     printed = capsys.readouterr()
-    assert "off completes" in printed.err
+    assert "plain decoding completes" in printed.err
     assert "chain:1" in printed.out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    first, second = ["chain:1", "auto", "off"], ["auto", "off", "chain:1"]
-    third = ["off", "chain:1", "auto"]
-    warm = ["off", "chain:1", "auto", "off"]
+    first, second = ["chain:1", "auto", "none"], ["auto", "none", "chain:1"]
+    third = ["none", "chain:1", "auto"]
+    warm = ["none", "chain:1", "auto", "none"]
     assert server.fixed == [*warm, *first, *second, *second, *third]
     asked = [(tuple(b["prompt"]), b["max_tokens"], b["temperature"]) for b in server.bodies[-72:]]
     runs = [sorted(asked[start : start + 6]) for start in range(0, 72, 6)]
@@ -352,7 +352,7 @@ def test_settings_run_in_turns_with_the_same_requests(flow, server, tmp_path, ca
     assert report["complete"] is True
     assert [row["setting"] for row in report["rows"]] == first * 2
     assert all(row.keys() >= ROW and row["errors"] == 0 for row in report["rows"])
-    assert [row["chosen"] for row in report["rows"][:2]] == [{}, {"off": 0.25, "chain:1": 0.75}]
+    assert [row["chosen"] for row in report["rows"][:2]] == [{}, {"none": 0.25, "chain:1": 0.75}]
     assert {row["tokens_per_step"] for row in report["rows"]} == {2.0}
 
 
@@ -365,12 +365,12 @@ def test_a_run_that_is_ended_leaves_what_it_has(flow, tmp_path, monkeypatch):
     add = LoadSheet.add
     monkeypatch.setattr(LoadSheet, "add", ended)
     out = tmp_path / "out.json"
-    flags = ("--settings", "off,auto,chain:1", "--rates", "2,1", "--json", str(out))
+    flags = ("--settings", "none,auto,chain:1", "--rates", "2,1", "--json", str(out))
     assert flow(*flags) == 130
     report = json.loads(out.read_text())
     assert report["complete"] is False
     assert [(row["rate"], row["setting"]) for row in report["rows"]] == [
-        (1.0, "auto"), (2.0, "off"), (2.0, "auto"), (2.0, "chain:1"),
+        (1.0, "auto"), (2.0, "none"), (2.0, "auto"), (2.0, "chain:1"),
     ]  # fmt: skip
 
 
@@ -379,7 +379,7 @@ def test_a_run_that_is_ended_leaves_what_it_has(flow, tmp_path, monkeypatch):
     [
         ((), {"--model": "target", "--draft": "one", "--settings": "all"}),
         (("--inflate", "48320"), {"--model": "specjax-"}),
-        (("--settings", "off,chain:2"), {"--settings": "off,chain:2"}),
+        (("--settings", "none,chain:2"), {"--settings": "none,chain:2"}),
         (("--dtype", "bfloat16", "--rows", "3"), {"--dtype": "bfloat16", "--rows": "3"}),
     ],
 )
@@ -409,15 +409,15 @@ UP = 'echo "specjax: bench at http://127.0.0.1:1." >&2; echo "specjax: ready." >
 
 
 def test_a_server_that_does_not_start_says_why(stand_in):
-    log = stand_in('echo "specjax: the setting tree:9 cannot be used." >&2', "exit 2")
-    with pytest.raises(ValueError, match="did not start: the setting tree:9 cannot be used"):
+    log = stand_in('echo "specjax: the setting specexec:9 cannot be used." >&2', "exit 2")
+    with pytest.raises(ValueError, match="did not start: the setting specexec:9 cannot be used"):
         serving([], log).__enter__()
 
 
 def test_a_server_that_has_ended_is_a_sentence(stand_in):
     log = stand_in(UP, 'echo "specjax: the engine failed." >&2', "exit 1")
     with serving([], log) as found, pytest.raises(OSError, match="has ended: the engine failed"):
-        found.fix("off")
+        found.fix("none")
 
 
 def test_a_signal_ends_the_server_too(stand_in, monkeypatch):
@@ -447,16 +447,16 @@ def test_a_server_of_its_own_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_serve, "_LEAST_SECONDS", 0.0)
     out = tmp_path / "out.json"
     flags = [*SHORT, *pair_flags(), "--rows", "1", "--inflate", "48320", "--turns", "1"]
-    flags += ["--settings", "off,chain:2", "--rates", "0.5", "--json", str(out)]
+    flags += ["--settings", "none,chain:2", "--rates", "0.5", "--json", str(out)]
     assert main(["bench-serve", *flags]) == 0
     assert "chain:2" in capsys.readouterr().out
     report = json.loads(out.read_text())
     assert report["env"]["parameters"] > 25_000
     assert report["env"]["capacity_requests_per_s"] > 0
-    off, chain = report["rows"]
-    assert (off["setting"], chain["setting"]) == ("off", "chain:2")
-    assert (off["errors"], chain["errors"]) == (0, 0)
-    assert off["tokens"] == chain["tokens"] > 0
-    assert (off["tokens_per_step"], off["drafted_per_step"]) == (1.0, 0.0)
+    plain, chain = report["rows"]
+    assert (plain["setting"], chain["setting"]) == ("none", "chain:2")
+    assert (plain["errors"], chain["errors"]) == (0, 0)
+    assert plain["tokens"] == chain["tokens"] > 0
+    assert (plain["tokens_per_step"], plain["drafted_per_step"]) == (1.0, 0.0)
     assert chain["tokens_per_step"] > 1.2  # the draft is the target before it was inflated
     assert 0 < chain["acceptance"] <= 1

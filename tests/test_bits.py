@@ -30,7 +30,7 @@ FAMILIES = {
     "features that fill no vector": {"hidden_size": 40, "intermediate_size": 56},
 }
 KINDS = ("float32", "bfloat16", "float", "bfloat16 activations", "int8 activations")
-PROMPT, TEXT, SLOTS = 11, 26, 64
+PROMPT, TEXT, SLOTS = 11, 24, 64
 
 
 def model_of(family: str, kind: str) -> Model:
@@ -81,10 +81,10 @@ def along(model: Model, begun: KVCache, text: list[int], nodes: int, decoys: int
     return np.stack(found)
 
 
-CASES = [
-    (family, kind)
-    for family, kind in itertools.product(FAMILIES, KINDS)
-    if (family, kind) != ("features that fill no vector", "int8 activations")  # 32 inputs a scale
+CASES = [  # norms and windows are float32 whatever weights are
+    *(("llama", kind) for kind in KINDS),
+    *(("features that fill no vector", kind) for kind in KINDS[:-1]),  # 32 inputs a scale
+    *itertools.product(("heads with norms", "windows", "layer norms"), (KINDS[0], KINDS[-1])),
 ]
 
 
@@ -99,7 +99,7 @@ def test_nodes_have_the_logits_of_plain_decoding(family, kind):
     begun = kept(empty, new, list(range(PROMPT)))
     plain = along(model, begun, drawn[PROMPT:], 1, 0)
     assert len(np.unique(plain.argmax(1))) > 3
-    for nodes, decoys in ((2, 0), (3, 1), (8, 0), (9, 2), (TEXT, 0)):
+    for nodes, decoys in ((2, 0), (3, 1), (8, 0), (8, 2), (TEXT, 0)):  # no part is left over
         np.testing.assert_array_equal(
             along(model, begun, drawn[PROMPT:], nodes, decoys), plain, f"{nodes} nodes"
         )

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import BUNDLED
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Verify
 from specjax.cli.verify import checks_of, settings_of
@@ -44,7 +44,7 @@ def test_tokens_are_those_of_plain_decoding(part, options, pair, chosen, capsys)
 
 def test_the_second_stage_drafts_for_the_first_draft(pair, chosen):
     """The smaller draft's chains are worth a few tokens to draft 0, which stays as it is."""
-    draft, small = pair.drafts[0], huggingface.load_model(BUNDLED / "stage2")
+    draft, small = pair.drafts[0], load_model(BUNDLED / "stage2")
     assert small.config.vocab_size == draft.config.vocab_size
     assert 3 * small.config.num_parameters < 1.1 * draft.config.num_parameters
     key, texts = jax.random.key(0), [prompt.tokens for prompt in chosen]

@@ -14,7 +14,7 @@ import pytest
 import specjax
 from specjax.__main__ import main
 from specjax.base.prefix import common_prefix
-from specjax.checkpoints import huggingface
+from specjax.checkpoints.load import load
 from specjax.cli import chat
 from specjax.cli.talk import ids_of_talk
 from tests.folders import own_cache, pair_folder
@@ -39,7 +39,7 @@ def folder() -> Path:
 
 @functools.cache
 def loaded():
-    return huggingface.load(folder())
+    return load(folder())
 
 
 def flags(*more: str) -> list[str]:

@@ -17,8 +17,9 @@ from pallas_kernels.cache import cache_folder
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import files as folder
-from specjax.checkpoints import huggingface, names
+from specjax.checkpoints import names
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
+from specjax.checkpoints.load import load
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli import generate, info
 from specjax.decoding import generate as decoding
@@ -56,7 +57,7 @@ def test_methods_print_the_same_greedy_text(capsys):
 def test_the_seed_names_the_key_of_the_row(capsys):
     flags = ["--method", "none", "--temperature", "0.8", "--top-k", "20", "--seed", "3"]
     found = answer(capsys, "generate", PROMPT, *flags, *SHORT)
-    target, tokenizer = huggingface.load(pair_folder() / "target")
+    target, tokenizer = load(pair_folder() / "target")
     key = jax.random.fold_in(jax.random.key(3), 0)[None]
     same = specjax.generate(
         key, target, None, [tokenizer(PROMPT).input_ids], max_new_tokens=12,

@@ -11,7 +11,7 @@ import pallas_kernels
 from benchmarks.accelerator.operands import SHAPES, make
 from pallas_kernels.cpu_matmul import library
 from pallas_kernels.dispatch import ImplementationError
-from pallas_kernels.tree_attention import cpu, sequence, tree_attention, tuning, xla
+from pallas_kernels.tree_attention import autotune, cpu, sequence, tree_attention, xla
 from tests.test_cpu_matmul import form, needs_it
 from tests.test_tree_attention import assert_close, run
 
@@ -184,8 +184,8 @@ def test_it_runs_where_it_can_unless_another_is_named():
         "capped": at._replace(soft_cap=3.0),
         "of 8 features": make(SHAPES["one key/value head"], jnp.float32),
     }
-    assert tuning.choice(at) == "cpu"
-    assert {name: tuning.choice(other) for name, other in others.items()} == dict.fromkeys(
+    assert autotune.choice(at) == "cpu"
+    assert {name: autotune.choice(other) for name, other in others.items()} == dict.fromkeys(
         others, "xla"
     )
 

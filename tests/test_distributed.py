@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from specjax.__main__ import main
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.parallel.processes import devices_for, patience, processes_of, sizes_of
 from tests.conftest import QUICKLY

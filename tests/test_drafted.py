@@ -14,16 +14,16 @@ from specjax.checkpoints.acceptance import Acceptance, read_acceptance, write_ac
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.ngram_files import save_ngram
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.decoding import link
+from specjax.decoding import pass_times
 from specjax.draft.ngram import NGram, pack
 from specjax.methods import defaults, drafted, draftless, records
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
 from specjax.methods.replay import Text
 from specjax.models.pruning import with_rows
-from specjax.models.transformer import forward
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
+from tests.pairs import forward
 from train.export import tell_acceptance
 
 __all__ = ["own_cache"]
@@ -47,12 +47,14 @@ def test_overlaps_are_those_of_the_two_distributions(is_pruned):
     p, q = logits(TARGET, TOKENS), logits(draft, TOKENS)
     places = range(7, 39, 4)
     same = p.argmax(1) == q.argmax(1)
-    found = link.overlaps(TARGET, draft, TOKENS, places, 0.0)
+    found = pass_times.overlaps(TARGET, draft, TOKENS, places, 0.0)
     np.testing.assert_array_equal(found, same[jnp.asarray(places)])
     shared = jnp.minimum(jax.nn.softmax(p / 0.8, 1), jax.nn.softmax(q / 0.8, 1)).sum(1)
-    found = link.overlaps(TARGET, draft, TOKENS, places, 0.8)
+    found = pass_times.overlaps(TARGET, draft, TOKENS, places, 0.8)
     np.testing.assert_allclose(found, shared[jnp.asarray(places)], rtol=1e-4)
-    np.testing.assert_allclose(link.overlaps(TARGET, TARGET, TOKENS, places, 0.8), 1, rtol=1e-4)
+    np.testing.assert_allclose(
+        pass_times.overlaps(TARGET, TARGET, TOKENS, places, 0.8), 1, rtol=1e-4
+    )
 
 
 def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
@@ -65,9 +67,9 @@ def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
 
 @pytest.mark.parametrize(("where", "taken"), [("cpu", {1: 7, 3: 9}), ("gpu", {1: 11, 3: 13})])
 def test_starting_a_layers_program_is_no_part_of_a_pass_on_a_cpu(where, taken, monkeypatch):
-    monkeypatch.setattr(link, "platform", lambda: where)
-    monkeypatch.setattr(link, "_least_seconds", lambda clocks, runs: [10, 12, 1, 1, 4])
-    assert link.passes_seconds(tiny_model(4), (1, 3)) == taken
+    monkeypatch.setattr(pass_times, "platform", lambda: where)
+    monkeypatch.setattr(pass_times, "_least_seconds", lambda clocks, runs: [10, 12, 1, 1, 4])
+    assert pass_times.passes_seconds(tiny_model(4), (1, 3)) == taken
 
 
 @pytest.fixture

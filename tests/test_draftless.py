@@ -125,7 +125,7 @@ def test_nothing_is_drafted_nor_written_where_nodes_are_dear(alone, monkeypatch)
 def test_the_model_itself_drafts_in_fewer_bits_where_that_was_measured_as_faster():
     pair = load_pair(f"{pair_folder()}/target")
     own = Setting("chain", (1, 1), draft="self:8bit")
-    assert own.label == "chain 1,1 of self:8bit"
+    assert own.label == "chain:2 of self:8bit"
     assert from_json(json.loads(json.dumps(to_json(own))), "here") == own
     with pytest.raises(ValueError, match="here: there is no draft self:2bit"):
         from_json(to_json(own) | {"draft": "self:2bit"}, "here")

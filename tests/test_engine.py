@@ -26,12 +26,11 @@ from specjax.engine import programs, state
 from specjax.engine.checks import key_of
 from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
-from specjax.models.transformer import forward
 from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape
 from tests.engines import alone as plain_texts
 from tests.engines import collected, ids_of, random_request, running, served
-from tests.pairs import END, alone, broken, generate, near, varied_model
+from tests.pairs import END, alone, broken, forward, generate, near, varied_model
 
 VOCABULARY = 64
 

@@ -15,7 +15,7 @@ from specjax.trees.construction import DISTINCT, TOP_K
 from tests import test_sampled_distribution as exact
 from tests.engines import collected, ids_of, random_request, running
 from tests.pairs import alone, near
-from tests.switched import running_at_random
+from tests.switched import every_kind, running_at_random, switching_of
 
 pytestmark = [pytest.mark.long_running, pytest.mark.slow]
 DRAWN, LEVEL = 1000, 1e-7
@@ -63,15 +63,19 @@ async def _drawn(engine, count: int) -> tuple[list[tuple[int, ...]], float]:
     return [text for text in found if text is not None], len(steps) * exact.TOKENS / sum(steps)
 
 
-SETTINGS = "any setting"
-"""Every step with any of the settings that a server chooses from, by the rule of each."""
+SETTINGS, KINDS = "any setting", "any kind of setting"
+"""Every step with any of the settings that a server chooses from by default, or of any methods, by
+the rule of each."""
 
 
 def engine_of(rule: str):
     """An engine whose trees are decided by a rule; or by any setting's own."""
     draft, options = near(exact.target(), 1, 0.3), {"max_model_len": 64}
     if rule == SETTINGS:
-        return running_at_random(exact.target(), draft, 4, **options)
+        return running_at_random(exact.target(), switching_of(draft), 4, **options)
+    if rule == KINDS:
+        drafter = every_kind(draft, near(exact.target(), 2, 0.3))
+        return running_at_random(exact.target(), drafter, 2, 48, **options)
     widths, children = RULES[rule]
     drafter = alone(draft, widths, **children)
     return running(exact.target(), drafter, rows=4, verify=rule, **options)
@@ -87,7 +91,7 @@ def p_value(rule: str, count: int) -> tuple[float, float]:
     return (0.0 if found.min() < 0 else g_test(found, exact.distributions()).p_value), per_step
 
 
-@pytest.mark.parametrize("rule", ["naive", "multi-step", "block", "traversal", SETTINGS])
+@pytest.mark.parametrize("rule", ["naive", "multi-step", "block", "traversal", SETTINGS, KINDS])
 def test_the_distribution_through_an_engine_is_that_of_plain_decoding(rule):
     found, per_step = p_value(rule, DRAWN)
     assert found > LEVEL
@@ -97,7 +101,7 @@ def test_the_distribution_through_an_engine_is_that_of_plain_decoding(rule):
 def main() -> None:
     """Draws as many texts for every rule as the first argument says."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 40_000
-    for rule in (*RULES, SETTINGS):
+    for rule in (*RULES, SETTINGS, KINDS):
         found, per_step = p_value(rule, count)
         print(
             f"{rule}: p = {found:.4g} of {count} texts, {per_step:.2f} tokens per step", flush=True

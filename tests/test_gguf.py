@@ -21,11 +21,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from specjax.__main__ import main
 from specjax.base.pytree import replace
-from specjax.checkpoints import quantized, streaming
+from specjax.checkpoints import quantized
 from specjax.checkpoints.files import BUNDLED, CheckpointError, Files, find, tensors
 from specjax.checkpoints.gguf import blocks, header_of, vocabulary_of
-from specjax.checkpoints.huggingface import load, load_model, save_model
-from specjax.checkpoints.layer_reader import LayerReader
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load, load_model
+from specjax.checkpoints.offload import memory
+from specjax.checkpoints.offload.disk import DiskLayers
+from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.tokenizers import tokenizer_of
@@ -188,14 +191,14 @@ def test_by_default_activations_are_what_the_processor_multiplies(file, multipli
 
 
 def test_layers_of_a_file_can_stay_on_the_disk(file, monkeypatch):
-    monkeypatch.setattr(streaming, "_ring_bytes", lambda *_: 1)
-    config, _ = streaming.read_config(file)
-    shared = streaming.division(find(file), config, np.dtype("float32"), 10**9)
-    model = streaming.load_streamed(find(file), memory_bytes=shared.outer + 1)
+    monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
+    config, _ = memory.read_config(file)
+    shared = memory.division(find(file), config, np.dtype("float32"), 10**9)
+    model = load_offloaded(find(file), memory_bytes=shared.outer + 1)
     whole = load_model(file)
     assert shared.total == sum(leaf.nbytes for leaf in jax.tree.leaves(whole))
     source = model.source
-    assert isinstance(source, LayerReader)
+    assert isinstance(source, DiskLayers)
     with source.in_pass():
         for number, layer in enumerate(whole.layers):
             jax.tree.map(np.testing.assert_array_equal, source.take(number), layer)

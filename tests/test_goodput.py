@@ -16,7 +16,7 @@ from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.forecast import Forecaster
 from specjax.goodput.guard import Guard
 from specjax.goodput.policy import (
-    OFF,
+    PLAIN,
     Decision,
     DraftSetting,
     Outcome,
@@ -27,7 +27,7 @@ from specjax.goodput.policy import (
 )
 from specjax.goodput.shapes import shapes_of
 
-PLAIN = DraftSetting(OFF, 0, 0, drawn=True)
+NOTHING = DraftSetting(PLAIN, 0, 0, drawn=True)
 
 
 def chain(count: int) -> DraftSetting:
@@ -35,10 +35,10 @@ def chain(count: int) -> DraftSetting:
 
 
 def tree(nodes: int, depth: int) -> DraftSetting:
-    return DraftSetting(f"tree:{nodes}", nodes, depth, runs_draft=True)
+    return DraftSetting(f"specexec:{nodes}", nodes, depth, runs_draft=True)
 
 
-CHAINS = [PLAIN, chain(1), chain(3), chain(7)]
+CHAINS = [NOTHING, chain(1), chain(3), chain(7)]
 EVERY = [*CHAINS, tree(7, 4), tree(15, 6), tree(31, 8), DraftSetting("lookup:7", 7, 5)]
 
 
@@ -46,7 +46,7 @@ EVERY = [*CHAINS, tree(7, 4), tree(15, 6), tree(31, 8), DraftSetting("lookup:7",
 
 
 OFF_4, CHAIN_8, CHAIN_16 = (
-    StepShape(OFF, 4, 4), StepShape("chain:3", 4, 8), StepShape("chain:3", 4, 16),
+    StepShape(PLAIN, 4, 4), StepShape("chain:3", 4, 8), StepShape("chain:3", 4, 16),
 )  # fmt: skip
 MEASURED = {OFF_4: Cost(0.01, 1e-6), CHAIN_8: Cost(0.02, 2e-6), CHAIN_16: Cost(0.05, 2e-6)}
 
@@ -175,14 +175,44 @@ def test_programs_are_few_and_fit_all_rows(columns, subsets):
         shapes = shapes_of(EVERY, rows, subsets, columns)
         assert len(set(shapes)) == len(shapes)
         sizes = {step_rows(count, rows, subsets) for count in range(1, rows + 1)}
-        assert {shape.rows for shape in shapes if shape.setting == OFF} == sizes
+        assert {shape.rows for shape in shapes if shape.setting == PLAIN} == sizes
         for shape in shapes:
-            assert shape.width >= shape.rows * (1 if shape.setting == OFF else 2)
+            assert shape.width >= shape.rows * (1 if shape.setting == PLAIN else 2)
             assert shape.width <= max(columns, 4 * shape.rows)
         for (setting, _), own in itertools.groupby(shapes, key=lambda shape: shape[:2]):
-            assert len(list(own)) <= (1 if setting == OFF else 2)
+            assert len(list(own)) <= (1 if setting == PLAIN else 2)
         if subsets and columns == 64:
             assert len(shapes) <= 60
+
+
+DRAWN = [
+    DraftSetting("tree:2,1", 4, 2, drawn=True, runs_draft=True),
+    DraftSetting("pool:1,1", 4, 2, drawn=True),
+    DraftSetting("other:3", 3, 3, drawn=True),
+]
+"""Drawn trees, and a drawn chain that is not of the shared draft."""
+
+
+@pytest.mark.parametrize("columns", [4, 16, 64])
+def test_drawn_trees_other_than_chains_have_columns_for_every_node(columns):
+    for rows in range(1, 17):
+        for shape in shapes_of(DRAWN, rows, True, columns):
+            nodes = next(each.nodes for each in DRAWN if each.name == shape.setting)
+            assert shape.width >= shape.rows * (nodes + 1)
+
+
+def test_drawn_trees_are_chosen_by_curves_of_their_own():
+    """Without a chain beside them there is none of chains; a whole tree is a trial of its curve."""
+    by_setting = {each.name: each for each in DRAWN}
+    world = World(columns(0.02), alike(2, 0.9), [NOTHING, *DRAWN])
+    taken = {decision.shape.setting for decision in world.run(400)}
+    assert taken & set(by_setting)
+    for decision in world.decisions:
+        setting = by_setting.get(decision.shape.setting)
+        assert decision.depths == (0 if setting is None else setting.depth,) * 2
+    names = {name for name, _, curve in world.controller.acceptance.table() if curve.steps}
+    assert names <= set(by_setting)
+    world.controller.caught_up(0, [0.5])
 
 
 def test_whole_trees_of_one_row_have_a_program():
@@ -206,14 +236,14 @@ def forecaster(acceptance: Acceptance, rows: int, widths: Sequence[int], own) ->
     return Forecaster(by_name, shapes, costs, acceptance, {}, prompts, rows)
 
 
-def with_skills(accepted: Sequence[int]) -> Acceptance:
+def with_effects(accepted: Sequence[int]) -> Acceptance:
     """Each request has accepted so many tokens of its steps of three."""
     acceptance = Acceptance([chain(3), chain(7)])
     for number, count in enumerate(accepted):
         acceptance.expected("chain", number, 0.0)
         for _ in range(5):
             outcome = Outcome(number, count + 1, 3, count)
-            acceptance.observe("chain", outcome, 3, whole=True, drawn=True)
+            acceptance.observe("chain", outcome, 3, whole=True, is_chain=True)
     return acceptance
 
 
@@ -223,7 +253,7 @@ def with_skills(accepted: Sequence[int]) -> Acceptance:
     room=st.integers(1, 9),
 )
 def test_the_likeliest_nodes_of_all_rows_are_drafted(rows, room):
-    acceptance, count = with_skills([accepted for accepted, _ in rows]), len(rows)
+    acceptance, count = with_effects([accepted for accepted, _ in rows]), len(rows)
     states = [RowState(number, 0.0, 9, 0, left) for number, (_, left) in enumerate(rows)]
     survival = [acceptance.expected("chain", n, 0.0).survival for n in range(count)]
 
@@ -247,9 +277,9 @@ def test_a_tree_gives_more_with_more_nodes_and_no_more_than_is_left():
     own = forecaster(acceptance, 2, [4, 8, 16, 24, 32], [tree(7, 4), tree(15, 6)])
     states = [RowState(number, 0.0) for number in range(2)]
     found = {each.shape: each.forecast.tokens for each in own.candidates(states)}
-    by_width = [found[StepShape("tree:15", 2, width)] for width in (4, 8, 16, 24, 32)]
+    by_width = [found[StepShape("specexec:15", 2, width)] for width in (4, 8, 16, 24, 32)]
     assert by_width == sorted(set(by_width))
-    assert found[StepShape("tree:7", 2, 16)] == pytest.approx(by_width[2])
+    assert found[StepShape("specexec:7", 2, 16)] == pytest.approx(by_width[2])
     short = [row._replace(left=2) for row in states]
     assert max(each.forecast.tokens for each in own.candidates(short)) == pytest.approx(4)
 
@@ -289,18 +319,18 @@ def test_prompts_are_held_against_what_steps_give():
 
 def test_long_steps_are_worth_more_where_prompts_wait():
     """Steps of off allow chunks of 8 tokens only, those of a chain larger ones."""
-    shapes = shapes_of([PLAIN, chain(1)], 1, False, 64)
+    shapes = shapes_of([NOTHING, chain(1)], 1, False, 64)
     costs = {shapes[0]: Cost(0.01), shapes[1]: Cost(0.0058)}
-    assert [shape.setting for shape in shapes] == ["chain:1", OFF]
+    assert [shape.setting for shape in shapes] == ["chain:1", PLAIN]
     settings = {}
     for share in (0, 3):
-        own = Controller([PLAIN, chain(1)], costs, {}, 1, chunks=CHUNKS, subsets=False,
+        own = Controller([NOTHING, chain(1)], costs, {}, 1, chunks=CHUNKS, subsets=False,
                          options=Options(probing=False, hysteresis=False))  # fmt: skip
         for _ in range(300):
             if share:
                 own.prompt_read(share, 96)
             decision = own.decide([RowState("a", 0.8)])
-            accepted = int(decision.shape.setting != OFF)
+            accepted = int(decision.shape.setting != PLAIN)
             seconds = costs[decision.shape].seconds
             tokens = 1 + accepted if own._steps % 3 else 1
             outcome = Outcome("a", tokens, accepted, tokens - 1)
@@ -308,15 +338,15 @@ def test_long_steps_are_worth_more_where_prompts_wait():
         settings[share] = decision.shape.setting
         assert decision.forecast is not None
         assert (decision.forecast.reading > 0) == (share > 0)
-    assert settings == {0: OFF, 3: "chain:1"}
+    assert settings == {0: PLAIN, 3: "chain:1"}
 
 
 def test_a_program_that_ran_often_is_not_probed_for_its_curve():
     """Trees that are cut are no trials of a curve."""
     lookup = DraftSetting("lookup:7", 7, 7)
-    shapes = shapes_of([PLAIN, lookup], 8, False, 64)
-    costs = {shape: Cost(0.01 if shape.setting == OFF else 0.0105) for shape in shapes}
-    own = Controller([PLAIN, lookup], costs, {}, 8, subsets=False)
+    shapes = shapes_of([NOTHING, lookup], 8, False, 64)
+    costs = {shape: Cost(0.01 if shape.setting == PLAIN else 0.0105) for shape in shapes}
+    own = Controller([NOTHING, lookup], costs, {}, 8, subsets=False)
     rows, probes = [RowState(n, 0.0) for n in range(8)], 0
     for _ in range(4000):
         decision = own.decide(rows)
@@ -328,9 +358,12 @@ def test_a_program_that_ran_often_is_not_probed_for_its_curve():
 
 
 def test_catching_up_is_charged_to_what_runs_the_draft():
-    acceptance, shapes = Acceptance([chain(3)]), [StepShape(OFF, 1, 1), StepShape("chain:3", 1, 4)]
+    acceptance, shapes = (
+        Acceptance([chain(3)]),
+        [StepShape(PLAIN, 1, 1), StepShape("chain:3", 1, 4)],
+    )
     costs = StepCosts({shape: Cost(0.01) for shape in shapes})
-    by_name = {OFF: PLAIN, "chain:3": chain(3)}
+    by_name = {PLAIN: NOTHING, "chain:3": chain(3)}
     reads, prompts = {16: 0.1, 64: 0.2}, PromptLoad({})
     own = Forecaster(by_name, shapes, costs, acceptance, reads, prompts, 1)
     assert [own.catch_up_seconds(each) for each in (0, 1, 17, 65)] == pytest.approx(
@@ -410,8 +443,8 @@ def alike(count: int, chance: float) -> dict[Hashable, float]:
 @pytest.mark.parametrize(
     ("each", "chance", "count", "wanted"),
     [
-        *((0.02, 0.9, 1, "chain:7"), (0.5, 0.3, 1, OFF), (0.2, 0.75, 1, "chain:3")),
-        *((0.01, 0.8, 4, "chain:7"), (0.3, 0.3, 8, OFF)),
+        *((0.02, 0.9, 1, "chain:7"), (0.5, 0.3, 1, PLAIN), (0.2, 0.75, 1, "chain:3")),
+        *((0.01, 0.8, 4, "chain:7"), (0.3, 0.3, 8, PLAIN)),
     ],
 )
 def test_the_setting_of_most_tokens_a_second_is_chosen(each, chance, count, wanted):
@@ -455,21 +488,21 @@ def test_a_decision_is_that_of_the_largest_goodput_or_says_why_not():
 
 def most_missed(hysteresis: bool) -> float:
     """How many times as much off gives at most while a chain that becomes slower is still run."""
-    table, found = {OFF: 0.01, "chain:1": 0.017}, []
+    table, found = {PLAIN: 0.01, "chain:1": 0.017}, []
     world = World(
-        lambda shape: table[shape.setting], alike(1, 1.0), [PLAIN, chain(1)],
+        lambda shape: table[shape.setting], alike(1, 1.0), [NOTHING, chain(1)],
         Options(hysteresis=hysteresis, probing=False),
     )  # fmt: skip
-    for setting in (OFF, None):  # off is measured, so that it is not taken for slower as well
+    for setting in (PLAIN, None):  # off is measured, so that it is not taken for slower as well
         world.controller.fix(setting)
         world.run(80)
     for _ in range(1500):
         decision = world.step()
-        if decision.shape.setting == OFF:
+        if decision.shape.setting == PLAIN:
             return max(found)
         table["chain:1"] *= 1.0002
-        found.append(decision.off.goodput / decision.forecast.goodput)
-    raise AssertionError("off was never chosen")
+        found.append(decision.plain.goodput / decision.forecast.goodput)
+    raise AssertionError("plain decoding was never chosen")
 
 
 def test_with_hysteresis_another_setting_must_give_more_by_some_percent():
@@ -478,7 +511,7 @@ def test_with_hysteresis_another_setting_must_give_more_by_some_percent():
 
 
 def test_probes_stay_within_their_share_of_time():
-    table = {OFF: 0.9, "chain:1": 2.0, "chain:3": 3.0, "chain:7": 4.2}
+    table = {PLAIN: 0.9, "chain:1": 2.0, "chain:3": 3.0, "chain:7": 4.2}
     world = World(lambda shape: 0.1 * table[shape.setting], alike(1, 0.6))
     longest = 4 * 0.42
     for _ in range(4000):
@@ -486,29 +519,29 @@ def test_probes_stay_within_their_share_of_time():
         controller = world.controller
         assert controller.probing_seconds <= 0.5 + 0.02 * controller.seconds + longest
     assert sum(each.reason == "probe" for each in world.decisions) >= 4
-    assert controller.costs.steps(StepShape(OFF, 1, 1)) >= 3
+    assert controller.costs.steps(StepShape(PLAIN, 1, 1)) >= 3
 
 
 def test_settings_join_with_their_programs():
     """Until then nothing but off is decided on, and no text is read by a draft."""
-    own, rows = [PLAIN, chain(3), tree(7, 4)], [RowState(0, 0.0, 900, 800)]
+    own, rows = [NOTHING, chain(3), tree(7, 4)], [RowState(0, 0.0, 900, 800)]
     shapes = shapes_of(own, 4, True, 64)
     costs = {shape: Cost(0.01) for shape in shapes}
-    first = {each: costs[each] for each in shapes if each.setting == OFF and each.rows in (1, 4)}
+    first = {each: costs[each] for each in shapes if each.setting == PLAIN and each.rows in (1, 4)}
     controller = Controller(own, first, {}, 4, chunks=CHUNKS)
     controller.seconds = 1000.0
     for count, size in ((1, 1), (2, 4), (3, 4), (4, 4)):
         behind = [RowState(number, 0.0, 900, 800) for number in range(count)]
-        assert controller.decide(behind).shape == StepShape(OFF, size, size)
+        assert controller.decide(behind).shape == StepShape(PLAIN, size, size)
     assert controller.row_to_probe(rows) is None
-    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are off"):
+    with pytest.raises(ValueError, match="'chain:3' has no program yet; those that have are none"):
         controller.fix("chain:3")
-    chains = {each: cost for each, cost in costs.items() if each.setting in (OFF, "chain:3")}
+    chains = {each: cost for each, cost in costs.items() if each.setting in (PLAIN, "chain:3")}
     controller.join(chains, {16: 1e-5}, CHUNKS)
     controller.fix("chain:3")
     assert controller.decide(rows).shape.setting == "chain:3"
     controller.fix(None)
-    assert {controller.decide(rows[:1]).shape.setting for _ in range(40)} <= {OFF, "chain:3"}
+    assert {controller.decide(rows[:1]).shape.setting for _ in range(40)} <= {PLAIN, "chain:3"}
     assert controller.row_to_probe(rows) == 0
     assert controller.decide([RowState(n, 0.0) for n in range(2)]).shape.rows == 2
     controller.join(costs, {16: 1e-5}, CHUNKS)
@@ -528,7 +561,7 @@ def test_a_program_that_is_measured_anew_begins_without_corrections():
 def test_off_is_measured_though_it_is_never_best():
     world = World(columns(0.02), alike(1, 0.9))
     world.run(400)
-    assert world.controller.costs.steps(StepShape(OFF, 1, 1)) >= 3
+    assert world.controller.costs.steps(StepShape(PLAIN, 1, 1)) >= 3
     without = World(columns(0.02), alike(1, 0.9), options=Options(probing=False))
     without.run(400)
     assert without.controller.probing_seconds == pytest.approx(0)
@@ -555,17 +588,17 @@ def test_a_fixed_setting_is_taken_whatever_it_gives():
         assert decision.depths == (3, 3)
     world.controller.fix(None)
     world.run(100)
-    assert world.step().shape.setting == OFF
-    with pytest.raises(ValueError, match=r"^no setting 'chain:4'; there are auto, off, chain:1, "):
+    assert world.step().shape.setting == PLAIN
+    with pytest.raises(ValueError, match=r"^no setting 'chain:4'; there are auto, none, chain:1, "):
         world.controller.fix("chain:4")
 
 
 def test_a_fixed_setting_without_a_program_for_so_many_rows_is_off():
     world = World(columns(0.1), alike(8, 0.9), EVERY)
-    world.controller.fix("tree:31")
-    assert world.controller.decide(world.rows).shape == StepShape(OFF, 8, 8)
+    world.controller.fix("specexec:31")
+    assert world.controller.decide(world.rows).shape == StepShape(PLAIN, 8, 8)
     alone = world.controller.decide(world.rows[:1])
-    assert alone.shape == StepShape("tree:31", 1, 32)
+    assert alone.shape == StepShape("specexec:31", 1, 32)
 
 
 def test_where_less_is_given_than_is_believed_the_guard_turns_speculation_off():
@@ -575,12 +608,12 @@ def test_where_less_is_given_than_is_believed_the_guard_turns_speculation_off():
     for _ in range(1500):
         decision = controller.decide(world.rows)
         depth = decision.depths[0]
-        drafted += decision.shape.setting != OFF
+        drafted += decision.shape.setting != PLAIN
         timed = Timed(world.costs(decision.shape))
         controller.observe_step(decision, [Outcome(0, 1, depth, depth)], timed, 0)
         if controller.guard.active:
             following = controller.decide(world.rows)
-            assert (following.reason, following.shape.setting) == ("guard", OFF)
+            assert (following.reason, following.shape.setting) == ("guard", PLAIN)
     assert controller.guard.times >= 3
     assert drafted < 0.3 * 1500
 
@@ -602,7 +635,7 @@ def test_a_decision_stands_for_some_steps_of_the_same_rows():
 
 def unequal() -> World:
     """Together chain:7 gives most, but the second row waits longer for its tokens than if off."""
-    table = {OFF: 0.01, "chain:1": 0.02, "chain:3": 0.025, "chain:7": 0.03}
+    table = {PLAIN: 0.01, "chain:1": 0.02, "chain:3": 0.025, "chain:7": 0.03}
     world = World(lambda shape: table[shape.setting] * shape.rows**0.5, {0: 0.98, 1: 0.05})
     world.run(400)
     return world
@@ -612,7 +645,7 @@ def test_a_target_of_seconds_a_token_is_honoured_where_that_is_possible():
     world = unequal()
     assert world.step().shape.setting == "chain:7"
     good, bad = world.rows
-    for target, wanted in ((1.0, "chain:7"), (0.015, OFF), (1e-6, OFF), (5e-324, OFF)):
+    for target, wanted in ((1.0, "chain:7"), (0.015, PLAIN), (1e-6, PLAIN), (5e-324, PLAIN)):
         world.controller.fix(None)  # so that no decision stands
         decision = world.controller.decide([good, bad._replace(max_tpot=target)])
         assert decision.shape.setting == wanted
@@ -651,14 +684,14 @@ def test_a_new_setting_is_chosen_soon_after_drafts_become_bad():
     world = World(columns(0.1), alike(1, 0.9))
     assert world.run(300)[-1].shape.setting == "chain:7"
     world.hazards = alike(1, 0.02)
-    assert world.run(200)[-1].shape.setting == OFF
+    assert world.run(200)[-1].shape.setting == PLAIN
 
 
 def test_trees_need_no_chains():
-    world = World(columns(0.05), alike(2, 0.8), [PLAIN, tree(7, 4)])
+    world = World(columns(0.05), alike(2, 0.8), [NOTHING, tree(7, 4)])
     world.run(20)
     world.controller.caught_up(0, [0.5] * 40)
-    assert world.step().shape.setting in (OFF, "tree:7")
+    assert world.step().shape.setting in (PLAIN, "specexec:7")
 
 
 def test_a_step_whose_first_row_has_left_teaches_of_the_other():
@@ -721,7 +754,7 @@ def check_legal(controller: Controller, decision: Decision, rows: Sequence[RowSt
     assert shape.width >= shape.rows
     if setting.drawn:
         assert len(rows) + sum(decision.depths) <= shape.width
-    for forecast in (decision.forecast, decision.off):
+    for forecast in (decision.forecast, decision.plain):
         assert forecast is not None
         assert math.isfinite(forecast.goodput)
         assert forecast.tokens > 0.999

@@ -16,7 +16,6 @@ from specjax.decoding import conversation as conversations
 from specjax.decoding import request
 from specjax.decoding.conversation import Conversation
 from specjax.decoding.generate import stream
-from specjax.decoding.link import by_layers
 from specjax.decoding.request import prepare
 from specjax.draft import Wants
 from specjax.engine import engine as engines
@@ -28,6 +27,7 @@ from specjax.methods.method import METHODS, Method, Setting
 from specjax.methods.registry import setting_of
 from specjax.models import transformer
 from specjax.models.stacking import stacked
+from specjax.models.streamed import by_layers
 from specjax.models.transformer import embed, layer_of_pass, trunk
 from tests.conftest import tiny_model
 from tests.engines import ids_of, running, served

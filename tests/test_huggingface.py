@@ -17,14 +17,8 @@ from pallas_kernels import cpu_matmul
 from specjax.checkpoints import files as folder_module
 from specjax.checkpoints import names
 from specjax.checkpoints.files import CheckpointError
-from specjax.checkpoints.huggingface import (
-    described,
-    load,
-    load_drafts,
-    load_model,
-    save_model,
-    save_sharded,
-)
+from specjax.checkpoints.huggingface import described, save_model, save_sharded
+from specjax.checkpoints.load import load, load_drafts, load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.tokenizer_bounds import bounded
 from specjax.checkpoints.tokenizers import encode, tokenizer_of

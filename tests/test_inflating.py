@@ -10,8 +10,9 @@ import pytest
 from specjax.__main__ import main
 from specjax.checkpoints import inflating
 from specjax.checkpoints.files import CheckpointError, find, tensors
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.inflating import inflate_folder, shape_of
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import forward

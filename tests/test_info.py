@@ -15,7 +15,8 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints import tokenizers
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
@@ -318,6 +319,6 @@ def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
     assert "in float32 for 1 device of here, " in title
     assert title.endswith("GiB each; 1 x 40 tokens")
     assert [line.split(":")[0] for line in lines] == [
-        "plain", "specexec 15 at temperature 0", "chain 1,1,1,1,1,1,1 at temperature 0.8",
+        "plain", "specexec:15 at temperature 0", "chain:7 at temperature 0.8",
     ]  # fmt: skip
     assert all("weights and arguments" in line for line in lines)

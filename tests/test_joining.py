@@ -33,7 +33,9 @@ def target():
 def an_engine(target, monkeypatch, **options) -> Engine:
     monkeypatch.setattr(engines, "CHUNKS", (16,))
     chain = alone(near(target, 1), (1, 1))
-    drafter = SwitchingDrafter.of({"off": PlainDrafter(target.config.vocab_size), "chain:2": chain})
+    drafter = SwitchingDrafter.of(
+        {"none": PlainDrafter(target.config.vocab_size), "chain:2": chain}
+    )
     return Engine(target, drafter, **({"rows": 1, "max_model_len": 128} | options))
 
 
@@ -57,14 +59,14 @@ def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monk
     seeded = Request(prompt=[4, 5], max_new_tokens=60, temperature=0.9, seed=7, ignore_eos=True)
     (expected,), (drawn,) = (plain_texts(target, [each]) for each in (LONG, seeded))
     engine = an_engine(target, monkeypatch)
-    assert engine.settings_compiling == ["off", "chain:2"]
+    assert engine.settings_compiling == ["none", "chain:2"]
     engine.start(wait=False, say=said.append)
     assert engine.ready
     assert ids_of(served(engine, [LONG])[0]) == expected
     assert engine.statistics().accepted_tokens == 0
     until(lambda: engine.settings_compiling == ["chain:2"], 20)
     assert engine.report()["settings_compiling"] == ["chain:2"]
-    with pytest.raises(ValueError, match="'chain:2' has no program yet; those that have are off"):
+    with pytest.raises(ValueError, match="'chain:2' has no program yet; those that have are none"):
         engine.fix("chain:2")
 
     async def meanwhile() -> None:
@@ -131,9 +133,9 @@ def test_rows_are_measured_again_where_a_request_came_between(target, monkeypatc
 
 
 def test_what_may_be_hoped_of_a_program_is_what_off_takes():
-    off = {StepShape("off", 1, 1): Cost(0.01), StepShape("off", 8, 8): Cost(0.03, 1e-6)}
+    plain = {StepShape("none", 1, 1): Cost(0.01), StepShape("none", 8, 8): Cost(0.03, 1e-6)}
     shapes = [StepShape("chain:3", rows, 4 * rows) for rows in (1, 2, 8)]
     plan = Plan(shapes, (16,), 16, ((1, 16), (1, 64), (8, 16)), 512, True)
-    found = measuring.assumed(plan, off, "off")
+    found = measuring.assumed(plan, plain)
     assert [found.step_costs[shape].seconds for shape in shapes] == [0.01, 0.03, 0.03]
     assert found.catch_up_seconds == {16: 0.01, 64: 0.01}

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from pallas_kernels import bench, shapes
-from pallas_kernels.tree_attention import measuring, tuning
+from pallas_kernels.tree_attention import autotune, measuring
 
 SMALL = shapes.Shape("bundled", 1, 2, 512, "float32")
 
@@ -60,20 +60,20 @@ def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     first = json.loads((tmp_path / "rows.json").read_text())
     assert [row["nodes"] for row in first["rows"]] == [1, 16]
     assert first["owed"] == []
-    monkeypatch.setattr(tuning, "FILE", tmp_path / "measured.json")
-    tuning.FILE.write_text("{}")
-    tuning.measured.cache_clear()
+    monkeypatch.setattr(autotune, "FILE", tmp_path / "measured.json")
+    autotune.FILE.write_text("{}")
+    autotune.measured.cache_clear()
     assert run(monkeypatch, *flags, "--write") == 0
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == first["rows"]
-    tuning.measured.cache_clear()
-    entries = tuning.measured()[tuning.device()]
+    autotune.measured.cache_clear()
+    entries = autotune.measured()[autotune.device()]
     assert [entry["nodes"] for entry in entries] == [1, 16]
     assert {entry["fastest"] for entry in entries} == {"xla"}
     for entry in entries:  # so that it is seen which one is read: this one is the nearest
         entry["fastest"] = "reference" if entry["nodes"] == 1 else "xla"
     small = SMALL._replace(dtype="bfloat16")  # which "cpu" does not take
-    assert tuning.choice(shapes.abstract(small)) == "reference"
-    tuning.measured.cache_clear()
+    assert autotune.choice(shapes.abstract(small)) == "reference"
+    autotune.measured.cache_clear()
 
 
 def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, capsys):
@@ -85,7 +85,7 @@ def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, c
     assert (hung["implementation"], hung["hangs"], code) == ("xla", True, 3)
     assert "it did not end in 0 seconds" in capsys.readouterr().err
     file = tmp_path / "rows.json"
-    env = {"device": tuning.device(), "jax": jax.__version__}
+    env = {"device": autotune.device(), "jax": jax.__version__}
     owed = [list(bench.shape_of(hung))]
     file.write_text(json.dumps({"env": env, "rows": [hung], "owed": owed}))
     flags = ("--models", "bundled", "--batches", "1", "--nodes", "1", "--slots", "512",
@@ -97,7 +97,7 @@ def test_a_kernel_that_hangs_is_noted_and_not_run_again(tmp_path, monkeypatch, c
 
 def test_what_hung_at_two_shapes_is_not_tried_at_a_third(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
-    env = {"device": tuning.device(), "jax": jax.__version__}
+    env = {"device": autotune.device(), "jax": jax.__version__}
     hung = [{**SMALL._replace(nodes=nodes)._asdict(), "implementation": "xla", "hangs": True,
              "error": "it did not end"} for nodes in (1, 16)]  # fmt: skip
     flags = ("--models", "bundled", "--batches", "1", "--nodes", "64", "--slots", "512",
@@ -110,21 +110,21 @@ def test_what_hung_at_two_shapes_is_not_tried_at_a_third(tmp_path, monkeypatch):
 
 
 def test_rows_of_another_device_are_written_under_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(tuning, "FILE", tmp_path / "measured.json")
-    tuning.FILE.write_text("{}")
-    tuning.measured.cache_clear()
+    monkeypatch.setattr(autotune, "FILE", tmp_path / "measured.json")
+    autotune.FILE.write_text("{}")
+    autotune.measured.cache_clear()
     row = {**SMALL._asdict(), "implementation": "triton", "seconds": 1.0}
     bench.write([row], "NVIDIA H100 80GB HBM3")
     bench.write([row | {"implementation": "xla", "nodes": 16}], "NVIDIA H100 80GB HBM3")
-    (device,) = tuning.measured()
+    (device,) = autotune.measured()
     assert device == "NVIDIA H100 80GB HBM3"
-    assert [entry["fastest"] for entry in tuning.measured()[device]] == ["triton", "xla"]
-    tuning.measured.cache_clear()
+    assert [entry["fastest"] for entry in autotune.measured()[device]] == ["triton", "xla"]
+    autotune.measured.cache_clear()
 
 
 def test_a_failure_is_kept_and_tried_again_while_its_shape_is_owed(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
-    env = {"device": tuning.device(), "jax": jax.__version__}
+    env = {"device": autotune.device(), "jax": jax.__version__}
     failed = {**SMALL._replace(nodes=1)._asdict(), "implementation": "xla", "error": "lost"}
     flags = ("--models", "bundled", "--batches", "1", "--nodes", "1", "--slots", "512",
              "--dtype", "float32", "--json", str(file))  # fmt: skip
@@ -137,7 +137,7 @@ def test_a_failure_is_kept_and_tried_again_while_its_shape_is_owed(tmp_path, mon
 
 def test_rows_of_another_jax_are_refused(tmp_path, monkeypatch):
     file = tmp_path / "rows.json"
-    env = {"device": tuning.device(), "jax": "0.1"}
+    env = {"device": autotune.device(), "jax": "0.1"}
     file.write_text(json.dumps({"env": env, "rows": [], "owed": []}))
     with pytest.raises(SystemExit, match=r"is of .*, jax 0\.1, and this is .*, jax 0\."):
         run(monkeypatch, "--models", "bundled", "--json", str(file))

@@ -23,15 +23,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels import shapes
+from pallas_kernels import dispatch, shapes
 from pallas_kernels.dispatch import Implementation, ImplementationError
 from pallas_kernels.platform import DEVICES, traced_for
 from pallas_kernels.tree_attention import (
+    autotune,
     kept,
     measuring,
     reference,
     tree_attention,
-    tuning,
     xla,
 )
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
@@ -72,7 +72,7 @@ class Accelerator:
 
     def restart(self):
         """What a new process knows: nothing but the cache folder."""
-        self.monkeypatch.setattr(tuning, "_chosen", tuning._Chosen())
+        self.monkeypatch.setattr(autotune, "_process", autotune._Process())
         self.monkeypatch.setattr(kept, "_process", kept._Process())
         self.timed.clear()
         jax.clear_caches()
@@ -84,13 +84,13 @@ class Accelerator:
     def entries(self):
         """What the file holds of this device."""
         held = json.loads(self.file.read_text())
-        return held[tuning.device()][kept.versions()]
+        return held[autotune.device()][kept.versions()]
 
 
 @pytest.fixture
 def accelerator(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "pallas_kernels")
-    monkeypatch.setattr(tuning, "platform", lambda: "gpu")
+    monkeypatch.setattr(autotune, "platform", lambda: "gpu")
     made = Accelerator(monkeypatch)
     monkeypatch.setattr(measuring, "seconds", made.clock)
     monkeypatch.setattr(measuring, "ROTATED_BYTES", 1)
@@ -110,7 +110,7 @@ def call(at):
 
 
 def choice(shape=SMALL, **changes):
-    return tuning.choice(shapes.abstract(shape._replace(**changes)))
+    return autotune.choice(shapes.abstract(shape._replace(**changes)))
 
 
 def lines(caplog):
@@ -170,7 +170,7 @@ def test_the_fastest_is_measured_once_wherever_a_call_is_traced(place, accelerat
     assert accelerator.traced[-1] == "fast"
     (line,) = lines(caplog)
     assert line == (
-        f"Tree attention on {tuning.device()}: fast (1 µs; xla 3, slow 9) for 1 row, 5 nodes, "
+        f"Tree attention on {autotune.device()}: fast (1 µs; xla 3, slow 9) for 1 row, 5 nodes, "
         f"64 slots; kept in {accelerator.file}."
     )
     (entry,) = accelerator.entries()
@@ -190,17 +190,19 @@ def test_a_bucket_is_measured_once_and_near_ones_not_at_all(accelerator):
         assert len(accelerator.timed) == timed + 3
     window = shapes.abstract(SMALL)._replace(first=jax.ShapeDtypeStruct((1, 5), "int32"))
     accelerator.seconds["slow"] = 2e-6
-    assert tuning.choice(window) == "slow"  # a window is measured with one
-    assert tuning.choice(window._replace(soft_cap=3.0)) == "slow"
+    assert autotune.choice(window) == "slow"  # a window is measured with one
+    assert autotune.choice(window._replace(soft_cap=3.0)) == "slow"
     assert choice() == "fast"
 
 
 def test_sizes_are_rounded_up_to_powers_of_two():
     at = shapes.abstract(SMALL._replace(batch=3, nodes=9, slots=65))
-    bucket = tuning.bucket_of(at)
+    bucket = autotune.bucket_of(at)
     assert bucket[1:5] == (4, 16, 128, 8)  # of five query heads a key/value head
-    assert bucket == tuning.bucket_of(shapes.abstract(SMALL._replace(batch=4, nodes=16, slots=128)))
-    assert tuning.bucket_of(at._replace(prefix=None)).slots == 0
+    assert bucket == autotune.bucket_of(
+        shapes.abstract(SMALL._replace(batch=4, nodes=16, slots=128))
+    )
+    assert autotune.bucket_of(at._replace(prefix=None)).slots == 0
 
 
 def test_what_is_kept_is_not_measured_again_until_it_is_forgotten(accelerator):
@@ -211,7 +213,7 @@ def test_what_is_kept_is_not_measured_again_until_it_is_forgotten(accelerator):
     assert accelerator.timed == []
     pallas_kernels.forget()
     assert accelerator.file.exists()
-    assert tuning.device() not in json.loads(accelerator.file.read_text())
+    assert autotune.device() not in json.loads(accelerator.file.read_text())
     assert choice() == "slow"
     assert sorted(accelerator.timed) == ["fast", "slow", "xla"]
 
@@ -222,7 +224,7 @@ NEARER = {"xla": 3.0, "fast": 2.0, "slow": 1.0}
 def test_a_choice_stays_for_the_process_whatever_others_keep(accelerator):
     assert choice() == choice(nodes=16) == "fast"  # which is near
     nearer = accelerator.entries()[0] | {"nodes": 16, "seconds": dict(NEARER)}
-    device, versions = tuning.device(), kept.versions()
+    device, versions = autotune.device(), kept.versions()
     accelerator.file.write_text(json.dumps({device: {versions: [nearer]}}))
     assert choice() == choice(nodes=6) == choice(nodes=16) == "fast"
     accelerator.restart()
@@ -241,8 +243,8 @@ def test_forgetting_reaches_programs_that_are_compiled(accelerator):
 
 def test_other_devices_and_versions_are_kept_beside(accelerator, monkeypatch):
     choice()
-    monkeypatch.setattr(tuning, "device", lambda: "another card")
-    monkeypatch.setattr(tuning, "_can_measure", lambda: True)
+    monkeypatch.setattr(autotune, "device", lambda: "another card")
+    monkeypatch.setattr(autotune, "_can_measure", lambda: True)
     choice()
     assert len(json.loads(accelerator.file.read_text())) == 2
     assert len(accelerator.timed) == 6
@@ -345,9 +347,9 @@ def test_what_does_not_end_is_left_and_not_tried_again(accelerator, monkeypatch,
 
 KILLED = """
 import os, sys
-from pallas_kernels import shapes
+from pallas_kernels import dispatch, shapes
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tree_attention import measuring, tuning, xla
+from pallas_kernels.tree_attention import measuring, autotune, xla
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
 
 def run(at):
@@ -355,11 +357,11 @@ def run(at):
     DO
     return xla.tree_attention(at)
 
-tuning.platform = lambda: "gpu"
+autotune.platform = lambda: "gpu"
 measuring.seconds = lambda run, caches: 1.0
 IMPLEMENTATIONS["deadly"] = Implementation(run)
 shape = shapes.Shape("bundled", 1, 5, 64, "float32")
-print(tuning.choice(shapes.abstract(shape)))
+print(autotune.choice(shapes.abstract(shape)))
 """
 
 
@@ -456,9 +458,9 @@ def test_without_locks_nothing_is_noted_and_nobody_blamed(accelerator, monkeypat
     monkeypatch.setitem(sys.modules, "fcntl", None)
     accelerator.file.parent.mkdir()
     note = accelerator.file.with_name("kernels.trying.json")
-    bucket = tuning.bucket_of(shapes.abstract(SMALL))
+    bucket = autotune.bucket_of(shapes.abstract(SMALL))
     blamed = {**kept._written(kept.Entry(bucket, {}, {})), "name": "fast"}
-    held = json.dumps({"device": tuning.device(), "versions": kept.versions(), **blamed})
+    held = json.dumps({"device": autotune.device(), "versions": kept.versions(), **blamed})
     note.write_text(held)
     assert choice() == "fast"
     assert note.read_text() == held
@@ -492,7 +494,7 @@ OTHER_VALUES = [{"seconds": {"fast": "1"}}, {"seconds": {"fast": -1.0}}, {"secon
 def test_an_entry_of_other_values_counts_as_none(wrong, accelerator):
     choice()
     accelerator.file.write_text(
-        json.dumps({tuning.device(): {kept.versions(): [accelerator.entries()[0] | wrong, 7]}})
+        json.dumps({autotune.device(): {kept.versions(): [accelerator.entries()[0] | wrong, 7]}})
     )
     accelerator.restart()
     assert choice() == "fast"
@@ -527,8 +529,8 @@ def test_without_a_home_it_is_kept_in_memory(accelerator, monkeypatch, caplog):
 
 
 def shipped(monkeypatch, at, name, **changes):
-    entry = {"kind": tuning.kind_of(at), **tuning.sizes_of(at), "fastest": name} | changes
-    monkeypatch.setattr(tuning, "measured", lambda: {tuning.device(): [entry]})
+    entry = {"kind": autotune.kind_of(at), **autotune.sizes_of(at), "fastest": name} | changes
+    monkeypatch.setattr(autotune, "measured", lambda: {autotune.device(): [entry]})
 
 
 def test_a_shipped_measurement_that_is_near_counts(accelerator, monkeypatch):
@@ -549,14 +551,14 @@ def test_what_is_traced_for_another_device_is_never_measured(accelerator, monkey
     at = shapes.abstract(SMALL)
     h100 = DEVICES["h100"]
     with traced_for(h100):
-        assert tuning.choice(at) == "xla"
-        bucket = tuning.bucket_of(at)
+        assert autotune.choice(at) == "xla"
+        bucket = autotune.bucket_of(at)
     far = bucket._replace(slots=2**15)
     times = dict.fromkeys(bucket.candidates, 3.0) | {"slow": 2.0}
     kept.keep(h100.device_kind, kept.Entry(far, times, {}))
     accelerator.restart()
     with traced_for(h100):
-        assert tuning.choice(at) == "slow"  # the nearest that is kept
+        assert autotune.choice(at) == "slow"  # the nearest that is kept
     assert accelerator.timed == []
 
 
@@ -630,7 +632,7 @@ def test_on_a_cpu_nothing_is_measured(monkeypatch, caplog):
     def refuse(*_, **__):
         raise AssertionError("it is measured")
 
-    for module, name in ((measuring, "apart"), (kept, "entries"), (tuning, "bucket_of")):
+    for module, name in ((measuring, "apart"), (kept, "entries"), (autotune, "bucket_of")):
         monkeypatch.setattr(module, name, refuse)
     jax.jit(call)(operands())
     pallas_kernels.forget()
@@ -662,7 +664,7 @@ def test_a_choice_that_cannot_be_is_refused():
         pallas_kernels.use("abacus")
     with pytest.raises(ImplementationError, match="'hopper' here: it needs gpu, and this is cpu"):
         pallas_kernels.use("hopper")
-    assert tuning.named() is None
+    assert dispatch.named() is None
 
 
 def test_a_named_kernel_that_cannot_take_a_call_says_why(accelerator):
@@ -790,7 +792,7 @@ def test_work_apart_has_the_callers_device_and_width():
 def test_the_clock_tells_ten_times_the_work(monkeypatch, caplog):
     """With the real one."""
     caplog.set_level(logging.INFO, "pallas_kernels")
-    monkeypatch.setattr(tuning, "platform", lambda: "gpu")
+    monkeypatch.setattr(autotune, "platform", lambda: "gpu")
     monkeypatch.setattr(measuring, "ROTATED_BYTES", 1)
     made = Accelerator(monkeypatch)
     made.restart()

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 from benchmarks.loading import config_of, write
 from specjax.__main__ import main
 from specjax.checkpoints.files import BUNDLED, CheckpointError, find
-from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models import families, memory
 from specjax.models.transformer import initialize
@@ -240,7 +241,7 @@ def test_a_name_of_a_hub_is_found_in_its_cache(tmp_path):
     (home / "refs" / "main").write_text("a" * 40)
     (home / "refs" / "v2").write_text("b" * 40)
     code = """
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 for name in ("org/tiny", "org/tiny@v2", "org/tiny@v3"):
     try:
         print(load_model(name).config.family)

@@ -9,7 +9,8 @@ from safetensors.numpy import save_file
 
 from specjax.__main__ import main
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import load_model, named_tensors, save_model
+from specjax.checkpoints.huggingface import named_tensors, save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.self_drafts import self_draft

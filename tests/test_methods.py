@@ -125,7 +125,7 @@ def test_every_method_keeps_to_its_budget(method, budget):
         assert 1 < drafter.num_slots == setting.nodes + 1
         assert budget is None or setting.nodes <= budget
         assert from_json(json.loads(json.dumps(to_json(setting))), "here") == setting
-        assert setting.label.startswith(method)
+        assert registry.setting_of(setting.name, batch=batch) == setting
 
 
 def test_trees_deeper_than_a_drafts_sliding_window_are_refused_where_they_are_built(caplog):
@@ -141,12 +141,17 @@ def test_trees_deeper_than_a_drafts_sliding_window_are_refused_where_they_are_bu
             registry.build(registry.setting_of(method, **size), pair)
     registry.build(registry.setting_of("specexec", budget=6), pair)
     drafter = switching(pair)
-    assert drafter.settings == ("off", "chain:1", "chain:3", "lookup:7")
+    assert drafter.settings == ("none", "chain:1", "chain:3", "lookup:7")
     assert [
         line.partition(" is left out: a draft with a sliding")[0] for line in caplog.messages
-    ] == [f"specjax: the setting {name}" for name in ("chain:7", "tree:7", "tree:15", "tree:31")]
-    with pytest.raises(ValueError, match="setting tree:15 cannot be used: a draft with a sliding"):
-        switching(pair, ["tree:15"])
+    ] == [
+        f"specjax: the setting {name}"
+        for name in ("chain:7", "specexec:7", "specexec:15", "specexec:31")
+    ]
+    with pytest.raises(
+        ValueError, match="setting specexec:15 cannot be used: a draft with a sliding"
+    ):
+        switching(pair, ["specexec:15"])
 
 
 def test_all_are_the_methods_that_a_pair_can_do():
@@ -210,7 +215,7 @@ def test_auto_takes_the_fastest_that_was_measured_for_such_rows():
     assert taken(Asked()) == ("tree", (2, 1))
     told = auto().reason
     assert "measured 30.0 tokens/s with it at temperature 0 on this machine on 2026-11-23" in told
-    assert "2.00 times the shipped default specexec 15 (noise 9%, 24 prompts)" in told
+    assert "2.00 times the shipped default specexec:15 (noise 9%, 24 prompts)" in told
     assert told.endswith("and 10.0 with plain decoding")
     assert "shipped" in auto(0.8).reason
     assert "shipped" in auto(batch=8).reason
@@ -344,9 +349,9 @@ def timed(monkeypatch, draft: float, accepted: float) -> None:
     [
         (0.9, 0.98, 1, "none"),
         (0.6, 0.7, 8, "none"),
-        (0.2, 0.7, 1, "chain 1,1,1"),
-        (0.1, 0.98, 1, "chain 1,1,1,1,1,1,1"),
-        (0.1, 0.98, 8, "chain 1,1,1"),
+        (0.2, 0.7, 1, "chain:3"),
+        (0.1, 0.98, 1, "chain:7"),
+        (0.1, 0.98, 8, "chain:3"),
     ],
 )
 def test_a_large_draft_is_taken_as_far_as_it_pays(
@@ -366,11 +371,11 @@ def test_of_a_large_target_any_draft_is_weighed(large, monkeypatch):
     small = large._replace(drafts=[tiny_model(3, num_layers=1, intermediate_size=16)])
     monkeypatch.setattr(defaults, "LARGE_DRAFT", 2)
     timed(monkeypatch, 0.9, 0.98)
-    assert choose(Asked(), small, 0.0).setting.label == "specexec 15"
+    assert choose(Asked(), small, 0.0).setting.label == "specexec:15"
     monkeypatch.setattr(defaults, "LEAST_WEIGHED", 0)
     assert choose(Asked(), small, 0.0).setting.label == "none"
     stack = small._replace(target=stacked(TARGET))  # whose layers are not timed one by one
-    assert choose(Asked(), stack, 0.0).setting.label == "specexec 15"
+    assert choose(Asked(), stack, 0.0).setting.label == "specexec:15"
 
 
 def test_a_large_draft_is_compared_with_plain_decoding(large, monkeypatch):

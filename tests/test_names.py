@@ -6,7 +6,7 @@ import pytest
 
 from specjax.__main__ import main
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import load_drafts
+from specjax.checkpoints.load import load_drafts
 from specjax.checkpoints.names import BUNDLED, MODELS
 from specjax.checkpoints.pair import named
 

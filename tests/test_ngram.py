@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from specjax.checkpoints.files import BUNDLED, CheckpointError
-from specjax.checkpoints.huggingface import load_drafts
+from specjax.checkpoints.load import load_drafts
 from specjax.checkpoints.ngram_files import load_ngram, save_ngram
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate

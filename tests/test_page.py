@@ -125,12 +125,12 @@ def facts(browser):
 def test_the_top_says_what_runs_and_how_well(page):
     assert page.text("h1") == "specjax scripted"
     shown = facts(page)
-    assert shown["setting"] == ["tree:15", "realised goodput was below that of off"]
+    assert shown["setting"] == ["specexec:15", "realised goodput was below that of none"]
     assert shown["mode"][0] == "auto"
     assert shown["rows running"] == ["2", "1,234 steps so far"]
     assert shown["realised goodput"][1] == "90 % of predicted"
-    assert shown["predicted goodput of off"][0] == "200"
-    assert float(shown["gain over off"][0].removeprefix("× ")) == pytest.approx(1.5, abs=0.05)
+    assert shown["predicted goodput of none"][0] == "200"
+    assert float(shown["gain over none"][0].removeprefix("× ")) == pytest.approx(1.5, abs=0.05)
 
 
 @needs_browser
@@ -163,7 +163,7 @@ def test_a_request_is_chosen_by_the_keyboard_and_stays_when_it_ends(page, engine
     chosen = "return document.querySelector('[aria-pressed=true].choose').innerText"
     assert page.run(chosen) == "Row 1 · req-1"
     assert page.run("return document.activeElement.innerText") == "Row 1 · req-1"
-    assert page.text("#tree-note").startswith("Row 1, tree:3: 3 drafted tokens, 1 accepted")
+    assert page.text("#tree-note").startswith("Row 1, specexec:3: 3 drafted tokens, 1 accepted")
     other = watched_of(tokenizer, 5, text="short")
     engine.watched = lambda: [other]
     page.until(lambda own: own.run(chosen) == "Row 1 · req-1 · ended")
@@ -202,21 +202,21 @@ def test_the_tree_grows_by_levels_and_marks_what_was_accepted(page, engine, toke
 @needs_browser
 def test_the_chart_has_lines_and_lanes_and_says_what_is_at_its_cursor(page):
     assert page.count("#chart .line") == 3
-    assert page.count("#chart rect.of-off") == 20
+    assert page.count("#chart rect.of-none") == 20
     assert page.count("#chart rect.of-tree") == 20
     assert page.run("return document.querySelector('.tip').hidden")
-    page.point("#chart .of-off")
-    assert "setting\noff\n" in page.text(".tip")
+    page.point("#chart .of-none")
+    assert "setting\nnone\n" in page.text(".tip")
     assert "tokens/s" in page.text(".tip")
     says = "return document.querySelector('.picker').getAttribute('aria-valuetext')"
     page.run("document.querySelector('.picker').focus()")
     page.press(ESCAPE)
     assert page.run("return document.querySelector('.tip').hidden")
-    assert ": tree:15, predicted 339 tokens/s, realised 305 tokens/s" in page.run(says)
+    assert ": specexec:15, predicted 339 tokens/s, realised 305 tokens/s" in page.run(says)
     page.press(LEFT, LEFT, RIGHT, LEFT)
-    assert ": tree:15, predicted 338 tokens/s" in page.run(says)
+    assert ": specexec:15, predicted 338 tokens/s" in page.run(says)
     page.press("\ue011")  # Home
-    assert ": off, predicted 300 tokens/s" in page.run(says)
+    assert ": none, predicted 300 tokens/s" in page.run(says)
     page.run("document.getElementById('window').value = '30'")
     page.until(lambda own: "−30 s" in own.text("#chart"))
 
@@ -228,8 +228,8 @@ def test_tables_say_what_the_controller_believes(page):
     shown = page.until(lambda own: own.count("#tables table") == 5 and own.text("#tables"))
     lines = [line.split("\t") for line in shown.splitlines()]
     assert ["chain:3", "2.5", "4 ms", "625 tokens/s"] in lines
-    assert ["tree:15", "2", "32", "5.1 ms", "0.8 µs", "5 ms", "9"] in lines
-    assert ["tree:15", "0", "7", "91 %", "50 %"] in lines
+    assert ["specexec:15", "2", "32", "5.1 ms", "0.8 µs", "5 ms", "9"] in lines
+    assert ["specexec:15", "0", "7", "91 %", "50 %"] in lines
     assert ["0", "0.13", "0.75"] in lines
     assert ["guard", "on, for 12 steps"] in lines
     assert ["time lost to probing", "1.1 %"] in lines
@@ -315,7 +315,7 @@ def test_nothing_is_asked_while_paused_or_out_of_sight(page, engine):
 def test_every_text_has_enough_contrast(page, scheme):
     page.prefer(color_scheme=scheme)
     page.run("document.querySelectorAll('details').forEach(each => each.open = true)")
-    page.point("#chart .of-off")
+    page.point("#chart .of-none")
     page.until(lambda own: own.count("#tables td") > 10)
     ratios = page.contrasts()
     assert len(ratios) > 15
@@ -350,7 +350,7 @@ def test_the_page_fits_its_width_and_every_control_shows_its_focus(page, width):
 @pytest.mark.slow
 @needs_browser
 def test_a_real_server_is_shown_as_it_works(browser):
-    flags = ("--port", "0", "--rows", "2", "--settings", "off,chain:3,tree:7")
+    flags = ("--port", "0", "--rows", "2", "--settings", "none,chain:3,specexec:7")
     prompt, named = "def add(a, b):\n", pair_flags()[1]
     body = {"model": named, "prompt": prompt, "max_tokens": 200, "temperature": 0,
             "ignore_eos": True}  # fmt: skip

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from specjax.base.pytree import replace
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import Pair
 from specjax.draft.ngram import pack
 from specjax.measure import timing

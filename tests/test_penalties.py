@@ -16,9 +16,8 @@ from specjax.decoding import stepping
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.measure.distribution_tests import g_test
-from specjax.models.transformer import forward
 from specjax.trees.construction import DISTINCT
-from tests.pairs import alone, generate, near, varied_model
+from tests.pairs import alone, forward, generate, near, varied_model
 
 PROMPT = [7, 3, 7, 3]
 KEPT, TOKENS, ROWS = 3, 3, 8192

@@ -13,16 +13,18 @@ from safetensors.numpy import load_file, save_file
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints.files import CheckpointError, Files
-from specjax.checkpoints.huggingface import load, load_draft, load_model, save_model, save_sharded
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load, load_draft, load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.tokenizers import fitted
 from specjax.draft import ExpansionDrafter
 from specjax.models.placement import placement
 from specjax.models.pruning import ids_of, pruned, rows_of
-from specjax.models.transformer import Model, forward, initialize
+from specjax.models.transformer import Model, initialize
 from tests.conftest import tiny_config, tiny_model
 from tests.folders import pair_folder
+from tests.pairs import forward
 
 IDS = np.array([40, 3, 7, 63, 0, 12, 21, 5, 30])
 OTHERS = np.setdiff1d(np.arange(64), IDS)

@@ -18,15 +18,11 @@ from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface
 from specjax.checkpoints.calibration import Calibration, rows_of
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import (
-    load,
-    load_drafts,
-    load_model,
-    save_model,
-    save_sharded,
-)
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load, load_drafts, load_model
+from specjax.checkpoints.offload.load import load_offloaded
+from specjax.checkpoints.offload.memory import division, dtype_of_layers
 from specjax.checkpoints.quantizing import _in_8_bits, quantize_folder
-from specjax.checkpoints.streaming import division, dtype_of_layers, load_streamed
 from specjax.checkpoints.tokenizers import fitted
 from specjax.draft import ExpansionDrafter
 from specjax.measure.timing import weight_bytes
@@ -42,11 +38,11 @@ from specjax.models.quantized import (
     packed_weight,
     quantized_as,
 )
-from specjax.models.transformer import final_norm, forward, unembed
+from specjax.models.transformer import final_norm, unembed
 from specjax.parallel.mesh import make_mesh
 from tests.conftest import tiny_config, tiny_model
 from tests.damaged import damaged, dequantized, outcome
-from tests.pairs import generate, varied_model
+from tests.pairs import forward, generate, varied_model
 from tests.quantized_files import LAYOUTS, rewrite
 from tests.test_parity import GOLDEN
 
@@ -153,19 +149,20 @@ def test_products_in_blocks_of_rows_are_the_same(layout, dtype, folder, monkeypa
     after = weight.scale.astype(jnp.float32) if weight.is_scaled_after else 1.0
     whole = dequantized(alike).astype(dtype)
 
-    def expected(x):
-        return after * layers.linear(whole, x)
+    def made(linear, weight):
+        """A product, the second of two at once, and a gradient, by one program."""
 
-    def gradient(product):
-        return jax.grad(lambda x: product(x).sum())(x)
+        def run(weight, x):
+            several = jax.vmap(linear, (None, 0))(weight, jnp.stack([x, 2 * x]))
+            return linear(weight, x), several[1], jax.grad(lambda x: linear(weight, x).sum())(x)
 
+        return jax.jit(run)(weight, x)
+
+    wanted = made(lambda whole, x: after * layers.linear(whole, x), whole)
     for size in (1, 4 * weight.shape[1] * 3, 1 << 20):  # a row, a few, all of them
         monkeypatch.setattr(layers, "_UNPACKED_BYTES", size)
-        near = partial(np.testing.assert_allclose, rtol=0, atol=1e-4)
-        near(layers.linear(weight, x), expected(x))
-        several = jax.vmap(layers.linear, (None, 0))(weight, jnp.stack([x, 2 * x]))
-        near(several[1], 2 * expected(x))
-        near(gradient(partial(layers.linear, weight)), gradient(expected))
+        for found, expected in zip(made(layers.linear, weight), wanted, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 def test_blocks_are_equal_and_small():
@@ -792,7 +789,7 @@ def test_tables_in_8_bits_are_written_read_and_named(tied, tmp_path, capsys):
     assert about["ignore"] == (["lm_head"] if tied else [])
     shared = division(find(tmp_path / "made"), model.config, np.dtype("float32"), 10**9)
     assert shared.outer == outside
-    assert load_streamed(find(tmp_path / "made")).quantization == quantized_as(model)
+    assert load_offloaded(find(tmp_path / "made")).quantization == quantized_as(model)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
     assert weight_bytes(model) == held - (0 if tied else whole.embedding.size + 2 * 64)
     assert memory.load_of(model).weights == held

@@ -15,7 +15,8 @@ from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import tokenizers
-from specjax.checkpoints.huggingface import load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.methods import registry
 from specjax.methods.method import METHODS

@@ -16,7 +16,7 @@ from benchmarks.rounds import Rounds, Run, Sampled, figures, size_of
 from benchmarks.speed import Measuring, rules_of
 from benchmarks.texts import Text
 from specjax.base.pytree import replace
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.methods import registry
@@ -223,7 +223,7 @@ def test_the_command_writes_a_page_and_goes_on_where_it_was_ended(tmp_path, monk
     assert covered[0]["top 1"] == "1.000"
     assert [row["T"] for row in covered if row["draft"] == "published"] == ["0", "stochastic"]
     assert [(row["T"], row["method, rule"]) for row in overall] == [
-        ("0", "plain"), ("0", "chain 1,1, block"), ("1", "plain"), ("1", "chain 1,1, block"),
+        ("0", "plain"), ("0", "chain:2, block"), ("1", "plain"), ("1", "chain:2, block"),
     ]  # fmt: skip
     assert [row["tokens per step"] for row in overall[::2]] == ["1.00", "1.00"]
     assert float(overall[1]["tokens per step"]) > 2.5  # the draft is the target

@@ -70,7 +70,7 @@ def test_the_command_measures_shapes_and_the_grown_pair(tmp_path, monkeypatch, c
     costs = ["pass", "pass", "plain step"]
     assert what[:7] == [(None, "read bandwidth"), *(("tiny", each) for each in costs),
                         *((grown, each) for each in costs)]  # fmt: skip
-    assert [name for _, name in what[7:10]] == ["none", "none", "chain 1,1,1,1,1,1,1"]
+    assert [name for _, name in what[7:10]] == ["none", "none", "chain:7"]
     if available():
         assert [name for _, name in what[10:]] == [
             "transformers, plain", "transformers, assisted"

@@ -10,19 +10,18 @@ import pytest
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import pair as pairs
-from specjax.checkpoints import streaming
 from specjax.checkpoints.files import find
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
+from specjax.checkpoints.offload import memory
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.self_drafts import self_bytes, self_draft
-from specjax.decoding import link
-from specjax.decoding.link import Link
+from specjax.decoding import pass_times
+from specjax.decoding.pass_times import OffloadTimes
 from specjax.decoding.request import memory_plan, rule_of
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build, setting_of
 from specjax.models.quantized import PackedWeight, packed, quantized_as
-from specjax.models.streamed import StreamedModel
 from tests.cases import slow_but
 from tests.folders import target_folder
 from tests.pairs import generate
@@ -40,9 +39,9 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def offloaded(monkeypatch, folder):
     """Bytes in which a layer stays, as if streaming the others took a byte."""
-    monkeypatch.setattr(streaming, "_ring_bytes", lambda *_: 1)
-    config, _ = streaming.read_config(folder)
-    whole = streaming.division(find(folder), config, np.dtype("float32"), 10**9)
+    monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
+    config, _ = memory.read_config(folder)
+    whole = memory.division(find(folder), config, np.dtype("float32"), 10**9)
     return whole.outer + whole.layer + 1
 
 
@@ -94,7 +93,7 @@ def test_families_draft_for_themselves(case):
 @pytest.mark.parametrize("method", ["chain", pytest.param("specexec", marks=pytest.mark.slow)])
 def test_texts_are_the_targets_and_most_drafts_are_accepted(method, folder, offloaded):
     pair = load_pair(str(folder), "self:4bit", dtype="float32", offload="disk", memory=offloaded)
-    assert isinstance(pair.target, StreamedModel)
+    assert pair.target.is_offloaded
     assert len(pair.target.layers) == 1
     tree = {"chain": {"widths": (1, 1, 1)}, "specexec": {"budget": 7}}[method]
     drafter = build(setting_of(method, **tree), pair)
@@ -120,8 +119,8 @@ def test_a_target_that_is_offloaded_drafts_for_itself(folder, offloaded, tmp_pat
     assert drafts(memory=10**9) == []  # all of it is in memory
     assert load_pair(str(folder)).drafts == []
     quantize_folder(find(folder), tmp_path / "packed", 8)
-    config, _ = streaming.read_config(tmp_path / "packed")
-    room = streaming.division(find(tmp_path / "packed"), config, np.dtype("float32"), 10**9).outer
+    config, _ = memory.read_config(tmp_path / "packed")
+    room = memory.division(find(tmp_path / "packed"), config, np.dtype("float32"), 10**9).outer
     assert drafts(tmp_path / "packed", memory=room + 1) == []
     monkeypatch.setattr(pairs.memory, "available", lambda mesh: 1000)
     assert drafts() == []
@@ -137,14 +136,14 @@ def test_what_cannot_be_is_said(folder, tmp_path):
 
 @pytest.mark.parametrize(("draft_seconds", "levels"), [(0.001, 16), (0.05, 13), (0.2, 7), (1.0, 1)])
 def test_a_slow_draft_goes_less_deep(draft_seconds, levels):
-    found = Link(10**9, 1.0, (16,), (0.1,)).levels(draft_seconds)
+    found = OffloadTimes(10**9, 1.0, (16,), (0.1,)).levels(draft_seconds)
     assert found == levels
 
 
 def test_auto_says_how_deep_it_drafts(folder, offloaded, monkeypatch):
     pair = load_pair(str(folder), dtype="float32", offload="disk", memory=offloaded)
-    slow = Link(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
-    monkeypatch.setitem(link._measured, pair.target, slow)
+    slow = OffloadTimes(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
+    monkeypatch.setitem(pass_times._measured, pair.target, slow)
     monkeypatch.setattr("specjax.methods.choice.draft_seconds", lambda draft: 0.5)
     levels = slow.levels(0.5)
     assert 1 < levels < 16
@@ -174,8 +173,8 @@ def test_info_says_what_an_offloaded_model_takes(folder, offloaded, capsys):
     flags = ["--model", str(folder), "--offload", "disk", "--memory", str(offloaded)]
     assert main(["info", *flags, "--dtype", "float32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    config, _ = streaming.read_config(folder)
-    shared = streaming.division(find(folder), config, np.dtype("float32"), offloaded)
+    config, _ = memory.read_config(folder)
+    shared = memory.division(find(folder), config, np.dtype("float32"), offloaded)
     assert (found["layers_in_memory"], found["layers"]) == (1, LAYERS)
     assert found["weights_bytes"] == shared.total
     assert found["draft_weights_bytes"] == self_bytes(config, 4)

@@ -307,9 +307,9 @@ def test_a_signal_while_the_engine_starts():
 
 def test_a_signal_while_settings_are_compiled():
     """It waits for no compilation: closing the engine would."""
-    with process({"settings_compiling": ["tree:7"], "close_seconds": 60}) as (server, url):
+    with process({"settings_compiling": ["specexec:7"], "close_seconds": 60}) as (server, url):
         until(lambda: httpx.get(f"{url}/ready").status_code == 200)
-        assert httpx.get(f"{url}/ready").json()["settings_compiling"] == ["tree:7"]
+        assert httpx.get(f"{url}/ready").json()["settings_compiling"] == ["specexec:7"]
         server.send_signal(signal.SIGTERM)
         assert server.wait(5) == 0
 

@@ -2,15 +2,26 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from specjax.draft import Growth
 from specjax.methods import tuned
-from specjax.methods.method import Setting
+from specjax.methods.method import (
+    METHODS,
+    NO_SIZE,
+    WIDTHS,
+    Setting,
+    listed,
+    register_method,
+)
+from specjax.methods.registry import setting_of
 from specjax.methods.setting import from_json, to_json
 from specjax.trees.tree import TreeShape
-from specjax.trees.widths import MOST_NODES, counts
+from specjax.trees.widths import MOST_NODES, canonical, counts, spelled
 
 GROWN = {"method": "specexec", "growth": {"budget": 4}}
 
@@ -37,9 +48,101 @@ def test_what_is_written_is_read(values):
     assert from_json(with_nulls, "here") == setting
 
 
+@st.composite
+def named(draw):
+    """A method, and a size of it: none, a number of nodes, or children of every node by level."""
+    name = draw(st.sampled_from(list(METHODS)))
+    if METHODS[name].size == NO_SIZE:
+        return name, None
+    if METHODS[name].size != WIDTHS:
+        return name, draw(st.integers(1, 300))
+    levels, nodes = [], 1
+    for _ in range(draw(st.integers(1, 4))):
+        levels.append(draw(st.lists(st.integers(0, 3), min_size=nodes, max_size=nodes).filter(any)))
+        nodes = sum(levels[-1])
+    return name, levels
+
+
+def printed(name, size) -> str:
+    if isinstance(size, list):
+        size = spelled(canonical(tuple(map(tuple, size))))
+    return name if size is None else f"{name}:{size}"
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(named(), min_size=1, max_size=6))
+def test_what_is_printed_is_read(found):
+    """Each alone, in a list, as an argument, and from JSON with its fields beside it or without."""
+    texts = [printed(*each) for each in found]
+    assert listed(", ".join(texts)) == listed(",".join(texts)) == texts
+    for text in texts:
+        setting = setting_of(text)
+        assert setting.name == setting.label == text
+        assert setting_of(setting.name) == setting
+        values = json.loads(json.dumps(to_json(setting)))
+        assert values["name"] == text
+        assert from_json(values, "here") == from_json(text, "here") == setting
+
+
+@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("batch", [1, 8])
+def test_every_shipped_setting_is_read_from_what_is_printed(method, batch):
+    setting = setting_of(method, batch=batch)
+    assert setting_of(setting.name) == setting
+    assert setting.name.partition(":")[0] == method
+
+
+@pytest.mark.parametrize("method", [name for name, own in METHODS.items() if own.takes_budget])
+def test_every_budget_is_named_by_what_it_made(method):
+    for budget in (*range(1, 17), 64):
+        setting = setting_of(method, budget=budget)
+        assert setting_of(setting.name) == setting
+
+
+@pytest.mark.parametrize(
+    ("text", "named", "sentence"),
+    [
+        (
+            "specexec:15",
+            {"budget": 7},
+            r"^specexec:15 has a size, and a budget \(7\) is named",
+        ),
+        (
+            "tree:2,1",
+            {"widths": (2,)},
+            r"^tree:2,1 has a size, and a tree \(2\) is named beside",
+        ),
+        ("chain:3", {"budget": 3}, r"^chain:3 has a size, and a budget \(3\) is named beside it; "),
+    ],
+)
+def test_a_size_is_named_once(text, named, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        setting_of(text, **named)
+
+
+def test_what_a_name_does_not_carry_is_in_the_fields():
+    other = replace(setting_of("specexec:7"), temperatures=(1.0, 1.0), draft="self:8bit")
+    assert (other.name, other.label) == ("specexec:7", "specexec:7 of self:8bit")
+    assert from_json(to_json(other), "here") == other != setting_of(other.name)
+    shaped = Setting("recycle", (2, 1))
+    assert (shaped.name, to_json(shaped)["widths"]) == ("recycle:4", (2, 1))
+
+
+@pytest.mark.parametrize("name", ["a:b", "a,b", "2a", "", "a b", "a/b"])
+def test_a_method_whose_name_is_no_word_is_not_registered(name):
+    with pytest.raises(ValueError, match="it must be a letter with letters, digits, - and _ after"):
+        register_method(replace(METHODS["chain"], name=name))
+
+
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
+        (
+            {"name": "chain:3", "method": "chain", "widths": [1]},
+            "here has the name 'chain:3', and the fields of chain:1",
+        ),
+        ({"name": ["chain"]}, r"here has the name \['chain'\], and the fields of none"),
+        ("bush:3", "here: no method 'bush'"),
         (None, "here is None; it must be an object"),
         ([], r"here is \[\]; it must be an object"),
         ({"method": None}, "no method None"),

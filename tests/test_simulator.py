@@ -35,7 +35,7 @@ from benchmarks.simulation.workload import (
     constant,
     usual,
 )
-from specjax.goodput.policy import OFF, Policy, StepShape
+from specjax.goodput.policy import PLAIN, Policy, StepShape
 
 
 def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
@@ -55,7 +55,7 @@ def test_the_simulator_needs_no_jax():
 
 
 def policies() -> list[Policy]:
-    return [controller_of(MACHINE, ROWS), *(fixed(name, ROWS) for name in ("off", "tree:7"))]
+    return [controller_of(MACHINE, ROWS), *(fixed(name, ROWS) for name in ("none", "specexec:7"))]
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -66,7 +66,7 @@ def test_every_request_is_given_its_tokens(place):
     assert sorted(each.of for each in found.served) == sorted(load)
     assert found.tokens == sum(each.tokens for each in load)
     assert found.busy <= found.seconds + 1e-9
-    fastest = MACHINE.step(StepShape(OFF, 1, 1)).seconds
+    fastest = MACHINE.step(StepShape(PLAIN, 1, 1)).seconds
     for each in found.served:
         assert each.of.at < each.first <= each.end
         assert each.latency >= fastest * math.ceil(each.of.tokens / 17)
@@ -79,12 +79,12 @@ def test_a_seed_gives_the_same_result_again():
     assert one.marks != other.marks
 
 
-@pytest.mark.parametrize("name", ["off", "chain:3"])
+@pytest.mark.parametrize("name", ["none", "chain:3"])
 def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
     setting = next(each for each in SETTINGS if each.name == name)
     hazard = 0.8
     ends = {key: (math.log(hazard / (1 - hazard)),) * 2 for key in usual()}
-    world = World(MACHINE, Truth(ends, skill=0.0, ease=(0.0, 0.0)), noise=0.0, pauses=0.0)
+    world = World(MACHINE, Truth(ends, effect=0.0, text_effect=(0.0, 0.0)), noise=0.0, pauses=0.0)
     load = [Arrival(0.0, prompt=1, tokens=3000) for _ in range(ROWS)]
     found = of(name, load, world)
     tokens = ROWS * sum(hazard**depth for depth in range(setting.depth + 1))
@@ -128,11 +128,11 @@ def test_texts_are_easy_or_hard_for_a_while_as_recorded_ones_are(temperature, le
     setting = next(each for each in SETTINGS if each.name == "chain:7")
     for _ in range(400):
         of = Arrival(0.0, temperature=temperature)
-        skill, ease, steps = truth.draw_skill(drawn), truth.draw_ease(drawn, of), []
+        effect, text_effect, steps = truth.draw_effect(drawn), truth.draw_text_effect(drawn, of), []
         for _ in range(30):
-            hazards = truth.hazards(setting, 7, of, skill + ease, 0.0)
+            hazards = truth.hazards(setting, 7, of, effect + text_effect, 0.0)
             accepted = next((n for n, each in enumerate(hazards) if drawn.random() >= each), 7)
-            ease = truth.next_ease(drawn, of, ease, accepted + 1)
+            text_effect = truth.next_text_effect(drawn, of, text_effect, accepted + 1)
             steps.append(accepted)
         found.append(steps)
     mean = fmean(each for steps in found for each in steps)
@@ -174,7 +174,7 @@ def test_a_servers_report_is_a_machine():
     report = {
         "costs": [
             {"setting": s, "rows": 1, "width": w, "seconds": t, "seconds_per_cached_token": 1e-6}
-            for s, w, t in (("off", 1, 0.004), ("chain:1", 2, 0.005))
+            for s, w, t in (("none", 1, 0.004), ("chain:1", 2, 0.005))
         ],
         "chunks": [{"tokens": 8, "seconds": 0.006, "seconds_per_cached_token": 2e-6}],
         "catch_ups": [{"tokens": 16, "seconds": 0.001}],

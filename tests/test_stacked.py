@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from specjax.base.sampling import Sampling
-from specjax.checkpoints.huggingface import load_model, save_model, save_sharded
+from specjax.checkpoints.huggingface import save_model, save_sharded
+from specjax.checkpoints.load import load_model
 from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
@@ -15,9 +16,8 @@ from specjax.draft.growth import Growth
 from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, packed
 from specjax.models.stacking import stacked, unstacked
-from specjax.models.transformer import forward
 from tests.engines import alone, ids_of, random_request, running, served
-from tests.pairs import KEY, PROMPTS, generate, near, varied_model
+from tests.pairs import KEY, PROMPTS, forward, generate, near, varied_model
 from tests.test_parity import GOLDEN
 
 LAYERS = 3

@@ -22,7 +22,7 @@ from tests.folders import own_cache
 
 __all__ = ["own_cache"]
 ROOT = Path(__file__).parent.parent
-STEPS = (StepShape("off", 1, 1), StepShape("chain:3", 1, 4))
+STEPS = (StepShape("none", 1, 1), StepShape("chain:3", 1, 4))
 PLAN = Plan(STEPS, (16, 64), 16, ((1, 16), (1, 64), (4, 16)), 512, True)
 FOUND = Measured(
     {16: (0.01, 1e-6), 64: (0.03, 2e-6)},
@@ -100,7 +100,7 @@ def test_the_last_engines_are_kept():
 
 KNOWN = {
     "date": "2026-11-24", "chunks": [[16, 0.01, 0.0], [64, 0.03, 0.0]],
-    "steps": [["off", 1, 1, 0.01, 0.0], ["chain:3", 1, 4, 0.02, 0.0]],
+    "steps": [["none", 1, 1, 0.01, 0.0], ["chain:3", 1, 4, 0.02, 0.0]],
     "catch_ups": [[16, 0.001], [64, 0.004]],
 }  # fmt: skip
 STEP = KNOWN["steps"][1]

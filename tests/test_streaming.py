@@ -19,30 +19,31 @@ import pytest
 import specjax
 from specjax.__main__ import main
 from specjax.base.sampling import Sampling
-from specjax.checkpoints import layer_reader, streaming
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.hosted import AHEAD, HostLayers
-from specjax.checkpoints.huggingface import load_model, save_model
-from specjax.checkpoints.layer_reader import BUFFERS, READERS, LayerReader
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_model
+from specjax.checkpoints.offload import disk, memory
+from specjax.checkpoints.offload.disk import BUFFERS, READERS, DiskLayers
+from specjax.checkpoints.offload.host import AHEAD, HostLayers
+from specjax.checkpoints.offload.load import load_offloaded
+from specjax.checkpoints.offload.memory import division
+from specjax.checkpoints.offload.spans import PAGE, expected_tensors, spans_of
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
-from specjax.checkpoints.spans import PAGE, expected_tensors, spans_of
-from specjax.checkpoints.streaming import division, load_streamed
-from specjax.decoding import link, request
-from specjax.decoding.link import Link, link_of
+from specjax.decoding import pass_times, request
+from specjax.decoding.pass_times import OffloadTimes, offload_times
 from specjax.decoding.request import rule_of, visits
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.measure.distribution_tests import logits_within
-from specjax.measure.tune_streamed import budgets_by_link
+from specjax.measure.tune_streamed import budgets_for_reading
 from specjax.methods import tuned
 from specjax.methods.choice import Asked, choose
 from specjax.methods.registry import build
 from specjax.models.memory import Load
 from specjax.models.placement import placement
 from specjax.models.quantized import quantized_as
-from specjax.models.streamed import StreamedModel
 from tests.cases import slow_but
 from tests.conftest import QUICKLY
 from tests.folders import pair_folder, target_folder
@@ -68,7 +69,7 @@ def folder(target, tmp_path_factory):
 
 def room_for(folder, resident, dtype="float32"):
     """The bytes that so many layers in memory take, beside the one that streaming does here."""
-    config, _ = streaming.read_config(folder)
+    config, _ = memory.read_config(folder)
     whole = division(find(folder), config, np.dtype(dtype), EVERYTHING)
     return whole.outer + whole.layer * resident + 1
 
@@ -76,13 +77,13 @@ def room_for(folder, resident, dtype="float32"):
 def streamed(folder, resident, **options):
     """The model with so many of its layers in memory."""
     room = room_for(folder, resident, options.get("dtype", "float32"))
-    return load_streamed(find(folder), memory_bytes=room, **options)
+    return load_offloaded(find(folder), memory_bytes=room, **options)
 
 
 @pytest.fixture(autouse=True)
 def few_layers(monkeypatch):
     """As if streaming took a byte: the models here have fewer layers than the ring."""
-    monkeypatch.setattr(streaming, "_ring_bytes", lambda *_: 1)
+    monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
 
 
 def drafter_of(target, method):
@@ -99,7 +100,7 @@ def drafter_of(target, method):
 @pytest.fixture
 def in_host_memory(monkeypatch):
     """As if layers that wait in the host's memory took nothing of the device's."""
-    monkeypatch.setattr(streaming, "BUFFERS", 0)
+    monkeypatch.setattr(memory, "BUFFERS", 0)
 
 
 @pytest.mark.parametrize(("resident", "host"), [(0, False), (2, False), (1, True)])
@@ -107,9 +108,9 @@ def in_host_memory(monkeypatch):
 def test_texts_are_those_of_the_model_in_memory(
     method, resident, host, target, folder, in_host_memory
 ):
-    model = streamed(folder, resident, host=host)
-    assert isinstance(model.source, HostLayers if host else LayerReader)
-    assert isinstance(model, StreamedModel)
+    model = streamed(folder, resident, offload="host" if host else "disk")
+    assert isinstance(model.source, HostLayers if host else DiskLayers)
+    assert model.is_offloaded
     assert len(model.layers) == resident
     drafter = drafter_of(target, method)
     whole = load_model(folder)
@@ -156,7 +157,7 @@ def test_penalties_are_those_of_every_node(target, folder, monkeypatch):
 
 
 def test_layers_of_the_hosts_memory_move_ahead_and_round(folder, in_host_memory):
-    model = streamed(folder, 1, host=True)
+    model = streamed(folder, 1, offload="host")
     assert isinstance(model.source, HostLayers)
     whole = load_model(folder).layers
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(model.source._layers)}
@@ -165,14 +166,14 @@ def test_layers_of_the_hosts_memory_move_ahead_and_round(folder, in_host_memory)
     for number in (1, 2, 3, 1, 2, 1):  # a pass that was left, too
         jax.tree.map(np.testing.assert_array_equal, model.layer(number), whole[number])
         assert len(model.source._moving) == min(AHEAD, LAYERS - 2)
-    assert link_of(model).read_seconds > 0
+    assert offload_times(model).read_seconds > 0
     model.source.close()
     assert not model.source._moving
 
 
 def test_quantized_layers_wait_in_the_hosts_memory(folder, tmp_path, in_host_memory):
     quantize_folder(find(folder), tmp_path / "packed", 4, group=8)
-    model = streamed(tmp_path / "packed", 1, host=True)
+    model = streamed(tmp_path / "packed", 1, offload="host")
     expected = generate(load_model(tmp_path / "packed"), None)
     np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
     assert quantized_as(model) == "int4, a scale for each 8 inputs"
@@ -206,7 +207,7 @@ def test_a_sharded_bfloat16_folder_streams_in_its_own_dtype(target, tmp_path, mo
     assert len(list((tmp_path / "made").glob("*.safetensors"))) > 2
     for name in ("model", "made"):
         model = streamed(tmp_path / name, 0, dtype="bfloat16")
-        assert load_streamed(find(tmp_path / name)).embedding.dtype == "bfloat16"
+        assert load_offloaded(find(tmp_path / name)).embedding.dtype == "bfloat16"
         expected = generate(load_model(tmp_path / name, dtype="bfloat16"), None)
         np.testing.assert_array_equal(generate(model, None).tokens, expected.tokens)
 
@@ -243,7 +244,7 @@ def test_two_threads_may_generate_at_once(folder):
 
 def test_what_is_read_are_the_layers_out_of_memory(folder):
     model = streamed(folder, 1)
-    assert isinstance(model.source, LayerReader)
+    assert isinstance(model.source, DiskLayers)
     whole = load_model(folder).layers
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(whole[1:]))
     assert size <= model.source.bytes_a_pass <= size + 3 * 2 * PAGE
@@ -254,7 +255,7 @@ def test_what_is_read_are_the_layers_out_of_memory(folder):
 def test_a_model_that_is_let_go_reads_no_more(folder):
     model = streamed(folder, 0)
     generate(model, None)
-    assert isinstance(model.source, LayerReader)
+    assert isinstance(model.source, DiskLayers)
     thread = model.source._thread
     assert thread is not None
     assert thread.is_alive()
@@ -315,7 +316,7 @@ def test_a_disk_that_fails_is_said(folder, monkeypatch):
 def test_numbers_that_are_none_are_found_in_the_first_pass(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     weights = copy / "model.safetensors"
-    found = streaming.extents(find(copy))
+    found = memory.extents(find(copy))
     place = next(each.start for each in found if each.name == "model.layers.2.mlp.up_proj.weight")
     with weights.open("r+b") as opened:
         opened.seek(place)
@@ -330,7 +331,7 @@ def test_where_direct_reads_are_refused_others_do(folder, monkeypatch):
 
     def without(file, flag, *more):
         flags.append(flag)
-        if flag & layer_reader._DIRECT:
+        if flag & disk._DIRECT:
             raise OSError(22, "Invalid argument")
         return real(file, flag, *more)
 
@@ -343,9 +344,9 @@ def test_where_direct_reads_are_refused_others_do(folder, monkeypatch):
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 def test_as_many_layers_stay_as_fit(count, folder):
     files = find(folder)
-    config, _ = streaming.read_config(folder)
+    config, _ = memory.read_config(folder)
     kind = np.dtype("float32")
-    layer, whole = streaming._unpacked_bytes(config, kind), Load(placement(config, None), kind)
+    layer, whole = memory._unpacked_bytes(config, kind), Load(placement(config, None), kind)
     outer = whole.weights - LAYERS * layer
     room = outer + count * layer + (count < LAYERS)
     found = division(files, config, kind, room)
@@ -359,11 +360,11 @@ def test_as_many_layers_stay_as_fit(count, folder):
 def test_the_ring_counts_what_layers_become(folder, monkeypatch):
     monkeypatch.undo()
     files = find(folder)
-    config, family = streaming.read_config(folder)
+    config, family = memory.read_config(folder)
     spans = spans_of(files, family, expected_tensors(config, family), range(LAYERS)).values()
-    layer = streaming._unpacked_bytes(config, np.dtype("float32"))
+    layer = memory._unpacked_bytes(config, np.dtype("float32"))
     single, double = (
-        streaming._ring_bytes(spans, np.dtype(kind), size)
+        memory._ring_bytes(spans, np.dtype(kind), size)
         for kind, size in (("float32", layer), ("bfloat16", layer // 2))
     )
     assert BUFFERS * layer <= single <= BUFFERS * layer * 1.1 + READERS * 2 * layer
@@ -372,7 +373,7 @@ def test_the_ring_counts_what_layers_become(folder, monkeypatch):
 
 def test_layers_are_used_where_they_were_read(folder):
     model = streamed(folder, 0)
-    assert isinstance(model.source, LayerReader)
+    assert isinstance(model.source, DiskLayers)
     with model.in_pass():
         taken = model.layer(0)
         held = np.asarray(model.source._ring.used[0])
@@ -383,7 +384,7 @@ def test_layers_are_used_where_they_were_read(folder):
 
 def test_the_ring_is_of_this_process_alone(folder):
     model = streamed(folder, 0)
-    assert isinstance(model.source, LayerReader)
+    assert isinstance(model.source, DiskLayers)
     lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
     place = model.source._ring.empty.get().ctypes.data
     spans = [line.split()[:2] for line in lines if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line)]
@@ -412,7 +413,7 @@ def test_too_little_memory_is_said_with_both_numbers(folder):
     with pytest.raises(
         CheckpointError, match=r"takes \d+\.\d MiB, and streaming .*; there are 0\.0 MiB for both"
     ):
-        load_streamed(find(folder), memory_bytes=1000)
+        load_offloaded(find(folder), memory_bytes=1000)
 
 
 @pytest.mark.parametrize(
@@ -443,9 +444,9 @@ def offloading(folder, resident=1):
 def test_the_command_line_streams(with_tokenizer, capsys, monkeypatch):
     flags = ["--model", str(with_tokenizer), "--draft", f"{pair_folder()}/two"]
     texts, taken = [], []
-    real = LayerReader.take
+    real = DiskLayers.take
     monkeypatch.setattr(
-        LayerReader, "take", lambda self, layer: taken.append(layer) or real(self, layer)
+        DiskLayers, "take", lambda self, layer: taken.append(layer) or real(self, layer)
     )
     asked = ["generate", "def add(a", "--json", "--max-new-tokens", "8", "--method", "chain"]
     for more in ([], [*offloading(with_tokenizer), "--dtype", "float32"]):
@@ -461,16 +462,18 @@ _ENDING = """
 import sys
 import jax, specjax
 import jax.numpy as jnp
-from specjax.checkpoints import files, layer_reader, streaming
-streaming._ring_bytes = lambda *_: 1
-real, count = layer_reader.LayerReader.arrays, [0]
+from specjax.checkpoints import files
+from specjax.checkpoints.offload import disk, memory
+from specjax.checkpoints.offload.load import load_offloaded
+memory._ring_bytes = lambda *_: 1
+real, count = disk.DiskLayers.arrays, [0]
 def slow(reader, layer, buffer):  # within XLA as the interpreter ends
     count[0] += 1
     for _ in range(10 if count[0] > 5 else 0):
         jnp.linalg.inv(jnp.eye(1500)).block_until_ready()
     return real(reader, layer, buffer)
-layer_reader.LayerReader.arrays = slow
-model = streaming.load_streamed(files.find(sys.argv[1]), memory_bytes=int(sys.argv[2]))
+disk.DiskLayers.arrays = slow
+model = load_offloaded(files.find(sys.argv[1]), memory_bytes=int(sys.argv[2]))
 specjax.generate(jax.random.key(0), model, None, [[1, 2, 3]], max_new_tokens=1)
 print("done")
 """
@@ -529,8 +532,8 @@ def test_bench_measures_what_is_streamed(with_tokenizer, tmp_path, capsys):
         ("none", "float32"), ("chain", "float32")
     ]  # fmt: skip
     assert report["env"]["layers_in_memory"] == 1
-    config, _ = streaming.read_config(with_tokenizer)
-    assert report["env"]["bytes_a_pass"] >= 2 * streaming._unpacked_bytes(config, np.dtype("f4"))
+    config, _ = memory.read_config(with_tokenizer)
+    assert report["env"]["bytes_a_pass"] >= 2 * memory._unpacked_bytes(config, np.dtype("f4"))
     capsys.readouterr()
     assert main(["bench", *flags, "--offload", "disk", "--inflate", "1M"]) == 2
     assert "specjax inflate writes one that can be offloaded" in capsys.readouterr().err
@@ -546,21 +549,21 @@ def test_bench_measures_what_is_streamed(with_tokenizer, tmp_path, capsys):
     ],
 )
 def test_a_budget_is_what_is_computed_while_layers_are_read(read, columns, seconds, budget):
-    link = Link(10**9, read, columns, seconds)
-    assert link.budget == budget
-    assert f"at {1 / read:.2f} GB/s" in str(link)
+    times = OffloadTimes(10**9, read, columns, seconds)
+    assert times.budget == budget
+    assert f"at {1 / read:.2f} GB/s" in str(times)
 
 
 @pytest.mark.slow
 def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     model = streamed(folder, 0)
-    found = link_of(model)
-    assert found is link_of(model)
+    found = offload_times(model)
+    assert found is offload_times(model)
     assert found.size == model.bytes_a_pass
     assert found.read_seconds > 0
     assert min(found.seconds) > 0
-    slow = Link(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
-    monkeypatch.setitem(link._measured, model, slow)
+    slow = OffloadTimes(10**9, 1.0, (16, 64, 256), (0.2, 0.4, 2.0))
+    monkeypatch.setitem(pass_times._measured, model, slow)
     pair = Pair(model, None, [near(target, 0)])
     for temperature, method in ((0.0, "specexec"), (0.8, "tree")):
         choice = choose(Asked(), pair, temperature)
@@ -606,10 +609,10 @@ def test_tune_chooses_for_what_is_streamed(
 
 def test_budgets_to_tune_among_follow_from_the_link(folder, monkeypatch):
     model = streamed(folder, 2)
-    at = Link(10**9, 0.9, (16, 64, 256), (0.2, 0.8, 3.2))
-    monkeypatch.setattr("specjax.measure.tune_streamed.link_of", lambda _: at)
-    assert budgets_by_link(model) == (15, 63, 127)
+    at = OffloadTimes(10**9, 0.9, (16, 64, 256), (0.2, 0.8, 3.2))
+    monkeypatch.setattr("specjax.measure.tune_streamed.offload_times", lambda _: at)
+    assert budgets_for_reading(model) == (15, 63, 127)
     monkeypatch.setattr(
-        "specjax.measure.tune_streamed.link_of", lambda _: at._replace(read_seconds=1e9)
+        "specjax.measure.tune_streamed.offload_times", lambda _: at._replace(read_seconds=1e9)
     )
-    assert budgets_by_link(model) == (15, 2047)
+    assert budgets_for_reading(model) == (15, 2047)

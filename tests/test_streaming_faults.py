@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from specjax.checkpoints import streaming
 from specjax.checkpoints.files import find
+from specjax.checkpoints.offload import memory
 from tests.conftest import QUICKLY
 from tests.folders import target_folder
 
@@ -49,8 +49,8 @@ READ(preadv64v2, off64_t, FLAGS)
 _GENERATE = """
 import sys
 from specjax.__main__ import main
-from specjax.checkpoints import streaming
-streaming._ring_bytes = lambda *_: 1  # there are fewer layers than a ring is worth
+from specjax.checkpoints.offload import memory
+memory._ring_bytes = lambda *_: 1  # there are fewer layers than a ring is worth
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -64,8 +64,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def command(folder):
     """Generates for some seconds, a layer in memory."""
-    config, _ = streaming.read_config(folder)
-    least = streaming.division(find(folder), config, np.dtype("float32"), 10**9)
+    config, _ = memory.read_config(folder)
+    least = memory.division(find(folder), config, np.dtype("float32"), 10**9)
     return [
         sys.executable, "-c", _GENERATE, "generate", "def add(a", "--model", str(folder),
         "--method", "none", "--draft", "none", "--max-new-tokens", "1500", "--dtype", "float32",

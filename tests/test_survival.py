@@ -1,4 +1,4 @@
-"""What drafts are expected to give: curves, a request's own skill, calibrated chances."""
+"""What drafts are expected to give: curves, a request's own effect, calibrated chances."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ import pytest
 
 from specjax.goodput.acceptance import Acceptance
 from specjax.goodput.policy import DraftSetting, Outcome
-from specjax.goodput.survival import Calibration, Curve, Rate, Skill, logistic, logit
+from specjax.goodput.survival import Calibration, Curve, Rate, RequestEffect, logistic, logit
 
 HAZARDS = (0.9, 0.6, 0.8, 0.4, 0.7)
 CHAIN = DraftSetting("chain:5", 5, 5, drawn=True, runs_draft=True)
-TREE = DraftSetting("tree:7", 7, 3, runs_draft=True)
+TREE = DraftSetting("specexec:7", 7, 3, runs_draft=True)
 
 
 def survivors(drawn: random.Random, hazards, depth: int) -> int:
@@ -54,7 +54,7 @@ def expected_tokens(censoring: bool) -> float:
         acceptance.expected("chain", request, 0.0)
         accepted = survivors(drawn, HAZARDS, depth)
         outcome = Outcome(request, accepted + 1, depth, accepted)
-        acceptance.observe("chain", outcome, 5, whole=True, drawn=True)
+        acceptance.observe("chain", outcome, 5, whole=True, is_chain=True)
         found.append(acceptance.expected("chain", None, 0.0).tokens[-1])
     return fmean(found[1000:])
 
@@ -120,39 +120,39 @@ def test_where_a_texts_chances_are_unknown_nothing_is_learned():
 
 
 @pytest.mark.parametrize("planted", [-1.5, 0.0, 1.5])
-def test_a_requests_skill_is_learned(planted):
+def test_a_requests_effect_is_learned(planted):
     """It is pulled to that of the others a little, as a request may have few steps."""
-    drawn, skill, found = random.Random(5), Skill(), []
+    drawn, effect, found = random.Random(5), RequestEffect(), []
     own = [logistic(logit(each) + planted) for each in HAZARDS]
     for _ in range(2000):
-        skill.observe(HAZARDS, survivors(drawn, own, 5), 5)
-        found.append(skill.logits)
+        effect.observe(HAZARDS, survivors(drawn, own, 5), 5)
+        found.append(effect.logits)
     assert fmean(found[200:]) == pytest.approx(planted, abs=0.5)
     assert planted * fmean(found[10:30]) >= 0.2 * planted**2
 
 
-def test_the_skill_of_a_greedy_text_passes_sooner():
+def test_the_effect_of_a_greedy_text_passes_sooner():
     """After many easy steps and a few hard ones less is left of it than of a sampled one's."""
     left = []
     for greedy in (True, False):
-        skill = Skill(greedy)
+        effect = RequestEffect(greedy)
         for _ in range(300):
-            skill.observe(HAZARDS, 5, 5)
-        before = skill.logits
+            effect.observe(HAZARDS, 5, 5)
+        before = effect.logits
         assert before > 1
         for _ in range(4):
-            skill.observe(HAZARDS, 1, 5)
-        left.append(skill.logits / before)
+            effect.observe(HAZARDS, 1, 5)
+        left.append(effect.logits / before)
     assert left[0] < left[1] - 0.2
 
 
-def test_a_skill_is_bounded():
+def test_an_effect_is_bounded():
     for accepted, drafted in ((5, 5), (0, 5)):
-        skill = Skill()
+        effect = RequestEffect()
         for _ in range(5000):
-            skill.observe(HAZARDS, accepted, drafted)
-            skill.observe_chance(0.9, float(accepted > 0))
-            assert abs(skill.logits) <= 4
+            effect.observe(HAZARDS, accepted, drafted)
+            effect.observe_chance(0.9, float(accepted > 0))
+            assert abs(effect.logits) <= 4
 
 
 def test_a_request_learns_from_its_own_steps_and_is_forgotten():
@@ -162,7 +162,7 @@ def test_a_request_learns_from_its_own_steps_and_is_forgotten():
         acceptance.expected("chain", number, 0.0)
         for request, accepted in (("good", 5), (number, number % 2)):
             outcome = Outcome(request, accepted + 1, 5, accepted)
-            acceptance.observe("chain", outcome, 5, whole=True, drawn=True)
+            acceptance.observe("chain", outcome, 5, whole=True, is_chain=True)
     others = acceptance.expected("chain", None, 0.0).tokens[-1]
     assert acceptance.expected("chain", "good", 0.0).tokens[-1] > others + 1
     acceptance.forget("good")
@@ -174,7 +174,7 @@ def test_a_curve_is_of_requests_of_like_temperatures():
     before = {each: acceptance.expected("chain", None, each) for each in (0.0, 0.5, 0.9, 2.0)}
     acceptance.expected("chain", "a", 0.8)
     for _ in range(50):
-        acceptance.observe("chain", Outcome("a", 1, 5, 0), 5, whole=True, drawn=True)
+        acceptance.observe("chain", Outcome("a", 1, 5, 0), 5, whole=True, is_chain=True)
     changed = {each for each in before if acceptance.expected("chain", None, each) != before[each]}
     assert changed == {0.9}
 
@@ -182,12 +182,12 @@ def test_a_curve_is_of_requests_of_like_temperatures():
 def test_a_tree_that_was_cut_is_no_trial_of_whole_ones():
     """Else only what is accepted counts of it, and trees that are always cut look perfect."""
     drawn, acceptance = random.Random(6), Acceptance([TREE])
-    before = acceptance.expected("tree:7", "a", 0.0)
+    before = acceptance.expected("specexec:7", "a", 0.0)
     for _ in range(300):
         accepted = survivors(drawn, [0.3] * 3, 3)
         outcome = Outcome("a", accepted + 1, 3, accepted)
-        acceptance.observe("tree:7", outcome, 3, whole=False, drawn=False)
-    assert acceptance.expected("tree:7", "a", 0.0) == before
+        acceptance.observe("specexec:7", outcome, 3, whole=False, is_chain=False)
+    assert acceptance.expected("specexec:7", "a", 0.0) == before
 
 
 @pytest.mark.parametrize("censoring", [True, False])
@@ -195,7 +195,7 @@ def test_a_row_that_drafted_nothing_says_nothing(censoring):
     acceptance = Acceptance([CHAIN], censoring=censoring)
     before = acceptance.expected("chain", "a", 0.0)
     for _ in range(50):
-        acceptance.observe("chain", Outcome("a", 1, 0, 0), 5, whole=True, drawn=True)
+        acceptance.observe("chain", Outcome("a", 1, 0, 0), 5, whole=True, is_chain=True)
     assert acceptance.expected("chain", "a", 0.0) == before
 
 
@@ -205,7 +205,7 @@ def test_a_request_that_ended_may_have_accepted_more():
     before = acceptance.expected("chain", None, 0.0)
     for _ in range(50):
         outcome = Outcome("a", 1, 5, 0, ended=True)
-        acceptance.observe("chain", outcome, 5, whole=True, drawn=True)
+        acceptance.observe("chain", outcome, 5, whole=True, is_chain=True)
     assert acceptance.expected("chain", None, 0.0) == before
 
 

@@ -10,22 +10,21 @@ import pytest
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, sampled_probs
 from specjax.draft import static
-from specjax.draft.drafter import Step
+from specjax.draft.drafter import Step, Wants
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.switching import UNKNOWN, SwitchingDrafter
 from specjax.engine import engine as engines
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request
 from specjax.goodput.controller import Controller
-from specjax.models.transformer import forward
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.tree import NO_PARENT, chosen, root_only
 from tests.engines import alone as plain_texts
 from tests.engines import ids_of, random_request, running, served
-from tests.pairs import alone, broken, near, nothing_seen, varied_model
+from tests.pairs import alone, broken, forward, near, nothing_seen, varied_model
 from tests.scripted_engine import until
-from tests.switched import TurnsPolicy, running_at_random, switching_of
+from tests.switched import TurnsPolicy, every_kind, running_at_random, switching_of
 
 VOCABULARY = 64
 
@@ -39,7 +38,7 @@ def target():
 def engine(target):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "CHUNKS", (16,))
-        with running_at_random(target, near(target, 1), 4) as found:
+        with running_at_random(target, switching_of(near(target, 1)), 4) as found:
             yield found
 
 
@@ -59,11 +58,69 @@ def test_texts_are_those_of_plain_decoding_whatever_each_step_drafts_with(engine
 
 
 @pytest.mark.slow
+def test_texts_are_those_of_plain_decoding_whatever_method_each_step_drafts_with(
+    target, monkeypatch
+):
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    drawn = np.random.default_rng(3)
+    requests = [random_request(drawn, VOCABULARY, 40) for _ in range(32)]
+    drafter = every_kind(near(target, 1), near(target, 2))
+    with running_at_random(target, drafter, 2, 48) as engine:
+        found = [ids_of(events) for events in served(engine, requests)]
+        policy, report = engine.speculation.policy, engine.report()
+        assert set(policy.taken) == set(policy.shapes), "every program was run"
+        assert {shape.setting for shape in policy.shapes} == set(drafter.settings)
+        assert engine.statistics().accepted_tokens > 0
+        assert report["settings"] == list(drafter.settings)
+    assert found == plain_texts(target, requests)
+
+
+def test_states_of_their_own_follow_what_other_settings_committed(target):
+    """Then they are as if their drafters had read the text."""
+    switch = every_kind(near(target, 1), near(target, 2))
+    text, start = texts_of(2, 16), jnp.asarray([3, 5], jnp.int32)
+    own = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (4,)))(text, start)
+    made = jnp.asarray([4, 2], jnp.int32)
+
+    def seen(shape):
+        return switch.wants.zeros(shape, 1)
+
+    step = replace(given(own, made, None), seen=seen((2, 1)))
+    state = switch.init(text, start, 32, seen((2, 16)))
+    keys, sampling = jax.random.split(jax.random.key(0), 2), Sampling().rows(2)
+    for name in ("chain:2", "none"):
+        used = switch.of_setting(name)
+        if used.runs_draft:
+            state, _ = used.catch_up(state, sampling, 8)
+        _, within = used.propose(keys, start, state, text[:, 0], sampling)
+        after = used.commit(within, step)
+        for place, (drafter, shares) in enumerate(zip(switch.drafters, switch.share, strict=True)):
+            if shares:
+                assert after.own[place] == ()
+                continue
+            whole = drafter.init(text, start + made, 32, drafter.wants.zeros((2, 16), 1))
+            models = [
+                (found, wanted)
+                for found, wanted in zip(held(after.own[place]), held(whole), strict=True)
+            ]
+            assert len(models) == {"pool:2,1": 2, "staged:6": 2}.get(switch.names[place], 0)
+            for found, wanted in models:
+                np.testing.assert_array_equal(found.cache.length, wanted.cache.length)
+                np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4)
+
+
+def held(state) -> list[static.ModelState]:
+    """The states of draft models within a state."""
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, static.ModelState))
+    return [leaf for leaf in leaves if isinstance(leaf, static.ModelState)]
+
+
+@pytest.mark.slow
 def test_a_draft_of_no_numbers_changes_no_text(target, monkeypatch):
     monkeypatch.setattr(engines, "CHUNKS", (16,))
     drawn = np.random.default_rng(2)
     requests = [random_request(drawn, VOCABULARY) for _ in range(12)]
-    with running_at_random(target, broken(target, np.nan), 2) as engine:
+    with running_at_random(target, switching_of(broken(target, np.nan)), 2) as engine:
         found = [ids_of(events) for events in served(engine, requests)]
     assert found == plain_texts(target, requests)
 
@@ -78,7 +135,7 @@ def agreement(draft, prompt, text):
 
 def test_a_chain_is_as_good_after_steps_that_left_the_draft_behind(engine, target):
     """It accepts exactly as far as the draft agrees with the text, whatever the steps before."""
-    policy = TurnsPolicy(engine.speculation, 4, ["chain:3", "off", "off", "lookup:4", "chain:1"])
+    policy = TurnsPolicy(engine.speculation, 4, ["chain:3", "none", "none", "lookup:4", "chain:1"])
     engine.speculation.policy = policy
     prompts = np.random.default_rng(4).integers(0, VOCABULARY, (12, 9)).tolist()
     requests = [Request(prompt=each, max_new_tokens=50, ignore_eos=True) for each in prompts]
@@ -119,8 +176,8 @@ def caught_up(target):
     p = jnp.linspace(0.05, 0.9, 12).reshape(2, 6)
     none = nothing_seen((2, 16))
     state = switch.init(jnp.where(jnp.arange(16) < start[:, None], text, 0), start, 32, none)
-    state = switch.of_setting("off").commit(
-        switch.of_setting("off").propose(
+    state = switch.of_setting("none").commit(
+        switch.of_setting("none").propose(
             jax.random.split(jax.random.key(0), 2), start, state, text[:, 0], Sampling().rows(2)
         )[1],
         given(own, made, p),
@@ -243,25 +300,40 @@ def test_a_nodes_score_is_the_product_of_calibrated_chances_along_its_path():
             np.testing.assert_allclose(score[row, node], total, rtol=1e-4, atol=1e-4)
 
 
-def test_drafters_that_cannot_share_a_state_are_refused(target):
+def test_what_drafts_with_another_model_has_a_state_of_its_own(target):
     one, other = near(target, 1), near(target, 2)
     plain = PlainDrafter(VOCABULARY)
-    with pytest.raises(ValueError, match="chain:1 drafts with another model"):
-        SwitchingDrafter.of({"off": plain, "chain:2": alone(one, (1, 1)), "chain:1": alone(other)})
-    with pytest.raises(ValueError, match="a SwitchingDrafter that cannot share its state"):
-        SwitchingDrafter.of({"off": plain, "both": switching_of(one)})
+    found = SwitchingDrafter.of({"none": plain, "chain:2": alone(one, (1, 1)), "a": alone(other)})
+    assert (found.model, found.share) == (one, (True, True, False))
+    assert not found.of_setting("a").runs_draft
+
+
+class Reading(PlainDrafter):
+    """Plain decoding that reads hidden states."""
+
+    @property
+    def wants(self) -> Wants:
+        return Wants(hidden_layers=(1,))
+
+
+def test_drafters_that_no_switch_is_made_of_are_refused(target):
+    plain = PlainDrafter(VOCABULARY)
+    with pytest.raises(ValueError, match="the setting both is a switch between settings itself"):
+        SwitchingDrafter.of({"none": plain, "both": switching_of(near(target, 1))})
+    with pytest.raises(ValueError, match="the setting eagle reads hidden states of the target"):
+        SwitchingDrafter.of({"none": plain, "eagle": Reading(VOCABULARY)})
 
 
 def test_off_leaves_the_draft_where_it_is(target):
     """A step that drafts nothing has no pass of the draft: its cache is given back as it was."""
     switch = switching_of(near(target, 1))
     state = switch.init(texts_of(2, 4), jnp.asarray([4, 4], jnp.int32), 32, nothing_seen((2, 4)))
-    off = switch.of_setting("off")
+    none = switch.of_setting("none")
     keys, at = jax.random.split(jax.random.key(0), 2), jnp.asarray([4, 4], jnp.int32)
 
     def step(state):
-        _, within = off.propose(keys, at, state, texts_of(2, 1)[:, 0], Sampling().rows(2))
-        return off.commit(within, given(texts_of(2, 1), jnp.ones(2, jnp.int32), None))
+        _, within = none.propose(keys, at, state, texts_of(2, 1)[:, 0], Sampling().rows(2))
+        return none.commit(within, given(texts_of(2, 1), jnp.ones(2, jnp.int32), None))
 
     after = step(state)
     assert after.held.cache.keys[0] is state.held.cache.keys[0]
@@ -280,13 +352,13 @@ def test_the_engine_chooses_among_the_settings(target, monkeypatch):
     with running(target, switching_of(near(target, 1)), rows=2, columns=16) as engine:
         controller = engine.speculation.controller
         assert isinstance(controller, Controller)
-        for fixed in (None, "chain:3", "off", None):
+        for fixed in (None, "chain:3", "none", None):
             engine.fix(fixed)
             assert [ids_of(events) for events in served(engine, requests)] == texts
             report = engine.report()
             assert report["mode"] == (fixed or "auto")
             assert set(report["predicted"]) <= set(report["settings"])
-        with pytest.raises(ValueError, match="no setting 'chain:9'; there are auto, off"):
+        with pytest.raises(ValueError, match="no setting 'chain:9'; there are auto, none"):
             engine.fix("chain:9")
         until(lambda: not controller.acceptance._requests)  # what has ended is forgotten
 
@@ -311,7 +383,7 @@ def test_chunks_are_measured_at_every_start_and_the_least_time_counts(
     monkeypatch.setenv("SPECJAX_CACHE", str(tmp_path))
     monkeypatch.setattr(engines, "CHUNKS", (8, 16))
     chain = alone(target, (1,))
-    drafter = SwitchingDrafter.of({"off": PlainDrafter(VOCABULARY), "chain:1": chain})
+    drafter = SwitchingDrafter.of({"none": PlainDrafter(VOCABULARY), "chain:1": chain})
 
     def started():
         engine = Engine(target, drafter, rows=1)

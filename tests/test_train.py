@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import Files
-from specjax.checkpoints.huggingface import load_drafts, load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_drafts, load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
 from specjax.draft import ExpansionDrafter

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.checkpoints.huggingface import load, load_model
+from specjax.checkpoints.load import load, load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
 from specjax.models.pruning import ids_of

@@ -1,5 +1,7 @@
 """One suite that every implementation of tree attention faces."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,10 @@ from benchmarks.accelerator.operands import SHAPES, make, tolerance
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.tree_attention import (
     Prefix,
+    autotune,
     merge,
     reference,
     tree_attention,
-    tuning,
 )
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from tests.cases import slow_but
@@ -36,14 +38,21 @@ def away_from_home(implementation):
 
 def run(at, implementation=None, plain=False):
     """The implementation on such operands, Pallas kernels in their interpreter."""
-    soft_cap = at.soft_cap
-    return jax.jit(
-        lambda at: tree_attention(
-            at.query, at.block_keys, at.block_values, None if plain else at.tree_mask, at.prefix,
-            first=at.first, soft_cap=soft_cap, implementation=implementation,
-            interpret=away_from_home(implementation),
-        )
-    )(at._replace(soft_cap=None))  # fmt: skip
+    at = at._replace(tree_mask=None) if plain else at
+    return compiled(at._replace(soft_cap=None), at.soft_cap, implementation)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def compiled(at, soft_cap, implementation):
+    return tree_attention(
+        *at[:5], first=at.first, soft_cap=soft_cap, implementation=implementation,
+        interpret=away_from_home(implementation),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnums=1)
+def definition(at, soft_cap):
+    return reference.tree_attention(at._replace(soft_cap=soft_cap))
 
 
 @pytest.fixture(params=sorted(IMPLEMENTATIONS))
@@ -62,7 +71,7 @@ def attention(request):
 
 
 def assert_close(actual, at, dtype=None):
-    expected = np.asarray(reference.tree_attention(at), np.float32)
+    expected = np.asarray(definition(at._replace(soft_cap=None), at.soft_cap), np.float32)
     keys = at.tree_mask.shape[-1] + at.slots
     share = tolerance(dtype or at.block_keys.dtype, at.query.shape[-1], keys)
     if at.soft_cap is not None:
@@ -295,14 +304,14 @@ def test_default_runs_without_being_named():
 
 def test_the_fastest_measured_is_taken_where_it_can_run(monkeypatch):
     at = make(SHAPES["several tiles"], jnp.bfloat16)
-    near, far = ({"kind": tuning.kind_of(at), **tuning.sizes_of(at)} for _ in range(2))
+    near, far = ({"kind": autotune.kind_of(at), **autotune.sizes_of(at)} for _ in range(2))
     far["slots"] *= 64
-    table = {tuning.device(): [near | {"fastest": "reference"}, far | {"fastest": "triton"}]}
-    monkeypatch.setattr(tuning, "measured", lambda: table)
-    assert tuning.choice(at) == "reference"
-    assert tuning.choice(make(SHAPES["one key/value head"], jnp.float32)) == "xla"  # not measured
-    table[tuning.device()].reverse()
+    table = {autotune.device(): [near | {"fastest": "reference"}, far | {"fastest": "triton"}]}
+    monkeypatch.setattr(autotune, "measured", lambda: table)
+    assert autotune.choice(at) == "reference"
+    assert autotune.choice(make(SHAPES["one key/value head"], jnp.float32)) == "xla"  # not measured
+    table[autotune.device()].reverse()
     near["fastest"] = "triton"
-    table[tuning.device()] = [near]
-    assert tuning.choice(at) == "triton"
+    table[autotune.device()] = [near]
+    assert autotune.choice(at) == "triton"
     assert_close(tree_attention(*at[:5]), at)  # it cannot run here, and nobody forced it

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from specjax.base.interrupts import CODE, ending_at_interrupts, if_interrupted, leave
 from specjax.base.progress import reporting
-from specjax.checkpoints import huggingface
 from specjax.checkpoints.files import BUNDLED
+from specjax.checkpoints.load import load, load_pool
 from specjax.cli.options import parsed
 from specjax.cli.values import at_least, check_seed, check_target_file
 from specjax.measure import prompts
@@ -137,7 +137,7 @@ def evaluate(options: Options) -> dict[str, Any]:
     measured on the same models, prompts and settings: a killed evaluation goes on.
     """
     folder = _pair_folder(options.model)
-    target, tokenizer = huggingface.load(_target_folder(folder))
+    target, tokenizer = load(_target_folder(folder))
     boosted = _drafts(folder)
     other = _drafts(Path(options.alike)) if options.alike else []
     _check_rows(target, boosted)
@@ -284,7 +284,7 @@ def _target_folder(folder: Path) -> str | Path:
 def _drafts(folder: Path) -> list[Model]:
     """The members of a pool: a pair's, or those of a folder that holds nothing else."""
     own = folder / "drafts"
-    return huggingface.load_pool(own if own.is_dir() else folder)
+    return load_pool(own if own.is_dir() else folder)
 
 
 def _check_rows(target: Model, drafts: Sequence[Model]) -> None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.acceptance import write_acceptance
-from specjax.checkpoints.huggingface import load_draft, load_model, save_model
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.load import load_draft, load_model
 from specjax.checkpoints.ngram_files import load_ngram
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.tokenizers import tokenizer_of

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from tokenizers import Tokenizer
 
 from specjax.checkpoints.files import Files, find
-from specjax.checkpoints.huggingface import load, read_config
+from specjax.checkpoints.huggingface import read_config
+from specjax.checkpoints.load import load
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import in_dtype, widened

@@ -30,8 +30,8 @@ from benchmarks.system import Peak, anonymous_bytes
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import read_config
+from specjax.checkpoints.offload.memory import division
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.checkpoints.streaming import HOST, division
 from specjax.cli.values import bytes_of
 from specjax.decoding import streamed
 from specjax.decoding.generate import begin, steps
@@ -41,7 +41,7 @@ from specjax.methods import registry
 from specjax.methods.choice import no_deeper
 from specjax.methods.method import Setting
 from specjax.models.memory import readable
-from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import Model
 
 _READERS, _PIECE = 4, 8 * 2**20
 _READS = 2
@@ -85,7 +85,7 @@ class Bench:
     """Where the figures go."""
 
 
-def read_seconds(target: StreamedModel) -> float:
+def read_seconds(target: Model) -> float:
     """Seconds of a pass that computes nothing: the mean of two, after one that fills the ring."""
     ends = []
     for _ in range(_READS + 1):
@@ -195,7 +195,7 @@ def room_of(bench: Bench) -> int | None:
         return bytes_of("--memory", bench.memory)
     files = find(bench.model)
     config, _ = read_config(files.path)
-    split = partial(division, files, config, jnp.dtype(bench.dtype), host=bench.offload == HOST)
+    split = partial(division, files, config, jnp.dtype(bench.dtype), offload=bench.offload)
     whole = split(1 << 50)
     least = whole.outer + whole.layer
     while True:  # the ring takes some layers more
@@ -222,7 +222,7 @@ def measured(bench: Bench) -> dict[str, Any]:
         bench.model, bench.draft, dtype=bench.dtype, offload=bench.offload, memory=room_of(bench)
     )
     target = pair.target
-    assert isinstance(target, StreamedModel)
+    assert target.is_offloaded
     size = target.bytes_a_pass
     pairs = {"disk": pair}
     if bench.resident:

@@ -22,8 +22,8 @@ from benchmarks.offload.disk import POLL_SECONDS, Bench, planned_bytes, room_of
 from benchmarks.system import Peak, anonymous_bytes
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import find
+from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.pair import Pair
-from specjax.checkpoints.streaming import load_streamed
 from specjax.checkpoints.writing import new_model
 from specjax.decoding.generate import begin, steps
 from specjax.decoding.request import prepare
@@ -90,7 +90,7 @@ def write(folder: Path) -> None:
 def measured(asked: Asked) -> dict[str, Any]:
     """Seconds of the steps, and the memory."""
     bench = Bench(model=asked.folder, prompts="", layers=asked.layers)
-    model = load_streamed(find(asked.folder), dtype="bfloat16", memory_bytes=room_of(bench))
+    model = load_offloaded(find(asked.folder), dtype="bfloat16", memory_bytes=room_of(bench))
     small = ModelConfig(
         vocab_size=CONFIG["vocab_size"], hidden_size=64, intermediate_size=128, num_layers=1,
         num_heads=2, num_kv_heads=2, head_dim=32, max_positions=8192,
@@ -100,8 +100,7 @@ def measured(asked: Asked) -> dict[str, Any]:
     pair = Pair(model, no_tokenizer, [draft])
     rows, planned = {}, 0
     for name in ("none", *(f"specexec:{budget}" for budget in asked.budgets)):
-        method, _, budget = name.partition(":")
-        setting = registry.setting_of(method, budget=int(budget) if budget else None)
+        setting = registry.setting_of(name)
         request = prepare(
             jax.random.key(0), model, registry.build(setting, pair), [[1, 2, 3, 4]],
             max_new_tokens=64, sampling=Sampling(), stop_at_eos=False,

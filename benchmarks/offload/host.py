@@ -25,16 +25,17 @@ from jax import lax
 from benchmarks.offload.disk import Bench, read_seconds, settings_of, step_times
 from pallas_kernels.tree_attention import Prefix
 from specjax.base.output import write_json
-from specjax.checkpoints.hosted import HostLayers, on_host
+from specjax.checkpoints.offload.host import HostLayers, on_host
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
 from specjax.decoding.streamed import run_layer
 from specjax.measure import prompts, timing
 from specjax.models.inflate import inflate
 from specjax.models.kv_cache import cache_dtype, empty_cache
+from specjax.models.layer_weights import LayerWeights
 from specjax.models.quantized import in_dtype
-from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import LayerWeights, Model, layer_of_pass
+from specjax.models.streamed import StreamedModel, by_layers
+from specjax.models.transformer import Model, layer_of_pass
 
 _SLOTS, _REPEATS = 256, 5
 
@@ -66,11 +67,8 @@ def offloaded(whole: Model, resident: int) -> StreamedModel:
     device = jax.devices()[0]
     outer = jax.device_put(dataclasses.replace(whole, layers=()), device)
     waiting = [hosted(layer) for layer in whole.layers[resident:]]
-    return StreamedModel(
-        outer.embedding, tuple(jax.device_put(whole.layers[:resident], device)), outer.final_norm,
-        outer.unembedding, outer.config, outer.final_norm_bias, outer.position_embedding,
-        source=HostLayers(waiting, resident),
-    )  # fmt: skip
+    first = tuple(jax.device_put(whole.layers[:resident], device))
+    return by_layers(dataclasses.replace(outer, layers=first), HostLayers(waiting, resident))
 
 
 def hosted(layer: LayerWeights) -> LayerWeights:

@@ -31,7 +31,7 @@ from specjax.measure.compile_ahead import (
 )
 from specjax.measure.roofline import SHAPES
 
-METHODS = {"none": "none", "chain": "chain", "specexec": "specexec 63", "pool": "pool"}
+METHODS = {"none": "none", "chain": "chain", "specexec": "specexec:63", "pool": "pool"}
 _DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,
           "num_kv_heads": 8, "head_dim": 64}  # fmt: skip
 

@@ -21,6 +21,7 @@ import specjax
 from specjax.checkpoints.pair import load_pair
 from specjax.engine.device import Device
 from specjax.methods import records
+from specjax.methods.method import listed
 from specjax.methods.switch import switching
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     asked = tyro.cli(Programs, config=(tyro.conf.FlagCreatePairsOff,))
     records.use_compilation_cache()
     pair = load_pair("bundled")
-    settings = () if asked.settings == "all" else asked.settings.split(",")
+    settings = () if asked.settings == "all" else listed(asked.settings)
     engine = specjax.Engine(pair.target, switching(pair, settings), rows=asked.rows)
     before, start = resident(), time.perf_counter()
     with mock.patch.object(Device, "_compiled_at_once", one_by_one):

@@ -76,7 +76,7 @@ CASES = {
     "pool, naive": Case(THIN, "pool", 32, 32, rule="naive"),
     "specexec": Case(THIN, "specexec", 32, 32),
     "specexec, one-hot": Case(THIN, "specexec", 8, 32, rule="one-hot"),
-    "specexec of 255": Case(THIN, "specexec 255", 1, 32),
+    "specexec of 255": Case(THIN, "specexec:255", 1, 32),
     "small vocabulary": Case(SMALL, "tree", 32, 128, 128),
     "small vocabulary, specexec": Case(SMALL, "specexec", 32, 128, 128),
 }
@@ -88,7 +88,7 @@ def drafter_of(case: Case) -> Any:
     models = [abstract(config, case.dtype)] * (3 if case.method == "pool" else 1)
 
     def made(models: list[Model]) -> Any:
-        match case.method.split():
+        match case.method.split(":"):
             case ["chain"]:
                 return ExpansionDrafter.of(models, (1,) * 7)
             case ["tree"]:

@@ -129,7 +129,7 @@ def main() -> None:
     """Prints what each client saw in each turn, and the medians."""
     check = tyro.cli(Check)
     options = BenchServe(
-        prompts=check.file, settings=f"off,chain:3,chain:7,tree:15,{check.setting}",
+        prompts=check.file, settings=f"none,chain:3,chain:7,specexec:15,{check.setting}",
         requests=check.requests, max_new_tokens=check.tokens, turns=check.turns,
     )  # fmt: skip
     measurement = bench_serve.measurement_of(options)

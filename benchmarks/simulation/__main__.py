@@ -39,7 +39,7 @@ from benchmarks.simulation.simulator import (
 )
 from benchmarks.simulation.workload import Kinds, Truth, arrivals, at_once, constant
 from specjax.goodput.controller import Options
-from specjax.goodput.policy import OFF
+from specjax.goodput.policy import PLAIN
 
 ABLATIONS = {
     "no packing": Options(packing=False),
@@ -151,12 +151,12 @@ def h100(rows: int = 64) -> None:
         for share in (0.05, 0.25, 0.5, 0.75, 1.0, 1.2):
             load = arrivals(constant(share * most), share * most, 600 / most, 1, kinds)
             auto = Case("", load, world, rows, columns, 0).auto()
-            off = simulate(fixed(OFF, rows), load, world, rows)
+            plain = simulate(fixed(PLAIN, rows), load, world, rows)
             shares = ", ".join(f"{n} {part:.2f}" for n, part in list(auto.shares.items())[:4])
             print(
-                f"  {share:4.2f} of off's capacity ({share * most:.1f} requests/s): goodput "
-                f"{auto.goodput:.0f} (off {off.goodput:.0f}) tokens/s, mean latency "
-                f"{auto.mean_latency:.2f} (off {off.mean_latency:.2f}) s; {shares}",
+                f"  {share:4.2f} of plain decoding's capacity ({share * most:.1f} requests/s): "
+                f"goodput {auto.goodput:.0f} ({PLAIN} {plain.goodput:.0f}) tokens/s, mean latency "
+                f"{auto.mean_latency:.2f} ({PLAIN} {plain.mean_latency:.2f}) s; {shares}",
                 flush=True,
             )
 
@@ -166,7 +166,7 @@ def replicas(count: int = 48, rate: float = 1000.0, requests: int = 100_000) -> 
     world, rows = World(llama_8b_on_h100(SETTINGS)), 64
     kinds = Kinds((64, 256), (32, 192), (0.0, 0.8))
     load = arrivals(constant(rate), rate, requests / rate, 1, kinds)
-    for name in (OFF, "chain:3", "auto"):
+    for name in (PLAIN, "chain:3", "auto"):
         began = time.perf_counter()
         made = [
             controller_of(world.machine, rows, columns=512) if name == "auto" else fixed(name, rows)
@@ -200,7 +200,7 @@ def checks() -> None:
             case = Case(name, load, world, 8, 64, 0)
             runs = [case._replace(seed=seed).auto() for seed in range(SEEDS)]
             auto = min(run.goodput_after(200) for run in runs)
-            found[f"{name}, T = {temperature}"] = auto / case.fixed(OFF).goodput_after(200)
+            found[f"{name}, T = {temperature}"] = auto / case.fixed(PLAIN).goodput_after(200)
     found |= dict(zip(("targets met", "met without"), _targets(), strict=True))
     print(json.dumps(found, indent=1))
 

@@ -31,7 +31,7 @@ from benchmarks.simulation.workload import (
     usual,
 )
 from specjax.goodput.controller import Options
-from specjax.goodput.policy import OFF
+from specjax.goodput.policy import PLAIN
 
 NAMES = tuple(setting.name for setting in SETTINGS)
 
@@ -59,7 +59,7 @@ class Case(NamedTuple):
 
 def capacity(world: World, rows: int, kinds: Kinds) -> float:
     """Requests a second of a server that drafts nothing and never waits."""
-    result = simulate(fixed(OFF, rows), at_once(12 * rows, 0, kinds), world, rows)
+    result = simulate(fixed(PLAIN, rows), at_once(12 * rows, 0, kinds), world, rows)
     return len(result.served) / result.seconds
 
 
@@ -72,7 +72,7 @@ def random_case(seed: int, requests: int = 400) -> Case:
     )  # fmt: skip
     machine = make(SETTINGS)
     truth = Truth(
-        usual(rng.gauss(0.0, 0.5)), skill=rng.uniform(0.1, 0.5), gain=rng.uniform(0.2, 0.4)
+        usual(rng.gauss(0.0, 0.5)), effect=rng.uniform(0.1, 0.5), gain=rng.uniform(0.2, 0.4)
     )
     factors = {name: rng.lognormvariate(0.0, 0.1) for name in NAMES}
     world = World(machine, truth, factors)

@@ -42,7 +42,7 @@ class Prediction:
     """Of prompts."""
     rates: str = "0.4,0.8,1.2"
     """Of requests, as shares of what the server completes without drafting."""
-    settings: str = "off,chain:3,chain:7,tree:15,auto"
+    settings: str = "none,chain:3,chain:7,specexec:15,auto"
     """Of the server."""
     temperature: str = "0"
     """Of all requests; or mixed."""
@@ -68,7 +68,7 @@ def truth_of(report: Mapping[str, Any]) -> Truth:
     gains = [  # a tree of 15 nodes has three of them at depth 1
         (logit(found[0]) - ends["chain", CODE, number][0]) / 3
         for (name, number), found in hazards.items()
-        if name == "tree:15"
+        if name == "specexec:15"
     ]
     return Truth(ends, gain=max(fmean(gains), 0.0)) if gains else Truth(ends)
 
@@ -94,7 +94,7 @@ def fitted(
     longest = max(chains, key=_nodes_of)
     truth = shifted(_solve(lambda by: _given(shifted(by), longest, temperatures),
                            tokens_per_step[longest], -4.0, 4.0))  # fmt: skip
-    trees = [name for name in tokens_per_step if name.startswith("tree:")]
+    trees = [name for name in tokens_per_step if name.startswith("specexec:")]
     if not trees:
         return truth
     largest = max(trees, key=_nodes_of)
@@ -123,16 +123,16 @@ def _given(truth: Truth, name: str, temperatures: Sequence[float]) -> float:
     setting, rng, tokens, steps = setting_of(name), random.Random(0), 0, 0
     for text in range(200):
         of = Arrival(0.0, temperature=temperatures[text % len(temperatures)])
-        skill, ease, left = truth.draw_skill(rng), truth.draw_ease(rng, of), 128
+        effect, text_effect, left = truth.draw_effect(rng), truth.draw_text_effect(rng, of), 128
         while left > 0:
             accepted = 0
-            for chance in truth.hazards(setting, setting.nodes, of, skill + ease, 0.0):
+            for chance in truth.hazards(setting, setting.nodes, of, effect + text_effect, 0.0):
                 if rng.random() >= chance:
                     break
                 accepted += 1
             own = min(accepted + 1, left)
             tokens, steps, left = tokens + own, steps + 1, left - own
-            ease = truth.next_ease(rng, of, ease, own)
+            text_effect = truth.next_text_effect(rng, of, text_effect, own)
     return tokens / steps
 
 
@@ -144,8 +144,8 @@ def setting_of(name: str) -> DraftSetting:
     """What the policy knows of a setting of the bundled pair: its trees have at most 16 levels."""
     kind, _, count = name.partition(":")
     nodes = int(count or 0)
-    chosen = kind in ("tree", "lookup")
-    return DraftSetting(name, nodes, min(nodes, 16), not chosen, kind in ("chain", "tree"))
+    chosen = kind in ("specexec", "lookup")
+    return DraftSetting(name, nodes, min(nodes, 16), not chosen, kind in ("chain", "specexec"))
 
 
 def foretell(
@@ -186,7 +186,7 @@ def _compare(server: Server, measurement: bench_serve.Measurement, mix: Mix) -> 
     gave = {name: max(numbers_of([run]).tokens_per_step for run in runs)
             for name, runs in before.items() if name != AUTO}  # fmt: skip
     truth = fitted(truth_of(report), gave, sorted(temperatures))
-    print(f"off completes {capacity:.3g} requests/s, {tokens:.1f} tokens/s.", flush=True)
+    print(f"plain decoding completes {capacity:.3g} requests/s, {tokens:.1f} tokens/s.", flush=True)
     print(
         "rate setting   tokens/s: foretold, measured, ratio   mean latency, s: the same   "
         "tokens per step: the same"

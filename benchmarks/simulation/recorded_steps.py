@@ -20,7 +20,7 @@ import specjax
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.engine.speculation import setting_of
 from specjax.goodput.acceptance import Acceptance, curve_of
-from specjax.goodput.policy import Decision, DraftSetting, Outcome, Timed
+from specjax.goodput.policy import PLAIN, Decision, DraftSetting, Outcome, Timed
 from specjax.measure import prompts
 from specjax.methods import records
 from specjax.methods.switch import switching
@@ -58,7 +58,7 @@ class Step(NamedTuple):
 
 def record(pair: Pair, recording: Recording) -> tuple[list[Step], DraftSetting]:
     """The steps of all texts in the order in which they were made."""
-    drafter = switching(pair, ("off", recording.setting))
+    drafter = switching(pair, (PLAIN, recording.setting))
     engine = specjax.Engine(pair.target, drafter, rows=recording.rows)
     steps: list[Step] = []
     texts: dict[Hashable, int] = {}
@@ -132,7 +132,7 @@ def replay(
             expected = acceptance.expected(name, step.text, temperature)
             foretold.append(expected.tokens[-1])
             given.append(step.outcome.accepted)
-        acceptance.observe(name, step.outcome, setting.depth, True, setting.drawn)
+        acceptance.observe(name, step.outcome, setting.depth, True, setting.is_chain)
         if step.outcome.ended:
             acceptance.forget(step.text)
     error = np.mean(np.square(np.subtract(foretold, given)))

@@ -18,7 +18,7 @@ from specjax.engine.scheduler import Row, Scheduler, state_of
 from specjax.engine.sequence import Sequence
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.policy import (
-    OFF,
+    PLAIN,
     Decision,
     DraftSetting,
     FixedPolicy,
@@ -38,9 +38,9 @@ _PAUSE = 20.0
 _TOKENS = [0] * 65536
 
 SETTINGS = (
-    DraftSetting(OFF, 0, 0, True),
+    DraftSetting(PLAIN, 0, 0, True),
     *(DraftSetting(f"chain:{n}", n, n, True, True) for n in (1, 3, 7)),
-    *(DraftSetting(f"tree:{n}", n, min(n, 16), False, True) for n in (7, 15, 31)),
+    *(DraftSetting(f"specexec:{n}", n, min(n, 16), False, True) for n in (7, 15, 31)),
     DraftSetting("lookup:7", 7, 7),
 )
 """What a server chooses from, as the bundled pair's does."""
@@ -240,8 +240,8 @@ class _Guest:
     """A request in the server."""
 
     of: Arrival
-    skill: float
-    ease: float
+    effect: float
+    text_effect: float
     first: float | None = None
 
 
@@ -316,7 +316,7 @@ class _Server:
                 max_tpot_ms=of.max_tpot_ms,
             )  # fmt: skip
             truth = self._world.truth
-            guest = _Guest(of, truth.draw_skill(self._rng), truth.draw_ease(self._rng, of))
+            guest = _Guest(of, truth.draw_effect(self._rng), truth.draw_text_effect(self._rng, of))
             sequence = Sequence(asked)
             self._guests[sequence] = guest
             at.add(sequence)
@@ -395,7 +395,11 @@ class _Server:
         """How likely tokens of a text would have been accepted: it was or was not, if greedy."""
         truth = self._world.truth
         chance = truth.hazards(
-            deepest, deepest.nodes, guest.of, guest.skill + guest.ease, truth.change(self._now)
+            deepest,
+            deepest.nodes,
+            guest.of,
+            guest.effect + guest.text_effect,
+            truth.change(self._now),
         )[0]
         hits = [float(self._rng.random() < chance) for _ in range(count)]
         return hits if guest.of.temperature == 0 else [0.5 * (hit + chance) for hit in hits]
@@ -442,15 +446,15 @@ class _Server:
         guest = self._guests[row.sequence]
         truth, accepted = self._world.truth, 0
         if nodes > 0:
-            draw, skill = self._rng.random, guest.skill + guest.ease
-            for chance in truth.hazards(setting, nodes, guest.of, skill, change):
+            draw, effect = self._rng.random, guest.effect + guest.text_effect
+            for chance in truth.hazards(setting, nodes, guest.of, effect, change):
                 if draw() >= chance:
                     break
                 accepted += 1
         tokens = min(accepted + 1, row.sequence.left)
         self._scheduler.postprocess(row, _TOKENS[:tokens])
         self._result.tokens += tokens
-        guest.ease = truth.next_ease(self._rng, guest.of, guest.ease, tokens)
+        guest.text_effect = truth.next_text_effect(self._rng, guest.of, guest.text_effect, tokens)
         if guest.first is None:
             guest.first = self._now
         ended = row.sequence.left == 0

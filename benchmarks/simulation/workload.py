@@ -147,23 +147,23 @@ class Truth:
     """How often drafts are truly accepted.
 
     A request of a class and a temperature has a chance of acceptance at depth 1 and one below,
-    moved by its own skill, which is normal on the scale of logits, and by how easy its text is
+    moved by its own effect, which is normal on the scale of logits, and by how easy its text is
     where it is, which comes and goes. A tree of more nodes than its
     levels does better where it is wide: by `gain` logits for each doubling of nodes over twice the
     depth. So a tree of 15 nodes has three gains at depth 1, none at depth 8.
 
     Attributes:
       ends: by kind (`chain`, which trees begin from, or `lookup`), class and band of temperature.
-      skill: standard deviation of a request's, in logits.
-      ease: standard deviation of a text's where it is, of greedy requests and of others.
+      effect: standard deviation of a request's, in logits.
+      text_effect: standard deviation of a text's where it is, of greedy requests and of others.
       memory: what is left of it a token later.
       gain: of trees.
       changes: times, in order, and from then on the logits that drafts of the model are better.
     """
 
     ends: Mapping[tuple[str, str, int], Ends] = dataclasses.field(default_factory=usual)
-    skill: float = 0.25
-    ease: tuple[float, float] = (1.7, 0.3)
+    effect: float = 0.25
+    text_effect: tuple[float, float] = (1.7, 0.3)
     memory: float = 0.97
     gain: float = 0.3
     changes: Sequence[tuple[float, float]] = ()
@@ -174,21 +174,23 @@ class Truth:
         place = bisect.bisect_right([at for at, _ in self.changes], now) if self.changes else 0
         return self.changes[place - 1][1] if place else 0.0
 
-    def draw_skill(self, rng: random.Random) -> float:
+    def draw_effect(self, rng: random.Random) -> float:
         """That of a request, in logits."""
-        return rng.gauss(0.0, self.skill)
+        return rng.gauss(0.0, self.effect)
 
-    def draw_ease(self, rng: random.Random, of: Arrival) -> float:
+    def draw_text_effect(self, rng: random.Random, of: Arrival) -> float:
         """That of a text's beginning, in logits."""
-        return rng.gauss(0.0, self.ease[of.temperature > 0])
+        return rng.gauss(0.0, self.text_effect[of.temperature > 0])
 
-    def next_ease(self, rng: random.Random, of: Arrival, ease: float, tokens: int) -> float:
+    def next_text_effect(
+        self, rng: random.Random, of: Arrival, text_effect: float, tokens: int
+    ) -> float:
         """That of a text so many tokens later."""
         kept = self.memory**tokens
-        return kept * ease + math.sqrt(1 - kept * kept) * self.draw_ease(rng, of)
+        return kept * text_effect + math.sqrt(1 - kept * kept) * self.draw_text_effect(rng, of)
 
     def hazards(
-        self, setting: DraftSetting, nodes: int, of: Arrival, skill: float, change: float
+        self, setting: DraftSetting, nodes: int, of: Arrival, effect: float, change: float
     ) -> tuple[float, ...]:
         """The chances of acceptance at each depth of a tree of so many nodes.
 
@@ -196,22 +198,22 @@ class Truth:
           setting: that drafts it.
           nodes: below the root.
           of: the request.
-          skill: its own, with its text's, in logits.
+          effect: its own, with its text's, in logits.
           change: what drafts are better now.
         """
-        key = (setting, nodes, of.text, of.temperature, round(skill, 1), change)
+        key = (setting, nodes, of.text, of.temperature, round(effect, 1), change)
         found = self._made.get(key)
         if found is None:
             found = self._made[key] = self._hazards(*key)
         return found
 
     def _hazards(
-        self, setting: DraftSetting, nodes: int, text: str, temperature: float, skill: float,
+        self, setting: DraftSetting, nodes: int, text: str, temperature: float, effect: float,
         change: float,
     ) -> tuple[float, ...]:  # fmt: skip
         own = "chain" if setting.runs_draft else "lookup"
         ends = self.ends[own, text, band(temperature)]
-        shift = skill + (change if setting.runs_draft else 0.0)
+        shift = effect + (change if setting.runs_draft else 0.0)
         gain = 0.0 if setting.drawn or not setting.runs_draft else self.gain
         return tuple(
             _chance(ends[depth > 0] + shift + gain * math.log2((nodes + 1) / (2 * depth + 2)))

@@ -10,8 +10,8 @@ from jax import lax
 from jaxtyping import Array, Float, Num
 
 from pallas_kernels.cpu_matmul.library import MATMUL, MOST_COLUMNS, status
+from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
-from pallas_kernels.tree_attention.tuning import named
 
 _XLA = "xla"
 _GROUPED_BY = 32

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.tree_attention import sequence, tuning, xla
+from pallas_kernels.tree_attention import autotune, sequence, xla
 from pallas_kernels.tree_attention.implementations import (
     IMPLEMENTATIONS,
     differentiable,
@@ -55,7 +55,7 @@ def tree_attention(
                 f"tree_mask=None takes no prefix and as many keys ({block_keys.shape[2]}) "
                 f"as queries ({query.shape[2]})."
             )
-        if implementation is None and tuning.named() != "xla":
+        if implementation is None and dispatch.named() != "xla":
             return sequence.causal(query, block_keys, block_values, soft_cap, window)
         if implementation in (None, "xla"):
             return xla.causal(query, block_keys, block_values, soft_cap, window)
@@ -63,12 +63,12 @@ def tree_attention(
         plain = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
         tree_mask = jnp.broadcast_to(plain, (rows, tokens, tokens))
     at = Operands(query, block_keys, block_values, tree_mask, prefix, first, soft_cap)
-    return _run(at, implementation or tuning.named(), interpret)
+    return _run(at, implementation or dispatch.named(), interpret)
 
 
 def _run(at: Operands, named: str | None, interpret: bool) -> Float[Array, "B H T D"]:
     """What the named implementation gives, or the one chosen for such operands."""
-    name = named or tuning.choice(at)
+    name = named or autotune.choice(at)
     if at.prefix is not None and not (name in ("xla", "cpu") and xla.reads_rows_in_place()):
         at = at._replace(prefix=at.prefix.taken())
     run = dispatch.pick("tree_attention", name, named is not None, IMPLEMENTATIONS, at, interpret)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
-from specjax.models.transformer import LayerWeights, Model, embed, layer_of_pass
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.transformer import Model, embed, layer_of_pass
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

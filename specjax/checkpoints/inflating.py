@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints.files import Files, config_of
-from specjax.checkpoints.huggingface import load_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.writing import new_model
 from specjax.models import families
 from specjax.models.config import ModelConfig

@@ -8,18 +8,23 @@ from jax.sharding import Mesh
 
 from pallas_kernels.cpu_matmul import unable_here
 from specjax.base.progress import counted, working
-from specjax.checkpoints import huggingface, ngram_files, quantized, self_drafts
+from specjax.checkpoints import ngram_files, quantized, self_drafts
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
-from specjax.checkpoints.end_tokens import with_end_tokens
 from specjax.checkpoints.files import Files, config_of, find
+from specjax.checkpoints.load import (
+    STAGES,
+    check_activations_for,
+    folder_of,
+    load_draft,
+    load_target,
+    pool_in,
+)
 from specjax.checkpoints.names import shipped_for
-from specjax.checkpoints.streaming import load_offloaded
-from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, tokenizer_of, vocabulary_of
+from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, vocabulary_of
 from specjax.draft.ngram import NGram
 from specjax.models import memory
 from specjax.models.config import ModelConfig
-from specjax.models.quantized import quantized_as, with_activations
-from specjax.models.streamed import StreamedModel
+from specjax.models.quantized import quantized_as
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of, settled
 
@@ -95,28 +100,20 @@ def load_pair(
       ValueError: a draft has another vocabulary than the target, this cannot be offloaded so, or
         activations cannot be so.
     """
-    is_offloaded = offload is not None or memory is not None
-    huggingface.check_choice(activations, is_offloaded)
+    check_activations_for(activations, is_offloaded=(offload, memory) != (None, None))
     found = named(model, draft, stage, lora)
-    if not is_offloaded:
-        target = huggingface.load_model(
-            found.target, dtype=dtype, mesh=mesh, positions=positions, keeps_bfloat16=True
-        )
-        target = with_activations(target, activations)
-    else:
-        target = load_offloaded(
-            found.target, offload, memory, dtype=dtype, mesh=mesh, positions=positions
-        )
-    tokenizer = tokenizer_of(found.target.path, target.config.vocab_size)
-    target = with_end_tokens(target, tokenizer, found.target)
+    target, tokenizer = load_target(
+        found.target, dtype=dtype, mesh=mesh, positions=positions, offload=offload, memory=memory,
+        activations=activations,
+    )  # fmt: skip
     pair = Pair(target, tokenizer, [])
     if found.drafts or found.stages:
         pair = _with_drafts(pair, found, mesh)
     whole = quantized_as(target) is None and mesh_of(target) is None
-    if draft is None and whole and not (pair.drafts or isinstance(target, StreamedModel)):
+    if draft is None and whole and not pair.drafts and target.is_whole:
         pair = pair._replace(files=found.target)
     own = found.own
-    if isinstance(target, StreamedModel) and target.source is not None and draft is None:
+    if target.is_offloaded and draft is None:
         own = own_by_default(found, target.config)
     for bits in own:
         with counted(f"the model in {bits} bits") as progress:
@@ -197,12 +194,12 @@ def named(
         elif (folder := shipped_for(name)) is not None:
             if name == "bundled":
                 config_of(folder / "target")  # an installation may lack the bundled pair
-            drafts += map(Files, huggingface.pool_in(folder / "drafts"))
+            drafts += map(Files, pool_in(folder / "drafts"))
         else:
-            drafts.append(find(huggingface.folder_of(name, "drafts")))
-    stages = [huggingface.folder_of(name) for name in names_in(stage)]
+            drafts.append(find(folder_of(name, "drafts")))
+    stages = [folder_of(name) for name in names_in(stage)]
     if shipped is not None and has_own and stage is None:
-        stages = [shipped / each for each in huggingface.STAGES if (shipped / each).is_dir()]
+        stages = [shipped / each for each in STAGES if (shipped / each).is_dir()]
     return Named(target, tuple(drafts), tuple(stages), tuple(own))
 
 
@@ -249,7 +246,7 @@ def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Mo
     Raises:
       ValueError: they are not.
     """
-    model = huggingface.load_draft(files, mesh=mesh)
+    model = load_draft(files, mesh=mesh)
     verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:
         raise ValueError(

@@ -18,9 +18,10 @@ from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
+from specjax.models.layer_weights import layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight, check_groups, packed
-from specjax.models.transformer import assemble, layer_of
+from specjax.models.transformer import assemble
 
 _GROUP = 32
 """Inputs that share a scale in 4 bits where nothing else is named."""

@@ -12,10 +12,10 @@ from specjax.checkpoints.huggingface import checked, default_dtype, leaves_of, r
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Stored
+from specjax.models.layer_weights import layer_of
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import GROUP_OF_4_BITS, packed, quantized_as
-from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import Model, layer_of
+from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 
 PREFIX = "self:"
@@ -66,8 +66,7 @@ def self_draft(
         if stored.layer is not None:
             layers[stored.layer] |= _leaves(stored, tensor, placed, bits, files)
         progress(number + 1, whole)
-    outer = target.outer if isinstance(target, StreamedModel) else target
-    return replace(outer, layers=tuple(map(layer_of, layers)))
+    return replace(target.outer, layers=tuple(map(layer_of, layers)))
 
 
 def _leaves(

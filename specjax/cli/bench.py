@@ -29,12 +29,10 @@ from specjax.measure.bench import Bencher
 from specjax.measure.prompts import Prompt
 from specjax.measure.workload import MIXED, PLAIN_DTYPES, Workload
 from specjax.methods import registry, tuned
-from specjax.methods.method import Setting
+from specjax.methods.method import METHODS, PLAIN, Setting
 from specjax.models.inflate import inflate
-from specjax.models.streamed import StreamedModel
 from specjax.parallel.mesh import DATA
 from specjax.parallel.processes import devices_for, sizes_of
-from specjax.trees.widths import read
 from specjax.verify.rules import AUTO, RULES, check_rule
 
 _BATCHES = (1, 8)
@@ -111,7 +109,7 @@ def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[
         "weight_bytes": {d: timing.weight_bytes(m) for d, m in bencher.targets.items()},
         "prompts_left_out": left_out,
     }
-    if isinstance(target, StreamedModel):
+    if not target.is_whole:
         found |= {"layers_in_memory": len(target.layers), "bytes_a_pass": target.bytes_a_pass}
     return found
 
@@ -148,12 +146,12 @@ def workload_of(
             f"the {options.verify} rule needs --temperatures 0, not {options.temperatures}."
         )
     dtypes, plain = dtypes_of(options.dtype), PLAIN_DTYPES
-    if pair is not None and isinstance(pair.target, StreamedModel):
+    if pair is not None and not pair.target.is_whole:
         dtypes = plain = (str(pair.target.embedding.dtype),)
-    names = [name for name in registry.names_of(options.methods, pair) if name != "none"]
+    names = [name for name in registry.names_of(options.methods, pair) if name != PLAIN]
     drafts = 1 if pair is None else len(pair.drafts)
     written = [] if options.config is None else tuned.read(options.config)
-    fixed = [each.setting for each in written if each.setting.method != "none"]
+    fixed = [each.setting for each in written if each.setting.method != PLAIN]
     settings = {batch: (*fixed, *_settings(options, names, batch, drafts)) for batch in batches}
     return Workload(
         chosen, settings, temperatures, dtypes, options.max_new_tokens, options.verify,
@@ -179,23 +177,14 @@ def _batches(options: Bench) -> tuple[int, ...]:
 
 
 def _settings(options: Bench, names: Sequence[str], batch: int, drafts: int) -> list[Setting]:
-    """The settings to compare with plain decoding: shapes, or methods with every budget.
+    """The settings to compare with plain decoding: those with a size, others with every budget.
 
     Raises:
       ValueError: a method does not take what is named for it.
     """
-    found = []
-    if options.trees is not None:
-        for named in options.trees.split(";"):
-            method, _, widths = named.strip().partition(":")
-            if method != "none":
-                shape = read(widths, "--trees") if widths else None
-                found.append(registry.setting_of(method, widths=shape, batch=batch, drafts=drafts))
-        if options.budgets is None:
-            return found
     budgets = (None,) if options.budgets is None else items(options.budgets, int, "--budgets")
-    return found + [
+    return [
         registry.setting_of(name, budget=budget, batch=batch, drafts=drafts)
         for name in names
-        for budget in budgets
+        for budget in (budgets if name in METHODS else (None,))
     ]

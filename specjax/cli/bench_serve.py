@@ -22,12 +22,8 @@ import numpy as np
 from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars, working
-from specjax.checkpoints.huggingface import (
-    default_dtype,
-    load_model,
-    read_config,
-    save_model,
-)
+from specjax.checkpoints.huggingface import default_dtype, read_config, save_model
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import named
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli.kernels import check_kernels
@@ -46,10 +42,11 @@ from specjax.cli.values import (
 from specjax.measure import load, plots, prompts, timing
 from specjax.measure.arrivals import check_shape
 from specjax.measure.load import Asked, Mix
-from specjax.measure.load_rows import AUTO, OFF, LoadRun
+from specjax.measure.load_rows import AUTO, LoadRun
 from specjax.measure.served import Server, serving
 from specjax.measure.workload import MIXED
 from specjax.methods import switch
+from specjax.methods.method import PLAIN, listed
 from specjax.methods.registry import ALL
 from specjax.models.inflate import inflate
 from specjax.models.quantized import check_activations
@@ -179,16 +176,13 @@ def rates_of(text: str) -> tuple[float, ...]:
 
 
 def settings_of(text: str) -> tuple[str, ...]:
-    """The settings that `--settings` names.
+    """The settings that `--settings` names, as they spell themselves.
 
     Raises:
       ValueError: there is no such setting.
     """
-    found = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in found:
-        if name != AUTO:
-            switch.read(name)
-    return found
+    every = (name if name == AUTO else switch.read(name).name for name in listed(text))
+    return tuple(dict.fromkeys(every))
 
 
 def temperatures_of(text: str) -> tuple[float, ...]:
@@ -321,7 +315,7 @@ def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str,
         warm_up(server, measurement, mix)
     with working("measuring the capacity without drafting"):
         requests, tokens = capacity_of(server, measurement, mix)
-    _say(f"off completes {requests:.3g} requests/s, {tokens:.1f} tokens/s.")
+    _say(f"plain decoding completes {requests:.3g} requests/s, {tokens:.1f} tokens/s.")
     own = {"capacity_requests_per_s": requests, "capacity_tokens_per_s": tokens}
     runs = {rate: {name: [] for name in measurement.settings} for rate in measurement.rates}
     sheet = LoadSheet(options.json, env | own, requests, runs)
@@ -340,7 +334,7 @@ def warm_up(server: Server, measurement: Measurement, mix: Mix) -> None:
     """Lets every setting run once, which also shows that the server has it."""
     rows = measurement.options.rows
     plan = measurement.plan(mix, measurement.options.turns)
-    for setting in dict.fromkeys((OFF, *measurement.settings)):
+    for setting in dict.fromkeys((PLAIN, *measurement.settings)):
         server.fix(setting)
         asyncio.run(load.closed_loop(server.port, plan, rows, rows))
         server.wait_until_idle()
@@ -349,7 +343,7 @@ def warm_up(server: Server, measurement: Measurement, mix: Mix) -> None:
 def capacity_of(server: Server, measurement: Measurement, mix: Mix) -> tuple[float, float]:
     """Requests and tokens a second without drafting, with as many clients as there are rows."""
     options = measurement.options
-    server.fix(OFF)
+    server.fix(PLAIN)
     plan = measurement.plan(mix, options.turns)
     count = options.rows + max(options.requests, _LEAST_PER_ROW * options.rows)
     clients = load.closed_loop(server.port, plan, options.rows, count, _LEAST_SECONDS)

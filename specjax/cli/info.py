@@ -14,9 +14,11 @@ from jax.sharding import Mesh
 from pallas_kernels.cpu_matmul import products
 from specjax.checkpoints import gguf, huggingface
 from specjax.checkpoints.files import Files
+from specjax.checkpoints.load import check_activations_for
+from specjax.checkpoints.offload.load import check_offload
+from specjax.checkpoints.offload.memory import Division, division, dtype_of_layers
 from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
-from specjax.checkpoints.streaming import HOST, Division, check_offload, division, dtype_of_layers
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
 from specjax.cli.ahead import NEW, compile_for, compiled_for, length_of, on_a_cpu, said
 from specjax.cli.options import CheckPair, Info
@@ -47,7 +49,7 @@ def info(options: Info) -> int:
         return compile_for(options)
     for name in ("batch", "length", "nodes"):
         at_least(f"--{name}", getattr(options, name), 1)
-    huggingface.check_choice(options.activations, options.offloaded)
+    check_activations_for(options.activations, options.offloaded)
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft, lora=options.lora)
     target = huggingface.read_config(found.target.path, options.positions)[0]
@@ -117,7 +119,7 @@ def _offloaded(
     size = bytes_of("--memory", options.memory)
     check_offload(options.offload, size, mesh=mesh, positions=options.positions)
     kind = dtype_of_layers(files, dtype_of(options.dtype))
-    shared = division(files, config, kind, size, host=options.offload == HOST)
+    shared = division(files, config, kind, size, options.offload)
     return Load(placement(config, None), kind, held=shared.total, streamed=True), shared
 
 

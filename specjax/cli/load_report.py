@@ -78,7 +78,7 @@ def table(report: dict[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
     console.print(
         f"{env['device']}, {env['cpu']}, {env['cpu_count']} cores; jax {env['jax']}; "
-        f"{env['parameters'] / 1e6:.1f}M parameters; off completes "
+        f"{env['parameters'] / 1e6:.1f}M parameters; plain decoding completes "
         f"{env['capacity_requests_per_s']:.3g} requests/s; client's share of a core "
         f"{env['client_cpu']:.3f}; {env['date']}"
     )

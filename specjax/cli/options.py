@@ -169,7 +169,8 @@ class Generate(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
     draft: _Drafts = None
     stage: _Stage = None
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts; auto takes what bench measured as fastest here."""
+    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
+    what bench measured as fastest here."""
     tree: Annotated[
         str | None,
         _help(
@@ -220,7 +221,8 @@ class Chat(Context, Adapted, Activations, Devices, Kernels):
     system: str | None = None
     """The system message; /system changes it."""
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts; auto takes what bench measured as fastest here."""
+    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
+    what bench measured as fastest here."""
     tree: Annotated[
         str | None,
         _help("Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0."),
@@ -272,11 +274,10 @@ class Bench(Context, Adapted, Activations, Devices, Offloaded, Kernels):
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
         "chain,tree,pool,specexec,lookup,hybrid"
     )
-    """Methods, separated by commas, or all; plain decoding is always measured."""
-    trees: str | None = None
-    """Shapes to compare instead of the methods' own, or beside --budgets: chain:1,1;tree:2/2."""
+    """Methods, perhaps with a size, such as chain:7,tree:2,1,1,specexec, or all; plain decoding is
+    always measured."""
     budgets: str | None = None
-    """Budgets of nodes to compare, such as 16,64,256; every method takes each."""
+    """Budgets of nodes to compare, such as 16,64,256; every method without a size takes each."""
     config: str | None = None
     """Measure what this file, written by tune, names, beside the methods."""
     skip_phases: Annotated[
@@ -336,7 +337,7 @@ class Tune(Adapted, Activations, Offloaded, Kernels):
     limit: int = 8
     """Take this many prompts only."""
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "all"
-    """Methods to choose among, separated by commas; plain decoding is always one."""
+    """Methods to choose among, separated by commas, without a size; plain decoding is one."""
     budgets: str | None = None
     """Budgets of nodes to choose among. By default 7,15,31,63, without a draft 1,3,7,15,31; of an
     offloaded model 15, the most that are computed while its layers are read, and twice as many."""
@@ -371,16 +372,16 @@ class Verify(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
         "chain,tree,pool,specexec,hybrid"
     )
-    """Methods, separated by commas, or all."""
+    """Methods, perhaps with a size, such as chain:3,specexec:15, or all."""
     tree: Annotated[
         str | None,
         _help(
-            "Children per level of every static tree, such as 2,2,1 or 3/2,1,0; by default each "
-            "method's own.",
+            "Children per level of every static tree without a size, such as 2,2,1 or 3/2,1,0; by "
+            "default each method's own.",
         ),
     ] = None
     budget: int | None = None
-    """Most nodes of the other trees, and of static ones where no tree is named."""
+    """Most nodes of the other trees without a size, and of static ones where no tree is named."""
     config: str | None = None
     """Check what this file, written by tune, names, instead of methods."""
     verify: Annotated[
@@ -514,7 +515,7 @@ class Roofline(Kernels):
     parts: str = "costs,generations"
     """What of the grown pair is measured, separated by commas; costs are passes and plain steps."""
     methods: str = "chain,specexec"
-    """Methods to run end to end, separated by commas."""
+    """Methods to run end to end, separated by commas, perhaps with a size."""
     temperatures: str = "0,0.8"
     """Temperatures to run them at."""
     prompts: str | None = None
@@ -547,13 +548,14 @@ class Serve(Context, Adapted, Activations, Devices, Kernels):
     rows: int = 8
     """Requests that run at a time."""
     method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts; auto takes what bench measured as fastest here."""
+    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
+    what bench measured as fastest here."""
     settings: Annotated[
         str | None,
         _help(
             "Let each step draft with what gives most tokens a second, of these, separated by "
-            "commas: off, chain:K, tree:K, lookup:K and ngram:K, of K nodes; or all, for all of a "
-            "few sizes that the pair can."
+            "commas: METHOD or METHOD:SIZE, such as none,chain:3,tree:2,1,1,specexec:15; or all, "
+            "for all of a few sizes that the pair can."
         ),
     ] = None
     strict_fields: bool = False
@@ -629,11 +631,11 @@ class BenchServe(Adapted, Activations, Kernels):
     settings: Annotated[
         str,
         _help(
-            "Settings to compare, separated by commas: off, chain:K, tree:K, lookup:K, ngram:K, "
+            "Settings to compare, separated by commas: METHOD or METHOD:SIZE, such as specexec:15, "
             "and auto, the server's own choice. It chooses from what a server has by default; "
             "where a setting is named that is not among these, from those named."
         ),
-    ] = "off,chain:1,chain:3,chain:7,tree:15,auto"
+    ] = "none,chain:1,chain:3,chain:7,specexec:15,auto"
     requests: int = 100
     """Requests of a setting at a rate in a turn."""
     turns: int = 3

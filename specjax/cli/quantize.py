@@ -8,7 +8,7 @@ import jax
 from specjax.base.progress import counted, working
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
-from specjax.checkpoints.huggingface import load
+from specjax.checkpoints.load import load
 from specjax.checkpoints.quantizing import Quantized, quantize_folder
 from specjax.cli.options import Quantize
 from specjax.decoding.generate import generate

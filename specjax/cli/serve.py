@@ -17,12 +17,12 @@ from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.generate import say
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.options import Serve
-from specjax.cli.values import at_least, dtype_of, items, widths_of
+from specjax.cli.values import at_least, dtype_of, widths_of
 from specjax.draft.drafter import Drafter
 from specjax.engine.engine import Engine
 from specjax.methods import registry
 from specjax.methods.choice import Asked, choose
-from specjax.methods.method import check_method
+from specjax.methods.method import check_method, listed
 from specjax.methods.switch import switching
 from specjax.parallel.processes import devices_for
 from specjax.verify.rules import AUTO, check_rule
@@ -109,7 +109,7 @@ def _drafter_of(options: Serve, pair: Pair) -> Drafter:
                 "--settings is what each step chooses from; leave out method, tree, budget and "
                 "config beside it."
             )
-        names = () if options.settings == registry.ALL else items(options.settings, str, "settings")
+        names = () if options.settings == registry.ALL else listed(options.settings)
         drafter = switching(pair, names, options.verify)
         say(f"each step drafts with one of {', '.join(drafter.settings)}.")
         return drafter

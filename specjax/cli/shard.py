@@ -4,13 +4,8 @@ from pathlib import Path
 
 from specjax.base.progress import working
 from specjax.checkpoints.files import find
-from specjax.checkpoints.huggingface import (
-    check_free,
-    described,
-    load_model,
-    read_config,
-    save_sharded,
-)
+from specjax.checkpoints.huggingface import check_free, described, read_config, save_sharded
+from specjax.checkpoints.load import load_model
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli.options import Shard
 from specjax.cli.values import dtype_of

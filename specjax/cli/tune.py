@@ -33,15 +33,14 @@ from specjax.measure import prompts, timing
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
-from specjax.measure.tune_streamed import StreamedTuner, budgets_by_link
+from specjax.measure.tune_streamed import StreamedTuner, budgets_for_reading
 from specjax.measure.workload import MIXED
 from specjax.methods import registry, tuned
-from specjax.methods.method import PLAIN
+from specjax.methods.method import METHODS, PLAIN
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import Entry, Unfinished
 from specjax.models.inflate import inflate
 from specjax.models.quantized import in_dtype
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 
 _CHAIN = "chain"
@@ -79,8 +78,8 @@ def tune(options: Tune) -> int:
     )
     as_it_runs = grown if options.offloaded else in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
-    if isinstance(grown, StreamedModel) and options.budgets is None:
-        choices = dataclasses.replace(choices, budgets=budgets_by_link(grown))
+    if not grown.is_whole and options.budgets is None:
+        choices = dataclasses.replace(choices, budgets=budgets_for_reading(grown))
     elif options.budgets is None and not native.drafts:
         choices = dataclasses.replace(choices, budgets=_FEW)
     estimates: list[Sequence[Estimate]] = []
@@ -129,7 +128,7 @@ def _tuners(
     progress: Progress,
 ) -> list[Tuner]:
     """One for the pair, and one for each draft of the model itself that is tried."""
-    kind = StreamedTuner if isinstance(pairs[1].target, StreamedModel) else Tuner
+    kind = Tuner if pairs[1].target.is_whole else StreamedTuner
     by_length = sorted(chosen, key=lambda prompt: len(prompt.tokens))
     found: list[Tuner] = []
     for own, methods in _drafts(options, pairs[0]):
@@ -177,7 +176,9 @@ def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     check_seed(options.seed)
     check_target_file("FILE", options.out)
-    registry.names_of(options.methods, None)
+    for name in registry.names_of(options.methods, None):
+        if name not in METHODS:
+            raise ValueError(f"--methods has {name}; tune chooses the size itself, leave it out.")
     budgets = Choices.budgets if options.budgets is None else budgets_of(options.budgets)
     dtype_of(options.dtype)
     if options.offloaded and options.inflate:

@@ -131,7 +131,7 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
     """The settings that are checked: of methods, or of a file that tune wrote.
 
     A chain is left out where `--tree` is wider and others are there. "all" are the methods that
-    the pair has everything for.
+    the pair has everything for. One with a size takes neither `--tree` nor `--budget`.
 
     Raises:
       ValueError: a method is unknown or does not take what is named, the file is none, or a tree
@@ -149,7 +149,9 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
 
 
 def _setting(method: str, options: Verify, drafts: int) -> Setting:
-    """A method with `--tree` if its tree is static, else with `--budget`."""
+    """A method with `--tree` if its tree is static, else with `--budget`; or with its own size."""
+    if method not in METHODS:
+        return registry.setting_of(method, drafts=drafts)
     widths = widths_of(options.tree) if METHODS[method].takes_widths else None
     budget = options.budget if METHODS[method].takes_budget and widths is None else None
     return registry.setting_of(method, widths=widths, budget=budget, drafts=drafts)

@@ -31,7 +31,6 @@ from specjax.decoding.stepping import DecodeState
 from specjax.draft.drafter import Drafter, Step
 from specjax.draft.plain import PlainDrafter
 from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import ROWS, Layout, check_rows, laid_out, layout_of, spread
 from specjax.verify.rules import AUTO
@@ -160,7 +159,7 @@ class Conversation:
         max_model_len: int | None = None,
         verify: str = AUTO,
     ) -> None:
-        if isinstance(target, StreamedModel):
+        if not target.is_whole:
             raise ValueError("the model is offloaded; its conversations cannot be kept.")
         drafter = PlainDrafter(target.config.vocab_size) if drafter is None else drafter
         check_drafter(target, drafter)

@@ -19,7 +19,6 @@ from specjax.decoding.stepping import DecodeState, prefill, step
 from specjax.draft.drafter import Drafter, Step
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import ROWS, Layout, everywhere, spread
 from specjax.verify.rules import AUTO, Rule
@@ -157,7 +156,7 @@ def generate(
 
 def completed(request: Request, columns: int) -> Generation:
     """A request's generation on the host, of so many columns of tokens."""
-    if isinstance(request.target, StreamedModel):
+    if not request.target.is_whole:
         return _collected(request, columns)
     return on_host(generate_jit(**request._asdict()), columns)
 
@@ -214,8 +213,12 @@ def state_specs(target: Model, drafter: Drafter) -> DecodeState:
 
 
 def begin(request: Request) -> DecodeState:
-    """The state after a request's prompts."""
-    if isinstance(request.target, StreamedModel):
+    """The state after a request's prompts.
+
+    Raises:
+      ValueError: a layer could not be read.
+    """
+    if not request.target.is_whole:
         return streamed.begin(request)
     return prefill_jit(request.target, request.drafter, request.rows, request.slots, request.layout)
 
@@ -225,15 +228,16 @@ def steps(request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, S
 
     Each state's buffers are given away to the next step, as are those of the first.
     """
-    ended = False
+    ended, one = False, _step if request.target.is_whole else streamed.step
     while not ended:
-        if isinstance(request.target, StreamedModel):
-            state, gave = streamed.step(request, state)
-        else:
-            models = request.target, request.drafter
-            state, gave = step_jit(*models, request.rule, state, request.layout)
+        state, gave = one(request, state)
         yield state, gave
         ended = bool(np.asarray(gave.done).all())
+
+
+def _step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
+    models = request.target, request.drafter
+    return step_jit(*models, request.rule, state, request.layout)
 
 
 def steps_on_host(request: Request) -> Iterator[Step]:

@@ -16,7 +16,6 @@ from specjax.base.sampling import Sampling, fold, threefry
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
 from specjax.models import memory
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import ROWS, Layout, check_rows, laid_out, layout_of
 from specjax.verify.rules import AUTO, NAIVE, Rule, find_rule
@@ -286,7 +285,7 @@ def visits(target: Model, drafter: Drafter, rule: Rule, counts: bool) -> bool:
     One after the other they take as long as hundreds at once, so that it is for large trees;
     what drafts must not need the others, and no row may have a bias or a penalty.
     """
-    large = isinstance(target, StreamedModel) and drafter.num_slots >= VISITED_FROM
+    large = not target.is_whole and drafter.num_slots >= VISITED_FROM
     others = drafter.wants.top_tokens > 0 or drafter.needs_probs or counts
     return large and rule.visiting is not None and not others
 
@@ -304,8 +303,7 @@ def memory_plan(
 
     If `visiting`, the distributions of hardly any nodes are in memory.
     """
-    beside = target.outer if isinstance(target, StreamedModel) else target
-    held, drafts = memory.load_of(target), memory.loads_in(drafter, beside)
+    held, drafts = memory.load_of(target), memory.loads_in(drafter, target.resident)
     live = 0.0 if visiting else rule.live_distributions
     shown = len(drafter.wants.hidden_layers)
     return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live, shown)

@@ -1,7 +1,7 @@
 """One speculative step: draft, score, verify, commit."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from specjax.decoding.request import Limits, Rows
 from specjax.draft.drafter import Drafter, DraftState, Seen, Step, TokenLogprobs, Wants
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
-from specjax.models.packing import Packing, packing_of
+from specjax.models.packing import UNPACKED, Packing, Unpacked, packing_of
 from specjax.models.transformer import (
     PROMPT_BLOCK,
     Model,
@@ -30,7 +30,7 @@ from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TokenTree, shallower
 from specjax.verify.rules import NAIVE, Rule, decide
-from specjax.verify.token_wise import NodeProbs, match
+from specjax.verify.token_wise import match
 
 
 @pytree
@@ -181,7 +181,7 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[Tok
 class Scored(NamedTuple):
     """The target's pass over trees: logits and hidden states after every node, keys and values.
 
-    Of packed columns there is one a row.
+    Of packed columns there is one a row (`Packing.by_column`).
     """
 
     logits: Float[Array, "_ _ V"]
@@ -193,34 +193,31 @@ def score_tree(
     target: Model,
     tree: TokenTree,
     state: DecodeState,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     hidden_layers: tuple[int, ...] = (),
 ) -> Scored:
-    """The target's logits after every node, in one pass; of packed columns one after the other.
+    """The target's logits after every node, in one pass.
 
-    Empty slots are added where the platform's products run faster with more columns.
+    Empty slots are added where the platform's products run faster with more columns; of packed
+    ones there are as many as were asked for.
     """
-    if packing is not None:
-        tree_mask, positions = tree.attention_mask, state.cache.length[:, None] + tree.depth
-        made = trunk(
-            target, tree.tokens, positions, state.cache, tree_mask,
-            packing=packing, hidden_layers=hidden_layers,
-        )  # fmt: skip
-        logits = unembed(target, made.x).T[:, None]
-        return Scored(logits, made.new, by_token(made.hidden, logits.shape[:2]))
-    at = columns_of(target, tree, state)
+    spare = 0 if isinstance(packing, Packing) else spare_slots(target, tree)
+    at = columns_of(tree, state, spare)
     made = trunk(
-        target, at.tokens, at.positions, state.cache, at.tree_mask, hidden_layers=hidden_layers
-    )
-    return scored_of(target, tree, made)
+        target, at.tokens, at.positions, state.cache, at.tree_mask,
+        packing=packing, hidden_layers=hidden_layers,
+    )  # fmt: skip
+    return scored_of(target, tree, made, packing)
 
 
-def scored_of(target: Model, tree: TokenTree, made: Pass) -> Scored:
+def scored_of(
+    target: Model, tree: TokenTree, made: Pass, packing: Packing | Unpacked = UNPACKED
+) -> Scored:
     """What a pass over the `columns_of` trees says of their nodes."""
-    rows, slots = tree.tokens.shape
-    logits = unembed(target, made.x).T.reshape(rows, -1, target.config.vocab_size)
-    hidden = by_token(made.hidden, (rows, logits.shape[1]))
-    return Scored(logits[:, :slots], made.new, hidden[:, :slots])
+    logits = packing.by_column(unembed(target, made.x), *tree.tokens.shape)
+    hidden = [packing.by_column(x, *tree.tokens.shape) for x in made.hidden]
+    none = jnp.zeros((*logits.shape[:2], 0), jnp.float32)
+    return Scored(logits, made.new, jnp.concatenate([none, *hidden], axis=-1))
 
 
 class Columns(NamedTuple):
@@ -231,23 +228,23 @@ class Columns(NamedTuple):
     tree_mask: Bool[Array, "B T T"]
 
 
-def columns_of(target: Model, tree: TokenTree, state: DecodeState) -> Columns:
-    """The columns of a pass over trees, as many as are fastest."""
+def spare_slots(target: Model, tree: TokenTree) -> int:
+    """Empty slots a row with which a pass over trees is fastest."""
     rows, slots = tree.tokens.shape
-    spare = layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
+    return layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
+
+
+def columns_of(tree: TokenTree, state: DecodeState, spare: int) -> Columns:
+    """The slots of a pass over trees, with so many empty ones a row."""
+    slots = tree.tokens.shape[1]
     tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
     tree_mask = jnp.pad(tree.attention_mask, ((0, 0), (0, spare), (0, spare)))
     tree_mask |= jnp.eye(slots + spare, dtype=bool)
     return Columns(tokens, state.cache.length[:, None] + depth, tree_mask)
 
 
-def rows_of(packing: Packing, tree: Any) -> Any:
-    """For each packed column the row that it is of, of arrays with rows first."""
-    return jax.tree.map(lambda x: x[packing.row], tree)
-
-
 def penalize_tree(
-    state: DecodeState, tree: TokenTree, logits: Array, packing: Packing | None = None
+    state: DecodeState, tree: TokenTree, logits: Array, packing: Packing | Unpacked = UNPACKED
 ) -> Array:
     """The logits of nodes with their rows' bias and penalties; as they are where no row has any."""
     counts = state.counts
@@ -255,12 +252,9 @@ def penalize_tree(
         return logits
 
     def with_penalties(logits: Array) -> Array:
-        path = tree.attention_mask.at[:, :, 0].set(False)
-        if packing is None:
-            return penalized(logits, state.sampling, counts, tree.tokens, path)
-        sampling, own, tokens = rows_of(packing, (state.sampling, counts, tree.tokens))
-        above = path.reshape(-1, 1, path.shape[2])[packing.place]
-        return penalized(logits, sampling, own, tokens, above)
+        path = packing.of_nodes(tree.attention_mask.at[:, :, 0].set(False))
+        sampling, own, tokens = packing.of_rows((state.sampling, counts, tree.tokens))
+        return penalized(logits, sampling, own, tokens, path)
 
     return lax.cond(counts.used.any(), with_penalties, lambda logits: logits, logits)
 
@@ -271,7 +265,7 @@ def verify_tree(
     tree: TokenTree,
     logits: Float[Array, "_ _ V"],
     window: int,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     naive: Bool[Array, " B"] | None = None,
     with_probs: bool = False,
 ) -> tuple[Accepted, Float[Array, "B W"] | None]:
@@ -284,14 +278,8 @@ def verify_tree(
     logits = penalize_tree(state, tree, logits, packing)
 
     def by_rule(logits: Array) -> tuple[Accepted, Array | None]:
-        if packing is None:
-            p = of_row = process(logits, state.sampling)
-        else:
-            p = process(logits, rows_of(packing, state.sampling))[:, 0]
-            of_row = packing.column
-
-        def probs(own: Array) -> Array | NodeProbs:
-            return own if packing is None else lambda node: p[own[node]]
+        p = process(logits, packing.of_rows(state.sampling))
+        of_row, probs = packing.looked_up(p)
 
         def decided(rule: Rule) -> Accepted:
             return jax.vmap(lambda key, at, t, own: decide(rule, key, at, t, probs(own), window))(
@@ -307,13 +295,11 @@ def verify_tree(
         if not with_probs:
             return accepted, None
         at, tokens = accepted.path, emitted(tree, accepted)
-        if packing is None:
-            return accepted, jax.vmap(lambda p, at, tokens: p[at, tokens])(p, at, tokens)
-        return accepted, p[jnp.take_along_axis(packing.column, at, axis=1), tokens]
+        emitted_probs = jnp.take_along_axis(packing.at(p, at), tokens[:, :, None], axis=-1)
+        return accepted, emitted_probs[:, :, 0]
 
     def by_choice(logits: Array) -> tuple[Accepted, Array | None]:
-        choice = most_likely(logits)
-        choice = choice if packing is None else choice[:, 0][packing.column]
+        choice = packing.by_node(most_likely(logits))
         accepted = jax.vmap(lambda t, own: match(t, own, window))(tree, choice)
         return accepted, jnp.ones(accepted.path.shape, logits.dtype) if with_probs else None
 
@@ -329,7 +315,7 @@ def accept(
     scored: Scored,
     window: int,
     target_top_k: int,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     naive: Bool[Array, " B"] | None = None,
     with_probs: bool = False,
 ) -> Step:
@@ -337,9 +323,7 @@ def accept(
     logits = scored.logits
     accepted, probs = verify_tree(rule, state, tree, logits, window, packing, naive, with_probs)
     seen = Seen(top_tokens_of(logits, target_top_k), scored.hidden_states)
-    if packing is not None:
-        seen = jax.tree.map(lambda leaf: leaf[:, 0][packing.column], seen)
-    return given(state, tree, accepted, seen, probs)
+    return given(state, tree, accepted, jax.tree.map(packing.by_node, seen), probs)
 
 
 def given(
@@ -360,17 +344,13 @@ def logprobs_of(
     gave: Step,
     wanted: Bool[Array, ""],
     count: int,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
 ) -> TokenLogprobs:
     """The log probabilities of a step's tokens and of the likeliest; zeros if not wanted."""
     path = gave.accepted.path
 
     def found() -> TokenLogprobs:
-        if packing is None:
-            own = jnp.take_along_axis(logits, path[:, :, None], axis=1)
-        else:
-            own = logits[:, 0][jnp.take_along_axis(packing.column, path, axis=1)]
-        return of_tokens(own, gave.tokens, count)
+        return of_tokens(packing.at(logits, path), gave.tokens, count)
 
     shapes = jax.eval_shape(found)
     return lax.cond(wanted, found, lambda: jax.tree.map(jnp.zeros_like, shapes))
@@ -479,7 +459,7 @@ def step(
 
     The names of the scopes are what `specjax.measure.profile` tells its parts by.
     """
-    packing = naive = None
+    packing, naive = UNPACKED, None
     with jax.named_scope("draft"):
         tree, draft = draft_tree(target, drafter, state)
     if served is not None:

@@ -1,4 +1,4 @@
-"""Steps of a target whose layers come from elsewhere: a program for each layer, not for the step.
+"""Steps that run a layer at a time, as layers come from elsewhere: each is a program of its own.
 
 Drafting, each layer, and what follows the last one (logits, verification, commit) are programs of
 their own; the host hands them over in order. A pass costs the reading of all layers once, whatever
@@ -29,11 +29,11 @@ from specjax.decoding.stepping import (
     given,
     positions_of,
     scored_of,
+    spare_slots,
     without_hidden_states,
 )
 from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.models.kv_cache import KVCache
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import (
     LayerWeights,
     Model,
@@ -57,7 +57,7 @@ def begin(request: Request) -> DecodeState:
     Raises:
       ValueError: a layer could not be read.
     """
-    target, rows = _target_of(request), request.rows
+    target, rows = request.target, request.rows
     outer = target.outer
     x, positions = _enter(outer, rows)
     made = _layers(target, outer, x, positions, None, None, request.drafter.wants.hidden_layers)
@@ -72,7 +72,7 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     Raises:
       ValueError: a layer could not be read.
     """
-    target, drafter = _target_of(request), request.drafter
+    target, drafter = request.target, request.drafter
     outer, rest = target.outer, replace(state, draft=())
     tree, draft, x, at = _draft(outer, drafter, rest, state.draft)
     layers = drafter.wants.hidden_layers
@@ -82,10 +82,12 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     return _finish(outer, drafter, rule, rest, draft, tree, made, visiting)
 
 
-def logits_at(
-    target: StreamedModel, tokens: Int32[Array, "B T"], columns: Int32[Array, "B n"]
+def logits_by_layers(
+    target: Model, tokens: Int32[Array, "B T"], columns: Int32[Array, "B n"]
 ) -> Float[Array, "B n V"]:
-    """The logits after some columns of whole texts, for which every layer is read once.
+    """What `specjax.decoding.logits.logits_at` gives, a layer at a time.
+
+    Little is compiled for a model in memory, and one that is not is read once.
 
     Raises:
       ValueError: a layer could not be read.
@@ -98,13 +100,8 @@ def logits_at(
     return unembed(target.outer, x).T.reshape(*columns.shape, -1)
 
 
-def _target_of(request: Request) -> StreamedModel:
-    assert isinstance(request.target, StreamedModel)
-    return request.target
-
-
 def _layers(
-    target: StreamedModel,
+    target: Model,
     outer: Model,
     x: Array,
     positions: Array,
@@ -182,7 +179,7 @@ def _draft(
 ) -> tuple[TokenTree, Any, Array, Columns]:
     state = replace(rest, draft=draft)
     tree, draft = draft_tree(outer, drafter, state)
-    at = columns_of(outer, tree, state)
+    at = columns_of(tree, state, spare_slots(outer, tree))
     return tree, draft, embed(outer, at.tokens, at.positions), at
 
 

@@ -12,7 +12,7 @@ from specjax.draft.growth import (
     Growth,
     Likely,
     Nodes,
-    Scored,
+    ScoredNodes,
     Source,
     grow,
     inherited,
@@ -40,7 +40,7 @@ def likely_of(logits: Float[Array, "B n V"], sharpness: Float[Array, " B"], widt
     return Likely(tokens, jnp.minimum(best / wide - total, 0))
 
 
-def visible_to(nodes: Nodes, scored: Scored) -> Bool[Array, "B Q M"]:
+def visible_to(nodes: Nodes, scored: ScoredNodes) -> Bool[Array, "B Q M"]:
     """Which slots, then which scored nodes, each scored node sees: its ancestors and itself."""
     count, budget = scored.slots.shape[1], nodes.tokens.shape[1]
     every = count + scored.guesses.shape[1]
@@ -63,14 +63,16 @@ class ModelSource(Source):
     table: TableStage | None
     width: int = static()
 
-    def after(self, nodes: Nodes, scored: Scored, carry: NewKV) -> tuple[Likely, NewKV]:
+    def after(self, nodes: Nodes, scored: ScoredNodes, carry: NewKV) -> tuple[Likely, NewKV]:
         """One pass over the scored nodes and guesses."""
         at = jnp.maximum(scored.slots, 0)
         tokens = jnp.take_along_axis(nodes.tokens, at, axis=1)
         tokens = jnp.concatenate([tokens, scored.guesses], axis=1)
         return self._run(tokens, visible_to(nodes, scored), carry)
 
-    def after_guesses(self, nodes: Nodes, scored: Scored, carry: NewKV) -> tuple[Likely, NewKV]:
+    def after_guesses(
+        self, nodes: Nodes, scored: ScoredNodes, carry: NewKV
+    ) -> tuple[Likely, NewKV]:
         """One pass over guesses below the roots, which are all that stands."""
         tree_mask, budget = visible_to(nodes, scored), nodes.tokens.shape[1]
         tree_mask = jnp.concatenate(
@@ -88,7 +90,7 @@ class ModelSource(Source):
         logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
         return likely_of(logits, self.sharpness, self.width), made
 
-    def guess(self, nodes: Nodes, scored: Scored) -> Scored:
+    def guess(self, nodes: Nodes, scored: ScoredNodes) -> ScoredNodes:
         """The nodes of a round, with what the table expects below them."""
         return scored if self.table is None else self.table.guess(nodes, scored, self.last)
 

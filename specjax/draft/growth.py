@@ -72,7 +72,7 @@ class Likely:
     log_q: Float[Array, "B n w"]
 
 
-class Scored(NamedTuple):
+class ScoredNodes(NamedTuple):
     """The nodes scored in a round: some that stand in slots, or roots; then guesses.
 
     `slots` and `score` are those of the nodes that stand (`NO_PARENT` and 0 for roots); a score of
@@ -96,7 +96,7 @@ class Source(abc.ABC):
     """
 
     @abc.abstractmethod
-    def after(self, nodes: Nodes, scored: Scored, carry: Any) -> tuple[Likely, Any]:
+    def after(self, nodes: Nodes, scored: ScoredNodes, carry: Any) -> tuple[Likely, Any]:
         """What is likely after nodes that are not roots, and what is to be held of them."""
 
     @abc.abstractmethod
@@ -106,7 +106,7 @@ class Source(abc.ABC):
         Slots past the last one are of nodes that did not.
         """
 
-    def guess(self, nodes: Nodes, scored: Scored) -> Scored:
+    def guess(self, nodes: Nodes, scored: ScoredNodes) -> ScoredNodes:
         """The nodes to be scored in a round, with guesses if this source makes any."""
         del nodes
         return scored
@@ -128,13 +128,13 @@ def no_nodes(rows: int, budget: int) -> Nodes:
     )
 
 
-def without_guesses(slots: Int32[Array, "B n"], score: Float[Array, "B n"]) -> Scored:
+def without_guesses(slots: Int32[Array, "B n"], score: Float[Array, "B n"]) -> ScoredNodes:
     """Nodes that stand, or roots, and no guess."""
     none = jnp.zeros((slots.shape[0], 0), jnp.int32)
-    return Scored(slots, score, none, none, 0)
+    return ScoredNodes(slots, score, none, none, 0)
 
 
-def roots(rows: int) -> Scored:
+def roots(rows: int) -> ScoredNodes:
     """The roots alone."""
     return without_guesses(jnp.full((rows, 1), NO_PARENT, jnp.int32), jnp.zeros((rows, 1)))
 
@@ -177,7 +177,7 @@ def still_waiting(nodes: Nodes, growth: Growth) -> Bool[Array, "B K"]:
     return waiting
 
 
-def frontier(nodes: Nodes, growing: Bool[Array, " B"], growth: Growth) -> Scored:
+def frontier(nodes: Nodes, growing: Bool[Array, " B"], growth: Growth) -> ScoredNodes:
     """The likeliest nodes that are still to be expanded."""
     waiting = still_waiting(nodes, growth) & growing[:, None]
     beams = min(growth.beams, growth.budget)
@@ -200,13 +200,13 @@ def contexts(
     return jnp.where(slots < 0, before[:, None], above), token
 
 
-def standing(nodes: Nodes, scored: Scored) -> Bool[Array, "B n K"]:
+def standing(nodes: Nodes, scored: ScoredNodes) -> Bool[Array, "B n K"]:
     """The slots of the ancestors of the scored nodes that stand."""
     at = jnp.maximum(scored.slots, 0)[:, :, None]
     return jnp.take_along_axis(nodes.above, at, axis=1) & (scored.slots >= 0)[:, :, None]
 
 
-def inherited(scored: Scored, own: Array, at_standing: Array) -> Array:
+def inherited(scored: ScoredNodes, own: Array, at_standing: Array) -> Array:
     """`at_standing` of the nodes that stand, and for guesses what is above them, `own` added.
 
     `own` is `[B, G, ...]` and boolean; so is what is inherited.
@@ -229,7 +229,7 @@ class _Taken(NamedTuple):
 
 
 def join(
-    nodes: Nodes, scored: Scored, likely: Likely, growth: Growth, drafter: int = 0
+    nodes: Nodes, scored: ScoredNodes, likely: Likely, growth: Growth, drafter: int = 0
 ) -> tuple[Nodes, Int32[Array, "B Q"], Bool[Array, " B"]]:
     """The best nodes of trees and of the children of scored nodes, as many as there are slots.
 
@@ -285,7 +285,7 @@ def _gained(nodes: Nodes, joined: Nodes, taken: _Taken, growth: Growth) -> Bool[
     return gained
 
 
-def _depths(nodes: Nodes, scored: Scored) -> Int32[Array, "B Q"]:
+def _depths(nodes: Nodes, scored: ScoredNodes) -> Int32[Array, "B Q"]:
     """The depth of every scored node."""
     own = jnp.take_along_axis(nodes.depth, jnp.maximum(scored.slots, 0), axis=1)
     depth = jnp.where(scored.slots < 0, 0, own)
@@ -297,7 +297,7 @@ def _depths(nodes: Nodes, scored: Scored) -> Int32[Array, "B Q"]:
 
 
 def _guessed(
-    scored: Scored, likely: Likely, growth: Growth
+    scored: ScoredNodes, likely: Likely, growth: Growth
 ) -> tuple[Float[Array, "B Q"], Int32[Array, "B G"]]:
     """The score of every scored node, and which child a guess is (the last plus 1: none)."""
     _, count, width = likely.tokens.shape
@@ -340,7 +340,7 @@ def _taken(held: Float[Array, "B K"], offered: Float[Array, "B C"]) -> _Taken:
 
 
 def _slots_of(
-    scored: Scored, taken: _Taken, named: Int32[Array, "B G"], children: int
+    scored: ScoredNodes, taken: _Taken, named: Int32[Array, "B G"], children: int
 ) -> Int32[Array, "B Q"]:
     """Where the scored nodes stand now; the last slot plus 1 for those that do not."""
     rows, budget = taken.stays.shape

@@ -18,7 +18,7 @@ from specjax.draft.growth import (
     Growth,
     Likely,
     Nodes,
-    Scored,
+    ScoredNodes,
     Source,
     contexts,
     grow,
@@ -92,7 +92,7 @@ class TextSource(Source):
         return lax.fori_loop(0, deepest, deeper, carry)
 
     def after(
-        self, nodes: Nodes, scored: Scored, carry: Int32[Array, "B K1 S"]
+        self, nodes: Nodes, scored: ScoredNodes, carry: Int32[Array, "B K1 S"]
     ) -> tuple[Likely, Int32[Array, "B n S"]]:
         """What is likely after nodes, and their matches."""
         match = self._matches(nodes, scored.slots, carry)

@@ -5,7 +5,7 @@ import numpy as np
 from jaxtyping import Array, Int32
 
 from specjax.base.pytree import pytree, static
-from specjax.draft.growth import Nodes, Scored, contexts, roots
+from specjax.draft.growth import Nodes, ScoredNodes, contexts, roots
 from specjax.draft.ngram import NO_TOKEN, NGram, successors
 from specjax.trees.tree import TokenTree, TreeShape
 
@@ -30,7 +30,7 @@ class TableStage:
         if self.fan < 1:
             raise ValueError(f"fan is {self.fan}; it must be at least 1.")
 
-    def guess(self, nodes: Nodes, scored: Scored, last: Int32[Array, " B"]) -> Scored:
+    def guess(self, nodes: Nodes, scored: ScoredNodes, last: Int32[Array, " B"]) -> ScoredNodes:
         """The nodes of a round with guesses; `last` are the tokens of the roots."""
         rows, count = scored.slots.shape
         fan = min(self.fan, count)
@@ -50,11 +50,11 @@ class TableStage:
         every = jnp.asarray(np.concatenate(hung), jnp.int32)
         guesses = jnp.concatenate(made, axis=1)
         above = jnp.broadcast_to(every, guesses.shape)
-        return Scored(scored.slots, scored.score, guesses, above, self.shape.depth)
+        return ScoredNodes(scored.slots, scored.score, guesses, above, self.shape.depth)
 
 
-def below_roots(tree: TokenTree, levels: int) -> Scored:
+def below_roots(tree: TokenTree, levels: int) -> ScoredNodes:
     """The roots, and the nodes of a tree of so many levels as guesses below them."""
     root = roots(tree.tokens.shape[0])
     guesses = jnp.where(tree.valid, tree.tokens, NO_TOKEN)[:, 1:]
-    return Scored(root.slots, root.score, guesses, tree.parents[:, 1:], levels)
+    return ScoredNodes(root.slots, root.score, guesses, tree.parents[:, 1:], levels)

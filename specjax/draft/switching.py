@@ -1,27 +1,32 @@
 """Several settings of drafting over one state, of which every step of a server names one.
 
-Whatever a row was drafted by, it can be drafted by something else in the next step: all settings
-share the row's text and one draft's cache. Settings that do not run the draft let its cache fall
-behind; `catch_up` reads what it lacks, and says what the draft would have had accepted of it.
+Whatever a row was drafted by, it can be drafted by something else in the next step. Settings that
+need nothing but the row's text and one draft's cache share these. Those that do not run the draft
+let its cache fall behind; `catch_up` reads what it lacks, and says what the draft would have had
+accepted of it. Other settings have a state of their own, which follows the tokens of every step:
+one with a draft model of its own costs a pass of that in each.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.base.sampling import Sampling, is_greedy, most_likely, sampled_probs
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
-from specjax.draft.drafter import Drafter, Seen, Step
+from specjax.draft.drafter import Drafter, DraftState, Seen, Step, Wants
+from specjax.draft.hybrid import HybridDrafter, HybridState
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
 from specjax.draft.static import ExpansionDrafter, ModelState
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layers import write_window
 from specjax.models.transformer import Model, trunk, unembed
+from specjax.parallel.mesh import DATA
 from specjax.trees.construction import Construction
 from specjax.trees.tree import TokenTree
 
@@ -31,16 +36,18 @@ UNKNOWN = -1.0
 
 @pytree
 class SharedState:
-    """What all settings share of a row.
+    """What settings share of a row, and the states of those that share nothing.
 
     `text` holds its tokens, the root included, and `probs` how likely the target had found each
     when it gave it (`UNKNOWN` for those of the prompt). `held` is the draft's state, of as many
-    tokens as its cache is long; the logits of a cache of no token are nothing.
+    tokens as its cache is long; the logits of a cache of no token are nothing. `own` holds an
+    empty state for each setting that shares, and its drafter's state for each other one.
     """
 
     text: Text
     probs: Float[Array, "B S"]
     held: ModelState | None
+    own: tuple[DraftState, ...]
 
 
 class _Within(NamedTuple):
@@ -54,33 +61,44 @@ class _Within(NamedTuple):
 class SwitchingDrafter(Drafter):
     """The settings by their names, over one state.
 
-    Each is a drafter of `model`, of the text, or of nothing: an `ExpansionDrafter` of one draft, a
-    `BestFirstDrafter` without a second stage, a `TextDrafter`, a `PlainDrafter`. Those that hold
-    the draft hold it without weights, which they are given where they draft. `of_setting` is the
-    same with another one in `use`; its trees are that setting's.
+    Those that `share` draft with `model`, from the text, or nothing: an `ExpansionDrafter` of one
+    draft, a `BestFirstDrafter` or `HybridDrafter` of it without a second draft, a `TextDrafter`, a
+    `PlainDrafter`. Those that hold the draft hold it without weights, which they are given where
+    they draft. Any other drafter keeps its state. `of_setting` is the same with another setting in
+    `use`; its trees are that setting's.
     """
 
     model: Model | None
     drafters: tuple[Drafter, ...]
     names: tuple[str, ...] = static()
+    share: tuple[bool, ...] = static()
     use: str | None = static(default=None)
 
     @classmethod
     def of(cls, drafters: dict[str, Drafter]) -> "SwitchingDrafter":
         """The switch between drafters, by the names of their settings.
 
+        The first that drafts with a model that can be shared names it.
+
         Raises:
-          ValueError: one of them is not of a kind that can share its state, or drafts with another
-            model than the others.
+          ValueError: one of them reads hidden states of the target, or has several settings itself.
         """
-        model = None
+        model, held, share = None, [], []
         for name, drafter in drafters.items():
-            own = _model_of(drafter, name)
-            if own is not None and model is not None and not _same(own, model):
-                raise ValueError(f"the setting {name} drafts with another model than the others.")
-            model = model if own is None else own
-        bare = tuple(_with_model(drafter, None) for drafter in drafters.values())
-        return cls(model, bare, tuple(drafters))
+            if drafter.wants.hidden_layers:
+                raise ValueError(
+                    f"the setting {name} reads hidden states of the target, for which no switch "
+                    "between settings is made."
+                )
+            if len(drafter.settings) > 1:
+                raise ValueError(f"the setting {name} is a switch between settings itself.")
+            own = _model_of(drafter)
+            model = own if model is None else model
+            shares = isinstance(drafter, TextDrafter | PlainDrafter)
+            shares |= own is not None and model is not None and _same(own, model)
+            held.append(_with_model(drafter, None) if shares else drafter)
+            share.append(shares)
+        return cls(model, tuple(held), tuple(drafters), tuple(share))
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -93,8 +111,24 @@ class SwitchingDrafter(Drafter):
 
     @property
     def runs_draft(self) -> bool:
-        """Whether the setting in use needs a draft that has read all of a row's text."""
-        return isinstance(self._used[0], ExpansionDrafter | BestFirstDrafter)
+        """Whether the setting in use needs the shared draft to have read all of a row's text."""
+        at = self._at
+        return self.share[at] and isinstance(self.drafters[at], _Runs)
+
+    @property
+    def wants(self) -> Wants:
+        """What the settings with states of their own want: they learn from every step."""
+        return Wants(max(drafter.wants.top_tokens for drafter in self.drafters))
+
+    @property
+    def state_specs(self) -> SharedState:
+        """Rows first, but for states of drafters that are spread another way."""
+        rows = P(DATA)
+        own = tuple(
+            () if share else drafter.state_specs
+            for share, drafter in zip(self.share, self.drafters, strict=True)
+        )
+        return unchecked(SharedState, text=rows, probs=rows, held=rows, own=own)
 
     @property
     def needs_probs(self) -> bool:
@@ -106,7 +140,18 @@ class SwitchingDrafter(Drafter):
         """The drafter in use, without weights; all of them if none is."""
         if self.use is None:
             return self.drafters
-        return (self.drafters[self.names.index(self.use)],)
+        return (self.drafters[self._at],)
+
+    @property
+    def _at(self) -> int:
+        """The place of the setting in use."""
+        return 0 if self.use is None else self.names.index(self.use)
+
+    @property
+    def _drafter(self) -> Drafter:
+        """The drafter in use, with the weights of the shared draft."""
+        at = self._at
+        return _with_model(self.drafters[at], self.model) if self.share[at] else self.drafters[at]
 
     @property
     def window(self) -> int:
@@ -116,7 +161,8 @@ class SwitchingDrafter(Drafter):
     @property
     def vocab_size(self) -> int:
         """Tokens of the vocabulary."""
-        return max(_with_model(drafter, self.model).vocab_size for drafter in self._used)
+        used = self.names if self.use is None else (self.use,)
+        return max(self.of_setting(name)._drafter.vocab_size for name in used)
 
     @property
     def num_slots(self) -> int:
@@ -135,16 +181,28 @@ class SwitchingDrafter(Drafter):
         slots: int,
         seen: Seen,
     ) -> SharedState:
-        """The prompts, of which the draft has read nothing."""
-        del seen
+        """The prompts, of which the shared draft has read nothing."""
         rows = prompt.shape[0]
         held = None
         if self.model is not None:
             dtype = cache_dtype(self.model.embedding.dtype)
-            cache = empty_cache(self.model.config, rows, slots, dtype, self.model.kv_heads)
+            cache = empty_cache(self.model.config, rows, slots + self._more, dtype,
+                                self.model.kv_heads)  # fmt: skip
             held = ModelState(cache, jnp.zeros((rows, self.model.config.vocab_size)))
         text = read(prompt, length, slots)
-        return SharedState(text, jnp.full(text.tokens.shape, UNKNOWN), held)
+        own = tuple(
+            () if share else drafter.init(prompt, length, slots, _seen_by(drafter, seen))
+            for share, drafter in zip(self.share, self.drafters, strict=True)
+        )
+        return SharedState(text, jnp.full(text.tokens.shape, UNKNOWN), held, own)
+
+    @property
+    def _more(self) -> int:
+        """Slots of the shared cache for tokens that a hybrid runs anew (see its `commit`)."""
+        return max(
+            drafter.window if share and isinstance(drafter, HybridDrafter) else 0
+            for share, drafter in zip(self.share, self.drafters, strict=True)
+        )
 
     def propose(
         self,
@@ -155,28 +213,51 @@ class SwitchingDrafter(Drafter):
         sampling: Sampling,
     ) -> tuple[TokenTree, _Within]:
         """The trees of the setting in use."""
-        drafter = _with_model(self._used[0], self.model)
-        tree, own = drafter.propose(key, position, _own_state(drafter, state), last, sampling)
+        at, drafter = self._at, self._drafter
+        own = _own_state(drafter, state) if self.share[at] else state.own[at]
+        tree, own = drafter.propose(key, position, own, last, sampling)
         return tree, _Within(state, own)
 
     def commit(self, state: _Within, step: Step) -> SharedState:
-        """The text with the tokens of a step, and the draft caught up if this setting runs it."""
-        drafter, shared = _with_model(self._used[0], self.model), state.shared
-        held = _draft_of(drafter, drafter.commit(state.own, step), shared.held)
-        return replace(_longer(shared, step), held=held)
+        """The text with the tokens of a step, and the draft caught up if this setting runs it.
+
+        States that are not shared follow.
+        """
+        at, drafter = self._at, self._drafter
+        own = drafter.commit(state.own, _shown(drafter, step))
+        after = self._followed(state.shared, step, at)
+        if self.share[at]:
+            return replace(after, held=_draft_of(drafter, own, after.held))
+        return replace(after, own=(*after.own[:at], own, *after.own[at + 1 :]))
 
     def follow(self, state: SharedState, step: Step) -> SharedState:
-        """The text with tokens that came from elsewhere; the draft falls behind."""
-        return _longer(state, step)
+        """The text with tokens that came from elsewhere; the shared draft falls behind."""
+        return self._followed(state, step)
 
-    def truncate(self, state: SharedState, length: Int32[Array, " B"]) -> SharedState:
+    def _followed(self, state: SharedState, step: Step, but: int | None = None) -> SharedState:
+        """The state with a step's tokens in its text and in states of their own, but one."""
+        own = tuple(
+            held if share or at == but else drafter.follow(held, _shown(drafter, step))
+            for at, (share, drafter, held) in enumerate(
+                zip(self.share, self.drafters, state.own, strict=True)
+            )
+        )
+        return replace(_longer(state, step), own=own)
+
+    def truncate(self, state: SharedState, length: Int32[Array, " B"]) -> SharedState | None:
         """The state after fewer tokens; the draft reads the last of them anew, for its logits."""
         held = state.held
+        own = tuple(
+            () if share else drafter.truncate(each, length)
+            for share, drafter, each in zip(self.share, self.drafters, state.own, strict=True)
+        )
+        if any(each is None for each in own):
+            return None
         if held is not None:
             kept = jnp.minimum(held.cache.length, length - 1)
             held = replace(held, cache=replace(held.cache, length=kept))
-        text = replace(state.text, length=length)
-        return replace(state, text=text, probs=jnp.full_like(state.probs, UNKNOWN), held=held)
+        text, probs = replace(state.text, length=length), jnp.full_like(state.probs, UNKNOWN)
+        return SharedState(text, probs, held, own)
 
     def catch_up(
         self, state: SharedState, sampling: Sampling, size: int
@@ -234,18 +315,30 @@ def _same(one: Model, other: Model) -> bool:
     return one.config == other.config and all(a is b for a, b in pairs)
 
 
-def _model_of(drafter: Drafter, name: str) -> Model | None:
-    """The model that a drafter drafts with."""
+_Runs = ExpansionDrafter | BestFirstDrafter | HybridDrafter
+"""Those that share run the shared draft."""
+
+
+def _model_of(drafter: Drafter) -> Model | None:
+    """The model that a drafter drafts with, if that is all that it has a state of but the text."""
     match drafter:
         case ExpansionDrafter(groups=(model,), sizes=(1,)):
             return model
-        case BestFirstDrafter(model=model, table=None, second=None):
+        case BestFirstDrafter(model=model, second=None):
             return model
-        case TextDrafter() | PlainDrafter():
-            return None
-    raise ValueError(
-        f"the setting {name} is a {type(drafter).__name__} that cannot share its state with others."
-    )
+        case HybridDrafter(draft=BestFirstDrafter(model=model, second=None)):
+            return model
+    return None
+
+
+def _seen_by(drafter: Drafter, seen: Seen) -> Seen:
+    """What a drafter wants of what all want together."""
+    return replace(seen, top_tokens=seen.top_tokens[..., : drafter.wants.top_tokens])
+
+
+def _shown(drafter: Drafter, step: Step) -> Step:
+    """A step as a drafter is to see it."""
+    return replace(step, seen=_seen_by(drafter, step.seen))
 
 
 def _with_model(drafter: Drafter, model: Model | None) -> Drafter:
@@ -255,6 +348,9 @@ def _with_model(drafter: Drafter, model: Model | None) -> Drafter:
             return unchecked(ExpansionDrafter, **vars(drafter) | {"groups": (model,)})
         case BestFirstDrafter():
             return unchecked(BestFirstDrafter, **vars(drafter) | {"model": model})
+        case HybridDrafter():
+            own = _with_model(drafter.draft, model)
+            return unchecked(HybridDrafter, **vars(drafter) | {"draft": own})
     return drafter
 
 
@@ -266,6 +362,10 @@ def _own_state(drafter: Drafter, state: SharedState) -> Any:
         case BestFirstDrafter():
             assert state.held is not None
             return drafter.begun(state.held)
+        case HybridDrafter():
+            assert state.held is not None
+            draft = drafter.draft.begun(state.held)
+            return HybridState(draft, state.text, draft.slots > 0)
         case TextDrafter():
             return state.text
     return ()
@@ -279,4 +379,6 @@ def _draft_of(drafter: Drafter, own: Any, before: ModelState | None) -> ModelSta
         case BestFirstDrafter():
             assert isinstance(own, BestFirstState)
             return own.held
+        case HybridDrafter():
+            return own.draft.held
     return before

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from specjax.engine import measuring
 from specjax.engine.device import Device, Measured, Plan
-from specjax.goodput.policy import OFF
+from specjax.goodput.policy import PLAIN
 
 _logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class Joining:
         self._unmeasured.append(part)
         if not idle:
             known = self._device.step_costs
-            self._joined(part, measuring.assumed(part.plan, known, OFF))
+            self._joined(part, measuring.assumed(part.plan, known))
 
     def _joined(self, part: Part, costs: Measured) -> None:
         device = self._device
@@ -158,7 +158,7 @@ class Joining:
         self._join(costs)
         if part.setting in self.compiling:
             self.compiling.remove(part.setting)
-            if part.setting != OFF:
+            if part.setting != PLAIN:
                 self._say(f"the setting {part.setting} has joined")
             self._say_if_all()
         self._keep_if_measured()

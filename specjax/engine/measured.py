@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.tree_attention import tuning
+from pallas_kernels.dispatch import named
 from specjax.base.machine import cpu_digest
 from specjax.base.store import Store
 from specjax.engine.device import Measured, Plan
@@ -31,7 +31,7 @@ def name_of(models: Any, plan: Plan, slots: int) -> str:
         jax.devices()[0].device_kind, cpu_digest(), f"{os.cpu_count()} cores",
         f"jax {jax.__version__}", *shapes, str(jax.tree.structure(models)), repr(plan), str(slots),
     )  # fmt: skip
-    if (kernels := tuning.named()) is not None:
+    if (kernels := named()) is not None:
         parts += (f"kernels {kernels}",)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 

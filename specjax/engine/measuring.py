@@ -14,7 +14,7 @@ import numpy as np
 from specjax.engine.device import Device, Measured, Plan
 from specjax.goodput.chunks import ChunkCosts
 from specjax.goodput.costs import Cost
-from specjax.goodput.policy import StepShape
+from specjax.goodput.policy import PLAIN, StepShape
 
 _T = TypeVar("_T")
 Measuring = Generator[None, None, _T]
@@ -90,12 +90,12 @@ def part(device: Device, plan: Plan) -> Measuring[Measured]:
     return Measured({}, costs, reads)
 
 
-def assumed(plan: Plan, known: Mapping[StepShape, Cost], off: str) -> Measured:
-    """What may be hoped of the programs of a plan before they have run: what `off` takes.
+def assumed(plan: Plan, known: Mapping[StepShape, Cost]) -> Measured:
+    """What may be hoped of the programs of a plan before they have run: what a plain one takes.
 
     None takes less. What is hoped for too much runs soon, and is corrected by its own steps.
     """
-    plain = {shape.rows: cost for shape, cost in known.items() if shape.setting == off}
+    plain = {shape.rows: cost for shape, cost in known.items() if shape.setting == PLAIN}
 
     def like(rows: int) -> Cost:
         return plain[min(each for each in plain if each >= rows)]

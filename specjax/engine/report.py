@@ -88,7 +88,7 @@ def _span(span: Span) -> dict[str, Any]:
         "seconds": span.seconds,
         "predicted_goodput": _rate(span.predicted_tokens, span.predicted_seconds),
         "goodput": _rate(float(span.tokens), span.seconds),
-        "off_goodput": _rate(span.off_tokens, span.off_seconds),
+        "plain_goodput": _rate(span.plain_tokens, span.plain_seconds),
     }
 
 

@@ -17,7 +17,7 @@ from specjax.engine.scheduler import Chunk, Row, state_of
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import (
-    OFF,
+    PLAIN,
     Decision,
     DraftSetting,
     FixedPolicy,
@@ -52,7 +52,7 @@ class Span:
     """Some steps one after the other, most of them of one setting.
 
     `predicted_tokens` and `predicted_seconds` are those that were expected of its steps,
-    `off_tokens` and `off_seconds` of steps that would have drafted nothing.
+    `plain_tokens` and `plain_seconds` of steps that would have drafted nothing.
     """
 
     began: float
@@ -64,8 +64,8 @@ class Span:
     tokens: int = 0
     predicted_tokens: float = 0.0
     predicted_seconds: float = 0.0
-    off_tokens: float = 0.0
-    off_seconds: float = 0.0
+    plain_tokens: float = 0.0
+    plain_seconds: float = 0.0
     settings: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
@@ -112,23 +112,23 @@ class Speculation:
     def first_shapes(self) -> list[StepShape]:
         """Of them, those with which an engine can serve.
 
-        A fixed setting needs all of its own. Of those to choose from `off` is enough: for one row,
+        A fixed setting needs all of its own. Of those to choose from `none` is enough: for one row,
         and for all, in which fewer run as well.
         """
         if self._switch is None:
             return list(self.shapes)
-        own = sorted((each for each in self.shapes if each.setting == OFF), key=_rows)
+        own = sorted((each for each in self.shapes if each.setting == PLAIN), key=_rows)
         return list(dict.fromkeys((own[0], own[-1])))
 
     @property
     def later(self) -> dict[str, list[StepShape]]:
         """By settings to choose from their programs, in the order in which they are to be compiled.
 
-        First all of `off`, then of each kind of drafts the middle one.
+        First all of `none`, then of each kind of drafts the middle one.
         """
         if self._switch is None:
             return {}
-        names = (OFF, *_middle_first(list(self.settings.values())))
+        names = (PLAIN, *_middle_first(list(self.settings.values())))
         own = {name: [each for each in self.shapes if each.setting == name] for name in names}
         return {name: shapes for name, shapes in own.items() if shapes}
 
@@ -300,7 +300,7 @@ class Speculation:
         span.nodes += sum(each.nodes for each in outcomes)
         if seconds is not None:
             span.tokens += sum(each.tokens for each in outcomes)
-        for name, forecast in (("predicted", decision.forecast), ("off", decision.off)):
+        for name, forecast in (("predicted", decision.forecast), ("plain", decision.plain)):
             if forecast is not None and seconds is not None:
                 for field in ("tokens", "seconds"):
                     place = f"{name}_{field}"
@@ -314,7 +314,7 @@ def _middle_first(settings: Sequence[DraftSetting]) -> list[str]:
     """Names of the settings that draft: the middle one of each kind, then the others."""
     kinds: dict[str, list[str]] = {}
     for setting in settings:
-        if setting.name != OFF:
+        if setting.name != PLAIN:
             kinds.setdefault(setting.kind, []).append(setting.name)
     middle = [names[len(names) // 2] for names in kinds.values()]
     others = [name for names in kinds.values() for name in names if name not in middle]

@@ -1,9 +1,9 @@
-"""What drafts are expected to give: curves of all requests, and each request's own skill."""
+"""What drafts are expected to give: curves of all requests, and each request's own effect."""
 
 from collections.abc import Hashable, Iterator, Sequence
 
 from specjax.goodput.policy import DraftSetting, Outcome
-from specjax.goodput.survival import Calibration, Curve, Expected, Rate, Skill
+from specjax.goodput.survival import Calibration, Curve, Expected, Rate, RequestEffect
 
 _LIMITS = (0.0, 0.6, 1.0)
 """Temperatures up to which requests are alike; those above the last are alike, too."""
@@ -14,9 +14,11 @@ _STRIDE = 4
 _CALIBRATED = 4
 """Of so many trees the nodes of one are noted."""
 
+CHAIN = "chain"
+"""The name of the curve of all drawn chains of the shared draft."""
 PRIORS = {
-    "chain": ((0.83, 0.84), (0.72, 0.75), (0.65, 0.7), (0.5, 0.6)),
-    "tree": ((0.92, 0.9), (0.78, 0.72), (0.7, 0.65), (0.55, 0.5)),
+    CHAIN: ((0.83, 0.84), (0.72, 0.75), (0.65, 0.7), (0.5, 0.6)),
+    "specexec": ((0.92, 0.9), (0.78, 0.72), (0.7, 0.65), (0.55, 0.5)),
     "lookup": ((0.35, 0.6), (0.25, 0.5), (0.2, 0.45), (0.12, 0.3)),
 }
 """Chances of acceptance at depth 1 and below, by the setting's kind and the band of temperatures:
@@ -33,15 +35,14 @@ class _Known:
 
     def __init__(self, temperature: float) -> None:
         self.band = band(temperature)
-        self.skill = Skill(self.band == 0)
+        self.effect = RequestEffect(self.band == 0)
 
 
 class Acceptance:
     """Expected tokens of every setting, for every request.
 
-    Curves are kept by the kind of a setting, the nodes of a chosen tree, and the band of
-    temperatures: a chain survives to a depth alike however long it is, but a tree of more nodes is
-    another.
+    Curves are kept by the setting and the band of temperatures, and one of all chains: a chain
+    survives to a depth alike however long it is, but a tree of more nodes is another.
 
     Args:
       settings: those that draft.
@@ -66,7 +67,7 @@ class Acceptance:
         """The curve of a name, for a band of temperatures."""
         found = self._curves.get((name, number))
         if found is None:
-            first, later = PRIORS.get(name.partition(":")[0], PRIORS["chain"])[number]
+            first, later = PRIORS.get(name.partition(":")[0], PRIORS[CHAIN])[number]
             hazards = [first, *(later,) * (self._depths[name] - 1)]
             made = Curve(hazards) if self._by_depth else Rate(hazards)
             found = self._curves[name, number] = made
@@ -82,7 +83,7 @@ class Acceptance:
         known.
         """
         known = self._known(request, temperature)
-        return self.curve(name, known.band).expected(known.skill.logits)
+        return self.curve(name, known.band).expected(known.effect.logits)
 
     def _known(self, request: Hashable, temperature: float) -> _Known:
         known = self._requests.get(request)
@@ -92,7 +93,7 @@ class Acceptance:
                 self._requests[request] = known
         return known
 
-    def observe(self, name: str, outcome: Outcome, depth: int, whole: bool, drawn: bool) -> None:
+    def observe(self, name: str, outcome: Outcome, depth: int, whole: bool, is_chain: bool) -> None:
         """Notes what a step gave a request.
 
         Args:
@@ -101,9 +102,9 @@ class Acceptance:
           depth: of the deepest tree that the row might have had.
           whole: whether the tree was as large as its setting's; a tree that was cut is no trial of
             the curve: what it accepted a whole one would have, but not what it did not.
-          drawn: whether it was a chain, whose end is that of its depth.
+          is_chain: whether it was a chain, whose end is that of its depth.
         """
-        if drawn:
+        if is_chain:
             depth = min(depth, outcome.nodes)
         known = self._requests.get(outcome.request)
         if known is None or not depth:
@@ -121,9 +122,9 @@ class Acceptance:
         drafted = accepted if outcome.ended else depth
         if not self._censoring and accepted == depth:
             drafted = depth + 1
-        skill = known.skill.logits  # before this step
-        known.skill.observe(curve.hazards(), accepted, drafted)
-        curve.observe(accepted, drafted, skill)
+        effect = known.effect.logits  # before this step
+        known.effect.observe(curve.hazards(), accepted, drafted)
+        curve.observe(accepted, drafted, effect)
 
     def observe_text(self, name: str, request: Hashable, chances: Sequence[float]) -> None:
         """Notes how likely tokens of a text would have been accepted (-1: unknown)."""
@@ -138,7 +139,7 @@ class Acceptance:
                 curve.observe_chances(ahead)
         for chance in chances:
             if chance >= 0:
-                known.skill.observe_chance(first, chance)
+                known.effect.observe_chance(first, chance)
 
     def forget(self, request: Hashable) -> None:
         """Forgets a request that has ended."""
@@ -152,7 +153,7 @@ class Acceptance:
 
 def curve_of(setting: DraftSetting) -> str:
     """The name of the curve by which a setting's whole trees survive."""
-    return setting.kind if setting.drawn else setting.name
+    return CHAIN if setting.is_chain else setting.name
 
 
 def _until_unknown(chances: Sequence[float]) -> list[float]:

@@ -8,13 +8,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from specjax.goodput.acceptance import Acceptance, curve_of
+from specjax.goodput.acceptance import CHAIN, Acceptance, curve_of
 from specjax.goodput.chunks import ChunkCosts, PromptLoad
 from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.forecast import Candidate, Forecaster
 from specjax.goodput.guard import Guard
 from specjax.goodput.policy import (
-    OFF,
+    PLAIN,
     Decision,
     DraftSetting,
     Forecast,
@@ -33,8 +33,8 @@ _BETTER = 1.03
 _PROBING = 0.02
 """Share of time that may be lost to learn."""
 _READING = 0.01
-"""Of it, the share for texts that the draft reads while off; what they leave is for steps that are
-not believed to be best."""
+"""Of it, the share for texts that the draft reads while nothing is drafted; what they leave is for
+steps that are not believed to be best."""
 _FIRST_PROBES = 0.5
 """Seconds that may be lost to such steps before there is any share."""
 _PROBE_STEPS = 4
@@ -42,7 +42,8 @@ _WORTH_A_PROBE = 0.85
 """Share of the best goodput from which a setting of which little is known is worth a probe."""
 _FEW_TRIALS, _FEW_STEPS = 100, 3
 _STALE = 3000
-"""Steps after which a program that promises as much as the best is tried again, and off is."""
+"""Steps after which a program that promises as much as the best is tried again, and plain
+decoding is."""
 _PAUSE = 4.0
 """Times as long as expected that a step counts as for the guard: what is longer was a pause."""
 _LEARNED = 4
@@ -65,7 +66,8 @@ class Options(NamedTuple):
       packing: steps of fewer columns than all rows' whole trees.
       survival: acceptance by depth; else it is a single rate, accepted over drafted.
       censoring: full acceptance says nothing of what is deeper; else it counts as a rejection.
-      probing: what is not believed to be best is tried, and acceptance is measured while off.
+      probing: what is not believed to be best is tried, and acceptance is measured while nothing
+        is drafted.
       hysteresis: another setting must promise more than the last one.
     """
 
@@ -80,9 +82,9 @@ class Controller(Policy):
     """Chooses each step's setting, columns and budgets, of those whose programs are there.
 
     Args:
-      settings: those to choose from; `off` is one of them.
+      settings: those to choose from; `none` is one of them.
       costs: of the programs in `shapes_of(settings, rows, subsets, columns)` that are there; one of
-        `off` for all rows is. `join` adds others.
+        `none` for all rows is. `join` adds others.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
       rows: how many rows there are.
       chunks: of prompts, their costs.
@@ -183,9 +185,9 @@ class Controller(Policy):
         if (standing := self.standing(requests)) is not None:
             return standing
         found = self._forecaster.candidates(rows)
-        off = next(each for each in found if each.shape.setting == OFF)
-        chosen, reason = self._chosen(rows, found, off)
-        self.last = Decision(chosen.shape, chosen.depths, reason, chosen.forecast, off.forecast)
+        plain = next(each for each in found if each.shape.setting == PLAIN)
+        chosen, reason = self._chosen(rows, found, plain)
+        self.last = Decision(chosen.shape, chosen.depths, reason, chosen.forecast, plain.forecast)
         self.forecasts = _best_of_settings(found)
         self._requests, self._reused = requests, 0
         return self.last
@@ -207,13 +209,13 @@ class Controller(Policy):
         return self._reused < _REUSED and self.guard.active == (self.last.reason == "guard")
 
     def _chosen(
-        self, rows: Sequence[RowState], found: list[Candidate], off: Candidate
+        self, rows: Sequence[RowState], found: list[Candidate], plain: Candidate
     ) -> tuple[Candidate, str]:
         self._probe = None
         if self.fixed is not None:
-            return max(_of(found, self.fixed) or [off], key=_width), "fixed"
+            return max(_of(found, self.fixed) or [plain], key=_width), "fixed"
         if self.guard.active:
-            return off, "guard"
+            return plain, "guard"
         best = max(found, key=_goodput)
         targets = [at for at, row in enumerate(rows) if row.max_tpot is not None]
         if targets:
@@ -233,8 +235,8 @@ class Controller(Policy):
     def _worth_a_probe(self, found: list[Candidate], best: Candidate) -> Candidate | None:
         """What may be better than it is believed to be, if there is time left to try it.
 
-        That of which least is known; off and what promises as much as the best also when they were
-        not run for long, as what is known of them may not hold any more.
+        That of which least is known; plain decoding and what promises as much as the best also when
+        they were not run for long, as what is known of them may not hold any more.
         """
         if self.probing_seconds > _FIRST_PROBES + _PROBING * self.seconds:
             return None
@@ -245,7 +247,7 @@ class Controller(Policy):
         shape, promising = candidate.shape, candidate.goodput > _WORTH_A_PROBE * best.goodput
         steps = self.costs.steps(shape)
         stale = self._steps - self._last_run.get(shape, 0) > _STALE
-        if shape.setting == OFF:
+        if shape.setting == PLAIN:
             return steps < _FEW_STEPS or stale
         # Trees that are cut are no trials of a curve, but their steps tell as much of themselves.
         known = max(self._trials(shape.setting), steps)
@@ -313,9 +315,10 @@ class Controller(Policy):
         if timed is None:
             return
         self.costs.observe(shape, cached, seconds, timed.share)
-        if setting.nodes and decision.off is not None and decision.reason not in ("probe", "fixed"):
+        plain = decision.plain
+        if setting.nodes and plain is not None and decision.reason not in ("probe", "fixed"):
             taken, rows = min(seconds, _PAUSE * expected), len(decision.depths)
-            self.guard.observe(rows, tokens, taken + reading, decision.off.goodput)
+            self.guard.observe(rows, tokens, taken + reading, plain.goodput)
 
     def _learn(
         self, decision: Decision, setting: DraftSetting, outcomes: Sequence[Outcome]
@@ -326,10 +329,10 @@ class Controller(Policy):
         name, whole = curve_of(own), kept is not None
         for number in range(min(_LEARNED, count)):
             at = (self._turn + number) % count
-            self.acceptance.observe(name, outcomes[at], own.depth, whole, setting.drawn)
+            self.acceptance.observe(name, outcomes[at], own.depth, whole, setting.is_chain)
         self._turn += _LEARNED
         left = count < len(decision.depths) or any(each.ended for each in outcomes)
-        if decision.forecast is not None and not setting.drawn and not left:
+        if decision.forecast is not None and not setting.is_chain and not left:
             tokens = sum(outcome.tokens for outcome in outcomes)
             self._forecaster.observe(decision.shape, decision.forecast, count, tokens)
 
@@ -339,11 +342,11 @@ class Controller(Policy):
 
     def caught_up(self, request: Hashable, chances: Sequence[float]) -> None:
         """Learns how likely tokens of a text would have been accepted."""
-        if any(setting.drawn and setting.nodes for setting in self.settings.values()):
-            self.acceptance.observe_text("chain", request, chances)
+        if any(setting.is_chain for setting in self.settings.values()):
+            self.acceptance.observe_text(CHAIN, request, chances)
 
     def row_to_probe(self, rows: Sequence[RowState]) -> int | None:
-        """The row whose text the draft lacks most of, if there is time to read it while off."""
+        """The row whose text the draft lacks most of, if there is time to read it meanwhile."""
         if not (self._options.probing and rows and self._forecaster.reads):
             return None
         place = max(range(len(rows)), key=lambda at: rows[at].lag)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from specjax.goodput.acceptance import Acceptance, curve_of
+from specjax.goodput.acceptance import CHAIN, Acceptance, curve_of
 from specjax.goodput.chunks import PromptLoad
 from specjax.goodput.costs import StepCosts
 from specjax.goodput.policy import DraftSetting, Forecast, RowState, StepShape
@@ -63,13 +63,13 @@ class Forecaster:
         self._settings, self._costs, self._acceptance = settings, costs, acceptance
         self._rows = rows
         self.join(shapes, catch_up)
-        chosen = sorted((s for s in settings.values() if s.nodes and not s.drawn), key=_nodes)
+        trees = sorted((s for s in settings.values() if s.nodes and not s.is_chain), key=_nodes)
         self._smaller = {
-            setting.name: [each for each in chosen if each.kind == setting.kind
-                           and each.nodes <= setting.nodes]
-            for setting in chosen
+            setting.name: [*(each for each in trees if each.kind == setting.kind
+                             and each.nodes < setting.nodes), setting]
+            for setting in trees
         }  # fmt: skip
-        self._draws = any(setting.drawn and setting.nodes for setting in settings.values())
+        self._draws = any(setting.is_chain for setting in settings.values())
         self._yields: dict[StepShape, float] = {}
 
     def join(self, shapes: Sequence[StepShape], catch_up: Mapping[int, float]) -> None:
@@ -134,7 +134,7 @@ class Forecaster:
         setting, row = self._settings[candidate.shape.setting], rows[place]
         if not setting.nodes:
             return 1.0
-        if setting.drawn:
+        if setting.is_chain:
             curve = self._acceptance.expected(curve_of(setting), row.request, row.temperature)
             return 1.0 + curve.tokens[min(candidate.depths[place], len(curve.survival))]
         return 1.0 + self._tree(setting, row, candidate.shape.width / len(rows) - 1)
@@ -145,7 +145,7 @@ class Forecaster:
             return []
         found = []
         for place, row in enumerate(rows):
-            survival = self._acceptance.expected("chain", row.request, row.temperature).survival
+            survival = self._acceptance.expected(CHAIN, row.request, row.temperature).survival
             most = min(len(survival), max(row.left - 1, 0))
             found.extend((survival[depth], place, depth + 1) for depth in range(most))
         found.sort(key=_survival, reverse=True)
@@ -158,7 +158,7 @@ class Forecaster:
         count = len(rows)
         if not setting.nodes:
             return float(count), (0,) * count
-        if setting.drawn:
+        if setting.is_chain:
             return _packed(setting.depth, room, count, chains)
         each, total = room / count, float(count)
         for row in rows:
@@ -166,7 +166,7 @@ class Forecaster:
         return total, (setting.depth,) * count
 
     def _tree(self, setting: DraftSetting, row: RowState, nodes: float) -> float:
-        """Accepted tokens of a chosen tree of which so many nodes are kept.
+        """Accepted tokens of a tree of which so many nodes are kept, of a drawn one all.
 
         Between the trees of fewer nodes that there are it is taken as a line; below the smallest as
         the square root of its share of nodes.

@@ -1,4 +1,4 @@
-"""Speculation is turned off where it gives less than off would, whatever is believed of it."""
+"""Speculation is turned off where it gives less than plain decoding would, whatever is believed."""
 
 import math
 import statistics
@@ -11,7 +11,7 @@ _BATCH = 8
 """Steps whose sum is one observation: those that follow each other are alike, as texts are easy or
 hard for a while."""
 _LEAST = 0.97
-"""Share of off's predicted goodput below which it is turned off."""
+"""Share of plain decoding's predicted goodput below which it is turned off."""
 _SHORTEST, _LONGEST = 64, 4096
 """Steps that it stays off, at first and at most."""
 _RESET_AFTER = 8
@@ -19,7 +19,7 @@ _RESET_AFTER = 8
 
 
 class Guard:
-    """Compares what speculation gave with what off was predicted to give.
+    """Compares what speculation gave with what plain decoding was predicted to give.
 
     Attributes:
       steps_left: for how many steps it is off.
@@ -45,20 +45,20 @@ class Guard:
         """Notes a step that drafted nothing."""
         self.steps_left = max(self.steps_left - 1, 0)
 
-    def observe(self, rows: int, tokens: float, seconds: float, off_goodput: float) -> None:
+    def observe(self, rows: int, tokens: float, seconds: float, plain_goodput: float) -> None:
         """Notes a step that drafted.
 
         Args:
           rows: it had.
           tokens: it gave.
           seconds: it took.
-          off_goodput: tokens a second that off was predicted to give.
+          plain_goodput: tokens a second that plain decoding was predicted to give.
         """
         if self._steps % _BATCH == 0:
             self._gains.append(0.0)
         self._steps += 1
         self._row_steps += rows
-        self._gains[-1] += tokens - _LEAST * off_goodput * seconds
+        self._gains[-1] += tokens - _LEAST * plain_goodput * seconds
         if self._steps < _STEPS or self._steps % _BATCH:
             return
         whole = self._row_steps >= _ROW_STEPS

@@ -10,19 +10,19 @@ WIDTHS = (
 )
 """Columns that a step's pass of the target may have."""
 
-OFF = "off"
-"""The setting that drafts nothing."""
+PLAIN = "none"
+"""The setting that drafts nothing: plain decoding."""
 
 
 class DraftSetting(NamedTuple):
     """How a step drafts.
 
     Attributes:
-      name: such as `off`, `chain:7`, `tree:15` or `lookup:7`.
+      name: `METHOD` or `METHOD:SIZE`, such as `none`, `chain:7` or `specexec:15`.
       nodes: of a row's tree below the root, at most.
       depth: its levels below the root.
       drawn: whether nodes are drawn, not chosen: then rows are bounded by depth, before the draw.
-      runs_draft: whether the draft must have read all of a row's text.
+      runs_draft: whether the draft that settings share must have read all of a row's text.
     """
 
     name: str
@@ -33,8 +33,13 @@ class DraftSetting(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What its name begins with."""
+        """Its method."""
         return self.name.partition(":")[0]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether it is a drawn chain of the shared draft: all of them survive alike."""
+        return self.drawn and self.runs_draft and self.nodes == self.depth
 
 
 class StepShape(NamedTuple):
@@ -97,14 +102,14 @@ class Decision(NamedTuple):
       depths: for each row how deep its tree may be.
       reason: best, hysteresis, guard, probe, latency or fixed.
       forecast: what it is expected to give, where that is known.
-      off: what a step that drafts nothing would.
+      plain: what a step that drafts nothing would.
     """
 
     shape: StepShape
     depths: tuple[int, ...]
     reason: str = "fixed"
     forecast: Forecast | None = None
-    off: Forecast | None = None
+    plain: Forecast | None = None
 
     def timed(self, taken: float, chunks: float) -> Timed | None:
         """How long the step took, of the seconds `taken` by it and by chunks of prompts before it.

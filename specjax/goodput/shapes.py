@@ -17,7 +17,8 @@ def shapes_of(
     step, of four rows at least, also half of it, over which the likeliest nodes are spread: a
     program takes seconds to compile. No pass has more than `columns`, unless
     its rows need more for a node each below their roots; a setting that would have less than half
-    its nodes then is left out.
+    its nodes then is left out, and so is one of drawn nodes other than a chain that would lack any:
+    which of them are scored may not depend on the draw.
 
     Args:
       settings: what a step may draft with.
@@ -40,6 +41,8 @@ def _widths(setting: DraftSetting, rows: int, columns: int, largest: bool) -> li
     if each == 1:
         return [whole]
     width = min(whole, max(columns_for(columns), columns_for(2 * rows)))
+    if setting.drawn and not setting.is_chain:
+        return [whole] if whole <= width else []
     if 2 * (width // rows - 1) < setting.nodes:
         return []
     half = columns_for(width // 2)

@@ -14,14 +14,14 @@ _ALIKE = 3.0
 """Trials that count as one in that: those of a text follow each other."""
 _SURPRISE = 3.5
 """Standard errors between them from which on drafts are held to have changed."""
-_SKILL = {True: ((1.5, 0.6), (6.0, 0.97)), False: ((8.0, 0.87), (20.0, 0.98))}
-"""Of greedy requests and of others: for the passing and for the lasting part of a skill, the
+_EFFECT = {True: ((1.5, 0.6), (6.0, 0.97)), False: ((8.0, 0.87), (20.0, 0.98))}
+"""Of greedy requests and of others: for the passing and for the lasting part of an effect, the
 information that it is pulled to 0 with, and what earlier steps count, a step later. A greedy text
 is easy or hard for some steps: accepted tokens of the bundled pair's chains correlate by 0.49 one
 step apart, by 0.18 eight apart. At temperature 0.8 it is 0.06 and 0.01. These predict the next
 steps of 64 texts well (HumanEval and Spec-Bench, 2026-11-24)."""
 _STEPS_A_UNIT = 5
-"""Skills are rounded to a fifth of a logit, so that few curves are computed."""
+"""Effects are rounded to a fifth of a logit, so that few curves are computed."""
 _EDGE = 0.005
 
 
@@ -43,9 +43,9 @@ class Expected(NamedTuple):
     tokens: tuple[float, ...]
 
 
-def _gained(hazard: float, skill: float) -> float:
-    """How much more often a request of a skill is accepted than one of none."""
-    return logistic(logit(hazard) + skill) - hazard
+def _gained(hazard: float, effect: float) -> float:
+    """How much more often a request of an effect is accepted than one of none."""
+    return logistic(logit(hazard) + effect) - hazard
 
 
 class Curve:
@@ -95,9 +95,9 @@ class Curve:
         self._chances = found
         return found
 
-    def expected(self, skill: float) -> Expected:
-        """Survival of a request that is `skill` logits better than the curve."""
-        rounded = round(skill * _STEPS_A_UNIT)
+    def expected(self, effect: float) -> Expected:
+        """Survival of a request that is `effect` logits better than the curve."""
+        rounded = round(effect * _STEPS_A_UNIT)
         if rounded not in self._made:
             survival, alive = [], 1.0
             for chance in self.hazards():
@@ -106,16 +106,16 @@ class Curve:
             self._made[rounded] = Expected(tuple(survival), tuple(_sums(survival)))
         return self._made[rounded]
 
-    def observe(self, accepted: int, drafted: int, skill: float = 0.0) -> None:
+    def observe(self, accepted: int, drafted: int, effect: float = 0.0) -> None:
         """Notes a step that accepted so many levels of the `drafted` that its tree had.
 
-        What a request of another skill gives is taken for what one of none would have: those that a
-        setting is chosen for are better, or worse, than others.
+        What a request of another effect gives is taken for what one of none would have: those that
+        a setting is chosen for are better, or worse, than others.
         """
         self.steps += 1
         hazards = self.hazards()
         for depth in range(min(accepted + 1, drafted, self.depth)):
-            self._add(depth, float(depth < accepted) - _gained(hazards[depth], skill), 1.0)
+            self._add(depth, float(depth < accepted) - _gained(hazards[depth], effect), 1.0)
         self._noted()
 
     def observe_chances(self, chances: Sequence[float]) -> None:
@@ -178,15 +178,15 @@ class Rate:
         """The same at each depth."""
         return [self._rate] * self.depth
 
-    def expected(self, skill: float) -> Expected:
+    def expected(self, effect: float) -> Expected:
         """Survival is geometric."""
-        chance = logistic(logit(self._rate) + skill)
+        chance = logistic(logit(self._rate) + effect)
         survival = [chance**depth for depth in range(1, self.depth + 1)]
         return Expected(tuple(survival), tuple(_sums(survival)))
 
-    def observe(self, accepted: int, drafted: int, skill: float = 0.0) -> None:
+    def observe(self, accepted: int, drafted: int, effect: float = 0.0) -> None:
         """Notes a step that accepted so many of `drafted`."""
-        del skill
+        del effect
         self.steps += 1
         if drafted:
             self.trials += 1
@@ -201,8 +201,8 @@ class Rate:
 _RATE = 0.05
 
 
-class Skill:
-    """How many logits better than the curves a request's drafts are accepted; lately.
+class RequestEffect:
+    """A random effect: how many logits better than the curves a request's drafts are accepted.
 
     The sum of a part that lasts and of one that passes. One step of Newton's method on the logistic
     likelihood a step, for each with a normal prior.
@@ -213,7 +213,7 @@ class Skill:
 
     def __init__(self, greedy: bool = True) -> None:
         self.logits = 0.0
-        self._priors = _SKILL[greedy]
+        self._priors = _EFFECT[greedy]
         self._parts = [(0.0, 0.0)] * len(self._priors)
 
     def observe(self, hazards: Sequence[float], accepted: int, drafted: int) -> None:
@@ -231,7 +231,7 @@ class Skill:
         self._note(chance - expected, expected * (1 - expected))
 
     def _note(self, slope: float, information: float) -> None:
-        # The slope is that of this step alone: what earlier ones said is in where the skill is.
+        # The slope is that of this step alone: what earlier ones said is in where the effect is.
         parts = []
         for (logits, known), (prior, memory) in zip(self._parts, self._priors, strict=True):
             known = memory * known + information

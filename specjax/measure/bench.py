@@ -26,7 +26,6 @@ from specjax.measure.workload import MIXED, Candidate, Temperature, Workload
 from specjax.methods import records, registry
 from specjax.methods.method import PLAIN, Setting
 from specjax.models.quantized import in_dtype, quantized_as
-from specjax.models.streamed import StreamedModel
 from specjax.verify.rules import AUTO
 
 _PHASE_REQUESTS = 8
@@ -102,7 +101,7 @@ class Bencher:
         self.phases, self.traced = phases, traced
         self.bandwidth = read_bandwidth() / 1e9  # before memory is needed for more targets
         self.targets = {str(pair.target.embedding.dtype): pair.target}
-        if not isinstance(pair.target, StreamedModel):
+        if pair.target.is_whole:
             dtypes = sorted({*workload.plain_dtypes, *workload.dtypes})
             self.targets = {dtype: in_dtype(pair.target, dtype) for dtype in dtypes}
         self._drafters: dict[Setting, Drafter] = {}

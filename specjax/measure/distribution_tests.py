@@ -2,28 +2,25 @@
 
 import itertools
 from collections.abc import Iterator
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.special import gammaincc
-from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from specjax.base.axes import Key
 from specjax.base.progress import counted
 from specjax.base.pytree import replace
 from specjax.base.sampling import Purpose, Sampling, fold, process
-from specjax.decoding import streamed
 from specjax.decoding.generate import begin
 from specjax.decoding.generate import steps as steps_of
+from specjax.decoding.logits import logits_at
 from specjax.decoding.request import PROMPT_BUCKETS, bucket, prepare, row_keys
 from specjax.draft import Drafter
-from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import Model, trunk, unembed
-from specjax.parallel.mesh import ROWS, Layout, laid_out, layout_of, spread
+from specjax.models.transformer import Model
+from specjax.parallel.mesh import ROWS, laid_out
 
 _ROWS = 128
 _STEPS = 4
@@ -57,19 +54,6 @@ class Texts(NamedTuple):
     starts: Int[np.ndarray, "n S"]
 
 
-@partial(jax.jit, static_argnames=("layout",))
-def _logits_at(model: Model, tokens: Array, columns: Array, layout: Layout | None) -> Array:
-    def whole(model: Model, tokens: Array, columns: Array) -> Array:
-        rows, size = tokens.shape
-        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), tokens.shape)
-        x = trunk(model, tokens, positions, None, None).x
-        flat = jnp.arange(rows)[:, None] * size + columns
-        logits = unembed(model, jnp.take(x, flat.reshape(-1), axis=1))
-        return logits.T.reshape(*columns.shape, -1)
-
-    return spread(layout, whole, (model,), (P(), P()), P())(model, tokens, columns)
-
-
 def logits_within(
     model: Model, texts: list[list[int]], columns: Int[np.ndarray, "B n"]
 ) -> Float[np.ndarray, "B n V"]:
@@ -78,10 +62,7 @@ def logits_within(
     padded = np.zeros((len(texts), size), np.int32)
     for row, text in enumerate(texts):
         padded[row, : len(text)] = text
-    at = jnp.asarray(columns, jnp.int32)
-    if isinstance(model, StreamedModel):
-        return np.asarray(streamed.logits_at(model, jnp.asarray(padded), at))
-    return np.asarray(_logits_at(model, jnp.asarray(padded), at, layout_of(model)))
+    return np.asarray(logits_at(model, jnp.asarray(padded), jnp.asarray(columns, jnp.int32)))
 
 
 def logits_after(model: Model, prefixes: list[list[int]]) -> Float[np.ndarray, "B V"]:

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.goodput.policy import PLAIN
 from specjax.measure.load import Answered
 
-AUTO, OFF = "auto", "off"
+AUTO = "auto"
 
 
 class LoadRun(NamedTuple):
@@ -151,8 +152,8 @@ class LoadRow:
       turns: of each turn.
       over_best_goodput: goodput over that of the best fixed setting; higher is better.
       over_best_latency: mean latency over that of the best fixed setting; lower is better.
-      over_off_goodput: goodput over that of `off`.
-      over_off_latency: mean latency over that of `off`.
+      over_plain_goodput: goodput over that of plain decoding.
+      over_plain_latency: mean latency over that of plain decoding.
     """
 
     rate: float
@@ -162,8 +163,8 @@ class LoadRow:
     turns: Sequence[Numbers]
     over_best_goodput: float | None
     over_best_latency: float | None
-    over_off_goodput: float | None
-    over_off_latency: float | None
+    over_plain_goodput: float | None
+    over_plain_latency: float | None
 
     def report(self) -> dict[str, Any]:
         """The row as plain values."""
@@ -199,8 +200,8 @@ def rows_of(rate: float, per_second: float, runs: Mapping[str, Sequence[LoadRun]
             turns=own,
             over_best_goodput=_over(goodput[name], goodput.get(fastest)),
             over_best_latency=_over(latency[name], latency.get(soonest)),
-            over_off_goodput=_over(goodput[name], goodput.get(OFF)),
-            over_off_latency=_over(latency[name], latency.get(OFF)),
+            over_plain_goodput=_over(goodput[name], goodput.get(PLAIN)),
+            over_plain_latency=_over(latency[name], latency.get(PLAIN)),
         )
         for name, own in turns.items()
     ]

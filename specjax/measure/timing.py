@@ -24,7 +24,6 @@ from specjax.decoding.request import NO_END, Request, Rows
 from specjax.decoding.stepping import DecodeState
 from specjax.draft import Drafter, Step
 from specjax.draft.drafter import DraftState, Seen
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.trees.tree import TokenTree
 from specjax.verify.rules import Rule
@@ -203,10 +202,7 @@ def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:
 
 def weight_bytes(model: Model) -> int:
     """Bytes of weights that a decoding pass reads: all but an embedding that is only looked up."""
-    if isinstance(model, StreamedModel):
-        inside = sum(leaf.nbytes for leaf in jax.tree.leaves(model.layers))
-        return weight_bytes(model.outer) + inside + model.bytes_a_pass
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.resident)) + model.bytes_a_pass
     return held - (model.embedding.nbytes if model.unembedding is not None else 0)
 
 

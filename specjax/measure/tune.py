@@ -31,7 +31,6 @@ from specjax.methods.acceptance import measured
 from specjax.methods.method import METHODS, PLAIN, Setting
 from specjax.methods.sequoia import best_shape, expected_tokens
 from specjax.methods.tuned import Entry
-from specjax.models.streamed import StreamedModel
 from specjax.trees.tree import TreeShape
 
 # An estimate was off by 22 % (chain of 7 at 0.8, 8 prompts, other work beside, 2026-11-21), so
@@ -144,7 +143,7 @@ class Tuner:
         accepted = measured(
             native.target, native.drafts[0], texts, starts, temperature, _LONGEST_CHAIN
         ).by_depth
-        chain = registry.setting_of("chain", widths=(1,) * _COST_LEVELS)
+        chain = registry.setting_of(f"chain:{_COST_LEVELS}")
         level = self.draft_seconds(chain, temperature) / _COST_LEVELS
 
         def estimate(name: str, shape: TreeShape) -> Estimate:
@@ -244,7 +243,7 @@ def fastest_of(
     Every prompt comes `rounds` times; a row's number seeds its draws, so that they differ.
     """
     finalists = [p for p in estimates[:_FINALISTS] if p.rate >= _FAR_OFF * estimates[0].rate]
-    plain = (dtype,) if isinstance(pair.target, StreamedModel) else PLAIN_DTYPES
+    plain = PLAIN_DTYPES if pair.target.is_whole else (dtype,)
     workload = Workload(
         chosen * rounds,
         {choices.batch: tuple(estimate.setting for estimate in finalists)},

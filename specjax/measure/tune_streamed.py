@@ -1,36 +1,35 @@
 """The fastest setting for a target whose layers are read in every pass.
 
 A pass takes as long as reading takes, or computing, whichever is longer (SpecExec, arXiv
-2406.02532, section 4): so the budget follows from the link, the compute rate and acceptance.
+2406.02532, section 4): so the budget follows from these and from acceptance.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from specjax.decoding.link import BUDGETS, Link, draft_seconds, link_of
+from specjax.decoding.pass_times import BUDGETS, OffloadTimes, draft_seconds, offload_times
 from specjax.measure.tune import Tuner
 from specjax.methods import registry
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
 from specjax.models import memory
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 
 
-def budgets_by_link(target: StreamedModel) -> tuple[int, ...]:
+def budgets_for_reading(target: Model) -> tuple[int, ...]:
     """The least budget, that whose pass costs no more than reading, and about twice as many nodes.
 
     Raises:
       ValueError: a layer could not be read.
     """
-    free = link_of(target).budget
+    free = offload_times(target).budget
     above = [budget for budget in BUDGETS if budget > free]
     return tuple(sorted({BUDGETS[0], free, *above[:1]}))
 
 
 @dataclasses.dataclass
 class StreamedTuner(Tuner):
-    """As `Tuner`, with the seconds of a step by what was measured of the link.
+    """As `Tuner`, with the seconds of a step by what was measured of reading and computing.
 
     Texts are drawn once, and by what drafts best before anything is known: plain decoding would
     read all layers for each token. Each finalist is run once.
@@ -39,18 +38,17 @@ class StreamedTuner(Tuner):
     rounds: int = 1
 
     @property
-    def link(self) -> Link:
+    def times(self) -> OffloadTimes:
         """What was measured of the target.
 
         Raises:
           ValueError: a layer could not be read.
         """
-        assert isinstance(self.grown.target, StreamedModel)
-        return link_of(self.grown.target)
+        return offload_times(self.grown.target)
 
     def pass_seconds(self, nodes: int) -> float:
         """The longer of reading all layers and computing them over the nodes and the root."""
-        return max(self.link.read_seconds, self.link.computed(nodes + 1))
+        return max(self.times.read_seconds, self.times.computed(nodes + 1))
 
     def draft_seconds(self, setting: Setting, temperature: float) -> float:
         """As many passes of the draft as the tree is deep; what needs no model takes none."""

@@ -10,9 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from specjax.base.sampling import Sampling, most_likely, process
+from specjax.decoding.logits import logits_at
 from specjax.decoding.request import PROMPT_BUCKETS, bucket
-from specjax.decoding.streamed import logits_at
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model, forward
 
 _SMALL = 1e-30
@@ -40,7 +39,7 @@ class Measured(NamedTuple):
 
 
 def measured(
-    target: Model | StreamedModel,
+    target: Model,
     draft: Model,
     texts: Sequence[Sequence[int]],
     starts: Sequence[int],
@@ -69,9 +68,9 @@ def measured(
     ranked, kept, reached = np.zeros(ranks), np.zeros(levels), np.zeros(levels)
     count = 0
     for text, start in zip(texts, starts, strict=True):
-        padded = np.zeros((1, size), np.int32)
+        padded, every = np.zeros((1, size), np.int32), jnp.arange(size, dtype=jnp.int32)[None]
         padded[0, : len(text)] = text
-        of_target = _logits(target, jnp.asarray(padded))
+        of_target = logits_at(target, jnp.asarray(padded), every)
         chance, ratio = _accepted(of_target, draft, jnp.asarray(padded), temperature, ranks)
         wanted = slice(start - 1, len(text) - 1)
         ranked += np.asarray(chance)[wanted].sum(axis=0)
@@ -105,13 +104,6 @@ def _begins(survival: Float[np.ndarray, "T d"]) -> Float[np.ndarray, " T"]:
             if place + kept + 1 < len(found):
                 found[place + kept + 1] += found[place] * share
     return found
-
-
-def _logits(target: Model | StreamedModel, tokens: Int32[Array, "1 T"]) -> Float[Array, "1 T V"]:
-    """The logits after every token of a text."""
-    if isinstance(target, StreamedModel):
-        return logits_at(target, tokens, jnp.arange(tokens.shape[1])[None])
-    return _forward(target, tokens)
 
 
 @jax.jit

@@ -18,8 +18,11 @@ from specjax.draft.token_recycling import RecycleDrafter
 from specjax.methods import defaults
 from specjax.methods.method import (
     DRAFT,
+    LEVELS,
+    NO_SIZE,
     PLAIN,
     TABLE,
+    WIDTHS,
     Method,
     Setting,
     Size,
@@ -219,6 +222,7 @@ _BUILTIN = (
         build=_build_plain,
         takes_widths=False,
         takes_budget=False,
+        size=NO_SIZE,
     ),
     Method(
         name="chain",
@@ -227,6 +231,7 @@ _BUILTIN = (
         setting=_chain,
         build=_build_static,
         lacks=_needs_draft,
+        size=LEVELS,
     ),
     Method(
         name="tree",
@@ -235,6 +240,7 @@ _BUILTIN = (
         setting=_tree,
         build=_build_static,
         lacks=_needs_draft,
+        size=WIDTHS,
     ),
     Method(
         name="pool",
@@ -243,6 +249,7 @@ _BUILTIN = (
         setting=_pool,
         build=_build_pool,
         lacks=_needs_draft,
+        size=WIDTHS,
     ),
     Method(
         name="specexec",
@@ -285,7 +292,6 @@ _BUILTIN = (
         source="Token Recycling (2408.08696)",
         setting=_recycle,
         build=_build_recycle,
-        shaped_by_budget=True,
     ),
     Method(
         name="hybrid",

@@ -10,10 +10,10 @@ import jax
 from pallas_kernels.platform import platform
 from specjax.base.progress import working
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.link import (
+from specjax.decoding.pass_times import (
     MOST_LEVELS,
     draft_seconds,
-    link_of,
+    offload_times,
 )
 from specjax.methods import defaults, drafted, records
 from specjax.methods.draftless import findings
@@ -22,7 +22,7 @@ from specjax.methods.method import Setting, check_method
 from specjax.methods.records import Run
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.methods.tuned import pick, read
-from specjax.models.streamed import StreamedModel
+from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import Widths, widest
 from specjax.verify.rules import AUTO, RULES
@@ -165,16 +165,16 @@ def _runs(runs: Sequence[Run]) -> str:
     return f"{prompts} prompts" if len(runs) == 1 else f"{prompts} prompts in {len(runs)} runs"
 
 
-def _streamed(pair: Pair, target: StreamedModel, sampled: bool, verify: str) -> Choice:
-    link, levels = link_of(target), MOST_LEVELS
-    reason = str(link)
+def _streamed(pair: Pair, target: Model, sampled: bool, verify: str) -> Choice:
+    times, levels = offload_times(target), MOST_LEVELS
+    reason = str(times)
     if pair.drafts:
         taken = draft_seconds(pair.drafts[0])
-        levels = link.levels(taken)
+        levels = times.levels(taken)
         reason += f"; a token of the draft takes {taken:.3f} s, so it goes {levels} deep"
     # Drawn nodes win above temperature 0, as they do in memory (see `defaults.SHIPPED`).
     names = ("lookup",) if not pair.drafts else ("tree",) if sampled else ("specexec", "tree")
-    settings = [no_deeper(setting_of(name, budget=link.budget), levels) for name in names]
+    settings = [no_deeper(setting_of(name, budget=times.budget), levels) for name in names]
     able = [one for one in settings if _able(one, pair, verify)]
     return Choice((able or [Setting()])[0], reason)
 
@@ -184,7 +184,7 @@ def no_deeper(setting: Setting, levels: int) -> Setting:
     if levels == MOST_LEVELS or setting.method not in ("specexec", "tree"):
         return setting
     if setting.growth is None:
-        return setting_of("chain", widths=(1,) * levels)
+        return setting_of(f"chain:{levels}")
     return dataclasses.replace(
         setting, growth=dataclasses.replace(setting.growth, depth=min(levels, setting.growth.depth))
     )
@@ -193,8 +193,7 @@ def no_deeper(setting: Setting, levels: int) -> Setting:
 def _is_weighed(pair: Pair) -> bool:
     """Whether it is measured what a draft gains before it is taken: it, or its target, is large."""
     target, draft = pair.target, pair.drafts[0]
-    streams = isinstance(target, StreamedModel) and target.source is not None
-    if streams or draft.is_stacked or _untimed(pair) is not None:
+    if target.is_offloaded or draft.is_stacked or _untimed(pair) is not None:
         return False
     size, own = target.config.num_parameters, draft.config.num_parameters
     return own >= defaults.LARGE_DRAFT * size or size >= defaults.LEAST_WEIGHED
@@ -242,8 +241,7 @@ def compared_with(pair: Pair, temperature: float, batch: int, verify: str = AUTO
     """What measurements must be faster than: the shipped default, or where that is what pays by
     an estimate (a large model or draft, or none) plain decoding.
     """
-    streamed = isinstance(pair.target, StreamedModel) and pair.target.source is not None
-    if (not streamed and not pair.drafts) or (pair.drafts and _is_weighed(pair)):
+    if not (pair.target.is_offloaded or pair.drafts) or (pair.drafts and _is_weighed(pair)):
         return Setting()
     return shipped(pair, temperature, batch, verify).setting
 
@@ -253,10 +251,10 @@ def shipped(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> C
 
     Where the model or its draft is large, by what it costs and gives (see `drafted`), and so what
     needs none where there is none (see `_draftless`). Of a target whose layers are read in every
-    pass, as many nodes as cost no time (see `specjax.decoding.link`).
+    pass, as many nodes as cost no time (see `specjax.decoding.pass_times`).
     """
     sampled = temperature > 0
-    if isinstance(pair.target, StreamedModel) and pair.target.source is not None:
+    if pair.target.is_offloaded:
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:
         return _draftless(pair, temperature, batch, verify)

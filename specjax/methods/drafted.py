@@ -18,7 +18,7 @@ from jaxtyping import Float
 from specjax.base.progress import working
 from specjax.checkpoints.acceptance import Acceptance
 from specjax.checkpoints.pair import Pair
-from specjax.decoding.link import overlaps
+from specjax.decoding.pass_times import overlaps
 from specjax.methods import defaults, records
 from specjax.methods.draftless import ANY, bundled_prompts, kind_of, step_seconds, texts_of
 from specjax.methods.method import Setting
@@ -51,9 +51,7 @@ class Drafting(NamedTuple):
 
     def setting(self, nodes: int) -> Setting:
         """The method with so many nodes."""
-        if self.method == "chain":
-            return setting_of("chain", widths=(1,) * nodes)
-        return setting_of(self.method, budget=nodes)
+        return setting_of(f"{self.method}:{nodes}")
 
 
 class Findings(NamedTuple):

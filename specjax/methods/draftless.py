@@ -26,7 +26,7 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.tokenizers import encode
-from specjax.decoding.link import passes_seconds, seconds_of
+from specjax.decoding.pass_times import passes_seconds, seconds_of
 from specjax.decoding.stepping import top_tokens_in
 from specjax.methods import defaults, records
 from specjax.methods.method import Setting

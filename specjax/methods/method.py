@@ -1,18 +1,28 @@
-"""A method of drafting as data: its record, and a setting of it."""
+"""A method of drafting as data: its record, a setting of it, and how both are spelled.
+
+What drafts is written `METHOD` or `METHOD:SIZE` everywhere: `none`, `chain:7`, `tree:2,1,1`,
+`specexec:15`. `Setting.name` writes it, `parsed` reads it.
+"""
 
 import dataclasses
+import re
+import reprlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 from specjax.checkpoints.pair import Pair
 from specjax.draft.drafter import Drafter
 from specjax.draft.growth import Growth
+from specjax.goodput.policy import PLAIN as PLAIN
 from specjax.trees.tree import TreeShape
-from specjax.trees.widths import Widths, spelled
+from specjax.trees.widths import MOST_NODES, Widths, read, spelled
 
 TABLE, DRAFT = "ngram", "draft"
 """What may draft for a staged draft: an n-gram table, or a smaller draft."""
-PLAIN = "none"
-"""The name of plain decoding."""
+NODES, LEVELS, WIDTHS, NO_SIZE = "nodes", "levels", "widths", ""
+"""What the SIZE of `METHOD:SIZE` is: the most nodes of a tree, the levels of a chain, the children
+of each level (see `specjax.trees.widths`), or nothing."""
+_NAME, _COUNT = re.compile("[a-zA-Z][a-zA-Z0-9_-]*"), re.compile("[1-9][0-9]{0,8}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +58,21 @@ class Setting:
         return 0 if self.widths is None else TreeShape(self.widths).num_nodes
 
     @property
-    def label(self) -> str:
-        """The method with its shape or budget, such as `chain 1,1,1` or `specexec 15`."""
+    def name(self) -> str:
+        """`METHOD` or `METHOD:SIZE`, from which `specjax.setting_of` makes such a setting.
+
+        It carries the method and its size alone: what else differs from what `setting_of` gives
+        (temperatures, decay, another draft, a shape that a budget did not make) is in the fields.
+        """
         method = METHODS.get(self.method)
-        own = "" if self.draft is None else f" of {self.draft}"
-        if self.growth is not None or (method is not None and method.shaped_by_budget):
-            return f"{self.method} {self.nodes}{own}"
-        return f"{self.method} {spelled(self.widths)}".strip() + own
+        by_widths = self.growth is None and (method is None or method.size == WIDTHS)
+        size = spelled(self.widths) if by_widths else str(self.nodes or "")
+        return f"{self.method}:{size}" if size else self.method
+
+    @property
+    def label(self) -> str:
+        """The name, and the draft where the setting brings one: `chain:7 of self:8bit`."""
+        return self.name if self.draft is None else f"{self.name} of {self.draft}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +105,7 @@ class Method:
       lacks: what the method needs and the pair has not, as the end of a sentence, or None.
       takes_widths: whether a tree may be named level by level.
       takes_budget: whether its nodes may be bounded.
-      shaped_by_budget: whether its label names its nodes, not its widths.
+      size: what the SIZE of `METHOD:SIZE` is: `NODES`, `LEVELS`, `WIDTHS` or `NO_SIZE`.
     """
 
     name: str
@@ -98,7 +116,7 @@ class Method:
     source: str = ""
     takes_widths: bool = True
     takes_budget: bool = True
-    shaped_by_budget: bool = False
+    size: str = NODES
 
 
 METHODS: dict[str, Method] = {}
@@ -109,18 +127,71 @@ def register_method(method: Method) -> None:
     """Makes a method known by its name in this process: to `setting_of`, `build`, and measuring.
 
     Raises:
-      ValueError: there is one of that name, or it is "auto" or "all".
+      ValueError: there is one of that name, it is "auto" or "all", or it is not a letter with
+        letters, digits, - and _ after it.
     """
     if method.name in METHODS or method.name in ("auto", "all"):
         raise ValueError(f"there is a method {method.name!r}; give this one another name.")
+    if not _NAME.fullmatch(method.name):
+        raise ValueError(
+            f"the method's name is {method.name!r}; it must be a letter with letters, digits, - "
+            "and _ after it."
+        )
     METHODS[method.name] = method
 
 
+class Named(NamedTuple):
+    """What a text says of a setting: the method, and its size as widths or as a budget of nodes."""
+
+    method: str
+    widths: Widths | None = None
+    budget: int | None = None
+
+
+def parsed(text: str, *others: str) -> Named:
+    """The method and size of a text, `METHOD` or `METHOD:SIZE`, as `Setting.name` writes it.
+
+    Args:
+      text: what is read.
+      others: what else the caller takes, for the sentence about a method that is unknown.
+
+    Raises:
+      ValueError: there is no such method, or the size is none that it takes.
+    """
+    method, colon, size = text.partition(":")
+    if method not in METHODS:
+        known = ", ".join((*others, *METHODS))
+        raise ValueError(f"no method {reprlib.repr(method)}; there are {known}.")
+    kind = METHODS[method].size
+    if not colon:
+        return Named(method)
+    if kind == NO_SIZE:
+        raise ValueError(f"the method {method} takes no size, not {reprlib.repr(size)}.")
+    if kind == WIDTHS:
+        return Named(method, widths=read(size, f"the size of {reprlib.repr(text)}"))
+    if not (_COUNT.fullmatch(size) and int(size) <= MOST_NODES):
+        raise ValueError(
+            f"the size of {reprlib.repr(text)} is {reprlib.repr(size)}; it must be a number of "
+            f"nodes, 1 to {MOST_NODES}."
+        )
+    if kind == LEVELS:
+        return Named(method, widths=(1,) * int(size))
+    return Named(method, budget=int(size))
+
+
+def listed(text: str) -> list[str]:
+    """The texts of several settings with commas between them, such as `none,tree:2,1,chain:7`.
+
+    A comma before a digit is one of widths.
+    """
+    return [each.strip() for each in re.split(r",(?!\s*[0-9])", text)]
+
+
 def check_method(name: str, *others: str) -> None:
-    """Checks that `name` is a method, or one of `others`.
+    """Checks that `name` is a method, perhaps with a size, or one of `others`.
 
     Raises:
       ValueError: it is not.
     """
-    if name not in (*others, *METHODS):
-        raise ValueError(f"no method {name!r}; there are {', '.join((*others, *METHODS))}.")
+    if name not in others:
+        parsed(name, *others)

@@ -19,7 +19,6 @@ from specjax.base.store import Store
 from specjax.methods.method import Setting
 from specjax.methods.setting import from_json, to_json
 from specjax.models.quantized import quantized_as
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import mesh_of
 from specjax.trees.widths import is_number
@@ -108,7 +107,7 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
     )
     if (name := quantized_as(target)) is not None:
         parts += (name,)
-    if isinstance(target, StreamedModel) and target.source is not None:
+    if target.is_offloaded:
         parts += (f"{len(target.layers)} layers in memory",)
     if (mesh := mesh_of(target)) is not None:
         parts += tuple(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)

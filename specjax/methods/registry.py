@@ -5,12 +5,12 @@ from pathlib import Path
 
 from jax.sharding import Mesh
 
-from specjax.checkpoints import huggingface
+from specjax.checkpoints.load import load_drafts
 from specjax.checkpoints.pair import Pair, with_own_draft
 from specjax.draft import Drafter
 from specjax.methods import defaults
 from specjax.methods.builtin import expansion
-from specjax.methods.method import METHODS, PLAIN, Setting, Size, check_method
+from specjax.methods.method import METHODS, PLAIN, Setting, Size, check_method, listed, parsed
 from specjax.parallel.mesh import mesh_of, settled
 from specjax.trees.widths import MOST_NODES, Widths, canonical, spelled
 from specjax.verify.rules import AUTO
@@ -29,15 +29,17 @@ def lacking(method: str, pair: Pair) -> str | None:
 
 
 def names_of(text: str, pair: Pair | None) -> list[str]:
-    """The methods that a text names, separated by commas; all that `pair` can do for "all".
+    """The methods that a text names, separated by commas, some perhaps with a size.
+
+    All that `pair` can do for "all".
 
     Raises:
-      ValueError: one is unknown.
+      ValueError: one is unknown, or its size is none.
     """
     if text.strip() == ALL:
         able = (n for n in METHODS if pair is None or lacking(n, pair) is None)
         return [name for name in able if name != PLAIN]
-    names = [name.strip() for name in text.split(",")]
+    names = listed(text)
     for name in names:
         check_method(name)
     return names
@@ -51,10 +53,11 @@ def setting_of(
     batch: int = 1,
     drafts: int = 1,
 ) -> Setting:
-    """The setting of a method, with a tree or a budget of nodes if one is named.
+    """The setting of a method, with a size, a tree or a budget of nodes if one is named.
 
     Args:
-      method: a name in `METHODS`.
+      method: a name in `METHODS`, perhaps with a size, as `Setting.name` spells it: "chain:7",
+        "tree:2,1,1", "specexec:15". What the size is, the method's record says.
       widths: children per level of a static tree (see `TreeShape`).
       budget: most nodes of a tree below its root.
       batch: rows of a batch; smaller trees are the default for several.
@@ -64,9 +67,15 @@ def setting_of(
       The setting, from which `build` makes a drafter.
 
     Raises:
-      ValueError: there is no such method, or it does not take what is named.
+      ValueError: there is no such method, or it does not take what is named, or a size is named
+        twice.
     """
-    check_method(method)
+    named = parsed(method)
+    if named != (named.method, None, None):
+        if (widths, budget) != (None, None):
+            other = f"a tree ({spelled(widths)})" if budget is None else f"a budget ({budget})"
+            raise ValueError(f"{method} has a size, and {other} is named beside it; name one.")
+        method, widths, budget = named
     found = METHODS[method]
     if not (found.takes_widths or found.takes_budget) and (widths, budget) != (None, None):
         raise ValueError(f"the method {method} drafts nothing; it takes no tree and no budget.")
@@ -113,8 +122,11 @@ def build(setting: Setting, pair: Pair, *, verify: str = AUTO) -> Drafter:
 
 def table() -> str:
     """The methods as the Markdown table of README and docs/methods.md."""
-    rows = [f"| `{each.name}` | {each.summary} | {each.source} |" for each in METHODS.values()]
-    return "\n".join(["| method | its tree | source |", "|---|---|---|", *rows])
+    rows = [
+        f"| `{each.name}` | `{setting_of(each.name).name}` | {each.summary} | {each.source} |"
+        for each in METHODS.values()
+    ]
+    return "\n".join(["| method | as shipped | its tree | source |", "|---|---|---|---|", *rows])
 
 
 def load_drafter(
@@ -141,5 +153,5 @@ def load_drafter(
       CheckpointError: a folder, a file or a tensor is missing or not supported.
       ValueError: the drafts have different vocabularies.
     """
-    drafts = huggingface.load_drafts(names, dtype=dtype, mesh=mesh)
+    drafts = load_drafts(names, dtype=dtype, mesh=mesh)
     return expansion(drafts, widths or defaults.WIDTHS["pool"], verify)

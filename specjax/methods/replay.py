@@ -18,10 +18,10 @@ from jaxtyping import Array, Float, Int, Int32
 from specjax.base.axes import Key
 from specjax.base.sampling import Sampling, largest
 from specjax.decoding.generate import steps_on_host
-from specjax.decoding.link import by_layers
 from specjax.decoding.request import prepare, row_keys
-from specjax.decoding.streamed import logits_at
+from specjax.decoding.streamed import logits_by_layers
 from specjax.draft.drafter import Drafter, DraftState, Seen
+from specjax.models.streamed import by_layers
 from specjax.models.transformer import Model
 from specjax.trees.tree import TokenTree
 
@@ -79,12 +79,12 @@ def likeliest_along(
     target: Model, texts: Sequence[Text], count: int
 ) -> list[Int32[np.ndarray, "T k"]]:
     """The target's `count` likeliest tokens after each token of every text."""
-    size, model, found = padded_size(texts), by_layers(target), []
+    size, found = padded_size(texts), []
     if not count:
         return [np.zeros((size, 0), np.int32) for _ in texts]
     for text in texts:
         tokens = jnp.asarray(padded(text, size)[None])
-        logits = logits_at(model, tokens, jnp.arange(size, dtype=jnp.int32)[None])[0]
+        logits = logits_by_layers(target, tokens, jnp.arange(size, dtype=jnp.int32)[None])[0]
         found.append(np.asarray(_largest(logits, count)))
     return found
 

@@ -1,4 +1,7 @@
-"""Settings of methods as plain values that a file can hold, and read from them."""
+"""Settings of methods as plain values that a file can hold, and read from them.
+
+Beside the name, `METHOD` or `METHOD:SIZE`, stand all fields, which carry what the name does not.
+"""
 
 import dataclasses
 import difflib
@@ -10,6 +13,7 @@ from specjax.checkpoints.self_drafts import bits_of
 from specjax.draft.growth import Growth
 from specjax.draft.limits import check_growth
 from specjax.methods.method import DRAFT, METHODS, PLAIN, TABLE, Setting
+from specjax.methods.registry import setting_of
 from specjax.trees.widths import canonical, check_count, is_number, of_json
 
 _LEAST = 1e-37
@@ -17,19 +21,25 @@ _LONGEST_NAME = 40
 
 
 def to_json(setting: Setting) -> dict[str, Any]:
-    """The fields that the method takes."""
-    found = dataclasses.asdict(setting)
+    """The name, and the fields that the method takes."""
+    found = {"name": setting.name} | dataclasses.asdict(setting)
     return {name: value for name, value in found.items() if value is not None}
 
 
 def from_json(values: object, where: str) -> Setting:
-    """The setting that a file holds.
+    """The setting that a file holds: its fields, or its name alone, such as "chain:7".
 
     Raises:
-      ValueError: a name is unknown, or a value is not what it should be; `where` is in the
-        sentence.
+      ValueError: a name is unknown, or a value is not what it should be, or fields are not those of
+        the name beside them; `where` is in the sentence.
     """
-    changed = dict(_checked_names(values, Setting, where))
+    if isinstance(values, str):
+        try:
+            return setting_of(values)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+    changed = dict(_checked_names(values, Setting, where, "name"))
+    named = changed.pop("name", None)
     if changed.get("method", PLAIN) not in [*METHODS]:  # any value, of any type
         raise ValueError(
             f"{where}: no method {reprlib.repr(changed['method'])}; there are {', '.join(METHODS)}."
@@ -53,7 +63,12 @@ def from_json(values: object, where: str) -> Setting:
             check_count("fan", given["fan"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    return Setting(**given)
+    found = Setting(**given)
+    if named not in (None, found.name):
+        raise ValueError(
+            f"{where} has the name {reprlib.repr(named)}, and the fields of {found.name}."
+        )
+    return found
 
 
 def _growth(values: object, where: str) -> Growth:
@@ -80,10 +95,10 @@ def _is_scale(value: object) -> bool:
     return is_number(value) and _LEAST < value < 1 / _LEAST
 
 
-def _checked_names(values: object, kind: type, where: str) -> Mapping[str, Any]:
+def _checked_names(values: object, kind: type, where: str, *others: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {reprlib.repr(values)}; it must be an object.")
-    known = [field.name for field in dataclasses.fields(kind)]
+    known = [*(field.name for field in dataclasses.fields(kind)), *others]
     for name in values:
         if name not in known:
             near = difflib.get_close_matches(name[:_LONGEST_NAME], known, 1, 0)

@@ -8,9 +8,10 @@ from jaxtyping import Array, Float
 
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
+from specjax.models.layer_weights import LayerWeights
 from specjax.models.quantized import PackedWeight, quantized_as, widened
 from specjax.models.stacking import stacked, unstacked
-from specjax.models.transformer import LayerWeights, Model
+from specjax.models.transformer import Model
 
 _FORM = ("biases", "head_norms", "windows", "norm", "norms", "activation", "gated", "parallel",
          "rotary_dim", "window_theta", "query_scale", "attention_cap", "logit_cap",

@@ -1,6 +1,7 @@
 """Keys and values of the committed prefix, per row."""
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.platform import platform
@@ -67,6 +68,18 @@ def in_slots(
     free = (0, slots - value.shape[2])
     own, heads, whole = (0, 0), (0, 0), (0, 0)
     return jnp.pad(key, (own, heads, whole, free)), jnp.pad(value, (own, heads, free, whole))
+
+
+def read_before_write(read: Array, written: tuple[Array, Array]) -> tuple[Array, Array]:
+    """`written` as it is, but made after `read`, so that both can share a buffer.
+
+    What a loop read of a cache says nothing of the keys and values that are written to it; XLA:CPU
+    then copies the whole cache twice, lest it is written first. Barriers are gone by then. A choice
+    between equals is not, as long as it cannot be known.
+    """
+    at = jnp.isnan(read[(0,) * read.ndim])
+    key, value = (jnp.where(at, lax.optimization_barrier(each), each) for each in written)
+    return key, value
 
 
 def cache_dtype(weights: jnp.dtype) -> jnp.dtype:

@@ -360,13 +360,6 @@ def _sums_backward(shape: tuple[int, ...], grad: Array) -> tuple[Array]:
 _sums.defvjp(lambda x: (_sums(x), x.shape), _sums_backward)
 
 
-def activate(kind: str, x: Float[Array, "F C"]) -> Float[Array, "F C"]:
-    """The activation of a feed-forward layer, by its name in `ACTIVATIONS`."""
-    if kind == "silu":
-        return jax.nn.silu(x)
-    return jax.nn.relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=kind == "gelu_tanh")
-
-
 def capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
     """`x` within ±`cap`, by a tangent; as it is where that is None."""
     return x if cap is None else cap * jnp.tanh(x / cap)
@@ -489,18 +482,6 @@ def bits_of(x: Array) -> Array:
 def of_bits(x: Array, dtype: jnp.dtype) -> Array:
     """The numbers of `dtype` that `bits_of` took apart."""
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
-
-
-def after(read: Array, written: tuple[Array, Array]) -> tuple[Array, Array]:
-    """`written` as it is, but made after `read`, so that both can share a buffer.
-
-    What a loop read of a cache says nothing of the keys and values that are written to it; XLA:CPU
-    then copies the whole cache twice, lest it is written first. Barriers are gone by then. A choice
-    between equals is not, as long as it cannot be known.
-    """
-    at = jnp.isnan(read[(0,) * read.ndim])
-    key, value = (jnp.where(at, lax.optimization_barrier(each), each) for each in written)
-    return key, value
 
 
 def write_window(

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.cpu_matmul.library import status
+from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
-from pallas_kernels.tree_attention import tuning
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
 from specjax.models.quantized import PackedWeight, holds_packed
-from specjax.models.streamed import StreamedModel
 from specjax.models.transformer import PROMPT_BLOCK, Model, reads_in_blocks
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
 
@@ -106,7 +105,7 @@ class Load(NamedTuple):
         """Whether tree attention is the C++ of a CPU, which reads caches where they lie."""
         config = self.placed.config
         takes = config.attention_cap is None and config.head_dim % 16 == 0
-        return takes and status().reason is None and tuning.named() != "xla"
+        return takes and status().reason is None and named() != "xla"
 
     def step(self, rows: int, nodes: int, slots: int) -> int:
         """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
@@ -151,16 +150,17 @@ def load_of(model: Model, beside: Any = None) -> Load:
     mesh = mesh_of(model)
     placed = Placement(model.config, mesh, model.axis)
     held = None
-    if isinstance(model, StreamedModel):
+    if not model.is_whole:
         held = model.held_bytes
     elif holds_packed(model):
         others = {id(leaf) for leaf in jax.tree.leaves(beside)}
         own = [leaf for leaf in jax.tree.leaves(model) if id(leaf) not in others]
         held = sum(leaf.nbytes for leaf in own) // stack
-    streamed = isinstance(model, StreamedModel)
     copies = -(-stack // size_of(mesh, DRAFT))
     packed = isinstance(model.embedding, PackedWeight)
-    return Load(placed, model.embedding.dtype, copies, held, streamed, model.is_stacked, packed)
+    return Load(
+        placed, model.embedding.dtype, copies, held, not model.is_whole, model.is_stacked, packed
+    )
 
 
 def loads_in(tree: Any, beside: Any = None) -> list[Load]:

@@ -13,7 +13,8 @@ from jaxtyping import Array
 from pallas_kernels.platform import platform
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
-from specjax.models.transformer import LayerWeights, Model
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.transformer import Model
 
 
 def can_stack(config: ModelConfig) -> bool:

@@ -1,10 +1,11 @@
-"""A model most of whose layers are not in memory: they come one after the other, in every pass."""
+"""Models that run a layer at a time, as most of their layers are not in memory."""
 
 import contextlib
 import dataclasses
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from specjax.models.transformer import LayerWeights, Model
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.transformer import Model
 
 
 @runtime_checkable
@@ -39,28 +40,47 @@ class LayerSource(Protocol):
 class StreamedModel(Model):
     """A `Model` whose `layers` are the first ones alone; `source` gives the others in each pass.
 
-    `quantization` says how matrices of all its layers are quantized, if any are; `held_bytes` are
-    those of its weights in memory, with what streaming takes.
-
     It is no pytree: no program may take it whole (see `specjax.decoding.streamed`).
+
+    Attributes:
+      source: where the other layers come from; None where there are none.
+      quantization: how matrices of all its layers are quantized, if any are.
+      planned_bytes: of its weights in memory, with what streaming takes; None if it is not known.
     """
 
     source: LayerSource | None = None
     quantization: str | None = None
-    held_bytes: int | None = None
+    planned_bytes: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether some of its layers have a source."""
+        return self.source is not None
+
+    @property
+    def bytes_a_pass(self) -> int:
+        """Bytes that its source reads."""
+        return 0 if self.source is None else self.source.bytes_a_pass
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Bytes of its weights in memory, with what streaming takes, where they are known."""
+        return self.planned_bytes
 
     @property
     def outer(self) -> Model:
         """What lies outside its layers."""
-        return Model(
-            self.embedding, (), self.final_norm, self.unembedding, self.config,
-            self.final_norm_bias, self.position_embedding, row_of=self.row_of,
-        )  # fmt: skip
+        return self.resident.outer
 
     @property
-    def bytes_a_pass(self) -> int:
-        """Bytes that a pass reads of what is not in memory."""
-        return 0 if self.source is None else self.source.bytes_a_pass
+    def resident(self) -> Model:
+        """What of it stays in memory, as a pytree."""
+        return Model(**_fields_of(self))
 
     def layer(self, index: int) -> LayerWeights:
         """A layer, of those in memory or from the source (see `LayerSource.take`).
@@ -68,11 +88,29 @@ class StreamedModel(Model):
         Raises:
           ValueError: it could not be read.
         """
-        if index < len(self.layers):
-            return self.layers[index]
-        assert self.source is not None
+        if self.source is None or index < len(self.layers):
+            return super().layer(index)
         return self.source.take(index)
 
     def in_pass(self) -> "contextlib.AbstractContextManager[None]":
         """Holds the source for a pass over all layers."""
         return contextlib.nullcontext() if self.source is None else self.source.in_pass()
+
+
+def by_layers(
+    model: Model,
+    source: LayerSource | None = None,
+    quantization: str | None = None,
+    planned_bytes: int | None = None,
+) -> StreamedModel:
+    """A model that runs a layer at a time: its layers, then those of the source (`StreamedModel`).
+
+    Of one in memory, little is compiled: a layer, and not the model.
+    """
+    return StreamedModel(
+        **_fields_of(model), source=source, quantization=quantization, planned_bytes=planned_bytes
+    )
+
+
+def _fields_of(model: Model) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in Model.__dataclass_fields__}

@@ -1,5 +1,6 @@
 """A decoder as pure functions of a pytree of weights."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,11 +12,13 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
-from specjax.base.pytree import pytree, static, unchecked
+from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
-from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots
-from specjax.models.packing import Packing
+from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
+from specjax.models.layer_weights import LayerWeights, layer_of, product, products
+from specjax.models.mlp import mlp
+from specjax.models.packing import UNPACKED, Packing, Unpacked
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
@@ -37,36 +40,6 @@ def reads_in_blocks(tokens: int) -> bool:
 
 
 @pytree
-class LayerWeights:
-    """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None."""
-
-    attention_norm: Float[Array, " E"] | None
-    query: Float[Array, "HD E"] | PackedWeight
-    key: Float[Array, "KD E"] | PackedWeight
-    value: Float[Array, "KD E"] | PackedWeight
-    output: Float[Array, "E HD"] | PackedWeight
-    mlp_norm: Float[Array, " E"] | None
-    gate: Float[Array, "F E"] | PackedWeight | None
-    up: Float[Array, "F E"] | PackedWeight
-    down: Float[Array, "E F"] | PackedWeight
-    query_bias: Float[Array, " HD"] | None = None
-    key_bias: Float[Array, " KD"] | None = None
-    value_bias: Float[Array, " KD"] | None = None
-    output_bias: Float[Array, " E"] | None = None
-    gate_bias: Float[Array, " F"] | None = None
-    up_bias: Float[Array, " F"] | None = None
-    down_bias: Float[Array, " E"] | None = None
-    query_norm: Float[Array, " N"] | None = None
-    key_norm: Float[Array, " M"] | None = None
-    attention_norm_bias: Float[Array, " E"] | None = None
-    attention_post_norm: Float[Array, " E"] | None = None
-    attention_post_norm_bias: Float[Array, " E"] | None = None
-    mlp_norm_bias: Float[Array, " E"] | None = None
-    mlp_post_norm: Float[Array, " E"] | None = None
-    mlp_post_norm_bias: Float[Array, " E"] | None = None
-
-
-@pytree
 class Model:
     """Weights of a decoder with its static `config`; `unembedding` is None when tied.
 
@@ -79,6 +52,9 @@ class Model:
 
     `row_of` says which row of its tables a token has, where they have fewer rows than there are
     tokens (see `specjax.models.pruning`): the last one is of all that have none of their own.
+
+    Where its layers come from is asked of it alone (`is_whole`, `is_offloaded`, `layer`, ...): see
+    `specjax.models.streamed` for models whose layers are not in memory.
     """
 
     embedding: Float[Array, "V E"] | PackedWeight
@@ -113,6 +89,50 @@ class Model:
         """Whether a pass is a loop over its layers."""
         return self.stack is not None
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a program may take it whole; else each layer of a pass is a program."""
+        return True
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether every pass reads layers from disk or from the host's memory."""
+        return False
+
+    @property
+    def bytes_a_pass(self) -> int:
+        """Bytes that a pass reads of what is not in memory."""
+        return 0
+
+    @property
+    def held_bytes(self) -> int | None:
+        """Bytes of its weights in memory where its leaves do not say them."""
+        return None
+
+    @property
+    def outer(self) -> "Model":
+        """What lies outside its layers."""
+        return replace(self, layers=(), stack=None)
+
+    @property
+    def resident(self) -> "Model":
+        """What of it stays in memory, as a pytree."""
+        return self
+
+    def layer(self, index: int) -> LayerWeights:
+        """A layer's weights, within `in_pass` and in order; valid until the one after the next.
+
+        Raises:
+          ValueError: it could not be read.
+        """
+        if self.stack is None:
+            return self.layers[index]
+        return jax.tree.map(lambda leaf: leaf[index], self.stack)
+
+    def in_pass(self) -> "contextlib.AbstractContextManager[None]":
+        """Keeps other threads from taking layers while a pass over all of them does."""
+        return contextlib.nullcontext()
+
 
 def assemble(
     config: ModelConfig,
@@ -129,12 +149,6 @@ def assemble(
         stack, made = None, tuple(map(layer_of, layers))
     whole = {"unembedding": None, **outer}
     return Model(**whole, layers=made, config=config, stack=stack, axis=axis, repeats=repeats)
-
-
-def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
-    """A layer of named leaves."""
-    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
-    return LayerWeights(**{**absent, **leaves})
 
 
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
@@ -208,7 +222,7 @@ def attend(
     prefix: Prefix | None,
     block: tuple[Array, Array] | None,
     dtype: jnp.dtype | None,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
 ) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
     """Attention of one layer before its output projection, and the pass's keys and values.
 
@@ -218,7 +232,7 @@ def attend(
     rows, tokens = angles[0].shape[1:]
 
     def heads(matrix: str, made: Array) -> Array:
-        made = made if packing is None else made[:, packing.column.reshape(-1)]
+        made = packing.unpack(made)
         normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
         if normed and not per_head:
             made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
@@ -227,7 +241,7 @@ def attend(
             made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
         return made
 
-    query, key, value = map(heads, _PROJECTIONS, _products(weights, _PROJECTIONS, x, dtype))
+    query, key, value = map(heads, _PROJECTIONS, products(weights, _PROJECTIONS, x, dtype))
     query = layers.rotate(query, angles).transpose(2, 0, 3, 1)
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
@@ -245,9 +259,8 @@ def attend(
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
     if prefix is not None and prefix.rows is not None:
-        new = layers.after(mixed, new)
-    mixed = mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)
-    return mixed if packing is None else mixed[:, packing.place], new
+        new = read_before_write(mixed, new)
+    return packing.pack(mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)), new
 
 
 def apply_layer(
@@ -259,7 +272,7 @@ def apply_layer(
     prefix: Prefix | None = None,
     block: tuple[Array, Array] | None = None,
     dtype: jnp.dtype | None = None,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     inputs: dict[str, Array] | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
     """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made.
@@ -274,13 +287,9 @@ def apply_layer(
 
     before, seen = x, norm("attention_norm", x)
     mixed, new = attend(model, weights, seen, angles, mask, prefix, block, dtype, packing)
-    x = x + norm("attention_post_norm", _product(weights, "output", mixed, dtype, model.axis))
+    x = x + norm("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
-    first, *rest = _products(weights, ("gate", "up") if config.gated else ("up",), entering, dtype)
-    hidden = layers.activate(config.activation, first)
-    if rest:
-        hidden = hidden * rest[0]
-    made = _product(weights, "down", hidden, dtype, model.axis)
+    made, hidden = mlp(config, weights, entering, dtype, model.axis)
     if inputs is not None:
         inputs |= {"query": seen, "output": mixed, "up": entering, "down": hidden}
     return x + norm("mlp_post_norm", made), new
@@ -296,30 +305,6 @@ def _norm(
 ) -> Array:
     leaf, bias = getattr(weights, name), getattr(weights, f"{name}_bias", None)
     return layers.normed(config.norm, leaf, bias, x, config.norm_eps, axis, across)
-
-
-def _product(
-    weights: LayerWeights, matrix: str, x: Array, dtype: jnp.dtype | None, axis: str | None = None
-) -> Array:
-    """A matrix of a layer times columns, and its bias if it has one.
-
-    `axis` is the mesh axis that its inputs are spread over.
-    """
-    made = all_sum(layers.linear(getattr(weights, matrix), x, dtype), axis)
-    return _biased(weights, matrix, made)
-
-
-def _products(
-    weights: LayerWeights, matrices: Sequence[str], x: Array, dtype: jnp.dtype | None
-) -> list[Array]:
-    """Matrices of a layer, each times the same columns, with the bias that it has."""
-    made = layers.linears([getattr(weights, matrix) for matrix in matrices], x, dtype)
-    return [_biased(weights, *each) for each in zip(matrices, made, strict=True)]
-
-
-def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
-    bias = getattr(weights, f"{matrix}_bias")
-    return made if bias is None else made + bias.astype(made.dtype)[:, None]
 
 
 class Pass(NamedTuple):
@@ -342,7 +327,7 @@ def trunk(
     tree_mask: Bool[Array, "B T M"] | None,
     block: NewKV | None = None,
     dtype: jnp.dtype | None = None,
-    packing: Packing | None = None,
+    packing: Packing | Unpacked = UNPACKED,
     slots: int | None = None,
     hidden_layers: tuple[int, ...] = (),
 ) -> Pass:
@@ -353,10 +338,7 @@ def trunk(
     the hidden states to keep, by the number of layers before them.
     """
     config = model.config
-    entering = tokens, positions
-    if packing is not None:
-        entering = tuple(each.reshape(1, -1)[:, packing.place] for each in entering)
-    x = embed(model, *entering)
+    x = embed(model, *(packing.pack(each.reshape(1, -1)) for each in (tokens, positions)))
     windows = config.windows or (None,) * config.num_layers
     views = {
         window: (
@@ -395,7 +377,7 @@ def _looped(
     cache: KVCache | None,
     block: NewKV | None,
     dtype: jnp.dtype | None,
-    packing: Packing | None,
+    packing: Packing | Unpacked,
     slots: int | None,
     hidden_layers: tuple[int, ...],
 ) -> tuple[Float[Array, "E C"], NewKV, tuple[Float[Array, "E C"], ...]]:

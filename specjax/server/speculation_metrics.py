@@ -26,7 +26,7 @@ def families(report: Mapping[str, Any], model: str) -> Iterable[Metric]:
         steps.add_metric([model, setting], count)
     yield steps
     last = report["history"][-1] if report["history"] else {}
-    names = ("predicted_goodput", "goodput", "off_goodput")
+    names = ("predicted_goodput", "goodput", "plain_goodput")
     yield gauge(
         "goodput_tokens_per_second", "Tokens a second of the last steps, predicted and realised.",
         ["kind"], (((name,), last.get(name)) for name in names),
@@ -72,6 +72,6 @@ def _beliefs(report: Mapping[str, Any], gauge: Any) -> Iterable[Metric]:
          for own in report["calibration"] for part in ("intercept", "slope")),
     )  # fmt: skip
     yield gauge(
-        "guard", "Whether speculation is off as it gave less than off, for how long, how often.",
+        "guard", "Whether speculation is off as it gave less than none, for how long, how often.",
         ["part"], (((name,), float(value)) for name, value in report["guard"].items()),
     )  # fmt: skip

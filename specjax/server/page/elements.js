@@ -55,5 +55,5 @@ export function nameOf(setting) {
 /** The kind of a setting, by which it is coloured: "chain:3" is a chain. */
 export function kindOf(setting) {
   const kind = setting.split(":")[0];
-  return ["off", "chain", "tree", "lookup", "ngram"].includes(kind) ? kind : "other";
+  return ["none", "chain", "specexec", "lookup", "ngram"].includes(kind) ? kind : "other";
 }

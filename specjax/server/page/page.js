@@ -12,7 +12,7 @@ const RECENT_S = 5; // over which the numbers at the top are means
 const REASONS = {
   best: "its predicted goodput is the largest",
   hysteresis: "nothing else promises enough more",
-  guard: "realised goodput was below that of off",
+  guard: "realised goodput was below that of none",
   probe: "it is tried, to learn what it gives",
   fixed: "it was fixed by hand",
   latency: "it keeps the requests’ latency targets",
@@ -93,8 +93,8 @@ function showFacts() {
     ["tokens/s", number(recent.rate), `in the last ${RECENT_S} s`],
     ["predicted goodput", number(recent.predicted), "tokens per second of steps"],
     ["realised goodput", number(recent.goodput), `${percent(recent.goodput / recent.predicted)} of predicted`],
-    ["predicted goodput of off", number(recent.off), "tokens per second of steps"],
-    ["gain over off", `× ${number(recent.goodput / recent.off)}`, "realised, over predicted of off"],
+    ["predicted goodput of none", number(recent.plain), "tokens per second of steps"],
+    ["gain over none", `× ${number(recent.goodput / recent.plain)}`, "realised, over predicted of none"],
   ];
   element("facts").replaceChildren(...facts.map(([name, value, note]) => make("div", {},
     make("dt", {}, name), make("dd", { class: "value" }, value), make("dd", { class: "note" }, note))));
@@ -116,7 +116,7 @@ function means() {
   };
   return {
     rate: sum((span) => span.tokens) / RECENT_S,
-    goodput: mean("goodput"), predicted: mean("predicted_goodput"), off: mean("off_goodput"),
+    goodput: mean("goodput"), predicted: mean("predicted_goodput"), plain: mean("plain_goodput"),
   };
 }
 

@@ -1,23 +1,16 @@
-"""Models of which the first layers stay in memory, and the others come in every pass."""
+"""How many layers of an offloaded model stay in so much memory."""
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
-from specjax.checkpoints import gguf, pruned_vocabulary, quantized
+from specjax.checkpoints import gguf, quantized
 from specjax.checkpoints.files import CheckpointError, Files, extents, tensors
-from specjax.checkpoints.hosted import HostLayers, on_host
-from specjax.checkpoints.huggingface import (
-    checked,
-    default_dtype,
-    leaves_of,
-    read_config,
-)
-from specjax.checkpoints.layer_reader import BUFFERS, READERS, LayerReader
-from specjax.checkpoints.spans import (
+from specjax.checkpoints.huggingface import default_dtype, read_config
+from specjax.checkpoints.offload.disk import BUFFERS, READERS
+from specjax.checkpoints.offload.spans import (
     Span,
     buffer_bytes,
     expected_tensors,
@@ -29,112 +22,12 @@ from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
 from specjax.models.placement import placement
-from specjax.models.quantized import TABLES, PackedWeight, quantization_of
-from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import assemble, layer_of
+from specjax.models.quantized import TABLES, PackedWeight
 
 DISK, HOST = "disk", "host"
-WAYS = (DISK, HOST)
-"""Where layers that are not in memory are."""
-OFFLOAD_CHOICES = " or ".join(map(repr, WAYS))
+"""Where layers are that are not in memory."""
 _WHOLE = tuple(map(jnp.dtype, ("float32", "float16", "bfloat16")))
 """What tables that are not packed are in."""
-
-
-def load_offloaded(
-    files: Files,
-    offload: str | None,
-    memory_bytes: int | None,
-    *,
-    dtype: str | None,
-    mesh: Mesh | None,
-    positions: int | None,
-) -> StreamedModel:
-    """The model that `load` gives with `offload` or `memory`.
-
-    Raises:
-      CheckpointError: see `load_streamed`.
-      ValueError: there is no such way, or it does not go with the other arguments.
-    """
-    check_offload(offload, memory_bytes, mesh=mesh, positions=positions)
-    if files.lora is not None:
-        raise ValueError(
-            f"a LoRA adapter ({files.lora}) is not merged into a model that is offloaded; merge it "
-            "into a folder first, with peft."
-        )
-    return load_streamed(files, dtype=dtype, memory_bytes=memory_bytes, host=offload == HOST)
-
-
-def check_offload(
-    offload: str | None, memory_bytes: int | None, *, mesh: Mesh | None, positions: int | None
-) -> None:
-    """Checks that a model can be offloaded so.
-
-    Raises:
-      ValueError: there is no such way, or it does not go with the other arguments.
-    """
-    if offload not in WAYS:
-        raise ValueError(
-            f"offload is {offload!r}; it must be {OFFLOAD_CHOICES}, which memory goes with."
-        )
-    if mesh is not None or positions is not None:
-        raise ValueError("an offloaded model is on one device, with all its positions.")
-    if memory_bytes is not None and memory_bytes < 1:
-        raise ValueError(f"memory is {memory_bytes}; it must be at least 1 byte.")
-
-
-def load_streamed(
-    files: Files,
-    *,
-    dtype: str | None = None,
-    memory_bytes: int | None = None,
-    host: bool = False,
-) -> StreamedModel:
-    """A model of which the first layers that fit into so much memory stay there.
-
-    Args:
-      files: the model, in safetensors files.
-      dtype: "float32" or "bfloat16"; None takes bfloat16 where the files have that, else as `load`.
-      memory_bytes: for its weights, what streaming takes included; None is half of what there is.
-      host: whether the others wait in the host's memory; else they are read from disk.
-
-    Raises:
-      CheckpointError: a file or a tensor is missing or not supported, or not even what lies outside
-        the layers fits beside a few of them.
-    """
-    config, family = read_config(files.path)
-    pruned_vocabulary.check_none(config, f"{files.path} is not offloaded")
-    kind = dtype_of_layers(files, dtype)
-    placed = placement(config, None)
-    shared = division(files, config, kind, memory_bytes, host=host)
-    first = shared.resident
-    outer: dict[str, Any] = {}
-    kept = config.num_layers if host else first
-    layers: list[dict[str, Any]] = [{} for _ in range(kept)]
-    names: dict[tuple[str, str], None] = {}
-    for stored, tensor in checked(
-        files, config, family, lambda stored: stored.layer is None or stored.layer < kept
-    ):
-        if isinstance(tensor, PackedWeight):
-            names[stored.leaves[0], tensor.name] = None
-        if stored.layer is not None and stored.layer >= kept:
-            continue
-        leaves = leaves_of(stored, tensor, placed, kind, files.path)
-        if stored.layer is None:
-            outer |= leaves
-        else:
-            layers[stored.layer] |= leaves if stored.layer < first else on_host(leaves)
-    made = assemble(placed.config, outer, layers[:first])
-    source = None
-    if host and first < config.num_layers:
-        source = HostLayers([layer_of(own) for own in layers[first:]], first)
-    elif first < config.num_layers:
-        source = LayerReader(files, config, family, first, placed, kind)
-    return StreamedModel(
-        made.embedding, made.layers, made.final_norm, made.unembedding, made.config,
-        made.final_norm_bias, made.position_embedding, source=source,
-        quantization=quantization_of(names), held_bytes=shared.total,
-    )  # fmt: skip
 
 
 def dtype_of_layers(files: Files, dtype: str | None) -> jnp.dtype:
@@ -181,12 +74,11 @@ def division(
     config: ModelConfig,
     dtype: jnp.dtype,
     memory_bytes: int | None,
-    *,
-    host: bool = False,
+    offload: str | None = DISK,
 ) -> Division:
     """How an offloaded model's weights share so many bytes; None is half of what there is.
 
-    Those of `host` wait in the host's memory, which is not counted.
+    What waits in the host's memory is not counted.
 
     Raises:
       CheckpointError: there is no room for what lies outside the layers and for streaming.
@@ -207,7 +99,7 @@ def division(
         spare = whole.weights if found is None else found // 2
     if outer + config.num_layers * layer <= spare:
         return Division(outer, layer, config.num_layers, 0, 0)
-    ring = BUFFERS * layer if host else _ring_bytes(spans.values(), dtype, layer)
+    ring = BUFFERS * layer if offload == HOST else _ring_bytes(spans.values(), dtype, layer)
     if outer + ring > spare:
         raise CheckpointError(
             f"{files.path}: what lies outside the layers takes {memory.readable(outer)}, and "

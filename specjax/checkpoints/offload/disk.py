@@ -19,7 +19,7 @@ import numpy as np
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import check_numbers, leaves_of
-from specjax.checkpoints.spans import (
+from specjax.checkpoints.offload.spans import (
     PIECE,
     Buffer,
     Span,
@@ -32,8 +32,8 @@ from specjax.checkpoints.spans import (
 )
 from specjax.models.config import ModelConfig
 from specjax.models.families import Family
+from specjax.models.layer_weights import LayerWeights, layer_of
 from specjax.models.placement import Placement
-from specjax.models.transformer import LayerWeights, layer_of
 
 READERS = 4
 """Reads at a time."""
@@ -44,7 +44,7 @@ BUFFERS = _IN_USE + 2
 _POLL_SECONDS = 0.2
 
 
-class LayerReader:
+class DiskLayers:
     """Reads layers in turn, again and again, a few ahead of who takes them.
 
     They are read past the system's cache into a ring of buffers, which arrays are made of without

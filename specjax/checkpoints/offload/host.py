@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from specjax.models.transformer import LayerWeights
+from specjax.models.layer_weights import LayerWeights
 
 AHEAD = 2
 """Layers that move to the device while one is computed and one is handed over."""

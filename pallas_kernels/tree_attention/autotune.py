@@ -4,19 +4,22 @@ On an accelerator what is fastest at a shape is measured when a program with it 
 once a bucket of shapes, and kept (`kept`). `pallas_kernels.bench --write` measures what is shipped.
 """
 
+import contextlib
 import functools
 import json
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from pallas_kernels import dispatch
+from pallas_kernels.cache import LockTimeoutError
 from pallas_kernels.platform import at_hand, device_kind, platform
-from pallas_kernels.tree_attention import choosing, kept, measuring
+from pallas_kernels.tree_attention import kept, measuring
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS
 from pallas_kernels.tree_attention.kept import Bucket, Entry
 from pallas_kernels.tree_attention.operands import Operands
@@ -30,19 +33,20 @@ that a time changes by no more than that factor, and those of others with it. Wh
 change from a row to eight and from a node to 16 (where the products begin to count beside the
 cache), and a measurement is a few seconds once. Chosen and not measured: no accelerator was at
 hand."""
+_NO_ROOM = ("Out of memory while trying to allocate", "memory space hbm")
+"""What jax says where the device's memory is full, which is no fault of an implementation."""
 _SIZES = ("batch", "nodes", "slots", "groups")
 
 
-class _Chosen:
-    """The choices of this process: what is named, and by device and bucket what was decided."""
+class _Process:
+    """What was decided in this process, by device and bucket."""
 
     def __init__(self) -> None:
-        self.name: str | None = None
         self.decided: dict[tuple[str, bool, Bucket], str] = {}
         self.lock = threading.Lock()
 
 
-_chosen = _Chosen()
+_process = _Process()
 
 
 def use(name: str) -> None:
@@ -54,24 +58,17 @@ def use(name: str) -> None:
             raise dispatch.ImplementationError(
                 f"tree_attention cannot run as {name!r} here: {reason}."
             )
-    named = None if name == AUTO else name
-    if named != _chosen.name:
-        _chosen.name = named
+    if dispatch.use(None if name == AUTO else name):
         jax.clear_caches()
-
-
-def named() -> str | None:
-    """The implementation that `use` names for all calls, None for the fastest."""
-    return _chosen.name
 
 
 def forget() -> None:
     """See `pallas_kernels.forget`."""
     if platform() == "cpu":
         return
-    with _chosen.lock:
+    with _process.lock:
         kept.forget(device())
-        _chosen.decided.clear()
+        _process.decided.clear()
     jax.clear_caches()
 
 
@@ -89,10 +86,10 @@ def choice(at: Operands) -> str:
         return "xla"
     bucket = bucket_of(at)
     place = device(), at_hand(), bucket
-    with _chosen.lock:
-        if place not in _chosen.decided:
-            _chosen.decided[place] = _decided(at, bucket)
-        return _chosen.decided[place]
+    with _process.lock:
+        if place not in _process.decided:
+            _process.decided[place] = _decided(at, bucket)
+        return _process.decided[place]
 
 
 def _shipped(at: Operands) -> str:
@@ -180,11 +177,103 @@ def _decided(at: Operands, bucket: Bucket) -> str:
     if (near := _nearest(bucket, entries, NEAR)) is not None:
         return near
     if len(bucket.candidates) > 1 and _can_measure():
-
-        def settled() -> str | None:
-            return _nearest(bucket, kept.entries(device()).values(), NEAR)
-
-        found = choosing.fastest(at, bucket, device(), settled)
+        found = _measured_fastest(at, bucket, device())
         if found is not None:
             return found
     return _nearest(bucket, entries) or "xla"
+
+
+def _measured_fastest(at: Operands, bucket: Bucket, device: str) -> str | None:
+    """The implementation that is measured to be the fastest for such operands.
+
+    Each is checked against XLA's form first. One that raises, computes something else or does not
+    end is kept with its error, and so is one in the middle of which a process ended: none of them
+    is tried again. A line says what came of it. None where nothing could be measured, which a
+    line says too.
+    """
+    try:
+        with kept.turn(measuring.PATIENCE) as noted:
+            if noted:
+                _blame_interrupted()
+            entries = kept.entries(device)
+            near = _nearest(bucket, entries.values(), NEAR)
+            if near is not None:  # another process measured it while this one waited
+                return near
+            entry = entries.get(bucket, Entry(bucket, {}, {}))
+            if entry.owed:
+                entry = _tried(at, entry, device, noted)
+            return entry.fastest
+    except (LockTimeoutError, measuring.UnpreparedError) as error:
+        kept.logger.warning(
+            "Tree attention on %s could not be measured for %s: %s.", device, _call(at), error
+        )
+        return None
+
+
+def _tried(at: Operands, entry: Entry, device: str, noted: bool) -> Entry:
+    """The entry with what was owed in it, as far as that could be tried."""
+    trial = measuring.prepared(at)
+    bucket, seconds, errors = entry.bucket, dict(entry.seconds), dict(entry.errors)
+    file = None
+    for name in entry.owed:
+        own = kept.trying(device, entry, name) if noted else contextlib.nullcontext()
+        run, hangs = IMPLEMENTATIONS[name].run, False
+        with own:
+            try:
+                work = partial(measuring.timed, run, trial)
+                seconds[name] = measuring.apart(work, measuring.PATIENCE)
+            except TimeoutError as error:
+                errors[name], hangs = str(error), True
+            except Exception as error:
+                if any(words in str(error) for words in _NO_ROOM):
+                    continue
+                errors[name] = measuring.reason(error)
+        entry = Entry(bucket, dict(seconds), dict(errors))
+        file = kept.keep(device, entry)
+        if hangs:  # what it left on the device may keep all others waiting
+            break
+    _say(at, entry, device, "kept in memory alone" if file is None else f"kept in {file}")
+    return entry
+
+
+def _blame_interrupted() -> None:
+    """Keeps the end of another process as the error of what it tried."""
+    found = kept.interrupted()
+    if found is None:
+        return
+    device, entry, name = found
+    entry = kept.entries(device).get(entry.bucket, entry)
+    why = "the process that tried it ended"
+    kept.keep(device, entry._replace(errors={**entry.errors, name: why}))
+    sizes = entry.bucket.batch, entry.bucket.nodes, entry.bucket.slots
+    kept.logger.warning(
+        "Tree attention on %s: the process that tried %s ended, for up to %s; it is skipped until "
+        "specjax tune or pallas_kernels.forget() forgets that.", device, name, _sizes(*sizes),
+    )  # fmt: skip
+
+
+def _say(at: Operands, entry: Entry, device: str, where: str) -> None:
+    """The line about a measurement."""
+    first, *others = sorted(entry.seconds, key=lambda name: entry.seconds[name]) or ["xla"]
+    parts = [f"{_microseconds(entry.seconds, first)} µs"] if first in entry.seconds else []
+    if others:
+        times = (f"{name} {_microseconds(entry.seconds, name)}" for name in others)
+        parts.append(", ".join(times))
+    parts += [f"not {name}: {why}" for name, why in entry.errors.items()]
+    kept.logger.info(
+        "Tree attention on %s: %s (%s) for %s; %s.", device, first, "; ".join(parts), _call(at),
+        where,
+    )  # fmt: skip
+
+
+def _microseconds(seconds: Mapping[str, float], name: str) -> str:
+    return f"{seconds[name] * 1e6:,.0f}"
+
+
+def _call(at: Operands) -> str:
+    return _sizes(at.query.shape[0], at.query.shape[2], at.slots)
+
+
+def _sizes(rows: int, nodes: int, slots: int) -> str:
+    counts = {"row": rows, "node": nodes, "slot": slots}
+    return ", ".join(f"{count:,} {name}{'s' * (count != 1)}" for name, count in counts.items())

@@ -1,4 +1,4 @@
-"""How many nodes a pass may have while reading its layers takes longer than computing them."""
+"""What passes take, measured: of layers that are read in each, and of models in memory."""
 
 import time
 import weakref
@@ -13,11 +13,11 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.platform import platform
 from specjax.base.pytree import replace
-from specjax.decoding.streamed import logits_at, run_layer
+from specjax.decoding.streamed import logits_by_layers, run_layer
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
-from specjax.models.streamed import StreamedModel
-from specjax.models.transformer import LayerWeights, Model, unembed
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.transformer import Model, unembed
 
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
@@ -33,7 +33,7 @@ ACCEPTANCE = 0.9
 """How often a drafted token is accepted if those before it were, before anything was measured."""
 
 
-class Link(NamedTuple):
+class OffloadTimes(NamedTuple):
     """How fast layers come, and how fast they are computed.
 
     Attributes:
@@ -89,12 +89,12 @@ def expected_tokens(levels: int) -> float:
     return sum(ACCEPTANCE**level for level in range(levels + 1))
 
 
-_measured: "weakref.WeakKeyDictionary[StreamedModel, Link]" = weakref.WeakKeyDictionary()
+_measured: "weakref.WeakKeyDictionary[Model, OffloadTimes]" = weakref.WeakKeyDictionary()
 _of_drafts: "weakref.WeakKeyDictionary[Model, float]" = weakref.WeakKeyDictionary()
 _of_passes: "weakref.WeakKeyDictionary[Model, dict[int, float]]" = weakref.WeakKeyDictionary()
 
 
-def link_of(target: StreamedModel) -> Link:
+def offload_times(target: Model) -> OffloadTimes:
     """What is measured of a target, once: in passes that only read, and of a layer by itself.
 
     Raises:
@@ -105,7 +105,7 @@ def link_of(target: StreamedModel) -> Link:
     return _measured[target]
 
 
-def _measure(target: StreamedModel) -> Link:
+def _measure(target: Model) -> OffloadTimes:
     streamed = range(len(target.layers), target.config.num_layers)
     passes = []
     for _ in range(2):  # the first opens files and looks for numbers that are none
@@ -123,7 +123,7 @@ def _measure(target: StreamedModel) -> Link:
             seconds.append(_pass_seconds(target.outer, target.config, weights, count))
             if streamed and seconds[-1] > reading:
                 break
-    return Link(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
+    return OffloadTimes(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
 
 
 def draft_seconds(draft: Model) -> float:
@@ -144,7 +144,7 @@ def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
     """
     known = _of_passes.setdefault(model, {})
     if new := [count for count in dict.fromkeys(columns) if count not in known]:
-        outer = model.outer if isinstance(model, StreamedModel) else replace(model, layers=())
+        outer = model.outer
         layers = _timed_layers(model)
         whole = model.config.num_layers / len(layers)
         passes = [_pass(outer, model.config, layers, count) for count in new]
@@ -202,7 +202,7 @@ def overlaps(
     where both have the same most likely token. A layer is compiled, and not the model.
     """
     tokens, every = jnp.asarray(text, jnp.int32)[None], jnp.arange(len(text), dtype=jnp.int32)[None]
-    p, q = (logits_at(by_layers(each), tokens, every)[0] for each in (target, draft))
+    p, q = (logits_by_layers(each, tokens, every)[0] for each in (target, draft))
     if temperature == 0:
         shared = (p.argmax(axis=1) == q.argmax(axis=1)).astype(jnp.float32)
     else:
@@ -216,14 +216,6 @@ def _shared(
 ) -> Float[Array, " T"]:
     p, q = (jax.nn.softmax(each / temperature, axis=-1) for each in (p, q))
     return jnp.minimum(p, q).sum(axis=-1)
-
-
-def by_layers(model: Model) -> StreamedModel:
-    """A model in memory, of which a layer is compiled at a time."""
-    return StreamedModel(
-        model.embedding, model.layers, model.final_norm, model.unembedding, model.config,
-        model.final_norm_bias, model.position_embedding, row_of=model.row_of,
-    )  # fmt: skip
 
 
 def _clock(work: Callable[[Array], object], size: int, columns: int) -> Callable[[], float]:

@@ -1,0 +1,72 @@
+"""The weights of one decoder layer, and its matrices times columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from specjax.base.pytree import pytree
+from specjax.models import layers
+from specjax.models.quantized import PackedWeight
+from specjax.parallel.mesh import all_sum
+
+
+@pytree
+class LayerWeights:
+    """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None."""
+
+    attention_norm: Float[Array, " E"] | None
+    query: Float[Array, "HD E"] | PackedWeight
+    key: Float[Array, "KD E"] | PackedWeight
+    value: Float[Array, "KD E"] | PackedWeight
+    output: Float[Array, "E HD"] | PackedWeight
+    mlp_norm: Float[Array, " E"] | None
+    gate: Float[Array, "F E"] | PackedWeight | None
+    up: Float[Array, "F E"] | PackedWeight
+    down: Float[Array, "E F"] | PackedWeight
+    query_bias: Float[Array, " HD"] | None = None
+    key_bias: Float[Array, " KD"] | None = None
+    value_bias: Float[Array, " KD"] | None = None
+    output_bias: Float[Array, " E"] | None = None
+    gate_bias: Float[Array, " F"] | None = None
+    up_bias: Float[Array, " F"] | None = None
+    down_bias: Float[Array, " E"] | None = None
+    query_norm: Float[Array, " N"] | None = None
+    key_norm: Float[Array, " M"] | None = None
+    attention_norm_bias: Float[Array, " E"] | None = None
+    attention_post_norm: Float[Array, " E"] | None = None
+    attention_post_norm_bias: Float[Array, " E"] | None = None
+    mlp_norm_bias: Float[Array, " E"] | None = None
+    mlp_post_norm: Float[Array, " E"] | None = None
+    mlp_post_norm_bias: Float[Array, " E"] | None = None
+
+
+def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
+    """A layer of named leaves."""
+    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
+    return LayerWeights(**{**absent, **leaves})
+
+
+def product(
+    weights: LayerWeights, matrix: str, x: Array, dtype: jnp.dtype | None, axis: str | None = None
+) -> Array:
+    """A matrix of a layer times columns, and its bias if it has one.
+
+    `axis` is the mesh axis that its inputs are spread over.
+    """
+    made = all_sum(layers.linear(getattr(weights, matrix), x, dtype), axis)
+    return _biased(weights, matrix, made)
+
+
+def products(
+    weights: LayerWeights, matrices: Sequence[str], x: Array, dtype: jnp.dtype | None
+) -> list[Array]:
+    """Matrices of a layer, each times the same columns, with the bias that it has."""
+    made = layers.linears([getattr(weights, matrix) for matrix in matrices], x, dtype)
+    return [_biased(weights, *each) for each in zip(matrices, made, strict=True)]
+
+
+def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
+    bias = getattr(weights, f"{matrix}_bias")
+    return made if bias is None else made + bias.astype(made.dtype)[:, None]
