@@ -77,9 +77,10 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
       RequestError: a field, which it names, is out of its range, or the prompt does not fit.
     """
     _check_prompt(request, config, max_model_len)
-    sampling = Sampling(**{
+    numbers = {
         name: _of_field(name, checked_number, name, getattr(request, name), 1) for name in NUMBERS
-    })  # fmt: skip
+    }
+    sampling = Sampling(**numbers, kind=None)
     _of_field("logit_bias", checked_bias, request.logit_bias, config.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(request, name)
