@@ -137,8 +137,8 @@ DEFECTS = {
     "SEED": Defect(
         "every request draws with one key",
         "specjax/engine/programs.py",
-        'key = fold(jax.random.wrap_key_data(asked.key, impl="threefry2x32"), choice[0])',
-        'key = fold(jax.random.wrap_key_data(0 * asked.key, impl="threefry2x32"), choice[0])',
+        'seeded = jax.random.wrap_key_data(parameters.key[0], impl="threefry2x32")',
+        'seeded = jax.random.wrap_key_data(0 * parameters.key[0], impl="threefry2x32")',
         ("engine",),
     ),
     "CANCELLED": Defect(
