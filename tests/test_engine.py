@@ -294,6 +294,17 @@ def test_who_leaves_frees_the_row_for_the_next(engine, target):
     assert asyncio.run(with_departures()) == plain_texts(target, [short])[0]
 
 
+def test_who_leaves_before_the_queue_never_enters_it(engine):
+    async def left():
+        (sequence,) = engine.prepare([Request(prompt=[1, 2], max_new_tokens=80)])
+        sequence.abort()
+        engine.enqueue([sequence])
+        assert engine.num_requests_waiting == 0
+        return await collected(sequence)
+
+    assert [tokens.finish_reason for tokens in asyncio.run(left())] == ["abort"]
+
+
 def test_a_full_queue_refuses_and_a_request_is_checked(engine, monkeypatch):
     ask = partial(Request, prompt=[1], max_new_tokens=9)
     wrong = {
