@@ -15,7 +15,7 @@ from tokenizers.processors import TemplateProcessing
 from pallas_kernels.cpu import unable_here
 from specjax.__main__ import main
 from specjax.base.pytree import replace
-from specjax.checkpoints import gptq, huggingface
+from specjax.checkpoints import gptq_rounding, huggingface
 from specjax.checkpoints.calibration import Calibration, rows_of
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import save_model, save_sharded
@@ -470,7 +470,7 @@ def test_calibrated_products_are_nearer_than_rounded_ones(group):
     mixing = drawn.standard_normal((48, 48)) * drawn.uniform(0.05, 2, 48)
     mixing[:, 5] = 0  # an input that is never there
     seen, unseen = (drawn.standard_normal((400, 48)) @ mixing for _ in range(2))
-    weight = gptq.calibrated(matrix, (seen.T @ seen).astype(np.float32), 4, group)
+    weight = gptq_rounding.calibrated(matrix, (seen.T @ seen).astype(np.float32), 4, group)
     assert (weight.bits, weight.group) == (4, group or 48)
 
     def off(weight):
@@ -478,7 +478,7 @@ def test_calibrated_products_are_nearer_than_rounded_ones(group):
         return np.square(unseen @ (own - matrix).T).sum()
 
     assert off(weight) < 0.6 * off(packed(matrix, 4, group))
-    nothing = gptq.calibrated(matrix, np.zeros((48, 48), np.float32), 4, group)
+    nothing = gptq_rounding.calibrated(matrix, np.zeros((48, 48), np.float32), 4, group)
     np.testing.assert_array_equal(nothing.values, packed(matrix, 4, group).values)
 
 

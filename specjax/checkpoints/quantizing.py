@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import gptq, pruned_vocabulary, quantized
+from specjax.checkpoints import gptq_rounding, pruned_vocabulary, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config
@@ -348,7 +348,7 @@ class _Writing:
                 return packed(tensor, 8, self._way.group if self._way.bits == 8 else None)
             if gram is None:
                 return packed(tensor, 4, self._way.of_group)
-            return gptq.calibrated(tensor, gram, 4, self._way.of_group)
+            return gptq_rounding.calibrated(tensor, gram, 4, self._way.of_group)
         except ValueError as error:
             raise ValueError(f"{found}: {error}") from error
 

@@ -94,7 +94,7 @@ class SwitchingDrafter(Drafter):
                 raise ValueError(f"the setting {name} is a switch between settings itself.")
             own = _model_of(drafter)
             model = own if model is None else model
-            shares = isinstance(drafter, TextDrafter | PlainDrafter)
+            shares = type(drafter) in (TextDrafter, PlainDrafter)
             shares |= own is not None and model is not None and _same(own, model)
             held.append(_with_model(drafter, None) if shares else drafter)
             share.append(shares)
@@ -320,7 +320,12 @@ _Runs = ExpansionDrafter | BestFirstDrafter | HybridDrafter
 
 
 def _model_of(drafter: Drafter) -> Model | None:
-    """The model that a drafter drafts with, if that is all that it has a state of but the text."""
+    """The model that a drafter drafts with, if that is all that it has a state of but the text.
+
+    A drafter of a class derived from these may have another state, or none at all.
+    """
+    if type(drafter) not in (ExpansionDrafter, BestFirstDrafter, HybridDrafter):
+        return None
     match drafter:
         case ExpansionDrafter(groups=(model,), sizes=(1,)):
             return model

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from specjax.base.notices import notice
 from specjax.draft.drafter import Drafter
 from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.device import Device, RowResult
@@ -92,6 +93,12 @@ class Speculation:
         if self._switch is None:
             (own,) = self.settings.values()
             self.policy = FixedPolicy(own, rows, subsets=subsets)
+        elif unused := sorted(self.settings.keys() - self.later.keys()):
+            notice(
+                f"no step of {rows} rows has columns for the trees of {', '.join(unused)}; "
+                f"{columns} are the most, so that {'it is' if unused[1:] == [] else 'they are'} "
+                "never chosen."
+            )
         self._pending: deque[_CaughtUp] = deque()
         self._calibration = None
         self.spans: deque[Span] = deque(maxlen=_SPANS)

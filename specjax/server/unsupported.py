@@ -54,7 +54,7 @@ _OFF_AT_ZERO = dict.fromkeys(
         *("mirostat", "mirostat_mode", "dry_multiplier", "xtc_probability", "dynatemp_range"),
         *("top_a", "smoothing_factor", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "n_indent", "skew", "min_keep"),
-        *("diversity_penalty", "num_beam_groups", "t_max_predict_ms"),
+        *("diversity_penalty", "num_beam_groups"),
     ),
     _of(0),
 ) | {name: _of(0, -1) for name in ("top_n_sigma", "nsigma", "adaptive_target", "t_max_predict_ms")}
