@@ -1,4 +1,4 @@
-"""Builds what runs on CPUs alone (`pallas_kernels/cpu_matmul/src`) where there is a C++17 compiler.
+"""Builds what runs on CPUs alone (`pallas_kernels/cpu/src`) where there is a C++17 compiler.
 
 Everything else about the package is in pyproject.toml. Without a compiler, or where building
 fails, the package is installed without it. SPECJAX_NO_EXTENSION=1 leaves it out.
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-_FOLDER = Path("pallas_kernels/cpu_matmul/src")
+_FOLDER = Path("pallas_kernels/cpu/src")
 _FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wno-maybe-uninitialized"]
 
 
@@ -32,7 +32,7 @@ def _headers() -> list[str]:
 
 def _extension() -> Extension:
     return Extension(
-        "pallas_kernels.cpu_matmul._native",
+        "pallas_kernels.cpu._native",
         [str(file) for file in sorted(_FOLDER.glob("*.cc"))],
         depends=[str(file) for file in sorted(_FOLDER.glob("*.h"))],
         include_dirs=_headers(),

@@ -4,7 +4,7 @@
 def use(name: str) -> None:
     """Names the implementation of tree attention for all calls of this process that name none.
 
-    "xla" also leaves products on a CPU to XLA (`pallas_kernels.cpu_matmul`).
+    "xla" also leaves products on a CPU to XLA (`pallas_kernels.cpu`).
 
     Programs that were compiled before are forgotten where this changes the choice, so that they do
     not go on with the old one.

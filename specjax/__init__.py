@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from specjax.decoding.generate import Generation, Step, generate, stream
     from specjax.draft import Drafter, ExpansionDrafter
     from specjax.engine.engine import Engine
-    from specjax.engine.request import EngineClosedError, QueueFullError, Request
+    from specjax.engine.request import EngineClosedError, QueueFullError, Request, RequestError
     from specjax.methods.method import Method, Setting, register_method
     from specjax.methods.registry import build, load_drafter, setting_of
     from specjax.models.config import ModelConfig
@@ -29,7 +29,7 @@ _HOMES = {
     "decoding.generate": ("Generation", "Step", "generate", "stream"),
     "draft": ("Drafter", "ExpansionDrafter"),
     "engine.engine": ("Engine",),
-    "engine.request": ("EngineClosedError", "QueueFullError", "Request"),
+    "engine.request": ("EngineClosedError", "QueueFullError", "Request", "RequestError"),
     "methods.registry": ("build", "load_drafter", "setting_of"),
     "models.transformer": ("Model",),
     "checkpoints.pair": ("Pair", "load_pair"),
@@ -54,6 +54,7 @@ __all__ = [
     "Pair",
     "QueueFullError",
     "Request",
+    "RequestError",
     "Rule",
     "Sampling",
     "Setting",

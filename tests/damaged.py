@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -134,6 +135,7 @@ def outcome(folder: Path, expected: dict[str, np.ndarray], what: str) -> str | N
     return None
 
 
+@jax.jit
 def dequantized(weight: PackedWeight) -> Any:
     """The matrix that a packed one stands for, inputs as they come."""
     whole = weight.unpacked()

@@ -137,8 +137,8 @@ DEFECTS = {
     "SEED": Defect(
         "every request draws with one key",
         "specjax/engine/programs.py",
-        'key = fold(jax.random.wrap_key_data(asked.key, impl="threefry2x32"), choice[0])',
-        'key = fold(jax.random.wrap_key_data(0 * asked.key, impl="threefry2x32"), choice[0])',
+        'seeded = jax.random.wrap_key_data(parameters.key[0], impl="threefry2x32")',
+        'seeded = jax.random.wrap_key_data(0 * parameters.key[0], impl="threefry2x32")',
         ("engine",),
     ),
     "CANCELLED": Defect(
@@ -240,9 +240,10 @@ def caught_by(defect: Defect, folder: Path, everything: bool) -> str | None:
     file.write_text(whole.replace(defect.right, defect.wrong), encoding="utf-8")
     asked = [] if everything else ["-n", "0", *map(_path_of, defect.tests)]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *asked]
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(folder / ".programs")}  # most are those without it
     try:
         done = subprocess.run(
-            command, cwd=folder, env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+            command, cwd=folder, env=kept | os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
     finally:

@@ -3,18 +3,18 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections import abc
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import specjax
-from specjax.base.sampling import Sampling, fold
-from specjax.engine.checks import sampling_of
+from specjax.base.sampling import NUMBERS, Sampling, fold
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request, Tokens
-from specjax.engine.streams import TokenStream
+from specjax.engine.sequence import Sequence
 
 
 @contextlib.contextmanager
@@ -33,15 +33,15 @@ def running(target, drafter, **options) -> Iterator[Engine]:
         engine.close()
 
 
-async def collected(stream: TokenStream) -> list[Tokens]:
-    return [tokens async for tokens in stream]
+async def collected(sequence: Sequence) -> list[Tokens]:
+    return [tokens async for tokens in sequence]
 
 
-def ids_of(events: Sequence[Tokens]) -> list[int]:
+def ids_of(events: abc.Sequence[Tokens]) -> list[int]:
     return [token for event in events for token in event.ids]
 
 
-def served(engine: Engine, requests: Sequence[Request]) -> list[list[Tokens]]:
+def served(engine: Engine, requests: abc.Sequence[Request]) -> list[list[Tokens]]:
     """What every request got, all sent at once."""
 
     async def all_of_them() -> list[list[Tokens]]:
@@ -50,14 +50,9 @@ def served(engine: Engine, requests: Sequence[Request]) -> list[list[Tokens]]:
     return asyncio.run(all_of_them())
 
 
-def alone(target, requests: Sequence[Request]) -> list[list[int]]:
+def alone(target, requests: abc.Sequence[Request]) -> list[list[int]]:
     """The texts of requests by plain decoding: of greedy ones, and of those that have a seed."""
-    numbers = [vars(sampling_of(each)) for each in requests]
-    sampling = {
-        name: np.asarray([own[name] for own in numbers])
-        for name in numbers[0]
-        if name not in ("logit_bias", "kind")
-    }
+    sampling = {name: np.asarray([getattr(each, name) for each in requests]) for name in NUMBERS}
     keys = [
         fold(jax.random.key(each.seed or 0, impl="threefry2x32"), each.choice) for each in requests
     ]

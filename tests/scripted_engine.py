@@ -8,11 +8,13 @@ serves one of one-letter tokens until a signal; `start` names what its start doe
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import threading
 import time
 from types import SimpleNamespace
 
+from specjax.engine.checks import check_requests
 from specjax.engine.request import (
     EngineClosedError,
     Logprob,
@@ -21,13 +23,21 @@ from specjax.engine.request import (
     Statistics,
     Tokens,
 )
+from specjax.models.config import ModelConfig
 from specjax.server.app import create_app, run
 from specjax.server.options import ServerOptions
 from specjax.server.process import Server, listen
+from specjax.verify.rules import NAIVE
 from tests.letters import Letters
 
+CONFIG = ModelConfig(
+    vocab_size=4096, hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1,
+    head_dim=8, eos_ids=(0,),
+)  # fmt: skip
+"""Of a model that there is not: what requests are checked by."""
 
-class ScriptedStream:
+
+class ScriptedSequence:
     """Gives a reply in events of the engine's sizes, each after the engine's delay."""
 
     def __init__(self, engine: "ScriptedEngine", request: Request) -> None:
@@ -38,6 +48,9 @@ class ScriptedStream:
         self._engine = engine
         self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
         self._ended = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
         self._task = asyncio.create_task(self._play())
 
     def __aiter__(self):
@@ -52,7 +65,7 @@ class ScriptedStream:
         return tokens
 
     def abort(self) -> None:
-        if not self._ended:
+        if self._task is not None and not self._ended:
             self._engine.aborted += 1
             self._end(Tokens((), finish_reason="abort"))
 
@@ -153,21 +166,20 @@ class ScriptedEngine:
     def _die(self) -> None:
         self.ready, self.failure = False, "the engine failed: scripted trouble."
 
-    def prepare(self, requests) -> list[Request]:
-        for each in requests:
-            if each.temperature > 99:
-                raise ValueError(f"temperature is {each.temperature}; it must lie in [0, 99].")
-        return list(requests)
+    def prepare(self, requests) -> list[ScriptedSequence]:
+        config = dataclasses.replace(CONFIG, vocab_size=self.vocab_size)
+        check_requests(requests, config, self.max_model_len, NAIVE)
+        return [ScriptedSequence(self, each) for each in requests]
 
-    def enqueue(self, requests) -> list[ScriptedStream]:
+    def enqueue(self, sequences) -> None:
         if not self._accepts:
             raise EngineClosedError("the engine takes no more requests.")
-        if len(self.running) + len(requests) > self.room:
+        if len(self.running) + len(sequences) > self.room:
             raise QueueFullError(f"the queue holds {self.room} requests.", 7)
-        streams = [ScriptedStream(self, each) for each in requests]
-        self.requests += requests
-        self.running.update(streams)
-        return streams
+        self.requests += [each.request for each in sequences]
+        self.running.update(sequences)
+        for each in sequences:
+            each.start()
 
     def statistics(self) -> Statistics:
         return Statistics(100, 40, 50, 20, 40, 30, [18, 12])
@@ -193,8 +205,8 @@ class ScriptedEngine:
         end = time.monotonic() + seconds
         while self.running and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        for stream in list(self.running):
-            stream.abort()
+        for sequence in list(self.running):
+            sequence.abort()
 
     def close(self) -> None:
         time.sleep(self.close_seconds)

@@ -123,7 +123,7 @@ class TurnsPolicy(Policy):
         shape = max(s for s in self._shapes if (s.setting, s.rows) == (setting, size))
         return Decision(shape, (1 << 20,) * len(rows))
 
-    def landed(self, decision, outcomes, seconds, cached) -> None:
+    def observe_step(self, decision, outcomes, seconds, cached) -> None:
         for each in outcomes:
             own = self.steps.setdefault(each.request.request.prompt, [])
             own.append((decision.shape.setting, each.tokens, each.accepted, each.ended))

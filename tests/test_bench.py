@@ -16,7 +16,7 @@ from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli import outcome, values
 from specjax.cli.bench import workload_of
 from specjax.cli.options import Bench
-from specjax.cli.outcome import Sheet
+from specjax.cli.report import Report
 from specjax.decoding import request
 from specjax.measure import bench, prompts, timing
 from specjax.measure.prompts import Prompt
@@ -122,12 +122,12 @@ def test_a_cache_that_refuses_is_a_line(prompt_file, tmp_path, monkeypatch, caps
 
 @pytest.mark.slow
 def test_a_run_that_is_ended_leaves_its_rows(tmp_path, monkeypatch):
-    def ended(sheet, rows):
-        keep(sheet, rows)
+    def ended(report, rows):
+        keep(report, rows)
         raise KeyboardInterrupt
 
-    keep = Sheet.keep
-    monkeypatch.setattr(Sheet, "keep", ended)
+    keep = Report.keep
+    monkeypatch.setattr(Report, "keep", ended)
     out = tmp_path / "bench.json"
     assert main(["bench", *SHORT, *pair_flags(), "--json", str(out)]) == 130
     report = json.loads(out.read_text())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu_matmul import library
+from pallas_kernels.cpu import library
 from specjax import Sampling
 from specjax.decoding.generate import generate
 from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from benchmarks.accelerator.operands import SHAPES, make
-from pallas_kernels.cpu_matmul import library
+from pallas_kernels.cpu import library
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.tree_attention import autotune, cpu, sequence, tree_attention, xla
 from tests.test_cpu_matmul import form, needs_it

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels.cpu_matmul import (
+from pallas_kernels.cpu import (
     MOST_COLUMNS,
     cpu_matmul,
     cpu_matmuls,
@@ -27,7 +27,7 @@ from pallas_kernels.cpu_matmul import (
     reference,
     unable,
 )
-from pallas_kernels.cpu_matmul.library import Status
+from pallas_kernels.cpu.library import Status
 from specjax.models import layers
 from specjax.models.quantized import packed, with_activations
 
@@ -563,7 +563,7 @@ def test_where_there_is_a_compiler_it_was_built():
 
 _SAYS = """
 import jax, jax.numpy as jnp
-from pallas_kernels.cpu_matmul import status, unable
+from pallas_kernels.cpu import status, unable
 print(status().line)
 assert unable(jnp.ones((8, 64)), 64, 1) == status().reason
 assert jnp.ones((8, 64))[0].sum() == 64 and jax.default_backend() == "cpu"
@@ -609,7 +609,7 @@ def test_a_library_for_a_later_jax_is_left_alone(tmp_path):
     package = tmp_path / "pallas_kernels"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(Path(pallas_kernels.__file__).parent, package, ignore=ignored)
-    library_file = package / f"cpu_matmul/_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    library_file = package / f"cpu/_native{importlib.machinery.EXTENSION_SUFFIXES[0]}"
     flags = ["-std=c++17", "-O0", "-w", "-shared", "-fPIC", f"-I{headers}"]
     files = map(str, sorted(SOURCES.glob("*.cc")))
     subprocess.run([COMPILER, *flags, *files, "-o", str(library_file)], check=True)

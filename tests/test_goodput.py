@@ -334,7 +334,7 @@ def test_long_steps_are_worth_more_where_prompts_wait():
             seconds = costs[decision.shape].seconds
             tokens = 1 + accepted if own._steps % 3 else 1
             outcome = Outcome("a", tokens, accepted, tokens - 1)
-            own.landed(decision, [outcome], Timed(seconds), 0)
+            own.observe_step(decision, [outcome], Timed(seconds), 0)
         settings[share] = decision.shape.setting
         assert decision.forecast is not None
         assert (decision.forecast.reading > 0) == (share > 0)
@@ -353,7 +353,7 @@ def test_a_program_that_ran_often_is_not_probed_for_its_curve():
         probes += decision.reason == "probe" and decision.shape.setting == "lookup:7"
         cut = decision.shape.width < 64
         outcomes = [Outcome(n, 1, 3 if cut else 7, 0) for n in range(8)]
-        own.landed(decision, outcomes, Timed(costs[decision.shape].seconds), 0)
+        own.observe_step(decision, outcomes, Timed(costs[decision.shape].seconds), 0)
     assert probes < 400
 
 
@@ -414,7 +414,7 @@ class World:
             accepted = self.accepted(row.request, depth)
             outcomes.append(Outcome(row.request, accepted + 1, depth, accepted))
         seconds = self.costs(decision.shape) * (1 + self.noise * self.drawn.random())
-        self.controller.landed(decision, outcomes, Timed(seconds), 0)
+        self.controller.observe_step(decision, outcomes, Timed(seconds), 0)
         self.decisions.append(decision)
         return decision
 
@@ -610,7 +610,7 @@ def test_where_less_is_given_than_is_believed_the_guard_turns_speculation_off():
         depth = decision.depths[0]
         drafted += decision.shape.setting != PLAIN
         timed = Timed(world.costs(decision.shape))
-        controller.landed(decision, [Outcome(0, 1, depth, depth)], timed, 0)
+        controller.observe_step(decision, [Outcome(0, 1, depth, depth)], timed, 0)
         if controller.guard.active:
             following = controller.decide(world.rows)
             assert (following.reason, following.shape.setting) == ("guard", PLAIN)
@@ -699,7 +699,7 @@ def test_a_step_whose_first_row_has_left_teaches_of_the_other():
     controller = world.controller
     controller.decide(world.rows)
     decision = Decision(StepShape("chain:3", 2, 8), (0, 2))
-    controller.landed(decision, [Outcome(1, 3, 2, 2)], Timed(0.01), 0)
+    controller.observe_step(decision, [Outcome(1, 3, 2, 2)], Timed(0.01), 0)
     assert controller.acceptance.curve("chain", 0).steps == 1
     assert controller.acceptance.trials("chain") == pytest.approx(1)
 
@@ -774,9 +774,9 @@ def test_whatever_happens_decisions_are_legal(events, options, data):
                     each._replace(request=row.request)
                     for each, row in zip(outcomes, rows, strict=False)
                 ]
-                landed = own[data.draw(st.integers(0, 1)) :]
+                gave = own[data.draw(st.integers(0, 1)) :]
                 timed = None if seconds is None else Timed(seconds, data.draw(SHARES))
-                controller.landed(decision, landed, timed, sum(row.held for row in rows))
+                controller.observe_step(decision, gave, timed, sum(row.held for row in rows))
                 controller.may_admit(rows)
                 controller.row_to_probe(rows)
             case "read", request, chances:

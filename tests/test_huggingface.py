@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import pallas_kernels
-from pallas_kernels import cpu_matmul
+from pallas_kernels import cpu
 from specjax.checkpoints import files as folder_module
 from specjax.checkpoints import names
 from specjax.checkpoints.files import CheckpointError
@@ -158,17 +158,17 @@ def test_default_dtype_on_a_cpu_is_float32(written):
 
 @pytest.mark.parametrize("product", ["the best", "portable", "xla"])
 def test_default_dtype_of_drafts_is_bfloat16_where_products_in_it_are_fast(product, written):
-    form = cpu_matmul.status().form
+    form = cpu.status().form
     try:
         if product == "xla":
             pallas_kernels.use("xla")
         elif product == "portable" and form is not None:
-            cpu_matmul.select("portable")
+            cpu.select("portable")
         (draft,) = load_drafts(written)
     finally:
         pallas_kernels.use("auto")
         if form is not None:
-            cpu_matmul.select(None)
+            cpu.select(None)
     fast = product == "the best" and form == "avx512_bf16"
     fast = fast or jax.default_backend() != "cpu"
     assert draft.embedding.dtype == (jnp.bfloat16 if fast else jnp.float32)

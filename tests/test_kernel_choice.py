@@ -263,7 +263,7 @@ def test_tune_forgets_what_is_kept(accelerator, tmp_path, monkeypatch, capsys):
     def refuse(*_, **__):
         raise ValueError("the model is not read")
 
-    monkeypatch.setattr("specjax.cli.tune.load_pair", refuse)
+    monkeypatch.setattr("specjax.cli.tune.pair_of", refuse)
     assert main(["tune", str(tmp_path / "tuned.json"), "--limit", "0"]) == 2
     assert len(accelerator.entries()) == 1  # an option was wrong
     assert main(["tune", str(tmp_path / "tuned.json")]) == 2

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 
-from pallas_kernels.cpu_matmul import unable_here
+from pallas_kernels.cpu import unable_here
 from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints import gptq, huggingface

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specjax.base.prefix import common_prefix
-from specjax.engine.request import QueueFullError, Request
-from specjax.engine.scheduler import Scheduler, Ticket
+from specjax.engine.request import QueueFullError, Request, RequestError
+from specjax.engine.scheduler import Scheduler
+from specjax.engine.sequence import Sequence
 from specjax.goodput.chunks import fastest
 
 COSTS = {16: (0.01, 1e-5), 64: (0.02, 0.0), 256: (0.06, 0.0)}
 
 
-def ticket(*tokens: int, **options) -> Ticket:
-    return Ticket(Request(prompt=list(tokens), **options))
+def sequence(*tokens: int, **options) -> Sequence:
+    return Sequence(Request(prompt=list(tokens), **options))
 
 
 def text(count: int, first: int = 0) -> tuple[int, ...]:
@@ -38,76 +39,75 @@ def test_the_scheduler_needs_no_jax():
 
 def test_what_is_forgotten_is_no_prefix_and_what_runs_stays():
     at = Scheduler(2)
-    at.submit(ticket(*text(40)), ticket(*text(40, 50)))
+    at.add(sequence(*text(40)), sequence(*text(40, 50)))
     first, second = at.admit().row, at.admit().row
     read_all(at)
     at.free(first)
     at.forget()
     assert (first.tokens, second.tokens) == ([], list(text(40, 50)))
-    at.submit(ticket(*text(40), 1))
+    at.add(sequence(*text(40), 1))
     assert at.admit().source is None
 
 
 def test_requests_move_into_free_rows_in_order():
     at = Scheduler(2)
-    first, second, third = (ticket(number, 9) for number in range(3))
+    first, second, third = (sequence(number, 9) for number in range(3))
     for each in (first, second, third):
-        at.submit(each)
+        at.add(each)
     admitted = [at.admit(), at.admit()]
-    assert [each.row.ticket for each in admitted] == [first, second]
+    assert [each.row.sequence for each in admitted] == [first, second]
     assert at.admit() is None
     at.free(admitted[1].row)
     assert at.admit().row is admitted[1].row
-    assert at.rows[1].ticket is third
-    assert (at.running, len(at.waiting)) == (2, 0)
+    assert at.rows[1].sequence is third
+    assert (len(at.running), len(at.waiting)) == (2, 0)
 
 
 def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
     at = Scheduler(1, max_requests=2, max_tokens=100)
-    at.submit(ticket(*text(70)))
+    at.add(sequence(*text(70)))
     at.admit()
-    at.submit(ticket(*text(60)))
+    at.add(sequence(*text(60)))
     with pytest.raises(QueueFullError, match="60 tokens of prompts wait; with 41 more"):
-        at.submit(ticket(*text(41)))
-    at.submit(ticket(*text(40)))
+        at.add(sequence(*text(41)))
+    at.add(sequence(*text(40)))
     with pytest.raises(QueueFullError, match="2 requests wait; with 1 more they exceed the 2"):
-        at.submit(ticket(1))
+        at.add(sequence(1))
     idle = Scheduler(2, max_requests=1)
     for _ in range(3):
-        idle.submit(ticket(1))  # two rows are free
+        idle.add(sequence(1))  # two rows are free
     with pytest.raises(QueueFullError):
-        idle.submit(ticket(1))
-    with pytest.raises(ValueError, match="4 requests come at once; 2 may run and 1 wait"):
-        idle.submit(*(ticket(1) for _ in range(4)))
+        idle.add(sequence(1))
+    with pytest.raises(RequestError, match="4 requests come at once; 2 may run and 1 wait"):
+        idle.add(*(sequence(1) for _ in range(4)))
     alone = Scheduler(1, max_tokens=10)
-    with pytest.raises(ValueError, match="12 tokens of prompts come at once; no more than 10"):
-        alone.submit(ticket(*text(6)), ticket(*text(6)))
+    with pytest.raises(RequestError, match="12 tokens of prompts come at once") as refused:
+        alone.add(sequence(*text(6)), sequence(*text(6)))
+    assert refused.value.field == "prompt"
     assert not alone.waiting
-    alone.submit(ticket(*text(60)))  # it could not be taken ever otherwise
+    alone.add(sequence(*text(60)))  # it could not be taken ever otherwise
     assert alone.waiting_tokens == 60
 
 
 def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
     at = Scheduler(1)
-    runs, waits = ticket(*text(40)), ticket(2)
-    at.submit(runs)
-    at.submit(waits)
+    runs, waits = sequence(*text(40)), sequence(2)
+    at.add(runs)
+    at.add(waits)
     row = at.admit().row
-    epoch = row.epoch
-    assert at.withdraw(waits)
+    assert at.abort(waits)
     assert not at.waiting
-    assert at.withdraw(runs)
-    assert row.ticket is None
-    assert row.epoch == epoch + 1
+    assert at.abort(runs)
+    assert row.sequence is None
     assert at.chunk(COSTS, 1.0) is None
-    assert not at.withdraw(runs)
+    assert not at.abort(runs)
 
 
 def test_chunks_take_little_longer_than_a_step_while_a_row_decodes():
     at = Scheduler(2)
-    at.submit(ticket(5))
+    at.add(sequence(5))
     at.admit()
-    at.submit(ticket(*text(300)))
+    at.add(sequence(*text(300)))
     at.admit()
     for seconds, size in ((1.0, 256), (0.03, 64), (0.0143, 64), (0.0142, 16), (0.001, 16)):
         chunk = at.chunk(COSTS, seconds)
@@ -119,19 +119,19 @@ def test_chunks_take_little_longer_than_a_step_while_a_row_decodes():
     assert (last.size, last.tokens) == (64, list(text(43, 257)))
     assert at.read(last)
     assert at.rows[1].tokens == list(text(300))
-    assert at.rows[1].decodes
+    assert at.rows[1].decoding
 
 
 def test_what_a_row_holds_makes_its_chunks_smaller():
     costs = {8: (0.01, 1e-5), 16: (0.012, 2e-5)}
     at = Scheduler(2)
-    at.submit(ticket(5))
+    at.add(sequence(5))
     at.admit()
-    at.submit(ticket(*text(1000)))
+    at.add(sequence(*text(1000)))
     at.admit()
     sizes = []
     while (chunk := at.chunk(costs, 0.0142)) is not None:
-        sizes.append((at.rows[1].filled, chunk.size))
+        sizes.append((at.rows[1].sequence.prefilled, chunk.size))
         at.read(chunk)
     assert [size for filled, size in sizes if filled <= 400] == [16] * 25
     assert {size for filled, size in sizes if filled > 400} == {8}
@@ -153,9 +153,9 @@ def test_a_step_has_the_rows_that_decode_and_those_that_hold_least():
     at = Scheduler(8)
     assert at.decoding == ()
     for number in range(3):
-        at.submit(ticket(number))
+        at.add(sequence(number))
         at.admit()
-    at.submit(ticket(*text(20)))
+    at.add(sequence(*text(20)))
     at.admit()
     assert [row.number for row in at.decoding] == [0, 1, 2]
     plan = at.step(4)
@@ -167,17 +167,17 @@ def test_a_step_has_the_rows_that_decode_and_those_that_hold_least():
 def test_a_request_that_may_not_join_waits_and_so_do_those_behind_it():
     at = Scheduler(3)
     for number in range(3):
-        at.submit(ticket(number, max_tpot_ms=1.0 if number == 1 else None))
-    assert at.admit(lambda _: True).row.ticket.request.prompt == [0]
+        at.add(sequence(number, max_tpot_ms=1.0 if number == 1 else None))
+    assert at.admit(lambda _: True).row.sequence.request.prompt == [0]
     assert at.admit(lambda request: request.max_tpot_ms is None) is None
     assert len(at.waiting) == 2
-    assert at.admit(lambda request: True).row.ticket.request.prompt == [1]
+    assert at.admit(lambda request: True).row.sequence.request.prompt == [1]
 
 
 def test_the_draft_lacks_what_was_given_without_it():
     """Of a row that takes over what another holds it reads the last token anew, for its logits."""
     at = Scheduler(2)
-    at.submit(ticket(*text(40)))
+    at.add(sequence(*text(40)))
     row = at.admit().row
     read_all(at)
     assert (row.lag(1), row.drafted, row.current) == (40, 0, False)
@@ -187,39 +187,39 @@ def test_the_draft_lacks_what_was_given_without_it():
     at.step(1)
     at.step(1)
     assert row.lag(4) == 8
-    at.landed(row, [1, 2])
-    at.landed(row, [3])
+    at.postprocess(row, [1, 2])
+    at.postprocess(row, [3])
     assert row.lag(4) == 3
-    at.submit(ticket(*text(30), 99))
+    at.add(sequence(*text(30), 99))
     other = at.admit()
     assert (other.source, other.common, other.row.drafted) == (row.number, 30, 29)
     row.current = True
     at.free(other.row)
-    at.submit(ticket(*text(40), 1, 2, 3, 77))
+    at.add(sequence(*text(40), 1, 2, 3, 77))
     assert at.admit().row.drafted == 42
 
 
 def test_a_row_takes_no_step_that_cannot_give_it_a_token():
     """For a row that may still get two, two steps fly; one more once they gave too few."""
     at = Scheduler(2)
-    at.submit(ticket(1, max_new_tokens=2))
+    at.add(sequence(1, max_new_tokens=2))
     row = at.admit().row
-    at.submit(ticket(2, max_new_tokens=9))
+    at.add(sequence(2, max_new_tokens=9))
     at.admit()
     assert [len(at.step(2).rows) for _ in range(3)] == [2, 2, 1]
-    at.landed(row, [5])
-    assert not row.decodes
-    at.landed(row, [])
-    assert row.decodes
-    assert (row.tokens, row.left) == ([1, 5], 1)
+    at.postprocess(row, [5])
+    assert not row.decoding
+    at.postprocess(row, [])
+    assert row.decoding
+    assert (row.tokens, row.sequence.left) == ([1, 5], 1)
 
 
 def test_prompts_that_come_at_once_are_read_once():
     at = Scheduler(4)
     prompt = text(100)
     for _ in range(3):
-        at.submit(ticket(*prompt))
-    at.submit(ticket(*text(100, 500)))
+        at.add(sequence(*prompt))
+    at.add(sequence(*text(100, 500)))
     assert [at.admit().source for _ in range(4)] == [None] * 4
     read, copies = 0, []
     while True:
@@ -241,11 +241,11 @@ def test_what_another_may_need_is_not_written_over():
     """A row of which a little is copied stays while another is free, though that was used later."""
     at = Scheduler(2)
     for prompt in (text(40), (999,)):
-        at.submit(ticket(*prompt))
+        at.add(sequence(*prompt))
         row = at.admit().row
         read_all(at)
         at.free(row)
-    at.submit(ticket(*text(16), 7))
+    at.add(sequence(*text(16), 7))
     admission = at.admit()
     assert (admission.source, admission.common, admission.row.number) == (0, 16, 1)
 
@@ -253,33 +253,33 @@ def test_what_another_may_need_is_not_written_over():
 def test_a_prompt_begins_with_the_longest_text_that_a_row_holds():
     at = Scheduler(3)
     for first in (0, 500):
-        at.submit(ticket(*text(40, first)))
+        at.add(sequence(*text(40, first)))
         at.admit()
     read_all(at)
-    at.submit(ticket(*text(30), 999, 998))
+    at.add(sequence(*text(30), 999, 998))
     admission = at.admit()
     assert (admission.source, admission.common, admission.row.number) == (0, 30, 2)
     assert admission.row.tokens == list(text(30))
     at.free(at.rows[1])
-    at.submit(ticket(*text(40, 500)))
+    at.add(sequence(*text(40, 500)))
     admission = at.admit()
     assert (admission.source, admission.common) == (1, 39), "its last token is read anew"
     assert admission.row.number == 1, "which held little else"
     at.free(at.rows[0])
-    at.submit(ticket(*text(15), 7))
+    at.add(sequence(*text(15), 7))
     assert at.admit().source is None, "too little to be worth a copy"
 
 
 def test_a_prompt_whose_log_probabilities_are_asked_for_is_read_whole():
     at = Scheduler(2)
-    at.submit(ticket(*text(40)))
+    at.add(sequence(*text(40)))
     at.admit()
     read_all(at)
-    at.submit(ticket(*text(40), prompt_logprobs=0))
+    at.add(sequence(*text(40), prompt_logprobs=0))
     assert at.admit()[1:] == (None, 1)
     without = Scheduler(2, reuses=False)
     for _ in range(2):
-        without.submit(ticket(*text(40)))
+        without.add(sequence(*text(40)))
         assert without.admit().source is None
 
 
@@ -291,28 +291,27 @@ def test_no_row_and_no_place_is_lost_whatever_happens(events):
     for kind, number in events:
         if kind == 0:
             try:
-                at.submit(own := ticket(*text(number)))
+                at.add(own := sequence(*text(number)))
                 here.append(own)
             except QueueFullError:
                 assert len(at.waiting) == 5
         elif kind == 1 and (chunk := at.chunk(COSTS, 0.02)) is not None:
             at.read(chunk)
         elif kind == 2 and here:
-            at.withdraw(here.pop(number % len(here)))
+            at.abort(here.pop(number % len(here)))
         elif kind == 3:
-            ended = [row for row in at.rows if row.decodes]
+            ended = [row for row in at.rows if row.decoding]
             if ended:
-                here.remove(ended[number % len(ended)].ticket)
+                here.remove(ended[number % len(ended)].sequence)
                 at.free(ended[number % len(ended)])
         while at.admit() is not None:
             pass
-        assert at.running + len(at.waiting) == len(here)
-        assert at.running == 3 or not at.waiting
-        held = [row.ticket for row in at.rows if row.ticket is not None]
-        assert len({*map(id, held), *map(id, at.waiting)}) == len(here)
+        assert len(at.running) + len(at.waiting) == len(here)
+        assert len(at.running) == 3 or not at.waiting
+        assert {*at.running, *at.waiting} == {*here}
     for each in here:
-        assert at.withdraw(each)
-    assert at.running == len(at.waiting) == 0
+        assert at.abort(each)
+    assert len(at.running) == len(at.waiting) == 0
     assert at.chunk(COSTS, 1.0) is None
     assert at.decoding == ()
 

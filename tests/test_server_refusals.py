@@ -104,7 +104,7 @@ def test_values_that_change_nothing_are_taken(client, path):
         (COMPLETIONS, {"best_of": 2}, "best_of", "n, 1"),
         (COMPLETIONS, {"temperature": -0.5}, "temperature", "-0.5"),
         (COMPLETIONS, {"temperature": "1"}, "temperature", "number"),
-        (COMPLETIONS, {"temperature": 100}, "temperature", "[0, 99]"),
+        (COMPLETIONS, {"temperature": 1e39}, "temperature", "float32"),
         (COMPLETIONS, {"temperature": 10**400}, "temperature", "number"),
         (COMPLETIONS, {"top_p": 0}, "top_p", "greater than 0"),
         (COMPLETIONS, {"top_k": 1.5}, "top_k", "integer"),

@@ -9,7 +9,7 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling
 from specjax.draft import Wants, best_first
 from specjax.draft.best_first import BestFirstDrafter
-from specjax.draft.growth import Growth, Scored, no_nodes
+from specjax.draft.growth import Growth, ScoredNodes, no_nodes
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.ngram import NGram, pack
 from specjax.draft.prompt_lookup import TextDrafter
@@ -166,7 +166,9 @@ def test_a_table_guesses_below_the_likeliest_nodes_in_its_shape():
                     parents=jnp.asarray([[-1, 0, 1, -1, -1]], jnp.int32))  # fmt: skip
     paths = {0: [5, 8], 1: [5, 8, 30], 2: [5, 8, 30, 41], 3: [5, 7]}
     slots, score = jnp.asarray([[2, 3, 1, 0]], jnp.int32), jnp.zeros((1, 4))
-    scored = Scored(slots, score, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32), 0)
+    scored = ScoredNodes(
+        slots, score, jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.int32), 0
+    )
     made = TableStage(table, GENERAL, fan=3).guess(nodes, scored, jnp.asarray([5], jnp.int32))
     texts = [paths[slot] for slot in (2, 3, 1, 0)]
     for guess, above in zip(made.guesses[0].tolist(), made.above[0].tolist(), strict=True):

@@ -576,14 +576,17 @@ def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("resident", "temperatures"),
-    [(1, (0.0,)), pytest.param(EVERYTHING, (0.0, 0.8), marks=pytest.mark.slow)],
+    ("resident", "methods", "temperatures"),
+    [
+        (1, "specexec", (0.0,)),
+        pytest.param(EVERYTHING, "specexec,chain", (0.0, 0.8), marks=pytest.mark.slow),
+    ],
 )
 def test_tune_chooses_for_what_is_streamed(
-    resident, temperatures, with_tokenizer, tmp_path, capsys
+    resident, methods, temperatures, with_tokenizer, tmp_path, capsys
 ):
     flags = ["--model", str(with_tokenizer), "--draft", f"{pair_folder()}/two"]
-    few = ["--limit", "1", "--max-new-tokens", "8", "--methods", "specexec,chain",
+    few = ["--limit", "1", "--max-new-tokens", "8", "--methods", methods,
            "--temperatures", ",".join(map(str, temperatures))]  # fmt: skip
     file = tmp_path / "tuned.json"
     where = offloading(with_tokenizer, 1)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections import abc
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from specjax.engine.engine import Engine
 from specjax.engine.request import Logprob, Request
-from specjax.engine.streams import TokenStream
+from specjax.engine.sequence import Sequence
 from specjax.models.transformer import Model
 
 
@@ -31,7 +31,7 @@ class EngineRows:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def ask(self, requests: Sequence[Request]) -> "Future[list[Continuation]]":
+    def ask(self, requests: abc.Sequence[Request]) -> "Future[list[Continuation]]":
         """The continuations of `requests`, when all have ended.
 
         Raises:
@@ -43,9 +43,9 @@ class EngineRows:
 
         return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop)
 
-    async def _read(self, stream: TokenStream) -> Continuation:
+    async def _read(self, sequence: Sequence) -> Continuation:
         found = Continuation([], [])
-        async for tokens in stream:
+        async for tokens in sequence:
             found.ids.extend(tokens.ids)
             found.logprobs.extend(tokens.logprobs)
             if tokens.finish_reason not in (None, "stop", "length"):
@@ -54,7 +54,7 @@ class EngineRows:
 
 
 def requests_of(
-    prompts: Sequence[Sequence[int]],
+    prompts: abc.Sequence[abc.Sequence[int]],
     temperatures: Float[np.ndarray, " N"],
     new_tokens: int,
     first: int,

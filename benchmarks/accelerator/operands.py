@@ -70,31 +70,34 @@ def make(
     rows, heads, kv_heads, nodes, earlier, slots, dim = shape
     rng = np.random.default_rng(sum(shape))
 
-    def normal(*size: int) -> jax.Array:
-        return jnp.asarray(rng.normal(size=size), jnp.float32)
+    def normal(*size: int) -> np.ndarray:  # NumPy compiles nothing for each new shape
+        return rng.normal(size=size).astype(np.float32)
 
     if lengths is None:
         lengths = np.resize([slots // 2 + 1, 0, slots], rows).tolist()
-    length = jnp.asarray(lengths, jnp.int32)
-    dead = jnp.arange(slots) >= length[:, None, None]
+    length = np.asarray(lengths, np.int32)
+    dead = np.arange(slots) >= length[:, None, None]
     keys, values = normal(rows, kv_heads, dim, slots), normal(rows, kv_heads, slots, dim)
     if bits == 8:
-        (keys, of_keys), (values, of_values) = quantized(keys, 2), quantized(values)
-        of_keys, of_values = (jnp.where(dead, jnp.nan, scale) for scale in (of_keys, of_values))
-        prefix = Prefix(keys, values, length, (of_keys, of_values))
+        (keys, of_keys), (values, of_values) = _in_8_bits(keys, 2), _in_8_bits(values, 3)
+        of_keys, of_values = (np.where(dead, np.nan, scale) for scale in (of_keys, of_values))
+        held: tuple[Any, ...] = keys, values, length, (of_keys, of_values)
     else:
-        keys = jnp.where(dead[:, :, None], jnp.nan, keys).astype(dtype)
-        prefix = Prefix(keys, jnp.where(dead[..., None], jnp.nan, values).astype(dtype), length)
+        keys = np.where(dead[:, :, None], np.nan, keys).astype(dtype)
+        held = keys, np.where(dead[..., None], np.nan, values).astype(dtype), length
     tree_mask = np.stack([_random_ancestors(rng, nodes, earlier) for _ in range(rows)])
-    return Operands(
+    parts: tuple[Any, ...] = (
         normal(rows, heads, nodes, dim).astype(query_dtype),
         normal(rows, kv_heads, earlier + nodes, dim).astype(dtype),
         normal(rows, kv_heads, earlier + nodes, dim).astype(dtype),
-        jnp.asarray(tree_mask),
-        prefix,
-        jnp.asarray(rng.integers(0, slots, (rows, nodes)), jnp.int32) if first else None,
-        soft_cap,
+        tree_mask,
+        Prefix(*held),
+        rng.integers(0, slots, (rows, nodes)).astype(np.int32) if first else None,
     )
+    return jax.tree.map(jnp.asarray, Operands(*parts))._replace(soft_cap=soft_cap)
+
+
+_in_8_bits = jax.jit(quantized, static_argnums=1)
 
 
 def _random_ancestors(rng: np.random.Generator, nodes: int, earlier: int) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 import tyro
 
 import pallas_kernels
-from pallas_kernels.cpu_matmul import library
+from pallas_kernels.cpu import library
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import write_json
 from specjax.measure.timing import environment

@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
 
 def record(pair: Pair, recording: Recording) -> tuple[list[Step], DraftSetting]:
-    """The steps of all texts in the order in which they landed."""
+    """The steps of all texts in the order in which they were made."""
     drafter = switching(pair, (PLAIN, recording.setting))
     engine = specjax.Engine(pair.target, drafter, rows=recording.rows)
     steps: list[Step] = []
@@ -67,9 +67,9 @@ def record(pair: Pair, recording: Recording) -> tuple[list[Step], DraftSetting]:
     engine.fix(recording.setting)
     policy = engine.speculation.policy
     assert policy is not None
-    learn = policy.landed
+    learn = policy.observe_step
 
-    def landed(
+    def observe_step(
         decision: Decision, outcomes: Sequence[Outcome], timed: Timed | None, cached: int
     ) -> None:
         for outcome in outcomes:
@@ -79,7 +79,7 @@ def record(pair: Pair, recording: Recording) -> tuple[list[Step], DraftSetting]:
         learn(decision, outcomes, timed, cached)
 
     listed = [pair.tokenizer(text).input_ids[:400] for _, text in prompts.read(recording.file)]
-    with mock.patch.object(policy, "landed", landed):
+    with mock.patch.object(policy, "observe_step", observe_step):
         asyncio.run(_all(engine, listed[: recording.texts], recording))
     engine.close()
     return steps, setting_of(drafter, recording.setting)

@@ -7,14 +7,15 @@ the queue is without end; the draft reads the texts of several rows one after th
 
 import dataclasses
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, abc, deque
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from benchmarks.simulation.machines import Machine
 from benchmarks.simulation.workload import Arrival, Truth
 from specjax.engine.request import Request
-from specjax.engine.scheduler import Row, Scheduler, Ticket, state_of
+from specjax.engine.scheduler import Row, Scheduler, state_of
+from specjax.engine.sequence import Sequence
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.policy import (
     PLAIN,
@@ -169,7 +170,7 @@ class Result:
 def controller_of(
     machine: Machine,
     rows: int,
-    settings: Sequence[DraftSetting] = SETTINGS,
+    settings: abc.Sequence[DraftSetting] = SETTINGS,
     *,
     columns: int = 64,
     options: Options = Options(),
@@ -182,17 +183,17 @@ def controller_of(
     )  # fmt: skip
 
 
-def fixed(name: str, rows: int, settings: Sequence[DraftSetting] = SETTINGS) -> FixedPolicy:
+def fixed(name: str, rows: int, settings: abc.Sequence[DraftSetting] = SETTINGS) -> FixedPolicy:
     """The policy of always the same setting."""
     return FixedPolicy(next(each for each in settings if each.name == name), rows)
 
 
 def simulate(
     policy: Policy,
-    load: Sequence[Arrival],
+    load: abc.Sequence[Arrival],
     world: World,
     rows: int,
-    settings: Sequence[DraftSetting] = SETTINGS,
+    settings: abc.Sequence[DraftSetting] = SETTINGS,
     seed: int = 0,
 ) -> Result:
     """Serves a load; the same arguments give the same result.
@@ -209,11 +210,11 @@ def simulate(
 
 
 def simulate_replicas(
-    policies: Sequence[Policy],
-    load: Sequence[Arrival],
+    policies: abc.Sequence[Policy],
+    load: abc.Sequence[Arrival],
     world: World,
     rows: int,
-    settings: Sequence[DraftSetting] = SETTINGS,
+    settings: abc.Sequence[DraftSetting] = SETTINGS,
     seed: int = 0,
 ) -> Result:
     """Serves a load with a server for each policy; requests go to one after the other."""
@@ -252,7 +253,7 @@ class _Server:
         policy: Policy,
         world: World,
         rows: int,
-        settings: Sequence[DraftSetting],
+        settings: abc.Sequence[DraftSetting],
         seed: int,
     ) -> None:
         self._policy, self._world = policy, world
@@ -266,12 +267,13 @@ class _Server:
         self._scheduler = Scheduler(rows, reuses=False)
         self._rng = random.Random(seed)
         self._coming: deque[Arrival] = deque()
+        self._guests: dict[Sequence, _Guest] = {}
         self._now = self._step_seconds = 0.0
         self._alone, self._targets, self._count = False, False, 0
         self._result = Result()
         self._chunk_seconds = 0.0
 
-    def serve(self, load: Sequence[Arrival]) -> Result:
+    def serve(self, load: abc.Sequence[Arrival]) -> Result:
         """What becomes of a load."""
         result, at = self._result, self._scheduler
         self._coming.extend(load)
@@ -315,14 +317,16 @@ class _Server:
             )  # fmt: skip
             truth = self._world.truth
             guest = _Guest(of, truth.draw_effect(self._rng), truth.draw_text_effect(self._rng, of))
-            at.submit(Ticket(asked, guest))
+            sequence = Sequence(asked)
+            self._guests[sequence] = guest
+            at.add(sequence)
         while at.waiting and at.admit(self._may_join) is not None:
             self._alone = False
 
     def _may_join(self, request: Request) -> bool:
         if not self._targets:
             return True
-        states = [row.state(self._window) for row in self._scheduler.rows if row.ticket]
+        states = [row.state(self._window) for row in self._scheduler.rows if row.sequence]
         return self._policy.may_admit([*states, state_of(request)])
 
     def _read_chunk(self) -> None:
@@ -330,15 +334,15 @@ class _Server:
         if chunk is None:
             return
         own, more = self._world.machine.chunks[chunk.size]
-        self._chunk_seconds += own + more * chunk.row.filled
-        self._now += own + more * chunk.row.filled
+        self._chunk_seconds += own + more * chunk.start
+        self._now += own + more * chunk.start
         if self._scheduler.decoding:
             self._policy.prompt_read(len(chunk.tokens), chunk.left)
         self._scheduler.read(chunk)
 
-    def _step(self, rows: Sequence[Row]) -> None:
+    def _step(self, rows: abc.Sequence[Row]) -> None:
         policy, alone = self._policy, self._alone
-        decision = policy.standing([row.ticket for row in rows])
+        decision = policy.standing([row.sequence for row in rows])
         if decision is None:
             decision = policy.decide([row.state(self._window) for row in rows])
         setting = self._settings[decision.shape.setting]
@@ -350,7 +354,7 @@ class _Server:
         self._alone = not self._probe(setting, rows)
         chunks, self._chunk_seconds = self._chunk_seconds, 0.0
         known = decision.timed(seconds + chunks, chunks) if alone else None
-        self._land(decision, setting, rows, known, cached)
+        self._process(decision, setting, rows, known, cached)
 
     def _seconds(self, shape: StepShape, cached: int) -> float:
         """How long a step truly takes."""
@@ -358,7 +362,7 @@ class _Server:
         seconds = (own + more * cached) * self._rng.lognormvariate(0.0, self._world.noise)
         return seconds * (_PAUSE if self._rng.random() < self._world.pauses else 1.0)
 
-    def _prepare(self, setting: DraftSetting, rows: Sequence[Row]) -> bool:
+    def _prepare(self, setting: DraftSetting, rows: abc.Sequence[Row]) -> bool:
         """Lets the draft read what it lacks before a step that runs it; whether it had to."""
         if not setting.runs_draft:
             for row in rows:
@@ -373,8 +377,8 @@ class _Server:
 
     def _read_text(self, row: Row) -> None:
         """The draft reads what it lacks of a row's text, and is seen to fare so and so."""
-        assert row.ticket is not None
-        guest: _Guest = row.ticket.stream
+        assert row.sequence is not None
+        guest = self._guests[row.sequence]
         drawn = [each for each in self._settings.values() if each.drawn and each.nodes]
         deepest = max(drawn, key=lambda each: each.depth, default=None)
         lag, known = row.lag(self._window), sorted(self._world.machine.catch_up.items())
@@ -383,7 +387,7 @@ class _Server:
             self._now += seconds
             if deepest is not None:
                 chances = self._chances(guest, deepest, min(size, lag))
-                self._policy.caught_up(row.ticket, chances)
+                self._policy.caught_up(row.sequence, chances)
             lag -= size
         row.drafted = len(row.tokens)
 
@@ -400,7 +404,7 @@ class _Server:
         hits = [float(self._rng.random() < chance) for _ in range(count)]
         return hits if guest.of.temperature == 0 else [0.5 * (hit + chance) for hit in hits]
 
-    def _probe(self, setting: DraftSetting, rows: Sequence[Row]) -> bool:
+    def _probe(self, setting: DraftSetting, rows: abc.Sequence[Row]) -> bool:
         """Lets the draft read a row's text though nothing is drafted; whether it did."""
         if setting.runs_draft or self._count % _LOOKED:
             return False
@@ -410,11 +414,11 @@ class _Server:
         self._read_text(rows[place])
         return True
 
-    def _land(
+    def _process(
         self,
         decision: Decision,
         setting: DraftSetting,
-        rows: Sequence[Row],
+        rows: abc.Sequence[Row],
         timed: Timed | None,
         cached: int,
     ) -> None:
@@ -431,15 +435,15 @@ class _Server:
         outcomes = [
             self._outcome(row, setting, own, change) for row, own in zip(rows, nodes, strict=True)
         ]
-        self._policy.landed(decision, outcomes, timed, cached)
+        self._policy.observe_step(decision, outcomes, timed, cached)
         for row, outcome in zip(rows, outcomes, strict=True):
             if outcome.ended:
                 self._end(row)
 
     def _outcome(self, row: Row, setting: DraftSetting, nodes: int, change: float) -> Outcome:
         """What a row is given of a tree of so many nodes."""
-        assert row.ticket is not None
-        guest: _Guest = row.ticket.stream
+        assert row.sequence is not None
+        guest = self._guests[row.sequence]
         truth, accepted = self._world.truth, 0
         if nodes > 0:
             draw, effect = self._rng.random, guest.effect + guest.text_effect
@@ -447,19 +451,19 @@ class _Server:
                 if draw() >= chance:
                     break
                 accepted += 1
-        tokens = min(accepted + 1, row.left)
-        self._scheduler.landed(row, _TOKENS[:tokens])
+        tokens = min(accepted + 1, row.sequence.left)
+        self._scheduler.postprocess(row, _TOKENS[:tokens])
         self._result.tokens += tokens
         guest.text_effect = truth.next_text_effect(self._rng, guest.of, guest.text_effect, tokens)
         if guest.first is None:
             guest.first = self._now
-        ended = row.left == 0
-        return Outcome(row.ticket, tokens, nodes, min(accepted, tokens), ended)
+        ended = row.sequence.left == 0
+        return Outcome(row.sequence, tokens, nodes, min(accepted, tokens), ended)
 
     def _end(self, row: Row) -> None:
-        assert row.ticket is not None
-        guest: _Guest = row.ticket.stream
+        assert row.sequence is not None
+        guest = self._guests.pop(row.sequence)
         assert guest.first is not None
         self._result.served.append(Served(guest.of, guest.first, self._now))
-        self._policy.ended(row.ticket)
+        self._policy.ended(row.sequence)
         self._scheduler.free(row)

@@ -1,14 +1,14 @@
 """Tree attention on a CPU, in C++: float32, over what rows hold and nodes see.
 
 One pass over a row's live slots and its nodes' ancestors, instead of a dozen operations of XLA's
-over all slots and columns. The library is that of `pallas_kernels.cpu_matmul`.
+over all slots and columns. The library is that of `pallas_kernels.cpu`.
 """
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.cpu_matmul.library import ATTENTION, status
+from pallas_kernels.cpu.library import ATTENTION, status
 from pallas_kernels.tree_attention import xla
 from pallas_kernels.tree_attention.implementations import differentiable, folding
 from pallas_kernels.tree_attention.operands import Operands, of_sequence

@@ -33,6 +33,8 @@ _RANGES = {
     "frequency_penalty": (np.float32, -100.0, 100.0, "[-100, 100]"),
     "repetition_penalty": (np.float32, 0.01, 100.0, "[0.01, 100]"),
 }
+NUMBERS = tuple(_RANGES)
+"""The names of the numbers of `Sampling`."""
 _COLDEST = 1e-20
 """Lower temperatures give the same distribution, but would make logits infinite."""
 
@@ -96,23 +98,28 @@ class Sampling:
           ValueError: a field is out of its range or has another number of rows, or a float32 makes
             nothing or infinity of a temperature. It calls the field by `prefix` and its name.
         """
-        checked = {}
-        for name, (dtype, low, high, interval) in _RANGES.items():
-            value = np.asarray(getattr(self, name))
-            if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != count):
-                raise ValueError(
-                    f"{prefix}{name} has shape {value.shape}; there are {count} prompts."
-                )
-            whole = jnp.issubdtype(value.dtype, jnp.integer)
-            if not whole and (dtype is np.int32 or not jnp.issubdtype(value.dtype, jnp.floating)):
-                kind = "integers" if dtype is np.int32 else "numbers"
-                raise TypeError(f"{prefix}{name} is {value.tolist()!r}; it must be {kind}.")
-            if not np.all((value >= low) & (value <= high)):
-                raise ValueError(f"{prefix}{name} is {value.tolist()}; it must lie in {interval}.")
-            if name == "temperature":
-                _check_float32(value, prefix)
-            checked[name] = np.broadcast_to(value, (count,)).astype(dtype)
-        return checked
+        return {name: checked_number(name, getattr(self, name), count, prefix) for name in NUMBERS}
+
+
+def checked_number(name: str, given: Any, count: int, prefix: str = "") -> np.ndarray:
+    """A number of `Sampling` as an array `[count]` of the host.
+
+    Raises:
+      TypeError, ValueError: see `Sampling.on_host`.
+    """
+    dtype, low, high, interval = _RANGES[name]
+    value = np.asarray(given)
+    if value.ndim > 1 or (value.ndim == 1 and value.shape[0] != count):
+        raise ValueError(f"{prefix}{name} has shape {value.shape}; there are {count} prompts.")
+    whole = jnp.issubdtype(value.dtype, jnp.integer)
+    if not whole and (dtype is np.int32 or not jnp.issubdtype(value.dtype, jnp.floating)):
+        kind = "integers" if dtype is np.int32 else "numbers"
+        raise TypeError(f"{prefix}{name} is {value.tolist()!r}; it must be {kind}.")
+    if not np.all((value >= low) & (value <= high)):
+        raise ValueError(f"{prefix}{name} is {value.tolist()}; it must lie in {interval}.")
+    if name == "temperature":
+        _check_float32(value, prefix)
+    return np.broadcast_to(value, (count,)).astype(dtype)
 
 
 def _kind_of(numbers: Mapping[str, np.ndarray]) -> str:

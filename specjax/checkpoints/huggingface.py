@@ -15,7 +15,7 @@ from jaxtyping import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer
 
-from pallas_kernels.cpu_matmul import multiplies_bfloat16, unable_here
+from pallas_kernels.cpu import multiplies_bfloat16, unable_here
 from pallas_kernels.platform import platform
 from specjax.checkpoints import gguf, lora, orbax, pruned_vocabulary, quantized
 from specjax.checkpoints.beside import Beside

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jax.sharding import Mesh
 
-from pallas_kernels.cpu_matmul import unable_here
+from pallas_kernels.cpu import unable_here
 from specjax.base.progress import counted, working
 from specjax.checkpoints import ngram_files, quantized, self_drafts
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance

@@ -8,14 +8,15 @@ from typing import Any
 from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair
 from specjax.cli.kernels import use_kernels
+from specjax.cli.loading import pair_of
 from specjax.cli.options import Bench
-from specjax.cli.outcome import Sheet, remember, rows_kept
+from specjax.cli.outcome import remember
+from specjax.cli.report import Json, Report, env_of, rows_kept
 from specjax.cli.tables import table
 from specjax.cli.values import (
     at_least,
-    bytes_of,
     check_seed,
     check_target_file,
     count_of,
@@ -25,8 +26,9 @@ from specjax.cli.values import (
     temperatures_in,
 )
 from specjax.measure import plots, prompts, timing
-from specjax.measure.bench import Bencher
+from specjax.measure.bench import Bencher, RowsSoFar
 from specjax.measure.prompts import Prompt
+from specjax.measure.rows import BenchRow
 from specjax.measure.workload import MIXED, PLAIN_DTYPES, Workload
 from specjax.methods import registry, tuned
 from specjax.methods.method import METHODS, PLAIN, Setting
@@ -36,6 +38,8 @@ from specjax.parallel.processes import devices_for, sizes_of
 from specjax.verify.rules import AUTO, RULES, check_rule
 
 _BATCHES = (1, 8)
+_SECONDS = 10.0
+"""Between two writes of a report that grows."""
 
 
 def bench(options: Bench) -> int:
@@ -49,18 +53,7 @@ def bench(options: Bench) -> int:
     use_kernels(options.kernels)
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    pair = load_pair(
-        options.model,
-        options.draft,
-        dtype=dtype_of(options.dtype) if options.offloaded else "float32",
-        stage=options.stage,
-        mesh=mesh,
-        positions=options.positions,
-        offload=options.offload,
-        memory=bytes_of("--memory", options.memory),
-        lora=options.lora,
-        activations=options.activations,
-    )
+    pair = pair_of(options, dtype_of(options.dtype) if options.offloaded else "float32", mesh)
     workload = workload_of(options, pair)
     if parameters:
         pair = pair._replace(target=inflate(pair.target, parameters))
@@ -76,32 +69,41 @@ def bench(options: Bench) -> int:
             phases=not (options.skip_phases or options.offloaded),
             traced=options.profile,
         )
-        sheet = Sheet(options.json, _environment(options, bencher, left_out))
-        if_interrupted(lambda: rows_kept(options.json, sheet.written > 0))
+        report = Report(options.json, _environment(options, bencher, left_out), _SECONDS)
+        if_interrupted(lambda: rows_kept(options.json, report.written > 0))
+        rows: list[BenchRow] = []
+
+        def keep(so_far: RowsSoFar) -> None:
+            report.keep(lambda: _plain([*rows, *so_far()]))
+
         for batch in workload.batches:
-            sheet.rows += bencher.rows(batch, sheet.keep)
-    return _leave(options, bencher, sheet)
+            rows.extend(bencher.rows(batch, keep))
+    return _leave(options, bencher, report, rows)
 
 
-def _leave(options: Bench, bencher: Bencher, sheet: Sheet) -> int:
+def _plain(rows: Sequence[BenchRow]) -> list[Json]:
+    return [row.report() for row in rows]
+
+
+def _leave(options: Bench, bencher: Bencher, report: Report, rows: Sequence[BenchRow]) -> int:
     """Writes and remembers what was measured, then prints it: nobody may be there to read."""
-    written = [sheet.finish()]
+    whole = report.whole(_plain(rows))
+    written = [report.finish(whole["rows"])]
     # With another rule or other kernels other methods may be the fastest.
     if options.verify == options.kernels == AUTO:
-        date = sheet.env["date"]
-        remember(sheet.rows, bencher.pair, bencher.targets, date, MIXED)
+        date = report.env["date"]
+        remember(rows, bencher.pair, bencher.targets, date, MIXED)
     if file := options.png:
-        work = partial(plots.draw, sheet.report(), file)
+        work = partial(plots.draw, whole, file)
         written.append(tried(f"{file} cannot be written", work))
-    table(sheet.report())
+    table(whole)
     return 0 if all(written) else 2
 
 
 def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[str, Any]:
     """Where and on what the rows were measured."""
     target = next(iter(bencher.targets.values()))
-    found = timing.environment() | {
-        "config": dataclasses.asdict(options),
+    found = env_of("bench", options) | {
         "model": dataclasses.asdict(target.stored_config),
         "parameters": target.stored_config.num_parameters,
         "drafts": [dataclasses.asdict(draft.config) for draft in bencher.pair.drafts],

@@ -29,7 +29,7 @@ from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.cli.kernels import check_kernels
 from specjax.cli.load_report import LoadSheet, table
 from specjax.cli.options import BenchServe
-from specjax.cli.outcome import rows_kept
+from specjax.cli.report import Report, env_of, rows_kept
 from specjax.cli.values import (
     at_least,
     check_seed,
@@ -39,7 +39,7 @@ from specjax.cli.values import (
     items,
     temperatures_in,
 )
-from specjax.measure import load, plots, prompts, timing
+from specjax.measure import load, plots, prompts
 from specjax.measure.arrivals import check_shape
 from specjax.measure.load import Asked, Mix
 from specjax.measure.load_rows import AUTO, LoadRun
@@ -118,11 +118,12 @@ def bench_serve(options: BenchServe) -> int:
 
 def _leave(options: BenchServe, sheet: LoadSheet) -> int:
     """Writes what was measured, then prints it: nobody may be there to read."""
-    written = [sheet.finish()]
+    whole = sheet.report.whole(sheet.rows())
+    written = [sheet.report.finish(whole["rows"])]
     if file := options.png:
-        work = partial(plots.draw_load, sheet.report(), file)
+        work = partial(plots.draw_load, whole, file)
         written.append(tried(f"{file} cannot be written", work))
-    table(sheet.report())
+    table(whole)
     return 0 if all(written) else 2
 
 
@@ -267,8 +268,7 @@ def prepare(options: BenchServe, folder: Path) -> Prepared:
         chosen, others = prompts.fitting(listed, tokenizer, config.max_positions, most)
         found.append([list(prompt.tokens) for prompt in chosen])
         left_out += others
-    env = timing.environment() | {
-        "config": dataclasses.asdict(options),
+    env = env_of("bench-serve", options) | {
         "model": dataclasses.asdict(config),
         "parameters": config.num_parameters,
         "prompts_left_out": left_out,
@@ -318,7 +318,7 @@ def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str,
     _say(f"plain decoding completes {requests:.3g} requests/s, {tokens:.1f} tokens/s.")
     own = {"capacity_requests_per_s": requests, "capacity_tokens_per_s": tokens}
     runs = {rate: {name: [] for name in measurement.settings} for rate in measurement.rates}
-    sheet = LoadSheet(options.json, env | own, requests, runs)
+    sheet = LoadSheet(Report(options.json, env | own), requests, runs)
     if_interrupted(
         lambda: rows_kept(options.json, any(any(each.values()) for each in runs.values()))
     )

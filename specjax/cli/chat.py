@@ -20,9 +20,10 @@ from specjax.base.progress import working
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import find
 from specjax.checkpoints.generation_config import defaults_for
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair
 from specjax.cli.generate import print_piece, read_standard_input, say, style_of, tree_text
 from specjax.cli.kernels import check_kernels, use_kernels
+from specjax.cli.loading import asked_of, pair_of
 from specjax.cli.options import Chat
 from specjax.cli.talk import Reply, Talk
 from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
@@ -30,7 +31,7 @@ from specjax.decoding.conversation import Conversation
 from specjax.draft import Step
 from specjax.measure import prompts
 from specjax.methods import registry
-from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.choice import Choice, choose
 from specjax.methods.method import check_method
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import read
@@ -70,11 +71,7 @@ def chat(options: Chat) -> int:
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
     defaults = defaults_for(options.generation_config, find(options.model).path)
-    pair = load_pair(
-        options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
-        mesh=mesh, positions=options.positions, lora=options.lora,
-        activations=options.activations,
-    )  # fmt: skip
+    pair = pair_of(options, dtype_of(options.dtype), mesh)
     if not pair.tokenizer.chat_template:
         raise ValueError(
             f"{options.model} has no chat template, so it cannot chat; specjax generate continues "
@@ -83,9 +80,7 @@ def chat(options: Chat) -> int:
     for sentence in defaults.notices:
         say(sentence)
     given = _with_defaults(options, dict(defaults.values))
-    asked = Asked(
-        options.method, widths_of(options.tree), options.budget, options.config, options.verify
-    )
+    asked = asked_of(options)
     sampling = Sampling(**{name: given[name] for name in _SAMPLING})
     choice = choose(asked, pair, float(given["temperature"]))
     conversation = Conversation(

@@ -17,18 +17,19 @@ from specjax.base.output import mixed
 from specjax.base.progress import counted, hidden, working
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.tokenizers import encode
 from specjax.cli.kernels import check_kernels, use_kernels
+from specjax.cli.loading import asked_of, pair_of
 from specjax.cli.options import Generate
 from specjax.cli.talk import ids_of_talk
-from specjax.cli.values import at_least, bytes_of, check_seed, dtype_of, widths_of
+from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
 from specjax.decoding.generate import steps_on_host
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Step
 from specjax.measure import prompts, timing
 from specjax.methods import registry
-from specjax.methods.choice import Asked, Choice, choose
+from specjax.methods.choice import Choice, choose
 from specjax.methods.method import check_method
 from specjax.methods.setting import to_json
 from specjax.methods.tuned import read
@@ -57,15 +58,8 @@ def generate(options: Generate) -> int:
     )
     mesh = devices_for(options.mesh, options.distributed)
     use_kernels(options.kernels)
-    pair = load_pair(
-        options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage, mesh=mesh,
-        positions=options.positions, offload=options.offload,
-        memory=bytes_of("--memory", options.memory), lora=options.lora,
-        activations=options.activations,
-    )  # fmt: skip
-    asked = Asked(
-        options.method, widths_of(options.tree), options.budget, options.config, options.verify
-    )
+    pair = pair_of(options, dtype_of(options.dtype), mesh)
+    asked = asked_of(options)
     choice = choose(asked, pair, options.temperature)
     drafter = registry.build(choice.setting, pair, verify=options.verify)
     ids = _ids(options, pair.tokenizer, prompt)

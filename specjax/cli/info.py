@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from pallas_kernels.cpu_matmul import products
+from pallas_kernels.cpu import products
 from specjax.checkpoints import gguf, huggingface
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.load import check_activations_for
 from specjax.checkpoints.offload.load import check_offload
 from specjax.checkpoints.offload.memory import Division, division, dtype_of_layers
-from specjax.checkpoints.pair import Pair, load_pair, named, own_by_default
+from specjax.checkpoints.pair import Pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
 from specjax.cli.ahead import NEW, compile_for, compiled_for, length_of, on_a_cpu, said
+from specjax.cli.loading import pair_of
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, bytes_of, dtype_of
 from specjax.decoding.request import PROMPT_BUCKETS, room
@@ -169,13 +170,7 @@ def _sizes(target: ModelConfig, drafts: Sequence[ModelConfig], needed: Plan) -> 
 
 
 def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
-    kind = dtype_of(options.dtype)
-    pair = load_pair(
-        options.model, options.draft, dtype=kind, mesh=mesh, positions=options.positions,
-        offload=options.offload, memory=bytes_of("--memory", options.memory),
-        lora=options.lora,
-        activations=options.activations,
-    )  # fmt: skip
+    pair = pair_of(options, dtype_of(options.dtype), mesh)
 
     def chosen(temperature: float) -> str:
         choice = choose(Asked(), pair, temperature, options.batch)

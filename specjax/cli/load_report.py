@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from specjax.base.output import is_stream, tried, write_json
-from specjax.measure.load_rows import LoadRow, LoadRun, rows_of
+from specjax.cli.report import Json, Report
+from specjax.measure.load_rows import LoadRun, rows_of
 
 _COLUMNS = (
     *("rate", "requests/s", "setting", "tokens/s", "mean s", "p50 s", "p99 s", "TTFT p50 ms"),
@@ -23,53 +23,33 @@ _WIDE = 160
 
 @dataclasses.dataclass
 class LoadSheet:
-    """What was measured so far, and the file that it is kept in.
-
-    The file is whole and valid at any time; its `complete` says whether all turns are there.
+    """What was measured so far, and the report of it.
 
     Attributes:
-      file: where to keep it, if anywhere.
-      env: what was measured, and on what.
+      report: where it is kept; its `env` has the client's median share of a core, too.
       capacity: requests a second that complete without drafting; rates are shares of it.
       runs: of each rate and setting, empty at first, then in the order of the turns.
-      refused: whether the file could not be written; it is not tried again before the end.
     """
 
-    file: str | None
-    env: dict[str, Any]
+    report: Report
     capacity: float
     runs: Mapping[float, Mapping[str, list[LoadRun]]]
-    refused: bool = False
 
     def add(self, rate: float, setting: str, run: LoadRun) -> None:
         """Takes in what a setting gave at a rate, and writes the file."""
         self.runs[rate][setting].append(run)
-        file = self.file
-        if file and not self.refused and not is_stream(file):
-            self.refused = not self._written(file, complete=False)
+        shares = [run.client_cpu for runs in self.runs.values() for own in runs.values()
+                  for run in own]  # fmt: skip
+        self.report.env["client_cpu"] = statistics.median(shares)
+        self.report.keep(self.rows)
 
-    def rows(self) -> list[LoadRow]:
-        """A row for each rate and setting."""
+    def rows(self) -> list[Json]:
+        """A row for each rate and setting, as plain values."""
         return [
-            row
+            row.report()
             for rate, runs in sorted(self.runs.items())
             for row in rows_of(rate, rate * self.capacity, runs)
         ]
-
-    def report(self, complete: bool = True) -> dict[str, Any]:
-        """All of it as plain values."""
-        shares = [run.client_cpu for runs in self.runs.values() for own in runs.values()
-                  for run in own]  # fmt: skip
-        client = {"client_cpu": statistics.median(shares) if shares else None}
-        rows = [row.report() for row in self.rows()]
-        return {"complete": complete, "env": self.env | client, "rows": rows}
-
-    def finish(self) -> bool:
-        """Writes the whole report; whether it could."""
-        return not self.file or self._written(self.file, complete=True)
-
-    def _written(self, file: str, complete: bool) -> bool:
-        return tried(f"{file} cannot be written", lambda: write_json(file, self.report(complete)))
 
 
 def table(report: dict[str, Any]) -> None:

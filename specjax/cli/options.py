@@ -87,6 +87,64 @@ class Activations:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded(Adapted, Activations):
+    """A model, and what drafts for it."""
+
+    model: str = "bundled"
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
+    draft: _Drafts = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Staged:
+    """What drafts for a draft."""
+
+    stage: _Stage = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dtype:
+    """What a model's weights are held in."""
+
+    dtype: str | None = None
+    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """The method and the rule of one run."""
+
+    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
+    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
+    what bench measured as fastest here."""
+    tree: Annotated[
+        str | None,
+        _help(
+            "Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for "
+            "chain, tree, recycle, and for pool of every draft.",
+        ),
+    ] = None
+    budget: int | None = None
+    """Most nodes of a tree below its root; the drafts of a pool share them."""
+    config: str | None = None
+    """A file that tune wrote; it names the method for such a temperature."""
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
+    """The verification rule; auto takes the one that accepts most of what is lossless."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """A model that is written anew, and where."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
+    org/name:FILE.gguf."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
+    """Where to write it; --model takes this folder then."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """What a model runs on."""
 
@@ -158,34 +216,11 @@ class Kernels:
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
+class Generate(Dtype, Drafting, Staged, Context, Loaded, Hosts, Offloaded, Kernels):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
     """The text to continue; - reads it from standard input."""
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
-    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
-    what bench measured as fastest here."""
-    tree: Annotated[
-        str | None,
-        _help(
-            "Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0; for "
-            "chain, tree, recycle, and for pool of every draft.",
-        ),
-    ] = None
-    budget: int | None = None
-    """Most nodes of a tree below its root; the drafts of a pool share them."""
-    config: str | None = None
-    """A file that tune wrote; it names the method for such a temperature."""
-    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
-    """The verification rule; auto takes the one that accepts most of what is lossless."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     temperature: float = 0.0
     """0 takes the most likely token."""
     top_k: int = 0
@@ -207,34 +242,17 @@ class Generate(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chat(Context, Adapted, Activations, Devices, Kernels):
+class Chat(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
     """Talk with a model in the terminal or over a pipe; what was said stays in its cache."""
 
     prompt: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="MESSAGE")] = None
     """The first message; - is all of standard input. At a terminal the conversation goes on after
     it, but not with --json; without it each line of standard input is a message."""
-    model: str = "smollm2"
+    model: str = dataclasses.field(default="smollm2", kw_only=True)
     """A model with a chat template: a short name, a Hugging Face folder, a GGUF file, or a hub's
     org/name, org/name@revision or org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
     system: str | None = None
     """The system message; /system changes it."""
-    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
-    what bench measured as fastest here."""
-    tree: Annotated[
-        str | None,
-        _help("Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0."),
-    ] = None
-    budget: int | None = None
-    """Most nodes of a tree below its root; the drafts of a pool share them."""
-    config: str | None = None
-    """A file that tune wrote; it names the method for such a temperature."""
-    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
-    """The verification rule; auto takes the one that accepts most of what is lossless."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     temperature: float | None = None
     """0 takes the most likely token. By default what the model's generation_config.json says, as
     for the other parameters of sampling, else 0."""
@@ -264,7 +282,7 @@ class Chat(Context, Adapted, Activations, Devices, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench(Context, Adapted, Activations, Devices, Offloaded, Kernels):
+class Bench(Staged, Context, Loaded, Devices, Offloaded, Kernels):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
     prompts: str | None = None
@@ -313,11 +331,6 @@ class Bench(Context, Adapted, Activations, Devices, Offloaded, Kernels):
     """Tokens of every continuation; end tokens are run past."""
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
     json: str | None = None
@@ -327,7 +340,7 @@ class Bench(Context, Adapted, Activations, Devices, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune(Adapted, Activations, Offloaded, Kernels):
+class Tune(Dtype, Staged, Loaded, Offloaded, Kernels):
     """Find the fastest method, shape and budget for this machine and these prompts."""
 
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
@@ -345,30 +358,18 @@ class Tune(Adapted, Activations, Offloaded, Kernels):
     """Temperatures to choose for, separated by commas."""
     batch: int = 1
     """Rows to choose for."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     max_new_tokens: int = 128
     """Tokens of every continuation; end tokens are run past."""
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
     seed: int = 0
     """Prompt i samples with fold_in(jax.random.key(seed), i)."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
+class Verify(Staged, Context, Loaded, Hosts, Offloaded, Kernels):
     """Check on this very pair that speculative decoding changes nothing but speed."""
 
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
         "chain,tree,pool,specexec,hybrid"
     )
@@ -404,15 +405,9 @@ class Verify(Context, Adapted, Activations, Hosts, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Info(Context, Adapted, Activations, Hosts, Offloaded, Ahead):
+class Info(Dtype, Context, Loaded, Hosts, Offloaded, Ahead):
     """Show a model, its drafts, the memory they would take, and the method auto would choose."""
 
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     batch: int = 1
     """Texts at once, for the memory they take."""
     length: int | None = None
@@ -444,27 +439,14 @@ class CheckPair(Context, Devices, Offloaded, Ahead):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard(Adapted, Hosts):
+class Shard(Dtype, Adapted, Hosts, Written):
     """Write a model with Orbax, by shards that every process reads its own of, on any mesh."""
-
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
-    """Where to write it; --model takes this folder then."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Quantize:
+class Quantize(Written):
     """Write a model with its layers' matrices in 8 or 4 bits, as compressed-tensors has them."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
-    """Where to write it; --model takes this folder then."""
     bits: int = 4
     """Of a weight, 8 or 4."""
     group: int | None = None
@@ -481,14 +463,9 @@ class Quantize:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inflate:
+class Inflate(Written):
     """Write a model grown to a size that nobody trained, with the logits of the small one."""
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FOLDER")]
-    """Where to write it; --model takes this folder then."""
     parameters: str
     """How many, about, such as 2B."""
     seed: int = 0
@@ -496,7 +473,7 @@ class Inflate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Roofline(Kernels):
+class Roofline(Dtype, Kernels):
     """Hold passes, plain steps and generations against the bandwidth measured in the same run."""
 
     shapes: Annotated[
@@ -524,8 +501,6 @@ class Roofline(Kernels):
     """Take this many prompts only."""
     max_new_tokens: int = 128
     """Tokens of every continuation."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     seconds: float = 480.0
     """Begin no further model after so long; the rest is reported as owed."""
     json: str | None = None
@@ -533,23 +508,15 @@ class Roofline(Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Serve(Context, Adapted, Activations, Devices, Kernels):
+class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
     """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
 
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
     host: str = "127.0.0.1"
     """The address to listen at."""
     port: int = 8000
     """Its port; 0 takes a free one."""
     rows: int = 8
     """Requests that run at a time."""
-    method: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "auto"
-    """What drafts, as METHOD or METHOD:SIZE, such as specexec:15, chain:7 or tree:2,1,1; auto takes
-    what bench measured as fastest here."""
     settings: Annotated[
         str | None,
         _help(
@@ -562,18 +529,10 @@ class Serve(Context, Adapted, Activations, Devices, Kernels):
     """Refuse requests with unknown fields; by default they are ignored, and named in the log."""
     debug: bool = False
     """Let POST /debug/speculation fix the setting."""
-    tree: Annotated[
-        str | None,
-        _help("Children per level, such as 2,2,1,1, or one number a node, such as 3/2,1,0."),
-    ] = None
-    budget: int | None = None
-    """Most nodes of a tree below its root; the drafts of a pool share them."""
-    config: str | None = None
-    """A file that tune wrote; it names the method."""
-    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = dataclasses.field(
+        default="auto", kw_only=True
+    )
     """The verification rule; requests with a seed are decided by the naive one."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its continuation together; by default the model's context, or as
     much of it as there is memory for, 2,048 at least."""
@@ -617,7 +576,7 @@ class Serve(Context, Adapted, Activations, Devices, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class BenchServe(Adapted, Activations, Kernels):
+class BenchServe(Dtype, Staged, Loaded, Kernels):
     """Measure a server under load: settings at rates of requests, and its own choice of them."""
 
     prompts: str | None = None
@@ -650,15 +609,8 @@ class BenchServe(Adapted, Activations, Kernels):
     """Requests that the server runs at a time."""
     max_new_tokens: int = 128
     """Mean tokens of a continuation; each has half to one and a half times as many."""
-    dtype: str | None = None
-    """float32 or bfloat16. By default float32 on a CPU, else bfloat16."""
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
-    model: str = "bundled"
-    """"bundled", a Hugging Face folder, a GGUF file, or a hub's org/name, org/name@revision or
-    org/name:FILE.gguf."""
-    draft: _Drafts = None
-    stage: _Stage = None
     seed: int = 0
     """Names the random numbers of arrivals, prompts and lengths; sampling is the server's own."""
     json: str | None = None

@@ -1,14 +1,12 @@
-"""What a run of `specjax bench` leaves behind: its report, and what `--method auto` goes by."""
+"""What a run of `specjax bench` leaves behind for `--method auto`."""
 
-import dataclasses
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from specjax.base.output import is_stream, reason, tried, write_json
+from specjax.base.output import reason
 from specjax.checkpoints.pair import Pair
 from specjax.measure.rows import BenchRow
 from specjax.methods import records
@@ -17,63 +15,6 @@ from specjax.methods.evidence import LEAST_ROUNDS
 from specjax.methods.method import PLAIN, Setting
 from specjax.methods.records import Measured, Run
 from specjax.models.transformer import Model
-
-_SECONDS = 10.0
-
-
-@dataclasses.dataclass
-class Sheet:
-    """A report in the making, and the file that it is kept in while it grows.
-
-    The file is whole and valid at any time; its `complete` says whether all rows are there, of all
-    prompts.
-    """
-
-    file: str | None
-    env: dict[str, Any]
-    rows: list[BenchRow] = dataclasses.field(default_factory=list)
-    written: float = float("-inf")
-    refused: bool = False
-
-    def report(self, rows: Sequence[BenchRow] = (), complete: bool = False) -> dict[str, Any]:
-        """The report with the rows that are done, and others that are not."""
-        return {
-            "complete": complete,
-            "env": self.env,
-            "rows": [row.report() for row in (*self.rows, *rows)],
-        }
-
-    def keep(self, rows: Callable[[], Sequence[BenchRow]]) -> None:
-        """Writes what is measured so far, at most every 10 seconds: the rows of a batch size.
-
-        A file that refuses is not tried again before the end.
-        """
-        file = self.file
-        if not file or self.refused or is_stream(file):
-            return
-        if time.monotonic() - self.written < _SECONDS:
-            return
-        self.refused = not tried(
-            f"{file} cannot be written", lambda: write_json(file, self.report(rows()))
-        )
-        self.written = time.monotonic()
-
-    def finish(self) -> bool:
-        """Writes the whole report; whether it could."""
-        file = self.file
-        if not file:
-            return True
-        whole = self.report(complete=True)
-        return tried(f"{file} cannot be written", lambda: write_json(file, whole))
-
-
-def rows_kept(file: str | None, written: bool) -> str:
-    """What Ctrl-C leaves of a measurement that writes its rows to a file as they come."""
-    if file is None or is_stream(file):
-        return "nothing is kept; with --json FILE rows are, as they come"
-    if written:
-        return f'rows so far are in {file}, with "complete": false; the same command begins anew'
-    return f"{file} has no row yet; the same command begins anew"
 
 
 def remember(

@@ -1,8 +1,7 @@
 """`specjax roofline`: rows as they come, on standard output and in a file."""
 
-import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,13 +10,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.interrupts import if_interrupted
-from specjax.base.output import is_stream, tried, write_json
 from specjax.base.progress import working
 from specjax.checkpoints.huggingface import default_dtype
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.kernels import use_kernels
 from specjax.cli.options import Roofline
-from specjax.cli.outcome import rows_kept
+from specjax.cli.report import Report, env_of, rows_kept
 from specjax.cli.values import (
     at_least,
     budgets_of,
@@ -27,7 +25,7 @@ from specjax.cli.values import (
     items,
     temperatures_in,
 )
-from specjax.measure import prompts, timing
+from specjax.measure import prompts
 from specjax.measure.roofline import SHAPES, Generations, costs, costs_of_pair, generations
 from specjax.models.inflate import inflate
 from specjax.models.transformer import initialize
@@ -60,12 +58,13 @@ def roofline(options: Roofline) -> int:
     check_target_file("--json", options.json)
     rows: list[Row] = []
     unread: OSError | None = None
+    use_kernels(options.kernels)
+    report = Report(options.json, env_of("roofline", options))
     if_interrupted(lambda: rows_kept(options.json, bool(rows)))
     with working("read bandwidth") as now:
         for row in measured(options):
             rows.append(row)
-            if options.json and not is_stream(options.json):
-                _write(options, rows, complete=False)
+            report.keep(lambda: rows)
             try:
                 print(line(row), flush=True)
             except OSError as error:  # nobody reads, but the file is still wanted
@@ -73,23 +72,10 @@ def roofline(options: Roofline) -> int:
                     raise
                 unread = error
             now(f"{len(rows)} rows, after {row.get('model', 'all models')}: {row['what']}")
-    written = not options.json or _write(options, rows, complete=True)
+    written = report.finish(rows)
     if unread is not None:
         raise unread
     return 0 if written else 2
-
-
-def _write(options: Roofline, rows: Sequence[Row], complete: bool) -> bool:
-    """Writes the rows so far; whether it could, which a line on standard error says."""
-    file = options.json
-    assert file is not None
-    report = {
-        "complete": complete,
-        "env": timing.environment(),
-        "config": dataclasses.asdict(options),
-        "rows": rows,
-    }
-    return tried(f"{file} cannot be written", lambda: write_json(file, report))
 
 
 def measured(options: Roofline) -> Iterator[Row]:
@@ -98,7 +84,6 @@ def measured(options: Roofline) -> Iterator[Row]:
     Raises:
       ValueError: an option is wrong, or no prompt fits.
     """
-    use_kernels(options.kernels)
     begin, on_cpu = time.monotonic(), jax.default_backend() == "cpu"
     shapes = options.shapes if options.shapes is not None else _default(on_cpu, "shapes")
     sizes = options.inflate if options.inflate is not None else _default(on_cpu, "inflate")

@@ -13,15 +13,16 @@ from typing import NoReturn
 from specjax.checkpoints import gguf
 from specjax.checkpoints.files import find, name_of
 from specjax.checkpoints.generation_config import defaults_for
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair
 from specjax.cli.generate import say
 from specjax.cli.kernels import check_kernels, use_kernels
+from specjax.cli.loading import asked_of, pair_of
 from specjax.cli.options import Serve
-from specjax.cli.values import at_least, dtype_of, widths_of
+from specjax.cli.values import at_least, dtype_of
 from specjax.draft.drafter import Drafter
 from specjax.engine.engine import Engine
 from specjax.methods import registry
-from specjax.methods.choice import Asked, choose
+from specjax.methods.choice import choose
 from specjax.methods.method import check_method, listed
 from specjax.methods.switch import switching
 from specjax.parallel.processes import devices_for
@@ -60,11 +61,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     mesh = devices_for(options.mesh)
     use_kernels(options.kernels)
     defaults = defaults_for(options.generation_config, find(options.model).path)
-    pair = load_pair(
-        options.model, options.draft, dtype=dtype_of(options.dtype), stage=options.stage,
-        mesh=mesh, positions=options.positions, lora=options.lora,
-        activations=options.activations,
-    )  # fmt: skip
+    pair = pair_of(options, dtype_of(options.dtype), mesh)
     for sentence in defaults.notices:
         say(sentence)
     engine = Engine(
@@ -100,9 +97,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
 
 def _drafter_of(options: Serve, pair: Pair) -> Drafter:
     """What drafts: settings that each step chooses from, or one method."""
-    asked = Asked(
-        options.method, widths_of(options.tree), options.budget, options.config, options.verify
-    )
+    asked = asked_of(options)
     if options.settings is not None:
         if asked[:4] != (AUTO, None, None, None):
             raise ValueError(

@@ -15,21 +15,22 @@ from specjax.base.interrupts import ANEW, if_interrupted
 from specjax.base.output import tried
 from specjax.base.progress import progress_bars
 from specjax.checkpoints.huggingface import default_dtype
-from specjax.checkpoints.pair import Pair, load_pair, own_drafts, with_own_draft
+from specjax.checkpoints.pair import Pair, own_drafts, with_own_draft
 from specjax.cli.kernels import use_kernels
+from specjax.cli.loading import pair_of
 from specjax.cli.options import Tune
 from specjax.cli.outcome import remember
+from specjax.cli.report import env_of
 from specjax.cli.values import (
     at_least,
     budgets_of,
-    bytes_of,
     check_seed,
     check_target_file,
     count_of,
     dtype_of,
     temperatures_in,
 )
-from specjax.measure import prompts, timing
+from specjax.measure import prompts
 from specjax.measure.prompts import Prompt
 from specjax.measure.rows import BenchRow
 from specjax.measure.tune import Choices, Estimate, Tuner, fastest_of
@@ -59,16 +60,7 @@ def tune(options: Tune) -> int:
     pallas_kernels.forget()
     listed = prompts.read(options.prompts)[: options.limit]
     parameters = count_of(options.inflate) if options.inflate else None
-    native = load_pair(
-        options.model,
-        options.draft,
-        dtype=dtype_of(options.dtype) if options.offloaded else "float32",
-        stage=options.stage,
-        offload=options.offload,
-        memory=bytes_of("--memory", options.memory),
-        lora=options.lora,
-        activations=options.activations,
-    )
+    native = pair_of(options, dtype_of(options.dtype) if options.offloaded else "float32")
     grown = inflate(native.target, parameters) if parameters else native.target
     dtype = dtype_of(options.dtype) or default_dtype()
     if options.offloaded:
@@ -193,8 +185,7 @@ def _environment(
     options: Tune, target: Model, estimates: Sequence[Sequence[Estimate]]
 ) -> dict[str, Any]:
     """Where settings were measured, and the estimate of each."""
-    return timing.environment() | {
-        "config": dataclasses.asdict(options),
+    return env_of("tune", options) | {
         "parameters": target.config.num_parameters,
         "promises": [
             [{"setting": to_json(p.setting), "tokens_per_step": p.tokens, "seconds": p.seconds,

@@ -4,10 +4,11 @@ import json
 
 from specjax.base.interrupts import if_interrupted
 from specjax.base.progress import counted
-from specjax.checkpoints.pair import Pair, load_pair
+from specjax.checkpoints.pair import Pair
 from specjax.cli.kernels import check_kernels, use_kernels
+from specjax.cli.loading import pair_of
 from specjax.cli.options import Verify
-from specjax.cli.values import at_least, bytes_of, check_seed, widths_of
+from specjax.cli.values import at_least, check_seed, widths_of
 from specjax.measure import prompts
 from specjax.measure.certificate import (
     Certificate,
@@ -41,18 +42,7 @@ def verify(options: Verify) -> int:
     check_kernels(options.kernels)
     mesh = devices_for(options.mesh, options.distributed)
     use_kernels(options.kernels)
-    pair = load_pair(
-        options.model,
-        options.draft,
-        dtype="float32",
-        stage=options.stage,
-        mesh=mesh,
-        positions=options.positions,
-        offload=options.offload,
-        memory=bytes_of("--memory", options.memory),
-        lora=options.lora,
-        activations=options.activations,
-    )
+    pair = pair_of(options, "float32", mesh)
     settings = settings_of(options, pair)
     with_rules(pair, settings, checks)
     chosen, _ = prompts.fitting(

@@ -1,35 +1,40 @@
 """What a request may ask, checked on the host, and what the rows' programs are handed for it."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
-from specjax.base.penalties import checked_bias
-from specjax.base.sampling import Sampling
+from specjax.base.penalties import checked_bias, has_penalty
+from specjax.base.pytree import replace
+from specjax.base.sampling import NUMBERS, Sampling, checked_number
 from specjax.decoding.request import NO_END
 from specjax.engine.programs import Parameters
-from specjax.engine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Request
+from specjax.engine.request import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, Request, RequestError
 from specjax.models.config import ModelConfig
+from specjax.verify.rules import Rule
 
+_T = TypeVar("_T")
 _LONGEST_TPOT = 10**9
-_NUMBERS = (
-    *("temperature", "top_p", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
 
 
 def check_requests(
-    requests: Sequence[Request], config: ModelConfig, max_model_len: int
+    requests: Iterable[Request], config: ModelConfig, max_model_len: int, rule: Rule
 ) -> list[tuple[Request, Parameters]]:
     """Copies of requests, which callers cannot change, with their parameters.
 
     Choices of one prompt that follow each other are checked once: 1,024 checks would take 0.12 s,
     in which a server answers nobody.
 
+    Args:
+      requests: of anyone.
+      config: of the target.
+      max_model_len: the most tokens of a prompt and its continuation together.
+      rule: what decides requests without a seed.
+
     Raises:
-      TypeError, ValueError: as `check_request`.
+      TypeError, RequestError: as `check_request`, or the rule does not go with a request.
     """
     checked: list[tuple[Request, Parameters]] = []
     given: Request | None = None
@@ -38,6 +43,7 @@ def check_requests(
             checked.append(_other_choice(*checked[-1], request.choice))
             continue
         parameters = check_request(request, config, max_model_len)
+        _check_rule(request, rule)
         own = dataclasses.replace(
             request,
             prompt=tuple(request.prompt),
@@ -59,10 +65,7 @@ def _other_choice(
     request: Request, parameters: Parameters, choice: Any
 ) -> tuple[Request, Parameters]:
     """The same with another choice."""
-    _check_choice(choice)
-    integers = parameters.integers.copy()
-    integers[-1] = choice
-    changed = parameters._replace(integers=integers)
+    changed = replace(parameters, choice=_checked_choice(choice))
     return dataclasses.replace(request, choice=choice), changed
 
 
@@ -71,46 +74,50 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
 
     Raises:
       TypeError: a field is of another type than it must be.
-      ValueError: a field is out of its range, or the prompt does not fit.
+      RequestError: a field, which it names, is out of its range, or the prompt does not fit.
     """
     _check_prompt(request, config, max_model_len)
-    found = sampling_of(request).on_host(1, prefix="")
-    checked_bias(request.logit_bias, config.vocab_size)
+    numbers = {
+        name: _of_field(name, checked_number, name, getattr(request, name), 1) for name in NUMBERS
+    }
+    sampling = Sampling(**numbers, kind=None)
+    _of_field("logit_bias", checked_bias, request.logit_bias, config.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(request, name)
         if value is not None:
             _check_integer(name, value, 0, MAX_LOGPROBS)
     if request.seed is not None:
         _check_integer("seed", request.seed, -(2**63), 2**64 - 1)
-    _check_choice(request.choice)
+    choice = _checked_choice(request.choice)
     _check_tpot(request.max_tpot_ms)
-    penalties = any(found[name][0] for name in _NUMBERS[3:5]) or found[_NUMBERS[5]][0] != 1
     naive = request.seed is not None and request.temperature > 0  # at 0 all rules decide alike
-    flags = naive, penalties or bool(request.logit_bias)
-    integers = [found["top_k"][0], request.max_new_tokens, *map(int, flags), request.choice]
     return Parameters(
-        numbers=np.asarray([found[name][0] for name in _NUMBERS], np.float32),
-        integers=np.asarray(integers, np.int32),
-        key=key_of(0 if request.seed is None else request.seed),
+        sampling=sampling,
+        max_new_tokens=_integer(request.max_new_tokens),
         end_ids=_end_ids(request, config),
+        key=key_of(0 if request.seed is None else request.seed)[None],
+        choice=choice,
+        naive=_integer(naive),
+        penalized=_integer(has_penalty(sampling) or bool(request.logit_bias)),
     )
 
 
-def sampling_of(request: Request) -> Sampling:
-    """How a request samples, as `generate` takes it."""
-    numbers = {name: getattr(request, name) for name in (*_NUMBERS, "top_k")}
-    return Sampling(**numbers, logit_bias=dict(request.logit_bias) or None)
+def _of_field(field: str, check: Callable[..., _T], *arguments: Any) -> _T:
+    """What a check gives that names no field where it refuses."""
+    try:
+        return check(*arguments)
+    except ValueError as error:
+        raise RequestError(str(error), field) from None
+
+
+def _integer(value: int) -> np.ndarray:
+    return np.asarray([value], np.int32)
 
 
 def key_of(seed: int) -> np.ndarray:
     """The words of `jax.random.key(seed)` for 32 bits; other seeds are taken modulo 2^64."""
     both = seed % (2**32 if -(2**31) <= seed < 0 else 2**64)
     return np.asarray([both >> 32, both % 2**32], np.uint32)
-
-
-def num_end_ids(config: ModelConfig) -> int:
-    """End tokens that a row has room for."""
-    return len(config.eos_ids) + MAX_STOP_TOKEN_IDS
 
 
 def tokens_of(prompt: Sequence[int], vocabulary: int) -> np.ndarray:
@@ -131,14 +138,21 @@ def bias_of(request: Request, vocabulary: int) -> np.ndarray:
 def _end_ids(request: Request, config: ModelConfig) -> np.ndarray:
     own = list(request.stop_token_ids)
     if len(own) > MAX_STOP_TOKEN_IDS:
-        raise ValueError(
-            f"stop_token_ids holds {len(own)} tokens; at most {MAX_STOP_TOKEN_IDS} are taken."
-        )
+        message = f"stop_token_ids holds {len(own)} tokens; at most {MAX_STOP_TOKEN_IDS} are taken."
+        raise RequestError(message, "stop_token_ids")
     for token in own:
         _check_integer("stop_token_ids", token, 0, config.vocab_size - 1)
     ends = own if request.ignore_eos else [*config.eos_ids, *own]
-    spare = [NO_END] * (num_end_ids(config) - len(ends))
-    return np.asarray([*ends, *spare], np.int32)
+    spare = [NO_END] * (len(config.eos_ids) + MAX_STOP_TOKEN_IDS - len(ends))
+    return np.asarray([[*ends, *spare]], np.int32)
+
+
+def _check_rule(request: Request, rule: Rule) -> None:
+    if rule.greedy_only and request.temperature > 0 and request.seed is None:
+        raise RequestError(
+            f"temperature is {request.temperature:g}; this engine's rule, {rule.name}, needs 0.",
+            "temperature",
+        )
 
 
 def _check_prompt(request: Request, config: ModelConfig, max_model_len: int) -> None:
@@ -146,19 +160,21 @@ def _check_prompt(request: Request, config: ModelConfig, max_model_len: int) -> 
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
         raise TypeError(f"prompt is a {type(prompt).__name__}; it must be a list of token ids.")
     if not prompt:
-        raise ValueError("prompt is empty; it needs at least one token.")
+        raise RequestError("prompt is empty; it needs at least one token.", "prompt")
     plain = set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocabulary
     for token in () if plain else prompt:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise TypeError(f"prompt holds {token!r}; token ids are integers.")
         if not 0 <= token < vocabulary:
-            raise ValueError(f"prompt holds token {token}; the vocabulary has {vocabulary}.")
+            message = f"prompt holds token {token}; the vocabulary has {vocabulary}."
+            raise RequestError(message, "prompt")
     least = 0 if request.prompt_logprobs is not None else 1
     _check_integer("max_new_tokens", request.max_new_tokens, least, 2**31 - 1)
     if len(prompt) + request.max_new_tokens > max_model_len:
-        raise ValueError(
+        raise RequestError(
             f"the prompt has {len(prompt)} tokens and {request.max_new_tokens} are asked for; "
-            f"together they exceed the context of {max_model_len}."
+            f"together they exceed the context of {max_model_len}.",
+            "prompt",
         )
 
 
@@ -168,17 +184,17 @@ def _check_tpot(value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"max_tpot_ms is {value!r}; it must be a number.")
     if not 0 < value <= _LONGEST_TPOT:
-        raise ValueError(
-            f"max_tpot_ms is {value}; it must be above 0, and {_LONGEST_TPOT} at most."
-        )
+        message = f"max_tpot_ms is {value}; it must be above 0, and {_LONGEST_TPOT} at most."
+        raise RequestError(message, "max_tpot_ms")
 
 
-def _check_choice(choice: Any) -> None:
+def _checked_choice(choice: Any) -> np.ndarray:
     _check_integer("choice", choice, 0, 2**31 - 1)
+    return _integer(choice)
 
 
 def _check_integer(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} is {value!r}; it must be an integer.")
     if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; it must lie in [{low}, {high}].")
+        raise RequestError(f"{name} is {value}; it must lie in [{low}, {high}].", name)

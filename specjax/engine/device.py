@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.draft.drafter import Drafter, TokenLogprobs
 from specjax.engine import checks, programs
-from specjax.engine.programs import Given, Parameters, Setup
+from specjax.engine.programs import Given, Parameters, Setup, packed
 from specjax.engine.request import Logprob, Request
 from specjax.engine.state import EngineState
 from specjax.engine.watch import WatchedNode
@@ -187,17 +187,17 @@ class Device:
         """Waits until all that was handed over is done."""
         jax.block_until_ready(self._state)
 
-    def assign(self, row: int, request: Request, asked: Parameters) -> None:
+    def assign(self, row: int, request: Request, parameters: Parameters) -> None:
         """A row decodes from here on as a request asks for."""
-        self._run(self._assign(row, request, asked))
+        self._run(self._assign(row, request, parameters))
 
-    def _assign(self, row: int, request: Request, asked: Parameters) -> _Call:
+    def _assign(self, row: int, request: Request, parameters: Parameters) -> _Call:
         bias, prompt = self._no_bias, self._no_prompt
-        if asked.integers[3]:
+        if parameters.penalized[0]:
             vocabulary = self._config.vocab_size
             bias = _put(checks.bias_of(request, vocabulary))
             prompt = _put(checks.tokens_of(request.prompt, vocabulary))
-        given = _put(np.int32(row)), jax.device_put(asked), bias, prompt
+        given = _put(np.int32(row)), _put(packed(parameters)), bias, prompt
         return _Call(programs.assign, 1, given, {})
 
     def advance(
@@ -289,8 +289,6 @@ class Device:
 
     def _calls(self, plan: Plan) -> list[_Call]:
         """A call of every program."""
-        request = Request(prompt=[0])
-        asked = checks.check_request(request, self._config, 2**30)
         copies = [_Call(programs.copy, 1, (_put([0, 0, 1, 0]),), {})] if plan.reuses else []
         return [
             *(self._advance(s, ((0, 0, 0),) * s.rows, False) for s in plan.steps),
@@ -298,7 +296,7 @@ class Device:
             *(self._extend(0, [0], size, False) for size in plan.chunks),
             self._extend(0, [0], plan.scored, True),
             *copies,
-            self._assign(0, request, asked),
+            self._assign(0, Request(prompt=[0]), self._setup.parameters),
             _Call(programs.begin, 1, (_put([0, 0]),), {}),
         ]
 
@@ -324,9 +322,9 @@ class Device:
     def assign_all(self, live: int) -> None:
         """Lets the first rows decode, for as long as there is room."""
         request = Request(prompt=[0], max_new_tokens=2**20, temperature=1.0, ignore_eos=True)
-        asked = checks.check_request(request, self._config, 2**30)
+        parameters = checks.check_request(request, self._config, 2**30)
         for row in range(live):
-            self.assign(row, request, asked)
+            self.assign(row, request, parameters)
         self.wait()
 
 

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,27 +16,27 @@ from rich.progress import Progress
 
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.progress import progress_bars
+from specjax.base.pytree import replace
 from specjax.decoding.extending import can_truncate
 from specjax.decoding.request import check_drafter, check_memory, memory_plan, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
 from specjax.engine import measured, measuring
-from specjax.engine.checks import check_requests, key_of, num_end_ids
+from specjax.engine.checks import check_request, check_requests, key_of
 from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
 from specjax.engine.joining import Joining, Part
-from specjax.engine.programs import Parameters, Setup
+from specjax.engine.programs import Setup
 from specjax.engine.report import report
 from specjax.engine.request import (
     MAX_LOGPROBS,
     EngineClosedError,
-    Logprob,
     Request,
     Statistics,
     Tokens,
 )
-from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler, Ticket
+from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler
+from specjax.engine.sequence import Sequence, hand_over
 from specjax.engine.speculation import Speculation
-from specjax.engine.streams import TokenStream, give_all
 from specjax.engine.watch import Watched
 from specjax.goodput.controller import Options
 from specjax.goodput.costs import Cost, StepCosts
@@ -63,30 +63,15 @@ _LEAST_CONTEXT, _SHARE_FOR_TEXTS = 2048, 0.8
 and the share of free memory that texts may have then. Programs and compiling them need the rest."""
 
 
-class _Asked(NamedTuple):
-    """A request in the engine: what it asks for as arrays, and the log probabilities so far."""
-
-    stream: TokenStream
-    parameters: Parameters
-    prompt_logprobs: list[Logprob | None]
-
-
-class Prepared(NamedTuple):
-    """A checked request that is not in the queue yet."""
-
-    ticket: Ticket
-    asked: _Asked
-
-
-class _Flight(NamedTuple):
-    """A step whose results are not read yet, what was decided for it, and who was in its rows.
+class _InFlight(NamedTuple):
+    """A step whose output is not processed yet, what was decided for it, and who was in its rows.
 
     `cached` are the tokens that they held. `alone` says whether the device did nothing else since
     the step before but chunks of prompts, which were to take `chunk_seconds`.
     """
 
     pending: Pending
-    tenants: tuple[tuple[Row, int], ...]
+    scheduled: list[tuple[Row, Sequence]]
     decision: Decision
     cached: int
     alone: bool
@@ -172,7 +157,8 @@ class Engine:
         except ValueError as error:
             raise ValueError(f"{error} Use fewer rows or a smaller max_model_len.") from None
         rules = {name: rule_of(verify, drafter.of_setting(name)) for name in drafter.settings}
-        setup = Setup(rules, slots, num_end_ids(config), MAX_LOGPROBS, layout)
+        parameters = check_request(Request(prompt=[0], max_new_tokens=1), config, most)
+        setup = Setup(rules, slots, parameters, MAX_LOGPROBS, layout)
         self.rule = rule
         self._config, self._rows = config, rows
         self._make_device = partial(Device, target, drafter, setup, rows)
@@ -186,10 +172,9 @@ class Engine:
         subsets = reads_rows_in_place()
         self.speculation = Speculation(drafter, rows, subsets, columns, options)
         self._window = drafter.window
-        self._asked: dict[TokenStream, _Asked] = {}
-        self._withdrawn: deque[Ticket] = deque()
-        self._flight: _Flight | None = None
-        self._alone, self._last_landed, self._step_seconds = False, 0.0, 0.0
+        self._aborted: deque[Sequence] = deque()
+        self._in_flight: _InFlight | None = None
+        self._alone, self._last_output, self._step_seconds = False, 0.0, 0.0
         self._chunk_seconds = 0.0
         self._costs: StepCosts | None = None
         self._joining: Joining | None = None
@@ -203,7 +188,7 @@ class Engine:
     @property
     def num_requests_running(self) -> int:
         """Requests in rows."""
-        return self._scheduler.running
+        return len(self._scheduler.running)
 
     @property
     def num_requests_waiting(self) -> int:
@@ -213,7 +198,7 @@ class Engine:
     @property
     def kv_cache_usage(self) -> float:
         """The share of the caches' tokens that running requests hold."""
-        held = sum(len(row.tokens) for row in self._scheduler.rows if row.ticket is not None)
+        held = sum(len(row.tokens) for row in self._scheduler.rows if row.sequence is not None)
         return held / (self._rows * self.max_model_len)
 
     def statistics(self) -> Statistics:
@@ -254,8 +239,8 @@ class Engine:
     def watched(self) -> list[Watched]:
         """What may be shown of the requests that run."""
         with self._lock:
-            running = [(row.number, row.ticket) for row in self._scheduler.rows if row.ticket]
-        return [ticket.stream.watched(number) for number, ticket in running]
+            running = [(row.number, row.sequence) for row in self._scheduler.rows]
+        return [own.watched(number) for number, own in running if own is not None]
 
     def start(self, *, wait: bool = True, say: Callable[[str], None] | None = None) -> None:
         """Compiles programs, behind a progress bar on a terminal, and begins to serve.
@@ -348,66 +333,59 @@ class Engine:
         with self._lock:
             self._lock.notify()
 
-    def submit(self, request: Request) -> TokenStream:
+    def submit(self, request: Request) -> Sequence:
         """Puts a request in the queue; its tokens come to the running event loop.
 
         Raises:
           EngineClosedError: the engine takes no more requests.
           QueueFullError: too many requests or tokens wait.
+          RequestError: a field, which it names, is out of its range (see `Request`).
           RuntimeError: no event loop runs in this thread.
-          TypeError, ValueError: the request asks for what cannot be (see `Request`).
+          TypeError: a field is of another type than it must be.
         """
         return self.submit_all([request])[0]
 
-    def submit_all(self, requests: Sequence[Request]) -> list[TokenStream]:
+    def submit_all(self, requests: Iterable[Request]) -> list[Sequence]:
         """Puts requests in the queue, all of them or none.
 
         Raises:
           EngineClosedError, QueueFullError, RuntimeError, TypeError: as `submit`.
-          ValueError: as `submit`, or so many at once can never wait.
+          RequestError: as `submit`, or so many at once can never wait.
         """
-        return self.enqueue(self.prepare(requests))
+        sequences = self.prepare(requests)
+        self.enqueue(sequences)
+        return sequences
 
-    def prepare(self, requests: Sequence[Request]) -> list[Prepared]:
+    def prepare(self, requests: Iterable[Request]) -> list[Sequence]:
         """Checked requests for `enqueue`; whoever has very many prepares some at a time.
 
-        Until then there is nothing to abort.
-
         Raises:
-          RuntimeError, TypeError, ValueError: as `submit`.
+          RequestError, RuntimeError, TypeError: as `submit`.
         """
-        checked = check_requests(requests, self._config, self.max_model_len)
-        return [self._ask(*each) for each in checked]
+        checked = check_requests(requests, self._config, self.max_model_len, self.rule)
+        loop, found = asyncio.get_running_loop(), []
+        for request, parameters in checked:
+            if request.seed is None:
+                parameters = replace(parameters, key=key_of(secrets.randbits(64))[None])
+            sequence = Sequence(
+                request, parameters, loop=loop, queue=asyncio.Queue(), abort=self._abort
+            )
+            sequence.statistics.accepted_at = [0] * (self._window - 1)
+            found.append(sequence)
+        return found
 
-    def enqueue(self, prepared: Sequence[Prepared]) -> list[TokenStream]:
-        """Puts requests in the queue, all of them or none.
+    def enqueue(self, sequences: Iterable[Sequence]) -> None:
+        """Puts what `prepare` gave in the queue, all of it or nothing.
 
         Raises:
           EngineClosedError, QueueFullError: as `submit`.
-          ValueError: so many at once can never wait.
+          RequestError: so many at once can never wait.
         """
         with self._lock:
             if not self._accepts:
                 raise EngineClosedError(self.failure or "the engine takes no more requests.")
-            self._scheduler.submit(*(each.ticket for each in prepared))
-            self._asked.update((each.asked.stream, each.asked) for each in prepared)
+            self._scheduler.add(*(each for each in sequences if not each.finished))
             self._lock.notify()
-        return [each.asked.stream for each in prepared]
-
-    def _ask(self, request: Request, parameters: Parameters) -> Prepared:
-        """A checked request on its way."""
-        if self.rule.greedy_only and request.temperature > 0 and request.seed is None:
-            raise ValueError(
-                f"temperature is {request.temperature:g}; this engine's rule, {self.rule.name}, "
-                "needs 0."
-            )
-        if request.seed is None:
-            parameters = parameters._replace(key=key_of(secrets.randbits(64)))
-        ticket = Ticket(request)
-        stream = TokenStream(request, asyncio.get_running_loop(), lambda: self._withdraw(ticket))
-        stream.statistics.accepted_at = [0] * (self._window - 1)
-        ticket.stream = stream
-        return Prepared(ticket, _Asked(stream, parameters, [None]))
 
     def stop_accepting(self) -> None:
         """Refuses what is submitted from now on; what was goes on."""
@@ -419,10 +397,16 @@ class Engine:
         self.stop_accepting()
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
-        while self._asked and loop.time() < end:
+        while (left := self._unfinished()) and loop.time() < end:
             await asyncio.sleep(0.02)
-        for stream in list(self._asked):
-            stream.abort()
+        for sequence in left:
+            sequence.abort()
+
+    def _unfinished(self) -> list[Sequence]:
+        """The sequences that wait or run, but for those that were aborted."""
+        with self._lock:
+            every = (*self._scheduler.waiting, *self._scheduler.running)
+            return [sequence for sequence in every if not sequence.finished]
 
     def close(self) -> None:
         """Ends every request and the thread."""
@@ -435,13 +419,14 @@ class Engine:
             self._joining.stop()
         self._end_all("abort")
 
-    def _withdraw(self, ticket: Ticket) -> None:
+    def _abort(self, sequence: Sequence) -> None:
         with self._lock:
-            if self._asked.pop(ticket.stream, None) is None:
+            if sequence.finished:
                 return
-            self._withdrawn.append(ticket)
+            sequence.finished = True
+            self._aborted.append(sequence)
             self._lock.notify()
-        ticket.stream.give(Tokens((), finish_reason="abort"))
+        hand_over([(sequence, Tokens((), finish_reason="abort"))])
 
     def _run(self) -> None:
         """The engine's thread: until it is closed, or fails."""
@@ -461,13 +446,14 @@ class Engine:
             self._accepts = self.ready = False
             if self._joining is not None:
                 self._joining.settled.set()
-            left, self._asked = list(self._asked), {}
+            left = self._unfinished()
+            for sequence in left:
+                sequence.finished = True
             for row in self._scheduler.rows:
-                if row.ticket is not None:
+                if row.sequence is not None:
                     self._scheduler.free(row)
             self._scheduler.waiting.clear()
-        for stream in left:
-            stream.give(Tokens((), finish_reason=reason))
+        hand_over((sequence, Tokens((), finish_reason=reason)) for sequence in left)
 
     def _turn(self) -> bool:
         """New requests into rows, a chunk of a prompt, a step, and what the last step gave."""
@@ -484,25 +470,25 @@ class Engine:
         if idle:
             return True
         with self._lock:
-            while self._withdrawn:
-                ticket = self._withdrawn.popleft()
-                self._scheduler.withdraw(ticket)
-                self.speculation.ended(ticket)
+            while self._aborted:
+                sequence = self._aborted.popleft()
+                self._scheduler.abort(sequence)
+                self.speculation.ended(sequence)
             admitted = list(iter(partial(self._scheduler.admit, self._may_join), None))
         for each in admitted:
             self._admit(each)
-        if self._flight is None:  # chunks alone: no more of them is handed over than one
+        if self._in_flight is None:  # chunks alone: no more of them is handed over than one
             self._device.wait()
         self._read_chunk()
-        flight = self._step()
-        last, self._flight = self._flight, flight
+        step = self._step()
+        last, self._in_flight = self._in_flight, step
         if last is not None:
-            self._deliver(last)
+            self._process(last)
         return True
 
     def _has_work(self) -> bool:
         at = self._scheduler
-        return bool(at.waiting or at.running or self._withdrawn or self._flight)
+        return bool(at.waiting or at.running or self._aborted or self._in_flight)
 
     def _may_join(self, request: Request) -> bool:
         return self.speculation.may_join(self._scheduler.rows, request)
@@ -510,25 +496,24 @@ class Engine:
     def _admit(self, admission: Admission) -> None:
         assert self._device is not None
         row, source, common = admission
-        assert row.ticket is not None
-        stream = row.ticket.stream
-        stream.admitted = time.monotonic()
+        assert row.sequence is not None
+        row.sequence.admitted = time.monotonic()
         with self._lock:
-            self._totals.prompt_tokens += len(row.ticket.request.prompt)
+            self._totals.prompt_tokens += len(row.sequence.request.prompt)
         self._alone = False
         if source is None:
             self._device.begin(row.number, row.tokens[0])
         else:
-            self._copy(row, stream, source, common)
-        if not row.reads:
-            self._begin_decoding(row)
+            self._copy(row, row.sequence, source, common)
+        if not row.sequence.prefilling:
+            self._begin_decoding(row, row.sequence)
 
-    def _copy(self, row: Row, stream: TokenStream, source: int, common: int) -> None:
+    def _copy(self, row: Row, sequence: Sequence, source: int, common: int) -> None:
         """A row takes over what another holds of its prompt."""
         assert self._device is not None
         with self._lock:
-            self._totals.cached_tokens += common - stream.statistics.cached_tokens
-            stream.statistics.cached_tokens = common
+            self._totals.cached_tokens += common - sequence.statistics.cached_tokens
+            sequence.statistics.cached_tokens = common
         self._device.copy(source, row.number, common, row.tokens[-1])
 
     def _read_chunk(self) -> None:
@@ -538,49 +523,44 @@ class Engine:
             chunk = self._scheduler.chunk(self._device.chunk_seconds, self._step_seconds)
         if chunk is None:
             return
+        row, sequence = chunk.row, chunk.row.sequence
+        assert sequence is not None
         own, more = self._device.chunk_seconds[chunk.size]
-        self._chunk_seconds += own + more * chunk.row.filled
-        row, ticket = chunk.row, chunk.row.ticket
-        assert ticket is not None
+        self._chunk_seconds += own + more * chunk.start
         if taken is not None and taken.source is not None:
-            self._copy(row, ticket.stream, taken.source, taken.common)
-        if ticket.request.prompt_logprobs is not None:
+            self._copy(row, sequence, taken.source, taken.common)
+        if sequence.request.prompt_logprobs is not None:
             self._alone = False
-            tokens = ticket.request.prompt[row.filled : row.filled + _SCORED]
+            tokens = sequence.request.prompt[chunk.start : chunk.start + _SCORED]
             chunk = chunk._replace(tokens=list(tokens), size=_SCORED)
-        self._extend(chunk, ticket)
+        self._extend(chunk, sequence)
         if self._scheduler.decoding:
             self.speculation.prompt_read(chunk)
         if self._scheduler.read(chunk):
-            self._begin_decoding(row)
+            self._begin_decoding(row, sequence)
 
-    def _extend(self, chunk: Chunk, ticket: Ticket) -> None:
+    def _extend(self, chunk: Chunk, sequence: Sequence) -> None:
         assert self._device is not None
-        count = ticket.request.prompt_logprobs
+        count = sequence.request.prompt_logprobs
         found = self._device.extend(
             chunk.row.number, chunk.tokens, chunk.size, scored=count is not None
         )
-        asked = self._asked.get(ticket.stream)
-        if found is not None and asked is not None:
+        if found is not None and not sequence.finished:
             made = self._device.scores(found, len(chunk.tokens))
-            asked.prompt_logprobs.extend(each.of_likeliest(count) for each in made)
+            sequence.add_prompt_logprobs(each.of_likeliest(count) for each in made)
 
-    def _begin_decoding(self, row: Row) -> None:
+    def _begin_decoding(self, row: Row, sequence: Sequence) -> None:
         assert self._device is not None
-        ticket = row.ticket
-        assert ticket is not None
-        asked = self._asked.get(ticket.stream)
-        if asked is None:  # it was withdrawn meanwhile
+        assert sequence.parameters is not None
+        if sequence.finished:  # it was aborted meanwhile
             return
-        if ticket.request.prompt_logprobs is not None:
-            asked.stream.prompt_logprobs = asked.prompt_logprobs
-        if ticket.request.max_new_tokens == 0:
-            self._end(row, asked.stream, Tokens((), finish_reason="length"))
+        if sequence.request.max_new_tokens == 0:
+            self._end(row, sequence)
             return
         self._alone = False
-        self._device.assign(row.number, ticket.request, asked.parameters)
+        self._device.assign(row.number, sequence.request, sequence.parameters)
 
-    def _step(self) -> _Flight | None:
+    def _step(self) -> _InFlight | None:
         assert self._device is not None
         rows, own = self._scheduler.decoding, self.speculation
         if not rows:
@@ -593,18 +573,16 @@ class Engine:
         own.calibrate(self._device)
         with self._lock:
             plan = self._scheduler.step(decision.shape.rows)
-        scored = [
-            row.ticket is not None and row.ticket.request.logprobs is not None for row in rows
-        ]
+        scheduled = [(row, row.sequence) for row in rows if row.sequence is not None]
+        scored = [sequence.request.logprobs is not None for _, sequence in scheduled]
         numbers = [row.number for row in rows]
         pending = self._device.advance(
             decision.shape, numbers, plan.filling, decision.depths, scored
         )
-        alone = self._alone and not read and self._flight is not None
+        alone = self._alone and not read and self._in_flight is not None
         self._alone = not own.probe(self._device, decision, rows)
         chunks, self._chunk_seconds = self._chunk_seconds, 0.0
-        tenants = tuple((row, row.epoch) for row in rows)
-        return _Flight(pending, tenants, decision, cached, alone, chunks)
+        return _InFlight(pending, scheduled, decision, cached, alone, chunks)
 
     def _expected_seconds(self, decision: Decision, cached: int) -> float:
         """How long a step takes, as it is forecast or else as its program's steps took."""
@@ -613,45 +591,44 @@ class Engine:
             return decision.forecast.seconds
         return self._costs.seconds(decision.shape, cached)
 
-    def _deliver(self, flight: _Flight) -> None:
+    def _process(self, step: _InFlight) -> None:
         """Hands on what a step gave; what it gave those who have left is dropped."""
         assert self._device is not None
-        results = self._device.results(flight.pending)
+        results = self._device.results(step.pending)
         now = time.perf_counter()
-        timed = flight.timed(now - self._last_landed)
-        self._last_landed = now
-        given, landed = [], []
+        timed = step.timed(now - self._last_output)
+        self._last_output = now
+        outputs, gave = [], []
         with self._lock:
-            for (row, epoch), result in zip(flight.tenants, results, strict=True):
-                if row.epoch == epoch and row.ticket is not None:
-                    landed.append((row.ticket, result))
-                    self._scheduler.landed(row, result.tokens)
-                    if result.tokens and row.ticket.stream in self._asked:
-                        setting = flight.decision.shape.setting
-                        given.append(self._landed(row, row.ticket, result, setting))
-        give_all(given)
-        self._learn(flight, landed, timed)
+            for (row, sequence), result in zip(step.scheduled, results, strict=True):
+                if row.sequence is sequence:
+                    gave.append((sequence, result))
+                    self._scheduler.postprocess(row, result.tokens)
+                    if result.tokens and not sequence.finished:
+                        setting = step.decision.shape.setting
+                        outputs.append((sequence, self._output(row, sequence, result, setting)))
+        hand_over(outputs)
+        self._learn(step, gave, timed)
 
     def _learn(
-        self, flight: _Flight, landed: list[tuple[Ticket, RowResult]], timed: Timed | None
+        self, step: _InFlight, gave: list[tuple[Sequence, RowResult]], timed: Timed | None
     ) -> None:
-        if timed is not None and flight.decision.forecast is None:
+        if timed is not None and step.decision.forecast is None:
             assert self._costs is not None
-            self._costs.observe(flight.decision.shape, flight.cached, timed.seconds, timed.share)
+            self._costs.observe(step.decision.shape, step.cached, timed.seconds, timed.share)
         with self._lock:
-            self.speculation.landed(flight.decision, landed, timed, flight.cached)
-            for ticket, result in landed:
+            self.speculation.observe_step(step.decision, gave, timed, step.cached)
+            for sequence, result in gave:
                 if result.done:
-                    self.speculation.ended(ticket)
+                    self.speculation.ended(sequence)
 
-    def _landed(
-        self, row: Row, ticket: Ticket, result: RowResult, setting: str
-    ) -> tuple[TokenStream, Tokens]:
-        """Counts what a row got, and frees it if that was all."""
-        stream, request = ticket.stream, ticket.request
-        stream.recent.note(result.tokens, result.accepted, setting, result.tree)
-        stream.first_landed = stream.first_landed or self._last_landed
-        for each in (stream.statistics, self._totals):
+    def _output(self, row: Row, sequence: Sequence, result: RowResult, setting: str) -> Tokens:
+        """What a sequence got, counted; its row is free if that was all."""
+        request, parameters = sequence.request, sequence.parameters
+        assert parameters is not None
+        sequence.recent.note(result.tokens, result.accepted, setting, result.tree)
+        sequence.first_token = sequence.first_token or self._last_output
+        for each in (sequence.statistics, self._totals):
             each.count_step(
                 len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
             )
@@ -660,18 +637,20 @@ class Engine:
             logprobs = tuple(each.of_likeliest(request.logprobs) for each in result.logprobs)
         reason = None
         if result.done:
-            asked = self._asked.pop(stream, None)
-            ends = () if asked is None else asked.parameters.end_ids.tolist()
-            reason = "stop" if result.tokens[-1] in ends else "length"
-            self._totals.count_target(stream.tpot_ms(self._last_landed), request.max_tpot_ms)
-            self._scheduler.free(row)
-        return stream, Tokens(tuple(result.tokens), logprobs, reason)
+            reason = "stop" if result.tokens[-1] in parameters.end_ids else "length"
+            self._totals.count_target(sequence.tpot_ms(self._last_output), request.max_tpot_ms)
+            self._finish(row, sequence)
+        return Tokens(tuple(result.tokens), logprobs, reason)
 
-    def _end(self, row: Row, stream: TokenStream, tokens: Tokens) -> None:
+    def _finish(self, row: Row, sequence: Sequence) -> None:
+        sequence.finished = True
+        self._scheduler.free(row)
+
+    def _end(self, row: Row, sequence: Sequence) -> None:
+        """The end of one that wants no tokens."""
         with self._lock:
-            self._scheduler.free(row)
-            self._asked.pop(stream, None)
-        stream.give(tokens)
+            self._finish(row, sequence)
+        hand_over([(sequence, Tokens((), finish_reason="length"))])
 
 
 def _measure_first(device: Device, plan: Plan, known: Measured | None) -> None:

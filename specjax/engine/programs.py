@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.penalties import TokenCounts
-from specjax.base.pytree import replace
+from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, fold
 from specjax.decoding.extending import extended, shortened
 from specjax.decoding.request import Limits, Rows
@@ -33,32 +34,53 @@ _FRESH_SLOTS = 8
 """Slots of the caches of a row that holds a token."""
 
 
+@pytree
+class Parameters:
+    """What a request sets of its row, as arrays of one row, on the host or the device.
+
+    `key` are the words of its seed, and `choice` is which continuation of that it is; `naive` says
+    whether the naive rule decides, `penalized` whether there is a bias or a penalty.
+    """
+
+    sampling: Sampling
+    max_new_tokens: Int32[Array | np.ndarray, "1"]
+    end_ids: Int32[Array | np.ndarray, "1 e"]
+    key: UInt32[Array | np.ndarray, "1 2"]
+    choice: Int32[Array | np.ndarray, "1"]
+    naive: Int32[Array | np.ndarray, "1"]
+    penalized: Int32[Array | np.ndarray, "1"]
+
+
+def packed(parameters: Parameters) -> Int32[np.ndarray, " w"]:
+    """The words of parameters on the host: one array reaches the device sooner than a dozen."""
+    return np.concatenate([leaf.ravel().view(np.int32) for leaf in jax.tree.leaves(parameters)])
+
+
+def unpacked(words: Int32[Array, " w"], like: Parameters) -> Parameters:
+    """The parameters whose words these are, of the shapes of others."""
+    leaves, structure = jax.tree.flatten(like)
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = jnp.split(words, ends[:-1])
+    cast = [
+        lax.bitcast_convert_type(part, leaf.dtype).reshape(leaf.shape)
+        for part, leaf in zip(parts, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, cast)
+
+
 class Setup(NamedTuple):
     """What is static in an engine's programs.
 
-    `rules` decide the trees of each of the drafter's settings. A row has `slots` cache slots and at
-    most `end_ids` end tokens; `top` log probabilities are made of a token where they are asked for.
+    `rules` decide the trees of each of the drafter's settings. A row has `slots` cache slots;
+    `parameters` are those of any request, for their shapes; `top` log probabilities are made of a
+    token where they are asked for.
     """
 
     rules: Mapping[str, Rule]
     slots: int
-    end_ids: int
+    parameters: Parameters
     top: int
     layout: Layout | None = None
-
-
-class Parameters(NamedTuple):
-    """What a request asks for, as the arrays that `assign` takes, on the host or the device.
-
-    `numbers` `[6]` are temperature, top-p, min-p, presence, frequency and repetition penalty;
-    `integers` `[5]` top-k, the most new tokens, whether the naive rule decides, whether there is a
-    bias or penalty, and which continuation of its seed it is; `key` the words of the seed.
-    """
-
-    numbers: Any
-    integers: Any
-    key: Any
-    end_ids: Any
 
 
 class Given(NamedTuple):
@@ -152,22 +174,26 @@ def assign(
     state: EngineState,
     setup: Setup,
     row: Int32[Array, ""],
-    asked: Parameters,
+    words: Int32[Array, " w"],
     bias: Float[Array, " V"],
     prompt: Bool[Array, " V"],
 ) -> EngineState:
-    """The row decodes from here on as a request asks for; `prompt` are the tokens of its prompt."""
+    """The row decodes from here on as a request asks for.
+
+    `words` are those of its parameters (see `packed`), `prompt` the tokens of its prompt.
+    """
 
     def whole(target: Model, drafter: Drafter, state: EngineState, *given: Any) -> EngineState:
         del target, drafter
-        row, asked, bias, prompt = given
-        own = _assigned(asked, bias, prompt)
+        row, words, bias, prompt = given
+        parameters = unpacked(words, setup.parameters)
+        own = _assigned(parameters, bias, prompt)
         decode = jax.tree.map(lambda x, y: x.at[row].set(y[0]), _asked_of(state.decode), own)
-        naive = state.naive.at[row].set(asked.integers[2] > 0)
+        naive = state.naive.at[row].set(parameters.naive[0] > 0)
         return EngineState(replace(state.decode, **decode), naive)
 
     run = _spread(setup, whole, target, drafter, state, more=4)
-    return run(target, drafter, state, row, asked, bias, prompt)
+    return run(target, drafter, state, row, words, bias, prompt)
 
 
 def advance(
@@ -278,21 +304,17 @@ def _fresh(target: Model, drafter: Drafter, setup: Setup, tokens: Array) -> Engi
     rows, vocabulary = tokens.shape[0], target.config.vocab_size
     none = jnp.zeros((rows, vocabulary), bool)
     counts = TokenCounts(none[:, 0], none.astype(jnp.float32), none, none.astype(jnp.int32))
+    own, ends = setup.parameters, setup.parameters.end_ids.shape[1]
     asked = Rows(
         prompt=tokens[:, None],
         length=jnp.ones(rows, jnp.int32),
         key=jax.random.split(jax.random.key(0, impl="threefry2x32"), rows),
-        sampling=_sampling(jnp.zeros((6, rows)), jnp.zeros(rows, jnp.int32)),
-        limits=Limits(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, setup.end_ids), jnp.int32) - 1),
+        sampling=jax.tree.map(lambda x: jnp.zeros(rows, x.dtype), own.sampling),
+        limits=Limits(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, ends), jnp.int32) - 1),
         counts=counts,
     )
     decode = prefill(target, drafter, asked, setup.slots)
     return EngineState(replace(decode, done=jnp.ones(rows, bool)), none[:, 0])
-
-
-def _sampling(numbers: Array, top_k: Array) -> Sampling:
-    temperature, top_p, min_p, presence, frequency, repetition = numbers
-    return Sampling(temperature, top_k, top_p, min_p, presence, frequency, repetition)
 
 
 def _asked_of(decode: DecodeState) -> dict[str, Any]:
@@ -301,15 +323,17 @@ def _asked_of(decode: DecodeState) -> dict[str, Any]:
     return {name: getattr(decode, name) for name in names}
 
 
-def _assigned(asked: Parameters, bias: Array, prompt: Array) -> dict[str, Any]:
+def _assigned(parameters: Parameters, bias: Array, prompt: Array) -> dict[str, Any]:
     """What a request sets of a row, as arrays of one."""
-    top_k, most, _, used, choice = asked.integers[:, None]
-    key = fold(jax.random.wrap_key_data(asked.key, impl="threefry2x32"), choice[0])
+    seeded = jax.random.wrap_key_data(parameters.key[0], impl="threefry2x32")
     made = jnp.zeros((1, *bias.shape), jnp.int32)
+    most, ends, used = map(
+        jnp.asarray, (parameters.max_new_tokens, parameters.end_ids, parameters.penalized)
+    )
     return {
-        "key": key[None],
-        "sampling": _sampling(asked.numbers[:, None], top_k),
-        "limits": Limits(most, asked.end_ids[None]),
+        "key": fold(seeded, parameters.choice[0])[None],
+        "sampling": parameters.sampling,
+        "limits": Limits(most, ends),
         "made": jnp.zeros(1, jnp.int32),
         "done": jnp.zeros(1, bool),
         "counts": TokenCounts(used > 0, bias[None], prompt[None], made),

@@ -120,6 +120,14 @@ class Statistics:
             self.tpot_met += tpot_ms <= most
 
 
+class RequestError(ValueError):
+    """A request asks for what cannot be; `field` of `Request` does, or None in particular."""
+
+    def __init__(self, message: str, field: str | None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 class QueueFullError(RuntimeError):
     """The queue holds as many requests, or prompt tokens, as it may; `retry_after` in seconds."""
 

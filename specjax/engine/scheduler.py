@@ -3,11 +3,12 @@
 import dataclasses
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from specjax.base.prefix import common_prefix
-from specjax.engine.request import QueueFullError, Request
+from specjax.engine.request import QueueFullError, Request, RequestError
+from specjax.engine.sequence import Sequence
 from specjax.goodput.chunks import ChunkCosts, allowed, fastest
 from specjax.goodput.policy import RowState
 
@@ -16,40 +17,27 @@ _LEAST_PREFIX = 16
 
 
 @dataclasses.dataclass(eq=False)
-class Ticket:
-    """A request on its way; `stream` is whoever waits for its tokens."""
-
-    request: Request
-    stream: Any = None
-
-
-@dataclasses.dataclass(eq=False)
 class Row:
-    """A row of the batch: the tokens that it is known to hold, and whose it is.
+    """A row of the batch: the tokens that it is known to hold, and the sequence that runs in it.
 
-    `filled` of the prompt's tokens are read. `left` tokens may still be made, as far as is known,
-    while `flying` steps are not read yet, each of which gives one at least. `epoch` counts its
-    tenants, so that what a step gave an earlier one is told apart. `prefix_checked`
-    says whether other rows were searched for its prompt's prefix when its turn to be read came. A
-    free row keeps its tokens for requests that begin as they do. `drafted` of its tokens the draft
-    has read for sure; all of them if it is `current`: the last step that was handed over ran it.
+    A free row keeps its tokens for requests that begin as they do. It was last `used` at that turn.
+    `drafted` of its tokens the draft has read for sure; all of them if it is `current`: the last
+    step that was handed over ran it.
     """
 
     number: int
     tokens: list[int] = dataclasses.field(default_factory=list)
-    ticket: Ticket | None = None
-    filled: int = 0
-    left: int = 0
-    flying: int = 0
-    epoch: int = 0
+    sequence: Sequence | None = None
     used: int = 0
-    prefix_checked: bool = False
     drafted: int = 0
     current: bool = False
 
     def lag(self, window: int) -> int:
         """Tokens that the draft may not have read, where a step gives `window` at most."""
-        return 0 if self.current else len(self.tokens) + self.flying * window - self.drafted
+        if self.current:
+            return 0
+        assert self.sequence is not None
+        return len(self.tokens) + self.sequence.in_flight * window - self.drafted
 
     def leave_draft(self) -> None:
         """Notes that the next step does not run the draft: what is in flight it may lack."""
@@ -58,22 +46,17 @@ class Row:
 
     def state(self, window: int) -> RowState:
         """What a policy knows of it, where a step gives `window` tokens at most."""
-        assert self.ticket is not None
-        request = self.ticket.request
+        assert self.sequence is not None
+        request, left = self.sequence.request, self.sequence.left - self.sequence.in_flight
         return RowState(
-            self.ticket, request.temperature, len(self.tokens), self.lag(window),
-            self.left - self.flying, _seconds_of(request.max_tpot_ms),
+            self.sequence, request.temperature, len(self.tokens), self.lag(window), left,
+            _seconds_of(request.max_tpot_ms),
         )  # fmt: skip
 
     @property
-    def reads(self) -> bool:
-        """Whether some of its prompt is still to be read."""
-        return self.ticket is not None and self.filled < len(self.ticket.request.prompt)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it takes part in steps: those that fly may not give all its tokens."""
-        return self.ticket is not None and self.left > self.flying and not self.reads
+    def decoding(self) -> bool:
+        """Whether its sequence takes part in steps."""
+        return self.sequence is not None and self.sequence.decoding
 
 
 class Admission(NamedTuple):
@@ -88,17 +71,18 @@ class Admission(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of a row's prompt to be read, by a program that takes `size` of them."""
+    """Tokens of a row's prompt from `start` on, to be read by a program that takes `size`."""
 
     row: Row
+    start: int
     tokens: list[int]
     size: int
 
     @property
     def left(self) -> int:
         """Tokens of the prompt that are not read yet, these included."""
-        assert self.row.ticket is not None
-        return len(self.row.ticket.request.prompt) - self.row.filled
+        assert self.row.sequence is not None
+        return len(self.row.sequence.request.prompt) - self.start
 
 
 class StepPlan(NamedTuple):
@@ -130,36 +114,36 @@ class Scheduler:
         max_tokens: int = 1 << 20,
     ) -> None:
         self.rows = [Row(number) for number in range(rows)]
-        self.waiting: deque[Ticket] = deque()
+        self.waiting: deque[Sequence] = deque()
         self._reuses = reuses
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._tick = 0
-        self._reading: deque[Row] = deque()
+        self._prefilling: deque[Row] = deque()
 
     @property
-    def running(self) -> int:
-        """Requests in rows."""
-        return sum(row.ticket is not None for row in self.rows)
+    def running(self) -> list[Sequence]:
+        """Those in rows."""
+        return [row.sequence for row in self.rows if row.sequence is not None]
 
     @property
     def waiting_tokens(self) -> int:
         """Tokens of the prompts that wait."""
-        return sum(len(ticket.request.prompt) for ticket in self.waiting)
+        return _prompt_tokens(self.waiting)
 
-    def submit(self, *tickets: Ticket) -> None:
-        """Puts requests at the end of the queue, all of them or none.
+    def add(self, *sequences: Sequence) -> None:
+        """Puts sequences at the end of the queue, all of them or none.
 
         Raises:
           QueueFullError: too many requests wait, or too many tokens of prompts.
-          ValueError: so many at once can never wait.
+          RequestError: so many at once can never wait.
         """
-        tokens = self.waiting_tokens
-        count, own = len(tickets), sum(len(ticket.request.prompt) for ticket in tickets)
-        free = sum(row.ticket is None for row in self.rows)
+        tokens, own, count = self.waiting_tokens, _prompt_tokens(sequences), len(sequences)
+        free = len(self.rows) - len(self.running)
         if count > self._max_requests + len(self.rows):
-            raise ValueError(
+            raise RequestError(
                 f"{count} requests come at once; {len(self.rows)} may run and "
-                f"{self._max_requests} wait."
+                f"{self._max_requests} wait.",
+                None,
             )
         if len(self.waiting) + count > self._max_requests + free:
             raise QueueFullError(
@@ -168,8 +152,9 @@ class Scheduler:
                 1,
             )
         if count > 1 and own > self._max_tokens:
-            raise ValueError(
-                f"{own} tokens of prompts come at once; no more than {self._max_tokens} may wait."
+            raise RequestError(
+                f"{own} tokens of prompts come at once; no more than {self._max_tokens} may wait.",
+                "prompt",
             )
         if self.waiting and tokens + own > self._max_tokens:
             raise QueueFullError(
@@ -177,54 +162,52 @@ class Scheduler:
                 f"{self._max_tokens} that may.",
                 1,
             )
-        self.waiting.extend(tickets)
+        self.waiting.extend(sequences)
 
-    def withdraw(self, ticket: Ticket) -> bool:
-        """Takes a request out of the queue or its row; whether it was there."""
-        if ticket in self.waiting:
-            self.waiting.remove(ticket)
+    def abort(self, sequence: Sequence) -> bool:
+        """Takes a sequence out of the queue or its row; whether it was there."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
             return True
-        row = next((row for row in self.rows if row.ticket is ticket), None)
+        row = next((row for row in self.rows if row.sequence is sequence), None)
         if row is not None:
             self.free(row)
         return row is not None
 
     def free(self, row: Row) -> None:
-        """The row's request has ended; its tokens stay for others."""
-        row.ticket, row.epoch = None, row.epoch + 1
-        if row in self._reading:
-            self._reading.remove(row)
+        """The row's sequence has finished; its tokens stay for others."""
+        row.sequence = None
+        if row in self._prefilling:
+            self._prefilling.remove(row)
         self._touch(row)
 
     def admit(self, may_join: Callable[[Request], bool] = lambda _: True) -> Admission | None:
-        """The next request with the row it gets; None if there is no row, or no request.
+        """The next sequence that waits gets a row; None if there is no row, or no sequence.
 
         Or if it may not join those that run: then it waits, and those behind it do.
         """
-        free = [row for row in self.rows if row.ticket is None]
+        free = [row for row in self.rows if row.sequence is None]
         if not free or not self.waiting or not may_join(self.waiting[0].request):
             return None
-        ticket = self.waiting.popleft()
-        prompt = list(ticket.request.prompt)
-        source, common = self._best_prefix(ticket.request)
+        sequence = self.waiting.popleft()
+        source, common = self._best_prefix(sequence.request)
         row = min(free, key=lambda row: (row is source, row.used))
-        if source is not None and source.ticket is None and 2 * common >= len(source.tokens):
+        if source is not None and source.sequence is None and 2 * common >= len(source.tokens):
             row = source  # more of it would be of use to this request than to others
         if source is not None:
             self._touch(source)
-        row.ticket, row.filled, row.prefix_checked = ticket, common if source else 1, False
-        row.left, row.flying = ticket.request.max_new_tokens, 0
         row.current, row.drafted = False, _drafted_of(source, common)
-        row.tokens = prompt[: row.filled]
+        row.sequence, sequence.prefilled = sequence, common if source else 1
+        row.tokens = list(sequence.request.prompt[: sequence.prefilled])
         self._touch(row)
-        if row.reads:
-            self._reading.append(row)
-        return Admission(row, None if source is None else source.number, row.filled)
+        if sequence.prefilling:
+            self._prefilling.append(row)
+        return Admission(row, None if source is None else source.number, sequence.prefilled)
 
     def forget(self) -> None:
         """Free rows hold nothing any more that a request could begin with."""
         for row in self.rows:
-            if row.ticket is None:
+            if row.sequence is None:
                 row.tokens, row.drafted, row.current = [], 0, False
 
     def prefix(self) -> Admission | None:
@@ -232,15 +215,18 @@ class Scheduler:
 
         Several requests with one beginning that come at once read it once.
         """
-        row = next(iter(self._reading), None)
-        if row is None or row.prefix_checked:
+        row = next(iter(self._prefilling), None)
+        if row is None:
             return None
-        row.prefix_checked = True
-        assert row.ticket is not None
-        source, common = self._best_prefix(row.ticket.request)
-        if source is None or source is row or common < row.filled + _LEAST_PREFIX:
+        sequence = row.sequence
+        assert sequence is not None
+        if sequence.prefix_checked:
             return None
-        row.filled, row.tokens = common, list(row.ticket.request.prompt[:common])
+        sequence.prefix_checked = True
+        source, common = self._best_prefix(sequence.request)
+        if source is None or source is row or common < sequence.prefilled + _LEAST_PREFIX:
+            return None
+        sequence.prefilled, row.tokens = common, list(sequence.request.prompt[:common])
         row.drafted = _drafted_of(source, common)
         return Admission(row, source.number, common)
 
@@ -255,36 +241,37 @@ class Scheduler:
             adds which the row holds.
           step_seconds: how long a step takes.
         """
-        if not self._reading:
+        if not self._prefilling:
             return None
-        row = self._reading[0]
-        assert row.ticket is not None
-        beside = step_seconds if any(each.decodes for each in self.rows) else math.inf
-        seconds = allowed(costs, row.filled, beside)
-        prompt = row.ticket.request.prompt
-        size = fastest(len(prompt) - row.filled, seconds)[1]
-        return Chunk(row, list(prompt[row.filled : row.filled + size]), size)
+        row = self._prefilling[0]
+        assert row.sequence is not None
+        beside = step_seconds if any(each.decoding for each in self.rows) else math.inf
+        start, prompt = row.sequence.prefilled, row.sequence.request.prompt
+        size = fastest(len(prompt) - start, allowed(costs, start, beside))[1]
+        return Chunk(row, start, list(prompt[start : start + size]), size)
 
     def read(self, chunk: Chunk) -> bool:
         """Notes that a chunk is read; whether the prompt is whole now."""
         row = chunk.row
+        assert row.sequence is not None
         row.tokens += chunk.tokens
-        row.filled += len(chunk.tokens)
-        if row.reads:
+        row.sequence.prefilled += len(chunk.tokens)
+        if row.sequence.prefilling:
             return False
-        self._reading.remove(row)
+        self._prefilling.remove(row)
         return True
 
     @property
     def decoding(self) -> tuple[Row, ...]:
         """The rows of the next step."""
-        return tuple([row for row in self.rows if row.decodes])
+        return tuple([row for row in self.rows if row.decoding])
 
     def step(self, size: int) -> StepPlan:
-        """The next step, in a program of `size` rows; it is flying from here on."""
+        """The next step, in a program of `size` rows; it is in flight from here on."""
         rows = self.decoding
         for row in rows:
-            row.flying += 1
+            assert row.sequence is not None
+            row.sequence.in_flight += 1
         if size == len(rows):
             return StepPlan(rows, ())
         taken = {row.number for row in rows}
@@ -293,10 +280,11 @@ class Scheduler:
         )
         return StepPlan(rows, tuple(row.number for row in others[: size - len(rows)]))
 
-    def landed(self, row: Row, tokens: Sequence[int]) -> None:
+    def postprocess(self, row: Row, tokens: list[int]) -> None:
         """Notes what a step gave a row."""
-        row.flying -= 1
-        row.left -= len(tokens)
+        assert row.sequence is not None
+        row.sequence.in_flight -= 1
+        row.sequence.left -= len(tokens)
         row.tokens += tokens
 
     def _best_prefix(self, request: Request) -> tuple[Row | None, int]:
@@ -325,6 +313,10 @@ def state_of(request: Request) -> RowState:
         None, request.temperature, len(request.prompt), 0, request.max_new_tokens,
         _seconds_of(request.max_tpot_ms),
     )  # fmt: skip
+
+
+def _prompt_tokens(sequences: Iterable[Sequence]) -> int:
+    return sum(len(sequence.request.prompt) for sequence in sequences)
 
 
 def _seconds_of(milliseconds: float | None) -> float | None:

@@ -174,7 +174,7 @@ class Speculation:
         """What the next step of these rows is made with."""
         assert self.policy is not None
         start = time.perf_counter()
-        decision = self.policy.standing([row.ticket for row in rows])
+        decision = self.policy.standing([row.sequence for row in rows])
         if decision is None:
             decision = self.policy.decide([row.state(self._window) for row in rows])
         self.deciding_seconds += time.perf_counter() - start
@@ -183,10 +183,11 @@ class Speculation:
     def may_join(self, rows: Sequence[Row], request: Request) -> bool:
         """Whether a request may run beside these rows' (see `Policy.may_admit`)."""
         assert self.policy is not None
-        running = [row.ticket.request for row in rows if row.ticket is not None]
-        if all(each.max_tpot_ms is None for each in (*running, request)):
+        running = [row for row in rows if row.sequence is not None]
+        asked = [row.sequence.request for row in running if row.sequence is not None]
+        if all(each.max_tpot_ms is None for each in (*asked, request)):
             return True
-        states = [row.state(self._window) for row in rows if row.ticket is not None]
+        states = [row.state(self._window) for row in running]
         return self.policy.may_admit([*states, state_of(request)])
 
     def prepare(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
@@ -234,7 +235,7 @@ class Speculation:
 
     def _read(self, device: Device, numbers: Sequence[int], size: int, rows: Sequence[Row]) -> None:
         chances = device.catch_up(numbers, size)
-        self._pending.append(_CaughtUp(tuple(row.ticket for row in rows), chances))
+        self._pending.append(_CaughtUp(tuple(row.sequence for row in rows), chances))
 
     def calibrate(self, device: Device) -> None:
         """Hands the calibration of chances on to the device if it is another."""
@@ -243,7 +244,7 @@ class Speculation:
             self._calibration = self.policy.calibration
             device.calibrate(self._calibration)
 
-    def landed(
+    def observe_step(
         self,
         decision: Decision,
         results: Sequence[tuple[Hashable, RowResult]],
@@ -263,7 +264,7 @@ class Speculation:
             )
             for request, found in results
         ]  # fmt: skip
-        self.policy.landed(decision, outcomes, timed, cached)
+        self.policy.observe_step(decision, outcomes, timed, cached)
         self._sum_up(decision, outcomes, None if timed is None else timed.seconds)
 
     def _note_caught_up(self) -> None:

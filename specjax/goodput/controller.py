@@ -288,7 +288,7 @@ class Controller(Policy):
         best = self._within_targets(rows, self._forecaster.candidates(rows), targets)
         return all(self._tpot(best, rows, at) <= 1 for at in targets)
 
-    def landed(
+    def observe_step(
         self, decision: Decision, outcomes: Sequence[Outcome], timed: Timed | None, cached: int
     ) -> None:
         """Learns from a step."""

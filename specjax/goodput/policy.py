@@ -173,7 +173,7 @@ class Policy(abc.ABC):
         del rows
         return True
 
-    def landed(
+    def observe_step(
         self, decision: Decision, outcomes: Sequence[Outcome], timed: Timed | None, cached: int
     ) -> None:
         """Notes what a step gave, and how long it took where that is known.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cpu_matmul import products
+from pallas_kernels.cpu import products
 from specjax.base.machine import cpu_model
 from specjax.base.pytree import replace
 from specjax.decoding import stepping

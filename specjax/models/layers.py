@@ -23,7 +23,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.cpu_matmul import (
+from pallas_kernels.cpu import (
     MOST_COLUMNS,
     cpu_matmul,
     cpu_matmuls,

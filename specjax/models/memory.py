@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from pallas_kernels.cpu_matmul.library import status
+from pallas_kernels.cpu.library import status
 from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.xla import queries_at_once

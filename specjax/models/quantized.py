@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32, Num, UInt8
 
-from pallas_kernels.cpu_matmul import multiplies_bfloat16
+from pallas_kernels.cpu import multiplies_bfloat16
 from pallas_kernels.platform import platform
 from specjax.base.pytree import pytree, replace, static, unchecked
 

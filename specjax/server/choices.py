@@ -1,7 +1,7 @@
-"""A choice of a request: tokens of the engine's stream become text, cut at stop strings."""
+"""A choice of a request: tokens of an engine's sequence become text, cut at stop strings."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections import abc
 from typing import TYPE_CHECKING
 
 from specjax.checkpoints.detokenizer import INCOMPLETE, Detokenizer, TokenTexts
@@ -9,7 +9,7 @@ from specjax.engine.request import Logprob, Tokens
 from specjax.server.stops import StopSearch, StopStrings
 
 if TYPE_CHECKING:
-    from specjax.engine.streams import TokenStream
+    from specjax.engine.sequence import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Echo:
     """A prompt that is repeated before its continuation; `offsets` place its tokens in `text`."""
 
     text: str
-    ids: Sequence[int] = ()
-    offsets: Sequence[int] = ()
+    ids: abc.Sequence[int] = ()
+    offsets: abc.Sequence[int] = ()
 
 
 @dataclasses.dataclass
@@ -51,7 +51,7 @@ class TextUntilStop:
         self,
         detokenizer: Detokenizer,
         search: StopSearch | None,
-        special: Collection[int] = frozenset(),
+        special: abc.Collection[int] = frozenset(),
     ) -> None:
         self._detokenizer = detokenizer
         self._search = search
@@ -97,7 +97,7 @@ class Choice:
 
     Args:
       index: among the response's choices.
-      stream: the engine's.
+      sequence: the engine's, whose tokens it takes.
       texts: of the tokenizer.
       prompt: token ids.
       stops: strings that end the text; None if there are none.
@@ -108,16 +108,16 @@ class Choice:
     def __init__(
         self,
         index: int,
-        stream: "TokenStream",
+        sequence: "Sequence",
         texts: TokenTexts,
-        prompt: Sequence[int],
+        prompt: abc.Sequence[int],
         *,
         stops: StopStrings | None = None,
         logprobs: bool = False,
         echo: Echo | None = None,
     ) -> None:
         self.index = index
-        self.stream = stream
+        self.sequence = sequence
         self.prompt_tokens = len(prompt)
         self.completion_tokens = 0
         self.finish_reason: str | None = None
@@ -161,7 +161,7 @@ class Choice:
         self._pieces.append(echo.text)
         self._echo, self._echoed = None, len(echo.text)
         if self._wants_logprobs:
-            known = self.stream.prompt_logprobs or [None] * len(echo.ids)
+            known = self.sequence.prompt_logprobs or [None] * len(echo.ids)
             for token, logprob, offset in zip(echo.ids, known, echo.offsets, strict=True):
                 self._note(token, logprob, offset)
 
@@ -184,7 +184,7 @@ class Choice:
         return delta
 
 
-def echo_of(texts: TokenTexts, ids: Sequence[int], text: str | None, *, logprobs: bool) -> Echo:
+def echo_of(texts: TokenTexts, ids: abc.Sequence[int], text: str | None, *, logprobs: bool) -> Echo:
     """What repeats a prompt: its own text if it was given as one, else that of its tokens.
 
     An incomplete character at its end is left to the continuation. Offsets are found only if

@@ -3,10 +3,17 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import abc
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from specjax.engine.request import EngineClosedError, QueueFullError, Request, Statistics
+from specjax.engine.request import (
+    EngineClosedError,
+    QueueFullError,
+    Request,
+    RequestError,
+    Statistics,
+)
 from specjax.server.choices import Choice, Delta, Echo
 from specjax.server.errors import ApiError, unavailable
 from specjax.server.metrics import Metrics, Times
@@ -15,18 +22,18 @@ from specjax.server.service import Service
 from specjax.server.stops import StopStrings
 
 if TYPE_CHECKING:
-    from specjax.engine.streams import TokenStream
+    from specjax.engine.sequence import Sequence
 
-_NAMES = {"max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs", "prompt": "prompt"}
+_NAMES = {"max_new_tokens": "max_tokens", "prompt_logprobs": "logprobs"}
 """Fields that the engine calls by other names."""
 
 
 class Prompt(NamedTuple):
     """A prompt's tokens, what repeats it in the response, and a request for each choice."""
 
-    ids: Sequence[int]
+    ids: abc.Sequence[int]
     echo: Echo | None
-    requests: Sequence[Request]
+    requests: abc.Sequence[Request]
 
 
 class Generation:
@@ -42,7 +49,7 @@ class Generation:
     """
 
     def __init__(
-        self, choices: Sequence[Choice], per_prompt: int, metrics: Metrics, started: float
+        self, choices: abc.Sequence[Choice], per_prompt: int, metrics: Metrics, started: float
     ) -> None:
         self.choices = choices
         self.first_token_seconds: float | None = None
@@ -70,7 +77,7 @@ class Generation:
         self._check()
 
     async def stream(
-        self, write: Callable[[Sequence[Delta]], Awaitable[None]], idle_seconds: float
+        self, write: Callable[[abc.Sequence[Delta]], Awaitable[None]], idle_seconds: float
     ) -> None:
         """Calls `write` with what choices have to give; what comes meanwhile waits, merged.
 
@@ -109,7 +116,7 @@ class Generation:
         """Takes the tokens of a choice until it ends."""
         times = Times(self._started)
         try:
-            async for tokens in choice.stream:
+            async for tokens in choice.sequence:
                 if tokens.ids:
                     self._time(times)
                 choice.take(tokens)
@@ -118,8 +125,8 @@ class Generation:
                 if choice.finish_reason is not None:
                     break
         finally:
-            choice.stream.abort()
-            times.admitted, times.ended = choice.stream.admitted, time.monotonic()
+            choice.sequence.abort()
+            times.admitted, times.ended = choice.sequence.admitted, time.monotonic()
             self._metrics.finished(
                 choice.finish_reason or "abort", choice.prompt_tokens, choice.completion_tokens,
                 times,
@@ -146,7 +153,7 @@ class Generation:
     def abort(self) -> None:
         """Frees the rows of the choices that still run."""
         for choice in self.choices:
-            choice.stream.abort()
+            choice.sequence.abort()
 
     def deltas(self) -> list[Delta]:
         """All that the choices have to give, in their order."""
@@ -156,7 +163,7 @@ class Generation:
         """Counts of tokens so far."""
         prompt = sum(choice.prompt_tokens for choice in self._of_prompts)
         made = sum(choice.completion_tokens for choice in self.choices)
-        cached = sum(choice.stream.statistics.cached_tokens for choice in self._of_prompts)
+        cached = sum(choice.sequence.statistics.cached_tokens for choice in self._of_prompts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,
@@ -166,10 +173,10 @@ class Generation:
 
     def speculation(self) -> ResponseMetrics:
         """What speculation gave all choices together."""
-        return speculation([choice.stream.statistics for choice in self.choices])
+        return speculation([choice.sequence.statistics for choice in self.choices])
 
 
-def speculation(each: Sequence[Statistics]) -> ResponseMetrics:
+def speculation(each: abc.Sequence[Statistics]) -> ResponseMetrics:
     """The metrics of statistics taken together; `accepted_at[i]` counts depth i + 1 and deeper."""
     steps = sum(one.steps for one in each)
     if not steps:
@@ -190,12 +197,12 @@ def speculation(each: Sequence[Statistics]) -> ResponseMetrics:
     }
 
 
-def _at(counts: Sequence[int], place: int) -> int:
+def _at(counts: abc.Sequence[int], place: int) -> int:
     return counts[place] if place < len(counts) else 0
 
 
 async def submit(
-    service: Service, prompts: Sequence[Prompt], stops: Sequence[str], started: float
+    service: Service, prompts: abc.Sequence[Prompt], stops: abc.Sequence[str], started: float
 ) -> Generation:
     """Hands all choices of all prompts to the engine, or none.
 
@@ -204,29 +211,32 @@ async def submit(
     """
     asked = [(prompt, request) for prompt in prompts for request in prompt.requests]
     search = StopStrings(stops, service.texts.special) if stops else None
-    streams = await _submitted(service, prompts)
+    sequences = await _submitted(service, prompts)
     try:
         choices = [
             Choice(
-                index, stream, service.texts, prompt.ids,
+                index, sequence, service.texts, prompt.ids,
                 stops=search, logprobs=request.logprobs is not None, echo=prompt.echo,
             )
-            for index, (stream, (prompt, request)) in enumerate(zip(streams, asked, strict=True))
+            for index, (sequence, (prompt, request)) in enumerate(
+                zip(sequences, asked, strict=True)
+            )
         ]  # fmt: skip
     except BaseException:
-        for stream in streams:
-            stream.abort()
+        for sequence in sequences:
+            sequence.abort()
         raise
     return Generation(choices, len(prompts[0].requests), service.metrics, started)
 
 
-async def _submitted(service: Service, prompts: Sequence[Prompt]) -> "list[TokenStream]":
-    prepared = []
+async def _submitted(service: Service, prompts: abc.Sequence[Prompt]) -> "list[Sequence]":
+    sequences: list[Sequence] = []
     try:
         for prompt in prompts:
-            prepared += service.engine.prepare(prompt.requests)
+            sequences += service.engine.prepare(prompt.requests)
             await asyncio.sleep(0)  # others are answered between the choices of two prompts
-        return service.engine.enqueue(prepared)
+        service.engine.enqueue(sequences)
+        return sequences
     except QueueFullError as error:
         headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
@@ -234,7 +244,6 @@ async def _submitted(service: Service, prompts: Sequence[Prompt]) -> "list[Token
         failed = service.state() == "failed"
         code = "engine_failed" if failed else "server_shutting_down"
         raise unavailable(str(error), code) from error
-    except ValueError as error:
-        named = [name for name in (*_NAMES, *Request.__dataclass_fields__) if name in str(error)]
-        param = _NAMES.get(named[0], named[0]) if named else None
+    except RequestError as error:
+        param = error.field and _NAMES.get(error.field, error.field)
         raise ApiError(400, str(error), param=param) from error

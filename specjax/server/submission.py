@@ -137,8 +137,6 @@ def requests_of(
     if "top_k" in given:
         given["top_k"] = min(max(given["top_k"], 0), service.engine.vocab_size)
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
-    service.check_ids(list(bias), "logit_bias")
-    service.check_ids(body.stop_token_ids or [], "stop_token_ids")
     if ends := _end_ids(service, body):
         given["stop_token_ids"] = ends
     if body.seed == ANY_SEED:

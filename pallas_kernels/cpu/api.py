@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Num
 
-from pallas_kernels.cpu_matmul.library import MATMUL, MOST_COLUMNS, status
+from pallas_kernels.cpu.library import MATMUL, MOST_COLUMNS, status
 from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
 

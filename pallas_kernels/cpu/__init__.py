@@ -4,7 +4,7 @@ Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It
 `pip install` found a C++17 compiler; `status` says whether it is, and why not.
 """
 
-from pallas_kernels.cpu_matmul.api import (
+from pallas_kernels.cpu.api import (
     cpu_matmul,
     cpu_matmuls,
     multiplies_bfloat16,
@@ -13,7 +13,7 @@ from pallas_kernels.cpu_matmul.api import (
     unable,
     unable_here,
 )
-from pallas_kernels.cpu_matmul.library import MOST_COLUMNS, select, status
+from pallas_kernels.cpu.library import MOST_COLUMNS, select, status
 
 __all__ = [
     "MOST_COLUMNS",
