@@ -166,7 +166,7 @@ def test_published_machines_draft_less_the_more_rows_decode(make):
         simulate(controller_of(machine, rows, columns=512), at_once(3 * rows + 10, 1), world, rows)
         for rows in (1, 32)
     )
-    assert sum(share for name, share in alone.shares.items() if name.startswith("tree")) > 0.8
+    assert sum(share for name, share in alone.shares.items() if name.startswith("specexec")) > 0.8
     assert many.goodput > 3 * alone.goodput
 
 
