@@ -75,7 +75,7 @@ def test_a_lossless_pair_is_certified(capsys, monkeypatch):
     assert found["greedy"]["passed"]
     assert found["sampled"]["passed"]
     assert found["greedy"]["methods"][0]["equal_tokens"] == found["greedy"]["tokens"] == 16
-    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool 1,1"
+    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool:1,1"
     tests = found["sampled"]["law"]["tests"]
     assert {test["rule"] for test in tests} == {"multi-step", "naive"}
     assert {test["token"].split()[0] for test in tests} == {"first", "second", "steps"}
@@ -88,7 +88,7 @@ def test_a_lossless_pair_is_certified(capsys, monkeypatch):
         ("greedy", "--verify has 'greedy'; rules that sample are auto, naive, one-hot,"),
         (
             "block,traversal",
-            "of the rules block, traversal none is lossless for the trees of pool 1,1,1,1,1.",
+            "of the rules block, traversal none is lossless for the trees of pool:1,1,1,1,1.",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def test_streamed_text_is_that_of_json_and_standard_input_is_read(capsys, monkey
     assert len(begun) == 1  # the prompt is read once
     printed = capsys.readouterr()
     assert printed.out == expected["text"] + "\n"
-    for part in ("method pool 1,1: it was asked for", "tokens per step", "tokens/s"):
+    for part in ("method pool:1,1: it was asked for", "tokens per step", "tokens/s"):
         assert part in printed.err
 
 

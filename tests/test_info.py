@@ -304,10 +304,10 @@ def test_plain_decoding_is_compiled_once_for_several_drafts(folders, capsys):
     assert found[0] == []  # of another vocabulary
     assert [what.split(", ")[1].split(" ")[0] for what in found[1]] == [
         "plain",
-        "specexec",
-        "chain",
+        "specexec:15",
+        "chain:7",
     ]
-    assert [what.split(", ")[1].split(" ")[0] for what in found[2]] == ["specexec", "chain"]
+    assert [what.split(", ")[1].split(" ")[0] for what in found[2]] == ["specexec:15", "chain:7"]
 
 
 def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
@@ -318,7 +318,7 @@ def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
     title, *lines = said.out.splitlines()
     assert "in float32 for 1 device of here, " in title
     assert title.endswith("GiB each; 1 x 40 tokens")
-    assert [line.split(":")[0] for line in lines] == [
+    assert [line.split(": ")[0] for line in lines] == [
         "plain", "specexec:15 at temperature 0", "chain:7 at temperature 0.8",
     ]  # fmt: skip
     assert all("weights and arguments" in line for line in lines)
