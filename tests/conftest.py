@@ -94,6 +94,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+UNCACHED = {
+    name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"
+}
+"""The environment of a process that may not read the session's programs."""
+
 QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 """The same for a process of a test's own, which compiles more than it runs."""
 

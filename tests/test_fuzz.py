@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import UNCACHED
+
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PLANTED = """
@@ -31,8 +33,9 @@ print(run_case(0, 0, guard, [Kind("planted", 1, lambda *_: dict(held), read)])[1
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+        [sys.executable, *arguments], cwd=ROOT, env=UNCACHED, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
 
 
 def test_damaged_and_hostile_files_are_read_or_refused():

@@ -15,6 +15,7 @@ from pallas_kernels.cache import cache_folder
 from specjax.base import machine
 from specjax.methods import records, registry
 from specjax.methods.records import Measured, Run
+from tests.conftest import UNCACHED
 from tests.folders import own_cache
 
 __all__ = ["own_cache"]
@@ -112,13 +113,12 @@ from specjax.methods import records
 records.use_compilation_cache()
 print(jax.config.values["jax_compilation_cache_dir"])
 """
-UNNAMED = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
 
 
 @pytest.mark.parametrize("cache", ["/proc/nope", "~nobody-of-that-name/cache"])
 def test_programs_are_not_kept_where_no_folder_can_be_made(cache):
     done = subprocess.run(
-        [sys.executable, "-c", USE], cwd=ROOT, env=UNNAMED | {"SPECJAX_CACHE": cache},
+        [sys.executable, "-c", USE], cwd=ROOT, env=UNCACHED | {"SPECJAX_CACHE": cache},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("None\n", "")
@@ -137,7 +137,7 @@ def test_programs_are_kept_by_processor(tmp_path, monkeypatch):
     machine.cpu_digest.cache_clear()
     assert digests[0] == digests[1] != digests[2]
     done = subprocess.run(
-        [sys.executable, "-c", USE], cwd=ROOT, env=UNNAMED | {"SPECJAX_CACHE": str(tmp_path)},
+        [sys.executable, "-c", USE], cwd=ROOT, env=UNCACHED | {"SPECJAX_CACHE": str(tmp_path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     monkeypatch.undo()

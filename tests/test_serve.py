@@ -173,7 +173,7 @@ def test_a_signal_while_the_weights_are_read_ends_the_process_with_0(monkeypatch
         time.sleep(10)
 
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(verb, "load_pair", load)
+    monkeypatch.setattr(verb, "pair_of", load)
     with pytest.raises(SystemExit) as ended:
         main(["serve", *pair_flags()])
     assert ended.value.code == 0
