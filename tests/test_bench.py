@@ -281,6 +281,7 @@ def test_batches_are_those_that_a_mesh_divides(mesh, batches):
         ({"budgets": "3,0"}, "the budget is 0"),
         ({"config": "nowhere.json"}, "--config is nowhere.json, which cannot be read"),
         ({"methods": "tree:a"}, "the size of 'tree:a' is 'a'; it must be numbers separated by"),
+        ({"methods": "chain:7", "budgets": "16"}, "chain:7: each has a size, and --budgets 16 is"),
         ({"dtype": "float64"}, "no dtype 'float64'"),
         ({"temperatures": "-1"}, "--temperatures is '-1'"),
         ({"mesh": "data=2", "batch": "2,3"}, "--mesh has data=2, which does not divide --batch 3"),

@@ -97,6 +97,13 @@ def test_rules_that_cannot_be_tested_are_refused(capsys, verify, sentence):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--tree", "--budget"])
+def test_a_size_beside_methods_that_all_have_one_is_refused(capsys, option):
+    assert main(["verify", *pair_flags(), "--methods", "chain:3,tree:2,1", option, "4"]) == 2
+    said = f"chain:3, tree:2,1: each has a size, and {option} 4 is named beside them"
+    assert said in capsys.readouterr().err
+
+
 def eager(probs_now, q, token):
     """A walk's trial that accepts too readily: lossy."""
     trial = token_wise.multi_step(probs_now, q, token)

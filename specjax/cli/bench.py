@@ -151,6 +151,7 @@ def workload_of(
     if pair is not None and not pair.target.is_whole:
         dtypes = plain = (str(pair.target.embedding.dtype),)
     names = [name for name in registry.names_of(options.methods, pair) if name != PLAIN]
+    registry.check_sizes(names, {"--budgets": options.budgets})
     drafts = 1 if pair is None else len(pair.drafts)
     written = [] if options.config is None else tuned.read(options.config)
     fixed = [each.setting for each in written if each.setting.method != PLAIN]

@@ -132,6 +132,7 @@ def settings_of(options: Verify, pair: Pair | None) -> list[Setting]:
             raise ValueError("--config names the tree and budget; leave them out beside it.")
         return list(dict.fromkeys(entry.setting for entry in read(options.config)))
     names = registry.names_of(options.methods, pair)
+    registry.check_sizes(names, {"--tree": options.tree, "--budget": options.budget})
     others = [name for name in names if name != "chain"]
     wide = widest(widths_of(options.tree) or (1,)) > 1
     drafts = 1 if pair is None else len(pair.drafts)

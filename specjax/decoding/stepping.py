@@ -155,8 +155,12 @@ def by_token(
     hidden: tuple[Float[Array, "E C"], ...], shape: tuple[int, ...]
 ) -> Float[Array, "B T H"]:
     """The hidden states of a pass one behind the other, its columns as rows of tokens."""
-    none = jnp.zeros((*shape, 0), jnp.float32)
-    return jnp.concatenate([none, *(x.T.reshape(*shape, -1) for x in hidden)], axis=-1)
+    return _joined([x.T.reshape(*shape, -1) for x in hidden], shape)
+
+
+def _joined(hidden: list[Float[Array, "_ _ E"]], shape: tuple[int, ...]) -> Float[Array, "_ _ H"]:
+    """Hidden states one behind the other; of none an array of that shape without any."""
+    return jnp.concatenate([jnp.zeros((*shape, 0), jnp.float32), *hidden], axis=-1)
 
 
 def top_tokens_in(
@@ -201,8 +205,7 @@ def score_tree(
     Empty slots are added where the platform's products run faster with more columns; of packed
     ones there are as many as were asked for.
     """
-    spare = 0 if isinstance(packing, Packing) else spare_slots(target, tree)
-    at = columns_of(tree, state, spare)
+    at = columns_of(tree, state, spare_slots(target, tree, packing))
     made = trunk(
         target, at.tokens, at.positions, state.cache, at.tree_mask,
         packing=packing, hidden_layers=hidden_layers,
@@ -216,8 +219,7 @@ def scored_of(
     """What a pass over the `columns_of` trees says of their nodes."""
     logits = packing.by_column(unembed(target, made.x), *tree.tokens.shape)
     hidden = [packing.by_column(x, *tree.tokens.shape) for x in made.hidden]
-    none = jnp.zeros((*logits.shape[:2], 0), jnp.float32)
-    return Scored(logits, made.new, jnp.concatenate([none, *hidden], axis=-1))
+    return Scored(logits, made.new, _joined(hidden, logits.shape[:2]))
 
 
 class Columns(NamedTuple):
@@ -228,10 +230,11 @@ class Columns(NamedTuple):
     tree_mask: Bool[Array, "B T T"]
 
 
-def spare_slots(target: Model, tree: TokenTree) -> int:
-    """Empty slots a row with which a pass over trees is fastest."""
+def spare_slots(target: Model, tree: TokenTree, packing: Packing | Unpacked = UNPACKED) -> int:
+    """Empty slots a row with which a pass over trees is fastest; none of packed columns."""
     rows, slots = tree.tokens.shape
-    return layers.fast_columns(rows * slots, target.embedding.dtype) // rows - slots
+    fastest = layers.fast_columns(rows * slots, target.embedding.dtype)
+    return fastest // rows - slots if packing.has_every_slot else 0
 
 
 def columns_of(tree: TokenTree, state: DecodeState, spare: int) -> Columns:

@@ -1,6 +1,6 @@
 """Methods by name: what a pair lacks for one, its setting of a size, and its drafter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jax.sharding import Mesh
@@ -43,6 +43,20 @@ def names_of(text: str, pair: Pair | None) -> list[str]:
     for name in names:
         check_method(name)
     return names
+
+
+def check_sizes(names: Sequence[str], options: Mapping[str, object]) -> None:
+    """Checks that options which size methods have one to size, among the names of methods.
+
+    Raises:
+      ValueError: all of them have a size, and an option is named (it is not None) beside them.
+    """
+    named = [option for option, value in options.items() if value is not None]
+    if named and names and not any(name in METHODS for name in names):
+        raise ValueError(
+            f"{', '.join(names)}: each has a size, and {named[0]} {options[named[0]]} is named "
+            "beside them; leave one out."
+        )
 
 
 def setting_of(
@@ -126,7 +140,7 @@ def table() -> str:
         f"| `{each.name}` | `{setting_of(each.name).name}` | {each.summary} | {each.source} |"
         for each in METHODS.values()
     ]
-    return "\n".join(["| method | as shipped | its tree | source |", "|---|---|---|---|", *rows])
+    return "\n".join(["| method | default size | its tree | source |", "|---|---|---|---|", *rows])
 
 
 def load_drafter(

@@ -16,6 +16,11 @@ from jaxtyping import Array, Bool, Int32
 class Unpacked(NamedTuple):
     """A column for every slot of every row, one row after the other; `B` rows of `T` slots."""
 
+    @property
+    def has_every_slot(self) -> bool:
+        """Whether each slot has a column, so that more slots are more columns."""
+        return True
+
     def pack(self, x: Array) -> Array:
         """The columns `[E, C]` of all rows' slots `[E, B·T]`."""
         return x
@@ -65,6 +70,11 @@ class Packing(NamedTuple):
 
     place: Int32[Array, " C"]
     column: Int32[Array, "B T"]
+
+    @property
+    def has_every_slot(self) -> bool:
+        """Whether each slot has a column: those of nodes that exist have one."""
+        return False
 
     @property
     def row(self) -> Int32[Array, " C"]:

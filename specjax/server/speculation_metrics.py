@@ -72,6 +72,7 @@ def _beliefs(report: Mapping[str, Any], gauge: Any) -> Iterable[Metric]:
          for own in report["calibration"] for part in ("intercept", "slope")),
     )  # fmt: skip
     yield gauge(
-        "guard", "Whether speculation is off as it gave less than none, for how long, how often.",
+        "guard",
+        "Whether speculation is off as it gave less than plain decoding, for how long, how often.",
         ["part"], (((name,), float(value)) for name, value in report["guard"].items()),
     )  # fmt: skip

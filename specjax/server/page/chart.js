@@ -9,7 +9,7 @@ const SPAN_S = 0.5; // for which the server sums up its steps
 const PAUSE_S = 1.5; // between two spans, from which on a line is broken
 
 const SERIES = [ // the last lies on top
-  { field: "plain_goodput", name: "predicted of none", title: "predicted goodput of none", line: "plain-line" },
+  { field: "plain_goodput", name: "predicted of plain decoding", title: "predicted goodput of plain decoding", line: "plain-line" },
   { field: "goodput", name: "realised", title: "realised goodput", line: "realised" },
   { field: "predicted_goodput", name: "predicted", title: "predicted goodput", line: "predicted" },
 ];

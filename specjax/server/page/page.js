@@ -12,7 +12,7 @@ const RECENT_S = 5; // over which the numbers at the top are means
 const REASONS = {
   best: "its predicted goodput is the largest",
   hysteresis: "nothing else promises enough more",
-  guard: "realised goodput was below that of none",
+  guard: "realised goodput was below that of plain decoding",
   probe: "it is tried, to learn what it gives",
   fixed: "it was fixed by hand",
   latency: "it keeps the requests’ latency targets",
@@ -93,8 +93,8 @@ function showFacts() {
     ["tokens/s", number(recent.rate), `in the last ${RECENT_S} s`],
     ["predicted goodput", number(recent.predicted), "tokens per second of steps"],
     ["realised goodput", number(recent.goodput), `${percent(recent.goodput / recent.predicted)} of predicted`],
-    ["predicted goodput of none", number(recent.plain), "tokens per second of steps"],
-    ["gain over none", `× ${number(recent.goodput / recent.plain)}`, "realised, over predicted of none"],
+    ["predicted goodput of plain decoding", number(recent.plain), "tokens per second of steps"],
+    ["gain over plain decoding", `× ${number(recent.goodput / recent.plain)}`, "realised, over predicted of plain decoding"],
   ];
   element("facts").replaceChildren(...facts.map(([name, value, note]) => make("div", {},
     make("dt", {}, name), make("dd", { class: "value" }, value), make("dd", { class: "note" }, note))));
