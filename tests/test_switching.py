@@ -10,12 +10,15 @@ import pytest
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, sampled_probs
 from specjax.draft import static
+from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.drafter import Step, Wants
+from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.switching import UNKNOWN, SwitchingDrafter
 from specjax.engine import engine as engines
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request
+from specjax.engine.speculation import Speculation
 from specjax.goodput.controller import Controller
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
@@ -308,6 +311,45 @@ def test_what_drafts_with_another_model_has_a_state_of_its_own(target):
     assert not found.of_setting("a").runs_draft
 
 
+class Counting(PlainDrafter):
+    """Plain decoding with a state of its own."""
+
+    def init(self, prompt, length, slots, seen):
+        return length
+
+    def commit(self, state, step):
+        return state + step.count
+
+    follow = commit
+
+    def propose(self, key, position, state, last, sampling):
+        return super().propose(key, position, (), last, sampling)[0], state
+
+
+def test_a_class_derived_from_one_that_shares_keeps_its_state():
+    plain = PlainDrafter(VOCABULARY)
+    switch = SwitchingDrafter.of({"none": plain, "counting": Counting(VOCABULARY)})
+    assert switch.share == (True, False)
+    length = jnp.asarray([4, 3], jnp.int32)
+    state = switch.init(texts_of(2, 4), length, 32, nothing_seen((2, 4)))
+    keys, last = jax.random.split(jax.random.key(0), 2), texts_of(2, 1)
+    for name in ("none", "counting"):  # what another drafted is counted, too
+        own = switch.of_setting(name)
+        _, within = own.propose(keys, length, state, last[:, 0], Sampling().rows(2))
+        state = own.commit(within, given(last, jnp.ones(2, jnp.int32), None))
+    np.testing.assert_array_equal(state.own[1], [6, 5])
+
+
+@pytest.mark.parametrize(("rows", "named"), [(2, None), (8, "specexec:15"), (32, "chain:3, ")])
+def test_settings_that_no_step_has_columns_for_are_named(target, caplog, rows, named):
+    draft = near(target, 1)
+    tree = BestFirstDrafter(draft, jnp.ones(2), Growth(budget=15, beams=2, width=2))
+    settings = {"none": PlainDrafter(VOCABULARY), "chain:3": alone(draft, (1, 1, 1))}
+    Speculation(SwitchingDrafter.of(settings | {"specexec:15": tree}), rows, False, 64)
+    assert (named is None) == (caplog.text == "")
+    assert (named or "") in caplog.text
+
+
 class Reading(PlainDrafter):
     """Plain decoding that reads hidden states."""
 
@@ -324,7 +366,7 @@ def test_drafters_that_no_switch_is_made_of_are_refused(target):
         SwitchingDrafter.of({"none": plain, "eagle": Reading(VOCABULARY)})
 
 
-def test_off_leaves_the_draft_where_it_is(target):
+def test_plain_steps_leave_the_draft_where_it_is(target):
     """A step that drafts nothing has no pass of the draft: its cache is given back as it was."""
     switch = switching_of(near(target, 1))
     state = switch.init(texts_of(2, 4), jnp.asarray([4, 4], jnp.int32), 32, nothing_seen((2, 4)))

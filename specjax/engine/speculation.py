@@ -95,9 +95,8 @@ class Speculation:
             self.policy = FixedPolicy(own, rows, subsets=subsets)
         elif unused := sorted(self.settings.keys() - self.later.keys()):
             notice(
-                f"no step of {rows} rows has columns for the trees of {', '.join(unused)}; "
-                f"{columns} are the most, so that {'it is' if unused[1:] == [] else 'they are'} "
-                "never chosen."
+                f"no step of {rows} rows has columns for the trees of {', '.join(unused)} "
+                f"({columns} columns are the most): never chosen."
             )
         self._pending: deque[_CaughtUp] = deque()
         self._calibration = None

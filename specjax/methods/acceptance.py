@@ -66,9 +66,9 @@ def measured(
     """
     size = bucket(max(map(len, texts)), PROMPT_BUCKETS)
     ranked, kept, reached = np.zeros(ranks), np.zeros(levels), np.zeros(levels)
-    count = 0
+    count, every = 0, jnp.arange(size, dtype=jnp.int32)[None]
     for text, start in zip(texts, starts, strict=True):
-        padded, every = np.zeros((1, size), np.int32), jnp.arange(size, dtype=jnp.int32)[None]
+        padded = np.zeros((1, size), np.int32)
         padded[0, : len(text)] = text
         of_target = logits_at(target, jnp.asarray(padded), every)
         chance, ratio = _accepted(of_target, draft, jnp.asarray(padded), temperature, ranks)
