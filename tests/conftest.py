@@ -49,10 +49,9 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import jax
-import jaxtyping
 import pytest
 
-import tests.checker  # noqa: F401  # jaxtyping looks for it as it imports specjax
+import tests.checker  # before specjax, whose functions it decorates
 from specjax.base import progress
 from specjax.measure import timing
 from specjax.models.config import ModelConfig
@@ -65,14 +64,26 @@ gc.set_threshold(20_000, 20, 20)
 progress.EVERY_SECONDS = 3600.0  # a slow machine prints no line among those that tests compare
 
 
-_checked: set[str] = set()
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--part`."""
+    parser.addoption("--part", metavar="NUMBER/PARTS", help="run one of so many parts of the tests")
 
 
-def _check_types(item: pytest.Item) -> None:
-    """Checks types and shapes in the first case of each test alone: a third of a trace's time."""
-    name = item.nodeid.partition("[")[0]
-    jaxtyping.config.update("jaxtyping_disable", name in _checked)
-    _checked.add(name)
+@pytest.hookimpl(trylast=True)  # when those that are not asked for are left out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is in none of `--part`: of every file, each test that many places on."""
+    if config.option.part is None:
+        return
+    try:
+        number, parts = map(int, config.option.part.split("/"))
+        if parts < 1:
+            raise ValueError
+    except ValueError:
+        said = f"--part is {config.option.part!r}; it must be a number and parts, such as 2/4."
+        raise pytest.UsageError(said) from None
+    kept = [item for place, item in enumerate(items) if (place - number) % parts == 0]
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = kept
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -81,7 +92,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     What was compiled at another level is forgotten: it may round differently.
     """
-    _check_types(item)
+    tests.checker.begin(item.nodeid.partition("[")[0])
     quickly = item.get_closest_marker("long_running") is None
     if quickly != jax.config.values["jax_disable_most_optimizations"]:
         jax.clear_caches()

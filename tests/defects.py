@@ -102,8 +102,9 @@ DEFECTS = {
     "DEPTH": Defect(
         "the columns of a tree's pass stand one position too far",
         "specjax/decoding/stepping.py",
-        "return Columns(tokens, state.cache.length[:, None] + depth, tree_mask)",
-        "return Columns(tokens, state.cache.length[:, None] + depth + (depth > 1), tree_mask)",
+        "return Columns(tokens, state.cache.length[:, None] + depth, state.cache, tree_mask)",
+        "depth = depth + (depth > 1)\n"
+        "    return Columns(tokens, state.cache.length[:, None] + depth, state.cache, tree_mask)",
         ("decode",),
     ),
     "COMPACTION": Defect(
@@ -154,6 +155,13 @@ DEFECTS = {
         "numbers = self._numbers(codes) * _wide(self.scale)",
         "numbers = self._numbers(codes) * _wide(self.scale[:, :1])",
         ("quantized",),
+    ),
+    "SHAPE": Defect(
+        "an annotation says another shape than there is",
+        "specjax/trees/budget.py",
+        ') -> Float[Array, "B N"]:\n    """How likely each node',
+        ') -> Float[Array, "N B"]:\n    """How likely each node',
+        ("switching",),
     ),
     "ZERO": Defect(
         "zeros of the first version of GPTQ are taken as they are stored",

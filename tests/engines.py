@@ -9,12 +9,17 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import specjax
 from specjax.base.sampling import NUMBERS, Sampling, fold
+from specjax.engine import engine as engines
+from specjax.engine import scheduler
+from specjax.engine.device import Device
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request, Tokens
 from specjax.engine.sequence import Sequence
+from specjax.goodput.chunks import PrefillBatch
 
 
 @contextlib.contextmanager
@@ -33,6 +38,24 @@ def running(target, drafter, **options) -> Iterator[Engine]:
         engine.close()
 
 
+@contextlib.contextmanager
+def mixing(prompts: PrefillBatch) -> Iterator[list[int]]:
+    """Engines that start here read prompts in steps wherever they can; how many rows each read."""
+    advance, found = Device.advance, []
+
+    def counted(self, *given, prompts=(), mixed=None):
+        found.extend(map(len, prompts))
+        return advance(self, *given, prompts=prompts, mixed=mixed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "_CPU_MIXED", prompts)
+        patch.setattr(engines, "_ROWS_A_PROMPT", 1)
+        patch.setattr(engines, "_mixed_steps", lambda own: list(own.mixed_shapes.values()))
+        patch.setattr(scheduler, "mixing_pays", lambda *_: True)
+        patch.setattr(Device, "advance", counted)
+        yield found
+
+
 async def collected(sequence: Sequence) -> list[Tokens]:
     return [tokens async for tokens in sequence]
 
@@ -45,7 +68,7 @@ def served(engine: Engine, requests: abc.Sequence[Request]) -> list[list[Tokens]
     """What every request got, all sent at once."""
 
     async def all_of_them() -> list[list[Tokens]]:
-        return await asyncio.gather(*(collected(engine.submit(each)) for each in requests))
+        return await asyncio.gather(*map(collected, engine.submit_all(requests)))
 
     return asyncio.run(all_of_them())
 

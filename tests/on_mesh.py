@@ -24,15 +24,18 @@ from specjax.checkpoints.quantizing import quantize_folder
 from specjax.decoding.generate import generate, generate_jit, stream
 from specjax.decoding.request import prepare
 from specjax.engine import engine as engines
+from specjax.engine.request import Request
+from specjax.goodput.chunks import PrefillBatch
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
+from specjax.methods.switch import switching
 from specjax.models import stacking
 from specjax.models.placement import placement
 from specjax.models.quantized import packed_weight
 from specjax.parallel.mesh import make_mesh
 from tests.conftest import tiny_config
 from tests.engines import alone as plain_texts
-from tests.engines import ids_of, random_request, running, served
+from tests.engines import ids_of, mixing, random_request, running, served
 from tests.hidden import HiddenDrafter
 from tests.test_parity import FAMILIES, golden, loaded
 
@@ -44,9 +47,19 @@ MESHES = {
     "model=8": {"model": 8},
     "data=2,model=4": {"data": 2, "model": 4},
     "model=4": {"model": 4},
+    "data=2": {"data": 2},
     "draft=3": {"draft": 3},
     "data=2,draft=3": {"data": 2, "draft": 3},
 }
+
+ENGINES = (
+    "model=4/chain",
+    "draft=3/pool",
+    "data=2/switching",
+    "data=2,model=4/chain/stack",
+    "data=2,draft=3/pool",
+)
+"""Meshes of engines, and what drafts there."""
 
 
 def pair_on(folder: Path, mesh, stack: bool = False) -> Pair:
@@ -152,16 +165,25 @@ def served_on(folder: Path) -> dict:
     """Texts of an engine on meshes, and by plain decoding on one device."""
     drawn = np.random.default_rng(0)
     requests = [random_request(drawn, tiny_config().vocab_size, most=12) for _ in range(8)]
+    requests.append(Request(prompt=[*range(1, 40)], max_new_tokens=5, prompt_logprobs=2))
     found = {"alone": plain_texts(pair_on(folder, None).target, requests)}
     engines.CHUNKS = (16,)
-    for name, method in {"model=4": "chain", "draft=3": "pool"}.items():
-        pair = pair_on(folder, make_mesh(**MESHES[name]))
-        drafter = registry.build(registry.setting_of(method, batch=2), pair)
-        with running(pair.target, drafter, rows=2, max_model_len=64) as engine:
-            found[name] = list(map(ids_of, served(engine, requests)))
+    for section in ENGINES:
+        name, method, *stack = section.split("/")
+        pair = pair_on(folder, make_mesh(**MESHES[name]), bool(stack))
+        if method == "switching":
+            drafter = switching(pair, ("none", "chain:3", "specexec:7"))
+        else:
+            drafter = registry.build(registry.setting_of(method, batch=2), pair)
+        with (
+            mixing(PrefillBatch(1, 8, 8)) as read,
+            running(pair.target, drafter, rows=4, max_model_len=64) as engine,
+        ):
+            texts = list(map(ids_of, served(engine, requests)))
+        found[section] = texts, bool(read)
     try:
         target = pair_on(folder, make_mesh(data=8)).target
-        engines.Engine(target, None)
+        engines.Engine(target, None, rows=12)
     except ValueError as error:
         found["refused"] = str(error)
     return found

@@ -68,7 +68,7 @@ def every_kind(draft: Model, other: Model) -> SwitchingDrafter:
 
 
 class RandomPolicy(Policy):
-    """Takes any program that has a column for each row, and any depths that fit in it."""
+    """Takes any program that has a column for each row, any depths that fit in it, short bursts."""
 
     def __init__(self, speculation: Speculation, rows: int, seed: int = 0) -> None:
         self._shapes, self._settings = speculation.shapes, speculation.settings
@@ -86,7 +86,7 @@ class RandomPolicy(Policy):
         return ((0.0, 1.0), (float(len(self.taken) // 50 % 2), 0.7))
 
     def decide(self, rows) -> Decision:
-        size = step_rows(len(rows), self._rows, True)
+        size = step_rows(len(rows), self._rows, 2)
         able = [shape for shape in self._shapes if shape.rows == size]
         shape = able[self._drawn.integers(len(able))]
         setting, room, depths = self._settings[shape.setting], shape.width - len(rows), []
@@ -95,7 +95,7 @@ class RandomPolicy(Policy):
             depths.append(int(self._drawn.integers(most + 1)))
             room -= depths[-1] if setting.is_chain else 0
         self.taken.append(shape)
-        return Decision(shape, tuple(depths))
+        return Decision(shape, tuple(depths), most_steps=int(self._drawn.integers(1, 4)))
 
     def caught_up(self, request, chances) -> None:
         self.chances.extend(chance for chance in chances if chance >= 0)
@@ -119,7 +119,7 @@ class TurnsPolicy(Policy):
     def decide(self, rows) -> Decision:
         self._step += 1
         setting = self._turns[self._step % len(self._turns)]
-        size = step_rows(len(rows), self._rows, True)
+        size = step_rows(len(rows), self._rows, 2)
         shape = max(s for s in self._shapes if (s.setting, s.rows) == (setting, size))
         return Decision(shape, (1 << 20,) * len(rows))
 

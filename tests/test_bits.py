@@ -17,6 +17,7 @@ from specjax.decoding.generate import generate
 from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
 from specjax.models.quantized import in_dtype
 from specjax.models.transformer import Model, forward
+from tests.cases import slow_but
 from tests.conftest import tiny_model
 from tests.pairs import alone, near, with_activations_of
 from tests.test_cpu_matmul import here, needs_it
@@ -86,10 +87,18 @@ CASES = [  # norms and windows are float32 whatever weights are
     *(("features that fill no vector", kind) for kind in KINDS[:-1]),  # 32 inputs a scale
     *itertools.product(("heads with norms", "windows", "layer norms"), (KINDS[0], KINDS[-1])),
 ]
+QUICK = [
+    *(("llama", kind) for kind in ("float32", "bfloat16 activations", "int8 activations")),
+    ("features that fill no vector", "bfloat16"),
+    ("windows", "int8 activations"),
+]
 
 
 @needs_it
-@pytest.mark.parametrize(("family", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in CASES],
+)
 def test_nodes_have_the_logits_of_plain_decoding(family, kind):
     model = model_of(family, kind)
     drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, PROMPT + TEXT).tolist()
@@ -118,7 +127,7 @@ def test_they_have_them_in_every_form_of_the_products(form):
 
 
 @needs_it
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "bfloat16", "int8 activations"))
 def test_with_one_key_the_naive_rule_draws_the_texts_of_plain_decoding(kind):
     """All of them, with every kind of weights: no token is lost to rounding."""
     model = model_of("llama", kind)

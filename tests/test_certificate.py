@@ -68,14 +68,14 @@ def test_a_lossless_pair_is_certified(capsys, monkeypatch):
         yield lambda count, of: seen.append((count, of))
 
     monkeypatch.setattr(verify, "counted", counted)
-    flags = ["--methods", "pool", "--tree", "1,1", "--prompts", "2", "--max-new-tokens", "8"]
+    flags = ["--methods", "pool", "--tree", "1", "--prompts", "2", "--max-new-tokens", "8"]
     flags += ["--samples", "300", "--verify", "naive,multi-step,traversal"]
     found = answer(capsys, "verify", *flags)
     assert found["passed"]
     assert found["greedy"]["passed"]
     assert found["sampled"]["passed"]
     assert found["greedy"]["methods"][0]["equal_tokens"] == found["greedy"]["tokens"] == 16
-    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool:1,1"
+    assert found["sampled"]["naive"]["methods"][0]["method"] == "pool:1"
     tests = found["sampled"]["law"]["tests"]
     assert {test["rule"] for test in tests} == {"multi-step", "naive"}
     assert {test["token"].split()[0] for test in tests} == {"first", "second", "steps"}

@@ -115,6 +115,7 @@ def test_greedy_rows_equal_plain_decoding(name, target):
         assert got.steps.mean() < 0.7 * NEW
 
 
+@pytest.mark.slow
 def test_greedy_rows_equal_plain_decoding_with_activations_in_8_bits(target):
     """A node's products are those that plain decoding has."""
     model = with_activations_of(target, "int8", 4)

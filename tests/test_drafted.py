@@ -141,6 +141,7 @@ def table_of(texts: list[Text], size: int) -> NGram:
     return pack(np.zeros((0, 2), np.int32), tokens, log_q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_ngram_model_is_weighed_beside_the_draft(pair, temperature, tmp_path):
     """What its trees give along the model's texts is what decoding gives that writes them."""
@@ -173,6 +174,7 @@ def test_an_ngram_model_is_weighed_beside_the_draft(pair, temperature, tmp_path)
     assert choose(Asked(), swapped, temperature).setting.method == "chain"
 
 
+@pytest.mark.slow
 def test_training_tells_both_folders(pair, tmp_path):
     folder = Path(shutil.copytree(pair_folder(), tmp_path / "pair"))
     texts = draftless.texts_of(pair, 0.0)

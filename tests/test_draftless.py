@@ -92,6 +92,7 @@ def test_what_is_taken_is_faster_on_every_text(known, pays):
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_repeats_itself_looks_up_where_nodes_are_cheap(alone, monkeypatch):
     costing(monkeypatch, 0.01)
     taken = choose(Asked(), alone, 0.0)

@@ -1,6 +1,7 @@
 """The engine: every request's text is its own, whatever runs beside it; rows are never lost."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import threading
@@ -22,14 +23,16 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
-from specjax.engine import programs, state
+from specjax.engine import programs, scheduler
 from specjax.engine.checks import key_of
 from specjax.engine.engine import Engine
 from specjax.engine.request import EngineClosedError, QueueFullError, Request
+from specjax.goodput.bursts import BURST
+from specjax.goodput.chunks import PrefillBatch
 from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape
 from tests.engines import alone as plain_texts
-from tests.engines import collected, ids_of, random_request, running, served
+from tests.engines import collected, ids_of, mixing, random_request, running, served
 from tests.pairs import END, alone, broken, forward, generate, near, varied_model
 
 VOCABULARY = 64
@@ -98,12 +101,120 @@ def test_texts_are_those_of_plain_decoding(engine, target):
     check_texts(target, engine, 40, 1)
 
 
+def test_how_many_steps_a_burst_has_changes_nothing(engine, target, monkeypatch):
+    """Ends, seeds, penalties and log probabilities are right inside it, and so are the counts."""
+    drawn = np.random.default_rng(9)
+    requests = [random_request(drawn, VOCABULARY, most=40) for _ in range(24)]
+    found = {}
+    monkeypatch.setattr(scheduler, "_BURSTS", 0.01)  # however few steps requests take
+    for most in (1, 3, BURST):
+        monkeypatch.setattr(
+            scheduler, "steps_of", lambda seconds, left, bound, most=most: min(most, bound)
+        )
+        before = engine.statistics()
+        events = served(engine, requests)
+        after = engine.statistics()
+        counts = [
+            getattr(after, name) - getattr(before, name)
+            for name in ("steps", "generated_tokens", "accepted_tokens")
+        ]
+        found[most] = [ids_of(own) for own in events], counts, events
+    assert found[1][0] == plain_texts(target, requests)
+    assert found[1][:2] == found[3][:2] == found[BURST][:2]
+    assert max(len(own) for own in found[1][2]) > max(len(own) for own in found[BURST][2])
+    for own, other in zip(found[1][2], found[BURST][2], strict=True):
+        one, two = (
+            [each.logprob for at in events for each in at.logprobs] for events in (own, other)
+        )
+        np.testing.assert_allclose(one, two, atol=1e-4)
+        assert own[-1].finish_reason == other[-1].finish_reason
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_method_gives_the_texts_of_plain_decoding(name, target, monkeypatch):
     monkeypatch.setattr(engines, "CHUNKS", (16,))
-    with running(target, DRAFTERS[name](target), rows=2) as engine:
-        check_texts(target, engine, 24, 2)
+    with running(target, DRAFTERS[name](target), rows=2) as engine, whenever_it_can(engine):
+        check_texts(target, engine, 24, 5)
+
+
+@contextlib.contextmanager
+def whenever_it_can(engine):
+    """Prompts are read together as if that took no time; the passes that were."""
+    device, passes = engine._device, []
+    with pytest.MonkeyPatch.context() as patch:
+        read = device.extend_together
+        patch.setattr(device, "batch_seconds", 1e-9)
+        patch.setattr(
+            device,
+            "extend_together",
+            lambda tokens, batch: (passes.append(tokens), read(tokens, batch)),
+        )
+        yield passes
+    assert passes
+
+
+def test_prompts_that_come_at_once_are_read_together(engine, target):
+    """Each is its own, however long; equal ones are read once."""
+    drawn = np.random.default_rng(12)
+
+    def asked(prompt, seed):
+        return Request(prompt=prompt, max_new_tokens=12, seed=seed, temperature=1.0)
+
+    lengths = (90, 3, 30, 64, 2, 75, 40, 80)
+    *others, last = (drawn.integers(0, VOCABULARY, length).tolist() for length in lengths)
+    requests = [asked(prompt, at) for at, prompt in enumerate([*others, last, last, last])]
+    with whenever_it_can(engine) as passes:
+        before = engine.statistics().cached_tokens
+        found = served(engine, requests)
+        reused = engine.statistics().cached_tokens - before
+    assert [ids_of(own) for own in found] == plain_texts(target, requests)
+    assert reused == 2 * 79
+    for own in passes:
+        counts = [len(tokens) for tokens in own.values()]
+        assert len(counts) > 1
+        assert max(counts) <= 64
+        assert sum(counts) <= 256
+
+
+MIXED = PrefillBatch(2, 8, 11)
+"""What steps read of prompts in tests: two of them, not both whole."""
+
+
+def test_steps_read_prompts_in_their_passes(target, monkeypatch):
+    """Texts are the same; of equal prompts one is read; those whose log probabilities are asked for
+    are read apart."""
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    drawn = np.random.default_rng(13)
+    with mixing(MIXED) as read, running(target, chain(target), rows=4) as engine:
+        measured = dict(engine._device.mixed_seconds)
+        check_texts(target, engine, 40, 6)
+        found = engine._device.mixed_seconds
+        assert found.keys() == measured.keys()
+        assert found != measured, "it is corrected by steps that read"
+        assert {0, 1, 2} >= set(read) > {1}
+        long = drawn.integers(0, VOCABULARY, 60).tolist()
+        asked = [Request(prompt=long, max_new_tokens=9, seed=at, temperature=1.0) for at in (0, 1)]
+        scored = Request(prompt=long[::-1], max_new_tokens=3, prompt_logprobs=1)
+        first = Request(prompt=[1, 2], max_new_tokens=60, ignore_eos=True)
+        before = engine.statistics().cached_tokens
+        requests = [first, *asked, scored]
+        found = served(engine, requests)
+        assert engine.statistics().cached_tokens - before == 59
+    assert [ids_of(own) for own in found] == plain_texts(target, requests)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("in_place", "prompts"), [(False, MIXED), (True, PrefillBatch(1, 8, 8))])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_method_mixes(name, in_place, prompts, target, monkeypatch):
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    for module in (xla, programs):
+        monkeypatch.setattr(module, "reads_rows_in_place", lambda: in_place)
+    monkeypatch.setattr(engines, "_CPU_ROW_FACTOR", 2 if in_place else None)
+    with mixing(prompts) as read, running(target, DRAFTERS[name](target), rows=3) as engine:
+        check_texts(target, engine, 24, 5)
+    assert read
 
 
 def test_what_another_row_holds_is_taken_over(engine, target):
@@ -479,8 +590,9 @@ def test_an_engine_that_does_not_start_ends_its_requests(target, monkeypatch):
 def test_rows_may_be_copied_out_and_steps_have_all_of_them(target, monkeypatch):
     """As on a GPU, where caches are not read in place; keys of another kind of generator."""
     monkeypatch.setattr(engines, "CHUNKS", (16,))
-    for module in (xla, state, programs, engines):
+    for module in (xla, programs):
         monkeypatch.setattr(module, "reads_rows_in_place", lambda: False)
+    monkeypatch.setattr(engines, "_CPU_ROW_FACTOR", None)
     with (
         jax.default_prng_impl("rbg"),
         running(target, DRAFTERS["stacked"](target), rows=2) as engine,

@@ -4,16 +4,18 @@
 """
 
 import asyncio
+import contextlib
 import sys
 
 import numpy as np
 import pytest
 
 from specjax.engine.request import Request
+from specjax.goodput.chunks import PrefillBatch
 from specjax.measure.distribution_tests import g_test
 from specjax.trees.construction import DISTINCT, TOP_K
 from tests import test_sampled_distribution as exact
-from tests.engines import collected, ids_of, random_request, running
+from tests.engines import collected, ids_of, mixing, random_request, running
 from tests.pairs import alone, near
 from tests.switched import every_kind, running_at_random, switching_of
 
@@ -63,9 +65,9 @@ async def _drawn(engine, count: int) -> tuple[list[tuple[int, ...]], float]:
     return [text for text in found if text is not None], len(steps) * exact.TOKENS / sum(steps)
 
 
-SETTINGS, KINDS = "any setting", "any kind of setting"
+SETTINGS, KINDS, MIXED = "any setting", "any kind of setting", "mixed"
 """Every step with any of the settings that a server chooses from by default, or of any methods, by
-the rule of each."""
+the rule of each; and the former with prompts in the passes of steps."""
 
 
 def engine_of(rule: str):
@@ -84,14 +86,18 @@ def engine_of(rule: str):
 def p_value(rule: str, count: int) -> tuple[float, float]:
     """Of the G-test, and tokens per step; 0 if a text is not allowed."""
     cells = {text: cell for cell, text in enumerate(exact.expected())}
-    with engine_of(rule) as engine:
+    mixed = mixing(PrefillBatch(2, 8, 11)) if rule == MIXED else contextlib.nullcontext(())
+    with mixed as read, engine_of(SETTINGS if rule == MIXED else rule) as engine:
         texts, per_step = asyncio.run(_drawn(engine, count))
+    assert bool(read) == (rule == MIXED)
     found = np.array([cells.get(text, -1) for text in texts])
     assert len(found) == count
     return (0.0 if found.min() < 0 else g_test(found, exact.distributions()).p_value), per_step
 
 
-@pytest.mark.parametrize("rule", ["naive", "multi-step", "block", "traversal", SETTINGS, KINDS])
+@pytest.mark.parametrize(
+    "rule", ["naive", "multi-step", "block", "traversal", SETTINGS, KINDS, MIXED]
+)
 def test_the_distribution_through_an_engine_is_that_of_plain_decoding(rule):
     found, per_step = p_value(rule, DRAWN)
     assert found > LEVEL
@@ -101,7 +107,7 @@ def test_the_distribution_through_an_engine_is_that_of_plain_decoding(rule):
 def main() -> None:
     """Draws as many texts for every rule as the first argument says."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 40_000
-    for rule in (*RULES, SETTINGS, KINDS):
+    for rule in (*RULES, SETTINGS, KINDS, MIXED):
         found, per_step = p_value(rule, count)
         print(
             f"{rule}: p = {found:.4g} of {count} texts, {per_step:.2f} tokens per step", flush=True

@@ -164,7 +164,8 @@ def test_a_draft_with_rows_for_some_tokens_only_changes_no_distribution(folders,
     assert g_test(texts.tokens[:, 0], p).p_value > 1e-6
 
 
-@pytest.mark.parametrize("name", [pytest.param("same", marks=pytest.mark.slow), "padded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["same", "padded"])
 def test_padded_tables_draft_as_well_as_others(folders, name):
     pair = load_pair(str(folders / "target"), str(folders / name), dtype="float32")
     drafter = ExpansionDrafter.of(pair.drafts, (1, 1, 1))
@@ -270,6 +271,11 @@ def test_a_plan_is_near_what_the_compiler_takes():
         (["here", "--mesh", "model=99"], "the mesh needs 99 devices; here has"),
         (["here", "--offload", "disk"], "leave out --offload, --memory."),
         (["here", "--length", "1"], "--length is 1; it must be at least 2."),
+        (["here", "--rows", "3"], "--rows is of a server's steps; add --serve."),
+        (["here", "--settings", "none"], "--settings is of a server's steps; add --serve."),
+        (["here", "--serve", "--rows", "0"], "--rows is 0; it must be at least 1."),
+        (["here", "--serve", "--settings", "tre"], "'tre'"),
+        (["here", "--serve", "--batch", "4"], "--batch is 4, of texts that start together"),
     ],
 )
 def test_what_cannot_be_compiled_for_is_said_in_a_sentence(options, words, capsys, monkeypatch):
@@ -292,6 +298,7 @@ def test_quantized_models_are_not_compiled_ahead(folders, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plain_decoding_is_compiled_once_for_several_drafts(folders, capsys):
     drafts = [str(folders / name) for name in ("other", "same", "small")]
     options = ["--compile-for", "here", "--dtype", "float32", "--json"]
@@ -322,3 +329,33 @@ def test_programs_are_compiled_for_what_is_here_too(folders, capsys):
         "plain", "specexec:15 at temperature 0", "chain:7 at temperature 0.8",
     ]  # fmt: skip
     assert all("weights and arguments" in line for line in lines)
+
+
+SERVED = ("--serve", "--rows", "1", "--length", "40", "--dtype", "float32", "--compile-for", "here")
+
+
+def test_the_steps_of_a_server_are_compiled_for_what_is_here(folders, capsys):
+    names = ["--model", str(folders / "target"), "--draft", str(folders / "same")]
+    assert main(["info", *names, *SERVED, "--settings", "chain:1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows"], report["length"], report["devices"]) == (1, 40, 1)
+    sizes = [(each["setting"], each["rows"], each["columns"]) for each in report["programs"]]
+    assert sizes == [("chain:1", 1, 2), ("none", 1, 1)]
+    chain, plain = report["programs"]
+    assert chain["fits"]
+    assert chain["seconds"] > 0
+    assert chain["aliased_bytes"] == plain["aliased_bytes"] > 0  # the state, given away
+
+
+@pytest.mark.slow
+def test_without_settings_they_are_those_of_the_method_that_auto_takes(folders, capsys):
+    names = ["--model", str(folders / "target"), "--draft", str(folders / "same")]
+    assert main(["info", *names, *SERVED]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title.endswith("each; 1 x 40 tokens")
+    assert [line.split(": ")[0] for line in lines] == ["chain:7, rows 1, columns 8"]
+
+
+def test_steps_of_a_server_need_hardware(capsys):
+    assert main(["info", "--serve"]) == 2
+    assert "name the hardware too, such as --compile-for h100, or here." in capsys.readouterr().err

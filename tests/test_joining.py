@@ -10,7 +10,7 @@ from specjax.draft.plain import PlainDrafter
 from specjax.draft.switching import SwitchingDrafter
 from specjax.engine import engine as engines
 from specjax.engine import joining, measuring
-from specjax.engine.device import Device, Plan
+from specjax.engine.device import Device, Measured, Plan
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request
 from specjax.goodput.costs import Cost
@@ -132,10 +132,36 @@ def test_rows_are_measured_again_where_a_request_came_between(target, monkeypatc
     assert forgotten == ["rows", 0, "rows"]
 
 
+def test_what_came_while_no_request_was_there_joins_though_some_come(target, monkeypatch):
+    """They leave no time to measure it from the beginning to the end."""
+    monkeypatch.setattr(joining, "PATIENCE_SECONDS", 0.0)
+    engine = an_engine(target, monkeypatch)
+    device, joined = engine._make_device(), []
+    device.step_costs = {StepShape("none", 1, 1): Cost(0.01)}
+    monkeypatch.setattr(measuring, "part", lambda *_: (None for _ in range(3)))
+    monkeypatch.setattr(measuring, "chunks", lambda *_: (None for _ in range(3)))
+    plan = Plan((StepShape("chain:2", 1, 4),), (16,), 16, (), 128, True)
+    own = joining.Joining(
+        device, plan, [joining.Part("chain:2", plan)], None, joined.append, lambda: None,
+        lambda: None, lambda: None, lambda _: None,
+    )  # fmt: skip
+    own._compile(1, lambda _: None)
+    own.turn(True)
+    assert own.compiling == ["chain:2"]
+    own.turn(False)
+    assert own.compiling == []
+    assert [found.step_costs for found in joined] == [{plan.steps[0]: Cost(0.01)}]
+
+
 def test_what_may_be_hoped_of_a_program_is_what_off_takes():
     plain = {StepShape("none", 1, 1): Cost(0.01), StepShape("none", 8, 8): Cost(0.03, 1e-6)}
     shapes = [StepShape("chain:3", rows, 4 * rows) for rows in (1, 2, 8)]
-    plan = Plan(shapes, (16,), 16, ((1, 16), (1, 64), (8, 16)), 512, True)
-    found = measuring.assumed(plan, plain)
+    plan = Plan(
+        shapes, (16,), 16, ((1, 16), (1, 64), (8, 16)), 512, True, mixed_steps=shapes[-1:]
+    )  # fmt: skip
+    known = Measured({}, plain, {}, mixed_seconds={StepShape("none", 8, 8): 0.002})
+    found = measuring.assumed(plan, known)
+    assert found.mixed_seconds == {shapes[-1]: 0.002}
+    assert measuring.assumed(plan, Measured({}, plain, {})).mixed_seconds == {}
     assert [found.step_costs[shape].seconds for shape in shapes] == [0.01, 0.03, 0.03]
     assert found.catch_up_seconds == {16: 0.01, 64: 0.01}

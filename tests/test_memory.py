@@ -19,21 +19,18 @@ QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "cha
 
 @pytest.mark.parametrize("name", slow_but(QUICK, "plain", "prefill in bfloat16"))
 def test_a_plan_is_what_the_program_takes_or_a_quarter_more(name):
-    planned, compiled, tables = found(CASES[name])
-    assert compiled <= planned
-    assert planned - tables <= 1.25 * compiled  # with what tests are compiled with, none is copied
+    planned, compiled = found(CASES[name])
+    assert compiled <= planned <= 1.25 * compiled
 
 
-def test_a_streamed_models_plan_counts_its_process_and_no_copied_embedding():
+def test_a_streamed_models_plan_counts_its_process():
     placed, kind = placement(LLAMA_8B, None), jnp.dtype("bfloat16")
     whole, streamed = (
         memory.plan(memory.Load(placed, kind, held=10**9, streamed=each), [], 1, 64, 128, 16)
         for each in (False, True)
     )
     assert (whole.process, streamed.process) == (0, memory.STREAMED_PROCESS)
-    assert whole.tables == 2 * LLAMA_8B.vocab_size * LLAMA_8B.hidden_size
-    assert streamed.tables == 0
-    assert streamed.total == whole.total - whole.tables + memory.STREAMED_PROCESS
+    assert streamed.total == whole.total + memory.STREAMED_PROCESS
 
 
 def test_hidden_states_that_drafts_see_are_planned_for():

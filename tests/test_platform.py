@@ -16,6 +16,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.models import layers
 from specjax.models.kv_cache import cache_dtype
 from specjax.trees.construction import DISTINCT, DRAWN
+from tests.cases import slow_but
 from tests.pairs import KEY, NEW, PROMPTS, generate, near, varied_model
 
 KINDS = {
@@ -72,7 +73,7 @@ def test_what_is_known_of_rows_changes_no_distribution(kind, known):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2)])
+@pytest.mark.parametrize("widths", slow_but([(1, 1, 1), (3, 2)], (3, 2)))
 def test_what_is_known_of_rows_changes_no_text(kind, widths, target, known):
     drafter = ExpansionDrafter.of([near(target, 1)], widths)
     found = generate(target, drafter, sampling=KINDS[kind])
@@ -108,7 +109,11 @@ def test_where_nothing_is_known_branches_are(target):
 
 @pytest.mark.parametrize(
     ("drafts", "widths", "verify"),
-    [(2, (1, 1, 1), "multi-step"), (1, (2, 1, 1), "naive"), (1, (2, 2), "recursive")],
+    [
+        pytest.param(2, (1, 1, 1), "multi-step", marks=pytest.mark.slow),
+        (1, (2, 1, 1), "naive"),
+        pytest.param(1, (2, 2), "recursive", marks=pytest.mark.slow),
+    ],
 )
 def test_loops_of_a_static_length_change_no_text(drafts, widths, verify, target):
     pool = [near(target, number) for number in range(drafts)]

@@ -259,6 +259,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 def test_activations_in_8_bits_keep_the_distribution(monkeypatch):
     """That of the model that multiplies them."""
     whole = target()

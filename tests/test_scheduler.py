@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from specjax.base.prefix import common_prefix
 from specjax.engine.request import QueueFullError, Request, RequestError
-from specjax.engine.scheduler import Scheduler
+from specjax.engine.scheduler import Row, Scheduler
 from specjax.engine.sequence import Sequence
-from specjax.goodput.chunks import fastest
+from specjax.goodput.bursts import BURST
+from specjax.goodput.chunks import PrefillBatch, fastest, mixing_pays
 
 COSTS = {16: (0.01, 1e-5), 64: (0.02, 0.0), 256: (0.06, 0.0)}
 
@@ -122,6 +123,116 @@ def test_chunks_take_little_longer_than_a_step_while_a_row_decodes():
     assert at.rows[1].decoding
 
 
+def test_prompts_are_read_together_where_that_takes_less():
+    batch = PrefillBatch(3, 32, 80)
+
+    def of(*sequences: Sequence, seconds: float = 0.02, step: float = 0.01) -> list[int]:
+        at = Scheduler(5)
+        at.add(*sequences)
+        while at.admit():
+            pass
+        chunks = at.together(COSTS, batch, seconds, step)
+        assert all(chunk.size == 32 for chunk in chunks)
+        return [len(chunk.tokens) for chunk in chunks]
+
+    three = [sequence(*text(50, 1000 * n)) for n in range(3)]
+    assert of(*three) == [32, 32, 16]
+    assert of(*(sequence(*text(50, 1000 * n)) for n in range(4))) == [32, 32, 16]
+    assert of(*(sequence(*text(20, 1000 * n)) for n in range(5))) == [19, 19, 19]
+    assert of(three[0]) == []
+    assert of(*(sequence(*text(33, 1000 * n)) for n in range(2)), seconds=0.04) == []
+    # Long prompts take less in the largest chunks.
+    assert of(*(sequence(*text(2561, 10_000 * n)) for n in range(3))) == []
+    # Who begins as another does, or wants log probabilities, has a turn of its own.
+    assert of(sequence(*text(50)), sequence(*text(50), 7), sequence(*text(50, 1000))) == [32, 32]
+    scored = sequence(*text(50, 2000), prompt_logprobs=1)
+    assert of(scored, *(sequence(*text(50, 1000 * n)) for n in range(2))) == []
+    # A row that decodes waits no longer than 1.4 steps take.
+    again = [sequence(*text(33, 1000 * n)) for n in range(2)]
+    assert of(sequence(1), *again, seconds=0.013, step=0.01) == [32, 32]
+    again = [sequence(*text(33, 1000 * n)) for n in range(2)]
+    assert of(sequence(1), *again, seconds=0.015, step=0.01) == []
+
+
+def test_steps_read_prompts_until_one_is_whole():
+    def of(batch: PrefillBatch, steps: int, *sequences: Sequence) -> list[list[int]]:
+        at = Scheduler(5)
+        at.add(sequence(1), *sequences)
+        while at.admit():
+            pass
+        held = [len(row.tokens) for row in at.rows]
+        found = at.beside(batch, steps)
+        assert [len(row.tokens) for row in at.rows] == held, "nothing is read yet"
+        for step in found:
+            for chunk in step:
+                assert chunk.tokens == at_prompt(chunk)
+                at.read(chunk)
+        return [[len(chunk.tokens) for chunk in step] for step in found]
+
+    def at_prompt(chunk) -> list[int]:
+        prompt = chunk.row.sequence.request.prompt
+        return list(prompt[chunk.start : chunk.start + len(chunk.tokens)])
+
+    def texts(*lengths: int) -> list[Sequence]:
+        return [sequence(*text(length, 1000 * n)) for n, length in enumerate(lengths)]
+
+    one, two = PrefillBatch(1, 16, 16), PrefillBatch(2, 16, 24)
+    assert of(one, 8, *texts(51)) == [[16], [16], [16], [2]]
+    assert of(one, 2, *texts(51)) == [[16], [16]]
+    assert of(one, 8, *texts(34, 20)) == [[16], [16], [1]], "the next one waits for its turn"
+    assert of(two, 8, *texts(51, 23)) == [[16, 8], [16, 8], [16, 6]]
+    assert of(two, 8, *texts(20, 100, 100)) == [[16, 8], [3, 16]]
+    assert of(two, 8) == []
+    # Who begins as another does, or wants log probabilities, has a turn of its own.
+    assert of(two, 1, *texts(30), sequence(*text(30), 7)) == [[16]]
+    assert of(two, 1, sequence(*text(30), prompt_logprobs=1), *texts(30)) == []
+
+
+def test_whether_steps_read_prompts_depends_on_the_next_one():
+    at = Scheduler(2)
+    batch = PrefillBatch(1, 16, 16)
+    assert not at.mixes(COSTS, batch, 0.005, 0.01), "there is none"
+    at.add(sequence(1), sequence(*text(50)))
+    while at.admit():
+        pass
+    assert at.mixes(COSTS, batch, 0.005, 0.01)
+    assert not at.mixes(COSTS, batch, 0.02, 0.01), "chunks take less"
+    at.free(at.rows[0])
+    assert not at.mixes(COSTS, batch, 0.005, 0.01), "nobody decodes"
+    scored = Scheduler(2)
+    scored.add(sequence(1), sequence(*text(50), prompt_logprobs=1))
+    while scored.admit():
+        pass
+    assert not scored.mixes(COSTS, batch, 0.005, 0.01)
+
+
+def test_a_burst_that_reads_prompts_has_several_steps():
+    at = Scheduler(2)
+    at.add(sequence(1, max_new_tokens=50), sequence(*text(60)))
+    at.admit()
+    at.admit()
+    assert at.burst(0.001, mixed=True) == 1, "its first token is due"
+    at.rows[0].sequence.first_token = 1.0
+    assert at.burst(0.001) == 1
+    assert at.burst(0.001, mixed=True) == BURST
+
+
+@pytest.mark.parametrize(
+    ("mixed", "chunk", "step", "pays"),
+    [
+        ((16, 0.0079), (8, 0.009), 0.0096, True),  # waits for weights: 100M on two cores
+        ((16, 0.0038), (8, 0.002), 0.0023, False),  # computes all the time
+        ((16, 0.0141), (32, 0.0178), 0.0434, False),  # cheaper, but a prompt takes longer
+        ((256, 0.0009), (512, 0.0093), 0.0074, True),  # 8B on an H100
+        ((1, 0.0079), (1, 0.009), 0.0096, True),
+        ((1, 0.0089), (1, 0.009), 0.0096, False),
+        ((256, 0.040), (8, 0.005), 0.007, False),  # rows that decode would wait too long
+    ],
+)
+def test_steps_read_prompts_where_that_takes_less(mixed, chunk, step, pays):
+    assert mixing_pays(mixed, chunk, step) == pays
+
+
 def test_what_a_row_holds_makes_its_chunks_smaller():
     costs = {8: (0.01, 1e-5), 16: (0.012, 2e-5)}
     at = Scheduler(2)
@@ -180,16 +291,16 @@ def test_the_draft_lacks_what_was_given_without_it():
     at.add(sequence(*text(40)))
     row = at.admit().row
     read_all(at)
-    assert (row.lag(1), row.drafted, row.current) == (40, 0, False)
+    assert (row.lag, row.drafted, row.current) == (40, 0, False)
     row.current = True  # a step that runs the draft was handed over
-    assert row.lag(4) == 0
+    assert row.lag == 0
     row.current, row.drafted = False, 40  # then one that does not
-    at.step(1)
-    at.step(1)
-    assert row.lag(4) == 8
-    at.postprocess(row, [1, 2])
-    at.postprocess(row, [3])
-    assert row.lag(4) == 3
+    at.step(1, window=4)
+    at.step(1, window=4)
+    assert row.lag == 8
+    at.postprocess(row, [1, 2], window=4)
+    at.postprocess(row, [3], window=4)
+    assert row.lag == 3
     at.add(sequence(*text(30), 99))
     other = at.admit()
     assert (other.source, other.common, other.row.drafted) == (row.number, 30, 29)
@@ -197,6 +308,55 @@ def test_the_draft_lacks_what_was_given_without_it():
     at.free(other.row)
     at.add(sequence(*text(40), 1, 2, 3, 77))
     assert at.admit().row.drafted == 42
+
+
+def test_a_burst_has_as_many_steps_as_there_is_time_for_and_as_its_rows_need():
+    at = Scheduler(3)
+    at.add(sequence(1, max_new_tokens=20))
+    row = at.admit().row
+    assert at.burst(0.001) == 1  # its first token is due
+    at.step(1)
+    assert at.burst(0.001) == 16
+    assert at.burst(0.001, 4) == 4
+    assert at.burst(0.009) == 2
+    assert at.burst(0.03) == 1
+    row.sequence.first_token = 1.0
+    row.sequence.statistics.count_step(4, 7, 0)
+    at.postprocess(row, [5, 6, 7, 8])
+    assert at.burst(0.001) == 4  # of four tokens each, as the first
+    at.step(1, 3)
+    assert at.burst(0.001) == 1
+    at.add(sequence(*text(20)))
+    at.admit()
+    assert at.burst(0.0001) == 1  # a prompt is read
+    at.postprocess(row, [9], 3, 1, 1)
+    assert (row.sequence.in_flight, row.sequence.left) == (0, 15)
+
+
+def test_a_burst_is_a_small_part_of_what_may_end_at_any_time():
+    """Unless it is alone: then a burst ends with it."""
+    at = Scheduler(2)
+
+    def begun(**options) -> Row:
+        at.add(sequence(1, max_new_tokens=500, **options))
+        row = at.admit().row
+        row.sequence.first_token = 1.0
+        return row
+
+    row = begun()
+    assert at.burst(0.001) == 16
+    begun()
+    assert at.burst(0.001) == 8  # of the 128 steps that are believed at first
+    for _ in range(30):
+        for _ in range(32):
+            row.sequence.statistics.count_step(1, 0, 0)
+        at.free(row)
+        row = begun()
+    assert at.burst(0.001) == 2
+    for row in at.rows:
+        at.free(row)
+        begun(ignore_eos=True)
+    assert at.burst(0.001) == 16
 
 
 def test_a_row_takes_no_step_that_cannot_give_it_a_token():

@@ -90,7 +90,8 @@ def test_families_draft_for_themselves(case):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("method", ["chain", pytest.param("specexec", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["chain", "specexec"])
 def test_texts_are_the_targets_and_most_drafts_are_accepted(method, folder, offloaded):
     pair = load_pair(str(folder), "self:4bit", dtype="float32", offload="disk", memory=offloaded)
     assert pair.target.is_offloaded

@@ -316,7 +316,7 @@ def test_a_signal_while_settings_are_compiled():
 
 @pytest.mark.parametrize(
     "script",
-    [{"start_error": "scripted trouble."}, {"replies": [LETTERS], "dies_after": 0.3}],
+    [{"start_error": "scripted trouble."}, {"replies": [LETTERS], "dies_after": 1.0}],
 )
 def test_an_engine_that_fails_ends_the_process(script):
     with process(script) as (server, url):

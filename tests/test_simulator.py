@@ -1,7 +1,8 @@
 """The controller over simulated loads: what it must never lose, and what it must gain. No jax."""
 
+import dataclasses
+import functools
 import itertools
-import json
 import math
 import random
 import subprocess
@@ -11,8 +12,10 @@ from statistics import fmean
 
 import pytest
 
+from benchmarks.simulation.__main__ import FEW, FEW_WRONG, checked
 from benchmarks.simulation.cases import EIGHT, MACHINE, RATE, ROWS, WRONG, random_case, shapes
 from benchmarks.simulation.machines import (
+    grown_8b_on_h100,
     llama_8b_on_h100,
     llama_8b_on_v5e,
     measured,
@@ -35,7 +38,9 @@ from benchmarks.simulation.workload import (
     constant,
     usual,
 )
-from specjax.goodput.policy import PLAIN, Policy, StepShape
+from specjax.engine import scheduler
+from specjax.goodput.policy import PLAIN, FixedPolicy, Policy, StepShape
+from tests.cases import slow_but
 
 
 def auto(load: Sequence[Arrival], world: World, rows: int = ROWS, seed: int = 0) -> Result:
@@ -72,6 +77,44 @@ def test_every_request_is_given_its_tokens(place):
         assert each.latency >= fastest * math.ceil(each.of.tokens / 17)
 
 
+@pytest.mark.parametrize(
+    ("columns", "milliseconds"),
+    [(8, 7.36), (16, 7.42), (32, 7.39), (48, 7.64), (64, 7.53), (96, 7.74), (128, 7.81),
+     (192, 7.90), (256, 8.32)],
+)  # fmt: skip
+def test_steps_on_an_h100_take_what_was_measured_there(columns, milliseconds):
+    machine = grown_8b_on_h100(SETTINGS)
+    seconds = machine.step(StepShape("chain:7", 32, columns)).seconds
+    assert 1000 * seconds == pytest.approx(milliseconds, rel=0.03)
+    assert 6.4 <= 1000 * machine.step(StepShape(PLAIN, 32, 32)).seconds <= 6.7
+
+
+def test_where_prompts_are_read_together_more_is_served():
+    """On an accelerator, where a pass over four prompts takes little longer than over one, and one
+    that decodes little longer with prompts in it."""
+    machine = grown_8b_on_h100(SETTINGS)
+    load, found = at_once(200, 1, Kinds((32, 200), (32, 128), (0.0,))), []
+    apart = dataclasses.replace(machine, mixed=None)
+    for own in (machine, apart, dataclasses.replace(apart, batch=None)):
+        policy = FixedPolicy(SETTINGS[0], 32, row_factor=None)
+        found.append(simulate(policy, load, World(own), 32))
+        assert sorted(each.of for each in found[-1].served) == sorted(load)
+    mixed, together, alone = (each.throughput for each in found)
+    assert mixed > 1.1 * together
+    assert together > 1.02 * alone
+
+
+def test_where_many_rows_wait_prompts_are_read_between_steps_as_well(monkeypatch):
+    machine = grown_8b_on_h100(SETTINGS)
+    load, found = at_once(2000, 1, Kinds((32, 200), (32, 128), (0.0,))), []
+    chain = next(each for each in SETTINGS if each.name == "chain:7")
+    for most in (0.25, math.inf):
+        monkeypatch.setattr(scheduler, "_WAITING", most)
+        policy = FixedPolicy(chain, 256, row_factor=None)
+        found.append(simulate(policy, load, World(machine), 256).throughput)
+    assert found[0] > 1.1 * found[1]
+
+
 def test_a_seed_gives_the_same_result_again():
     load = at_once(16, 1, Kinds(temperatures=(0.0, 0.8)))
     one, same, other = (auto(load, World(MACHINE), seed=seed) for seed in (1, 1, 2))
@@ -95,16 +138,16 @@ def test_a_fixed_setting_gives_what_its_costs_and_hazards_say(name):
     )
 
 
-@pytest.fixture(scope="module")
-def ratios() -> dict[str, float]:
-    """What `benchmarks.simulation checks` found, in a process without run-time checks of types."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.simulation", "checks"], check=True, capture_output=True
-    )
-    return json.loads(done.stdout)
+_checked = functools.cache(checked)
 
 
-@pytest.mark.parametrize("name", [*shapes(), *EIGHT])
+@pytest.fixture
+def ratios(request) -> dict[str, float]:
+    """Of a quick test with few loads; all of them take a minute and a half."""
+    return _checked(few=request.node.get_closest_marker("slow") is None)
+
+
+@pytest.mark.parametrize("name", slow_but([*shapes(), *EIGHT], *FEW))
 def test_the_controller_is_as_good_as_the_best_fixed_setting_in_hindsight(name, ratios):
     """On average over runs: one depends on how easy its one or two hundred texts happen to be."""
     assert ratios[name] >= 0.95  # the regret that is allowed
@@ -112,7 +155,7 @@ def test_the_controller_is_as_good_as_the_best_fixed_setting_in_hindsight(name, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", list(WRONG))
+@pytest.mark.parametrize("name", slow_but(WRONG, *FEW_WRONG))
 def test_what_is_believed_wrongly_costs_less_than_a_twentieth_of_off(name, temperature, ratios):
     assert ratios[f"{name}, T = {temperature}"] >= 0.95
 

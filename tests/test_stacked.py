@@ -13,10 +13,13 @@ from specjax.decoding.request import prepare
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
+from specjax.engine.request import Request
+from specjax.goodput.chunks import PrefillBatch
 from specjax.models.inflate import inflate
 from specjax.models.quantized import PackedWeight, packed
 from specjax.models.stacking import stacked, unstacked
-from tests.engines import alone, ids_of, random_request, running, served
+from tests.cases import slow_among
+from tests.engines import alone, ids_of, mixing, random_request, running, served
 from tests.pairs import KEY, PROMPTS, forward, generate, near, varied_model
 from tests.test_parity import GOLDEN
 
@@ -43,7 +46,9 @@ def same_leaves(found, expected):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("method", ["none", "chain", "pool", "specexec"])
+@pytest.mark.parametrize(
+    "method", slow_among(["none", "chain", "pool", "specexec"], "pool", "chain")
+)
 def test_texts_are_those_of_layers_one_after_the_other(method, temperature, target):
     drafter, whole = drafter_of(target, method), stacked(target)
     assert whole.is_stacked
@@ -107,12 +112,21 @@ def test_layers_with_different_windows_stay_as_they_are():
     assert not stacked(model).is_stacked
 
 
+@pytest.mark.slow
 def test_an_engine_serves_it(target):
+    """Also what it holds of another's prompt, and reads beside others."""
     drawn = np.random.default_rng(0)
     requests = [random_request(drawn, target.config.vocab_size, most=12) for _ in range(6)]
+    prompt = drawn.integers(0, target.config.vocab_size, 40).tolist()
+    requests += [Request(prompt=[*prompt, at], max_new_tokens=9) for at in range(3)]
     whole, drafter = stacked(target), drafter_of(target, "chain")
-    with running(whole, drafter, rows=2, max_model_len=64) as engine:
+    with (
+        mixing(PrefillBatch(1, 8, 8)) as read,
+        running(whole, drafter, rows=2, max_model_len=64) as engine,
+    ):
         found = list(map(ids_of, served(engine, requests)))
+        assert engine.statistics().cached_tokens >= 40
+    assert read
     assert found == alone(target, requests)
 
 

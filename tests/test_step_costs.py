@@ -23,11 +23,15 @@ from tests.folders import own_cache
 __all__ = ["own_cache"]
 ROOT = Path(__file__).parent.parent
 STEPS = (StepShape("none", 1, 1), StepShape("chain:3", 1, 4))
-PLAN = Plan(STEPS, (16, 64), 16, ((1, 16), (1, 64), (4, 16)), 512, True)
+PLAN = Plan(
+    STEPS, (16, 64), 16, ((1, 16), (1, 64), (4, 16)), 512, True, mixed_steps=STEPS[1:]
+)  # fmt: skip
 FOUND = Measured(
     {16: (0.01, 1e-6), 64: (0.03, 2e-6)},
     {STEPS[0]: Cost(0.01, 1e-6), STEPS[1]: Cost(0.02)},
     {16: 0.001, 64: 0.004},
+    0.02,
+    {STEPS[0]: 0.0, STEPS[1]: 0.003},
 )
 
 
@@ -39,7 +43,9 @@ def file() -> Path:
 
 def check_recalled(found: Measured | None) -> None:
     assert found is not None
-    for known, wanted in zip(found, FOUND, strict=True):
+    assert found.batch_seconds == pytest.approx(FOUND.batch_seconds)
+    assert found.mixed_seconds == {STEPS[1]: 0.003}
+    for known, wanted in zip(found[:3], FOUND[:3], strict=True):
         assert known.keys() == wanted.keys()
         for key, value in wanted.items():
             assert known[key] == pytest.approx(value)
@@ -58,6 +64,7 @@ def test_what_is_remembered_is_recalled():
         PLAN._replace(steps=(*STEPS, StepShape("chain:3", 2, 8))),
         PLAN._replace(chunks=(16, 256)),
         PLAN._replace(catch_ups=((1, 16), (1, 256))),
+        PLAN._replace(mixed_steps=(StepShape("chain:3", 2, 8),)),
     ],
 )
 def test_costs_of_a_plan_are_not_those_of_one_with_more_programs(other):
@@ -67,10 +74,12 @@ def test_costs_of_a_plan_are_not_those_of_one_with_more_programs(other):
 
 def test_of_more_programs_those_of_the_plan_are_recalled():
     remember("engine", FOUND)
-    found = recall("engine", PLAN._replace(steps=STEPS[:1], chunks=(16,), catch_ups=((4, 16),)))
+    fewer = PLAN._replace(steps=STEPS[:1], chunks=(16,), catch_ups=((4, 16),), mixed_steps=())
+    found = recall("engine", fewer)
     assert found is not None
     assert (set(found.step_costs), set(found.chunk_seconds)) == ({STEPS[0]}, {16})
     assert not found.catch_up_seconds
+    assert not found.mixed_seconds
 
 
 def test_every_engine_has_its_own_name():
@@ -101,7 +110,8 @@ def test_the_last_engines_are_kept():
 KNOWN = {
     "date": "2026-11-24", "chunks": [[16, 0.01, 0.0], [64, 0.03, 0.0]],
     "steps": [["none", 1, 1, 0.01, 0.0], ["chain:3", 1, 4, 0.02, 0.0]],
-    "catch_ups": [[16, 0.001], [64, 0.004]],
+    "catch_ups": [[16, 0.001], [64, 0.004]], "batch": 0.02,
+    "mixed": [["none", 1, 1, 0.0], ["chain:3", 1, 4, 0.003]],
 }  # fmt: skip
 STEP = KNOWN["steps"][1]
 
@@ -132,10 +142,15 @@ def nested(depth: int) -> str:
         json.dumps({"engine": KNOWN | {"more": 1}}),
         json.dumps({"engine": KNOWN | {"more": []}}).replace("[]", "[" * 600 + "]" * 600),
         *(json.dumps({"engine": without(key)}) for key in KNOWN),
-        *(json.dumps({"engine": KNOWN | {key: 1}}) for key in KNOWN),
+        *(json.dumps({"engine": KNOWN | {key: 1}}) for key in KNOWN if key != "batch"),
+        *(json.dumps({"engine": KNOWN | {"batch": own}}) for own in (0, -1.0, math.nan, True, "1")),
         *(json.dumps({"engine": KNOWN | {key: [1, None, "a", {}]}}) for key in KNOWN),
         json.dumps({"engine": KNOWN | {"catch_ups": [*KNOWN["catch_ups"], ["x", 0.1]]}}),
         json.dumps({"engine": KNOWN | {"chunks": [*KNOWN["chunks"], [256, 0.1]]}}),
+        *(
+            json.dumps({"engine": KNOWN | {"mixed": [*KNOWN["mixed"], entry]}})
+            for entry in (["none", 2, 2], ["none", 2, 2, -1.0], [2, 2, 2, 0.1], ["none", 2, 2, "1"])
+        ),
         *(
             json.dumps({"engine": of_steps(*entry)})
             for entry in (

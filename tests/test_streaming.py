@@ -171,6 +171,7 @@ def test_layers_of_the_hosts_memory_move_ahead_and_round(folder, in_host_memory)
     assert not model.source._moving
 
 
+@pytest.mark.slow
 def test_quantized_layers_wait_in_the_hosts_memory(folder, tmp_path, in_host_memory):
     quantize_folder(find(folder), tmp_path / "packed", 4, group=8)
     model = streamed(tmp_path / "packed", 1, offload="host")
@@ -182,7 +183,7 @@ def test_quantized_layers_wait_in_the_hosts_memory(folder, tmp_path, in_host_mem
 
 @pytest.mark.parametrize(
     "case",
-    slow_but(["gemma3", "phi3_short", "neox", "gpt2", "qwen2_windows", "opt"], "gemma3", "neox"),
+    slow_but(["gemma3", "phi3_short", "neox", "gpt2", "qwen2_windows", "opt"], "gemma3"),
 )
 def test_families_stream(case):
     whole = load_model(GOLDEN / case)
@@ -192,7 +193,10 @@ def test_families_stream(case):
     np.testing.assert_array_equal(found.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("layout", ["words of 4 bits", "gptq 4 bits", "blocks of fp8", "nf4"])
+@pytest.mark.parametrize(
+    "layout",
+    slow_but(["words of 4 bits", "gptq 4 bits", "blocks of fp8", "nf4"], "gptq 4 bits"),
+)
 def test_quantized_layers_stream(layout, folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     rewrite(copy, layout)
@@ -200,6 +204,7 @@ def test_quantized_layers_stream(layout, folder, tmp_path):
     np.testing.assert_array_equal(found.tokens, generate(load_model(copy), None).tokens)
 
 
+@pytest.mark.slow
 def test_a_sharded_bfloat16_folder_streams_in_its_own_dtype(target, tmp_path, monkeypatch):
     save_model(target, tmp_path / "model", dtype="bfloat16")
     monkeypatch.setattr("specjax.checkpoints.writing._SHARD", 20_000)
@@ -479,6 +484,7 @@ print("done")
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_layers_are_read(folder):
     ran = subprocess.run(
         [sys.executable, "-c", _ENDING, str(folder), str(room_for(folder, 0))],
@@ -515,6 +521,7 @@ def test_the_certificate_holds_for_a_streamed_quantized_target(with_tokenizer, t
     assert found["quantization"].startswith("int8")
 
 
+@pytest.mark.slow
 def test_bench_measures_what_is_streamed(with_tokenizer, tmp_path, capsys):
     flags = [
         "--model",
@@ -575,11 +582,12 @@ def test_auto_takes_the_budget_of_the_link(folder, target, monkeypatch):
     np.testing.assert_array_equal(generate(model, drafter).tokens, expected.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("resident", "methods", "temperatures"),
     [
         (1, "specexec", (0.0,)),
-        pytest.param(EVERYTHING, "specexec,chain", (0.0, 0.8), marks=pytest.mark.slow),
+        (EVERYTHING, "specexec,chain", (0.0, 0.8)),
     ],
 )
 def test_tune_chooses_for_what_is_streamed(

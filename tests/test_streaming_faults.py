@@ -100,7 +100,10 @@ def started(command, **env):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("number", "said"), [(5, "Input/output error"), (110, "timed out")])
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(5, "Input/output error"), pytest.param(110, "timed out", marks=pytest.mark.slow)],
+)
 def test_a_disk_that_fails_in_the_middle_is_said(number, said, command, failing):
     code, out, error = ended(
         started(command, LD_PRELOAD=str(failing), FAIL_AFTER=str(READS), FAIL_WITH=str(number))

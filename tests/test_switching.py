@@ -1,6 +1,7 @@
 """Settings over one state: whichever a step takes, texts are distributed as the target's."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import Request
 from specjax.engine.speculation import Speculation
 from specjax.goodput.controller import Controller
+from specjax.goodput.policy import Decision, StepShape
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.tree import NO_PARENT, chosen, root_only
@@ -47,9 +49,10 @@ def engine(target):
 
 def test_texts_are_those_of_plain_decoding_whatever_each_step_drafts_with(engine, target):
     drawn = np.random.default_rng(1)
-    requests = [random_request(drawn, VOCABULARY, 40) for _ in range(48)]
+    requests = [random_request(drawn, VOCABULARY, 40) for _ in range(64)]
     texts = plain_texts(target, requests)
-    groups = [range(32), *([at] for at in range(32, 48))]  # many at once, then one by one
+    pairs = (range(at, at + 2) for at in range(32, 48, 2))
+    groups = [range(32), *pairs, *([at] for at in range(48, 64))]  # many, then few at once
     for group in groups:
         found = served(engine, [requests[at] for at in group])
         for at, events in zip(group, found, strict=True):
@@ -78,6 +81,7 @@ def test_texts_are_those_of_plain_decoding_whatever_method_each_step_drafts_with
     assert found == plain_texts(target, requests)
 
 
+@pytest.mark.slow
 def test_states_of_their_own_follow_what_other_settings_committed(target):
     """Then they are as if their drafters had read the text."""
     switch = every_kind(near(target, 1), near(target, 2))
@@ -158,6 +162,31 @@ def test_a_chain_is_as_good_after_steps_that_left_the_draft_behind(engine, targe
 
 def texts_of(rows: int, length: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(5).integers(0, VOCABULARY, (rows, length)), jnp.int32)
+
+
+def test_at_the_end_of_its_cache_a_draft_reads_what_it_lacks():
+    """It begins earlier there, with tokens that it has read; a longer cache gives the same."""
+    draft = varied_model()
+    switch = switching_of(draft).of_setting("chain:1")
+    text, start, slots = texts_of(2, 16), jnp.asarray([9, 12], jnp.int32), 16
+    own = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (4,)))(text, start)
+    made, found = jnp.asarray([4, 2], jnp.int32), []
+    for room in (slots, 2 * slots):
+        state = switch.init(text, start, room, switch.wants.zeros((2, 16), 1))
+        behind = switch.of_setting("none")
+        step = replace(given(own, made, jnp.full((2, 4), 0.5)), seen=switch.wants.zeros((2, 1), 1))
+        keys, sampling = jax.random.split(jax.random.key(0), 2), Sampling(1.0).rows(2)
+        _, within = behind.propose(keys, start, state, text[:, 0], sampling)
+        state, chances = behind.commit(within, step), []
+        for _ in range(3):  # before the last time 12 tokens are read
+            state, chance = switch.catch_up(state, sampling, 6)
+            chances.append(chance)
+        np.testing.assert_array_equal(state.held.cache.length, start + made)
+        read = [key[..., : slots - 3] for key in state.held.cache.keys]
+        known = [own[own >= 0] for own in jnp.concatenate(chances, axis=1)]
+        assert [len(own) for own in known] == made.tolist()
+        found.append((read, state.held.logits, known))
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-4), *found)
 
 
 def given(tokens: jax.Array, count: jax.Array, probs: jax.Array | None) -> Step:
@@ -264,7 +293,12 @@ def trees(drawn, rows: int, slots: int):
     numbers = [jnp.asarray(x, jnp.int32) for x in (drawn.integers(0, 9, (rows, slots)), parents,
                                                    depth)]  # fmt: skip
     chance = jnp.asarray(drawn.random((rows, slots)), jnp.float32)
-    return chosen(*numbers, jnp.asarray(valid), numbers[2] * 0, chance, 9)
+    return _chosen(*numbers, jnp.asarray(valid), numbers[2] * 0, chance, 9)
+
+
+_chosen = jax.jit(chosen, static_argnums=6)
+_log_acceptance = jax.jit(log_acceptance)
+_likeliest = jax.jit(likeliest, static_argnums=3)
 
 
 def test_the_likeliest_nodes_of_all_rows_are_kept_and_are_trees():
@@ -275,8 +309,8 @@ def test_the_likeliest_nodes_of_all_rows_are_kept_and_are_trees():
         done = drawn.random(rows) < 0.2
         exists = np.asarray(tree.valid) & ~done[:, None]
         width = int(drawn.integers(max((~done).sum(), 1), rows * slots + 1))
-        score = log_acceptance(tree, jnp.full(rows, 0.3), jnp.full(rows, 0.8))
-        kept = np.asarray(likeliest(tree, jnp.asarray(exists), score, width).valid)
+        score = _log_acceptance(tree, *(np.full(rows, x, np.float32) for x in (0.3, 0.8)))
+        kept = np.asarray(_likeliest(tree, jnp.asarray(exists), score, width).valid)
         assert (kept & exists).sum() == min(width, exists.sum())
         assert not (kept & ~np.asarray(tree.valid)).any()
         for row, node in zip(*np.nonzero(kept & exists), strict=True):
@@ -345,9 +379,31 @@ def test_settings_that_no_step_has_columns_for_are_named(target, caplog, rows, n
     draft = near(target, 1)
     tree = BestFirstDrafter(draft, jnp.ones(2), Growth(budget=15, beams=2, width=2))
     settings = {"none": PlainDrafter(VOCABULARY), "chain:3": alone(draft, (1, 1, 1))}
-    Speculation(SwitchingDrafter.of(settings | {"specexec:15": tree}), rows, False, 64)
+    made = Speculation(SwitchingDrafter.of(settings | {"specexec:15": tree}), rows, None, 64)
+    for name in ("none", "chain:3", "specexec:15"):  # such a setting reads no prompts in its steps
+        shape = made.mixed_shape(Decision(StepShape(name, rows, 1), ()))
+        assert (shape is None) == (name in made.settings_without_columns)
+    assert bool(made.settings_without_columns) == (named is not None)
     assert (named is None) == (caplog.text == "")
     assert (named or "") in caplog.text
+
+
+@pytest.mark.parametrize(("rows", "on_a_cpu", "elsewhere"), [(8, 64, 64), (32, None, 256)])
+def test_columns_are_bounded_where_each_of_them_costs(
+    target, monkeypatch, rows, on_a_cpu, elsewhere
+):
+    chain = alone(near(target, 1), (1,) * 7)
+    drafter = SwitchingDrafter.of({"none": PlainDrafter(VOCABULARY), "chain:7": chain})
+    for kind, most, sizes in (
+        ("cpu", on_a_cpu, [1, 2, 4, 8, 16, 32]),
+        ("gpu", elsewhere, [1, 8, 32]),
+    ):
+        monkeypatch.setattr(engines, "platform", lambda kind=kind: kind)
+        shapes = Engine(target, drafter, rows=rows).speculation.shapes
+        of_chain = [each.width for each in shapes if each[:2] == ("chain:7", rows)]
+        assert max(of_chain, default=None) == most
+        plain = [each.rows for each in shapes if each.setting == "none"]
+        assert plain == [size for size in sizes if size <= rows]
 
 
 class Reading(PlainDrafter):
@@ -428,13 +484,14 @@ def test_chunks_are_measured_at_every_start_and_the_least_time_counts(
     drafter = SwitchingDrafter.of({"none": PlainDrafter(VOCABULARY), "chain:1": chain})
 
     def started():
-        engine = Engine(target, drafter, rows=1)
+        engine = Engine(target, drafter, rows=2)
         engine.start()
         report = engine.report()
         engine.close()
         return report
 
     first = started()
+    assert [(each["setting"], each["rows"]) for each in first["mixed"]] == [("none", 2)]
     file = tmp_path / "step_costs.json"
     held = json.loads(file.read_text())
     (entry,) = held.values()

@@ -379,10 +379,10 @@ def test_stops_in_linear_time():
     stops = StopStrings(["a" * n + "b" for n in range(1, 200, 5)] + ["a" * 500 + "c"])
 
     def seconds(count):
-        search, start = stops.search(), time.perf_counter()
+        search, start = stops.search(), time.thread_time()
         for _ in range(count):
             search.add("a" * 4)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(100)
     assert min(seconds(4000) for _ in range(3)) < 30 * min(seconds(400) for _ in range(3))

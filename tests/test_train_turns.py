@@ -132,6 +132,7 @@ def test_turns_are_each_kept_once_in_the_split_of_their_text(tmp_path, target):
     assert [prompts.at(n) for n in range(3)] == [ids.tolist() for ids in stream.prompts[:3]]
 
 
+@pytest.mark.slow
 def test_turns_go_on_from_their_beginnings_behind_the_free_batches(tmp_path, target):
     """What the target writes after a beginning is what it writes after the same text."""
     model, known = load(target)

@@ -115,6 +115,7 @@ def test_passes_hold_every_row_once_in_few_widths(rng):
     assert [each[2] for each in passes(np.array([3, 5]), 24, 100)] == [24]
 
 
+@pytest.mark.slow
 def test_labels_of_rows_of_other_lengths_are_those_of_each_row_alone(tmp_path):
     target, log = tiny_model(), Log(tmp_path / "log.jsonl")
     rows = rows_of(target, 6, np.tile(np.float32([0, 1]), 3))

@@ -186,6 +186,30 @@ def test_write_window_writes_each_row_at_its_start(rows, axis):
     np.testing.assert_array_equal(written, expected)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("axis", [2, 3])
+def test_write_window_writes_chosen_rows(axis, lead, kind, monkeypatch):
+    """One by one on a CPU, and as one scatter elsewhere; of stacked layers too."""
+    monkeypatch.setattr(layers, "platform", lambda: kind)
+    rng = np.random.default_rng(axis)
+    buffer = rng.normal(size=(*(3,) * lead, 9, 6, 7, 8)).astype(np.float32)
+    rows = np.asarray([7, 0, 4], np.int32)
+    shape = list(buffer.shape)
+    shape[lead], shape[lead + axis] = len(rows), 2
+    window = rng.normal(size=shape).astype(np.float32)
+    start = rng.integers(0, buffer.shape[lead + axis] - 1, len(rows)).astype(np.int32)
+    expected = buffer.copy()
+    for place, row in enumerate(rows):
+        at = [slice(None)] * (lead + 4)
+        at[lead], at[lead + axis] = row, slice(start[place], start[place] + 2)
+        expected[tuple(at)] = np.take(window, place, axis=lead)
+    written = layers.write_window(
+        *map(jnp.asarray, (buffer, window, start)), lead + axis, jnp.asarray(rows), lead
+    )
+    np.testing.assert_array_equal(written, expected)
+
+
 def test_linear_has_the_gradient_of_a_product():
     rng = np.random.default_rng(2)
     weight, x, seen = (

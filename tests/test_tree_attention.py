@@ -112,6 +112,31 @@ def test_windows_and_capped_scores(attention, name, dtype):
     assert_close(attention(at), at)
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", None), ("bfloat16", None), ("float32", 8)])
+def test_rows_of_a_larger_cache_are_read_where_they_lie(attention, dtype, bits, mapped):
+    """In any order, and whatever the other rows hold."""
+    at = make(SHAPES["several tiles"], jnp.dtype(dtype), first=True, bits=bits)
+    count = at.query.shape[0]
+    rows = (2 * jnp.arange(count) + 1)[::-1]
+
+    def spread(x):
+        fill = 99 if jnp.issubdtype(x.dtype, jnp.integer) else jnp.nan
+        return jnp.full((2 * count + 1, *x.shape[1:]), fill, x.dtype).at[rows].set(x)
+
+    assert at.prefix is not None
+    held = jax.tree.map(spread, at.prefix._replace(length=None))
+    larger = at._replace(prefix=held._replace(length=at.prefix.length, rows=rows))
+    if not mapped:
+        assert_close(attention(larger), at)
+        return
+    both = jax.vmap(lambda query: attention(larger._replace(query=query)))(
+        jnp.stack([at.query, -at.query])
+    )
+    for made, query in zip(both, (at.query, -at.query), strict=True):
+        assert_close(made, at._replace(query=query))
+
+
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("name", ["several tiles", "one key/value head", "head of 96"])
 def test_a_cache_of_8_bits(attention, name, first):

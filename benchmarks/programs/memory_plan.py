@@ -107,11 +107,10 @@ def drafter_of(case: Case) -> Any:
 
 
 class Found(NamedTuple):
-    """Bytes beside the weights; of what is planned, `tables` are copies of embeddings."""
+    """Bytes beside the weights."""
 
     planned: int
     compiled: int
-    tables: int
 
 
 def arguments(case: Case, drafter: Any, target: Model) -> tuple[Any, ...]:
@@ -149,13 +148,13 @@ def found(case: Case) -> Found:
     taken = lowered(case, drafter).compile().memory_analysis()
     planned = plan_of(case, drafter)
     compiled = taken.temp_size_in_bytes + taken.output_size_in_bytes
-    return Found(planned.beside_weights, compiled, planned.tables)
+    return Found(planned.beside_weights, compiled)
 
 
 def lines() -> Iterator[str]:
     """A line a shape."""
     for name, case in CASES.items():
-        planned, compiled, _ = found(case)
+        planned, compiled = found(case)
         yield (
             f"{name:28} planned {readable(planned):>10} compiled {readable(compiled):>10} "
             f"ratio {planned / compiled:.3f}"

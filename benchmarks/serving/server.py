@@ -1,5 +1,7 @@
 """A server against `generate` in the same run, its rows, a long prompt beside others, a departure.
 
+`benchmarks.serving.engine` measures the same without HTTP.
+
     python -m benchmarks.serving.server --inflate 100M --dtype bfloat16 --method chain
 
 The server is `specjax serve` in a process of its own; its clients are this one, whose share of the
@@ -9,11 +11,10 @@ CPU is printed. What is compared is measured in turns; figures are medians, and 
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 import httpx
@@ -21,23 +22,17 @@ import jax
 import numpy as np
 import tyro
 
-import specjax
+from benchmarks.serving.engine import gaps_of, generated
 from benchmarks.serving.process import serving
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import count_of
 from specjax.draft import Drafter
-from specjax.engine import programs
-from specjax.engine.checks import check_request
-from specjax.engine.device import Device
-from specjax.goodput.policy import StepShape
 from specjax.measure import prompts
 from specjax.methods import registry
 from specjax.models.inflate import inflate
 
-NEW, STEPS = 128, 50
-_DEPTH = 1 << 20
-"""Of a row's tree: any."""
+NEW = 128
 _EVENT = b"data: {"
 
 
@@ -124,19 +119,6 @@ async def clients_of(url: str, texts: list[list[int]], count: int, temperature: 
     return count * len(texts) * NEW / (time.perf_counter() - start)
 
 
-def generated(
-    pair: Pair, drafter: Drafter | None, texts: list[list[int]], count: int, temperature: float
-) -> float:
-    """Tokens a second of `generate`, with each text in `count` rows."""
-    start = time.perf_counter()
-    for tokens in texts:
-        specjax.generate(
-            jax.random.key(0), pair.target, drafter, [tokens] * count, max_new_tokens=NEW,
-            sampling=specjax.Sampling(temperature), stop_at_eos=False,
-        )  # fmt: skip
-    return count * len(texts) * NEW / (time.perf_counter() - start)
-
-
 def one_client(url: str, pair: Pair, drafter: Drafter, texts: list[list[int]], turns: int) -> None:
     """One client of the server against `generate` with one row."""
     for temperature in (0.0, 0.8):
@@ -145,7 +127,7 @@ def one_client(url: str, pair: Pair, drafter: Drafter, texts: list[list[int]], t
             cpu, wall = time.process_time(), time.perf_counter()
             speed = asyncio.run(clients_of(url, texts, 1, temperature))
             share = (time.process_time() - cpu) / (time.perf_counter() - wall)
-            other = generated(pair, drafter, texts, 1, temperature)
+            other = generated(pair, drafter, [[own] for own in texts], NEW, temperature)
             if turn:
                 ours.append(speed)
                 theirs.append(other)
@@ -159,97 +141,6 @@ def one_client(url: str, pair: Pair, drafter: Drafter, texts: list[list[int]], t
         )
 
 
-def without_http(
-    pair: Pair, drafter: Drafter, texts: list[list[int]], rows: int, turns: int
-) -> None:
-    """One row of an engine in this process against `generate`, and how long its programs take."""
-    engine = specjax.Engine(pair.target, drafter, rows=rows)
-    engine.start()
-
-    async def served(temperature: float) -> None:
-        for tokens in texts:
-            asked = {"prompt": tokens, "max_new_tokens": NEW, "ignore_eos": True}
-            async for _ in engine.submit(specjax.Request(temperature=temperature, **asked)):
-                pass
-
-    device = engine._device
-    assert device is not None
-    chunks = [
-        f"{size}: {1e3 * alone:.1f} + {1e6 * more:.1f}"
-        for size, (alone, more) in device.chunk_seconds.items()
-    ]
-    steps = [f"{s.rows}: {1e3 * own.seconds:.1f}" for s, own in device.step_costs.items()]
-    print(f"  ms of a chunk by its tokens, and of 1,000 tokens that the row holds: "
-          f"{', '.join(chunks)}; of a step by its rows "
-          f"{', '.join(steps)}", flush=True)  # fmt: skip
-    for temperature in (0.0, 0.8):
-        found = []
-        for turn in range(turns + 1):
-            start = time.perf_counter()
-            asyncio.run(served(temperature))
-            speed = len(texts) * NEW / (time.perf_counter() - start)
-            if turn:
-                found.append(speed / generated(pair, drafter, texts, 1, temperature))
-        print(f"  T={temperature}: engine without HTTP against generate, ratio "
-              f"{np.median(found):.3f}", flush=True)  # fmt: skip
-    looped, handed = np.median([of_a_step(device, texts[0]) for _ in range(2 * turns)], axis=0)
-    print(f"  ms of a step of one row: {1e3 * looped:.2f} within one loop, {1e3 * handed:.2f} as a "
-          "program handed over behind another", flush=True)  # fmt: skip
-    engine.close()
-
-
-def of_a_step(device: Device, tokens: list[int]) -> tuple[float, float]:
-    """Seconds of a step of one row: in one program's loop, and in programs behind each other."""
-    shape = min(device.step_costs, key=lambda shape: shape.rows)
-    request = specjax.Request(prompt=tokens, max_new_tokens=2**20, ignore_eos=True)
-
-    def begun() -> float:
-        device.begin(0, tokens[0])
-        device.extend(0, tokens[1:], max(device.chunk_seconds))
-        device.assign(0, request, check_request(request, device._config, 2**30))
-        device.wait()
-        return time.perf_counter()
-
-    loop, given = _loop_of(device, shape), _given_of(device)
-    start = begun()
-    device._state = loop(device._models, device._state, *given)
-    device.wait()
-    looped, start = time.perf_counter() - start, begun()
-    for _ in range(STEPS):
-        device.advance(shape, [0], (), [_DEPTH], [False])
-    device.wait()
-    return looped / STEPS, (time.perf_counter() - start) / STEPS
-
-
-def _given_of(device: Device) -> tuple[jax.Array, ...]:
-    """A row, its depth, no log probabilities, chances as they are."""
-    return device._control_of(((0, 0, _DEPTH),)), device._wanted[False], device._calibration
-
-
-@functools.cache
-def _loop_of(device: Device, shape: StepShape) -> Callable[..., list[jax.Array]]:
-    """As many steps of a row as one program."""
-
-    def steps(
-        models: list[jax.Array], state: list[jax.Array], *given: jax.Array
-    ) -> list[jax.Array]:
-        target, drafter = jax.tree.unflatten(device._models_tree, models)
-        control, wanted, calibration = given
-
-        def one(_: jax.Array, leaves: list[jax.Array]) -> list[jax.Array]:
-            rows = jax.tree.unflatten(device._state_tree, leaves)
-            made = programs.advance(
-                target, drafter, rows, device._setup, control, wanted, calibration,
-                width=shape.width, setting=shape.setting,
-            )[0]  # fmt: skip
-            return jax.tree.leaves(made)
-
-        return jax.lax.fori_loop(0, STEPS, one, state)
-
-    given = _given_of(device)
-    return jax.jit(steps, donate_argnums=1).lower(device._models, device._state, *given).compile()
-
-
 def rows_of(
     url: str, pair: Pair, texts: list[list[int]], clients: tuple[int, ...], turns: int
 ) -> None:
@@ -261,7 +152,8 @@ def rows_of(
             cpu, wall = time.process_time(), time.perf_counter()
             ours = [asyncio.run(clients_of(url, texts, n, temperature)) for n in counts]
             shares.append((time.process_time() - cpu) / (time.perf_counter() - wall))
-            theirs = [generated(pair, None, texts, n, temperature) for n in counts]
+            batches = [[[own] * n for own in texts] for n in counts]
+            theirs = [generated(pair, None, own, NEW, temperature) for own in batches]
             if turn:
                 found.append((ours, theirs))
         ours, theirs = np.median(np.array(found), axis=0)
@@ -315,11 +207,9 @@ async def beside_a_long_prompt(url: str, texts: list[list[int]], vocabulary: int
             each.cancel()
         await asyncio.gather(*mates, return_exceptions=True)
         seconds.append(first - start)
-        for times in came:
-            at, gaps = np.array(times[1:]), np.diff(times)
-            within = at > start
-            beside += gaps[within & (at < first)].tolist()
-            alone += gaps[~within].tolist()
+        inside, outside = gaps_of(came, start, first)
+        beside += inside
+        alone += outside
     median, worst = np.median(alone), np.quantile(beside, 0.99)
     print(
         f"  gaps while a prompt of 1,500 tokens is read, in {np.median(seconds):.2f} s: p99 "
@@ -330,7 +220,7 @@ async def beside_a_long_prompt(url: str, texts: list[list[int]], vocabulary: int
 
 
 async def after_a_departure(url: str, tokens: list[int]) -> None:
-    """Steps that a row takes after its client has gone."""
+    """Steps that a row takes beside one for each event that its client saw before it went."""
 
     def steps() -> float:
         text = httpx.get(f"{url}/metrics").text
@@ -364,7 +254,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "target"
         save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
-        without_http(pair, drafter, texts, bench.rows, bench.turns)
         drafts = "--draft", "bundled"
         with server(folder, bench, bench.rows, *drafts, "--method", bench.method) as url:
             one_client(url, pair, drafter, texts, bench.turns)

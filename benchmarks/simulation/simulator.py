@@ -14,7 +14,7 @@ from typing import NamedTuple
 from benchmarks.simulation.machines import Machine
 from benchmarks.simulation.workload import Arrival, Truth
 from specjax.engine.request import Request
-from specjax.engine.scheduler import Row, Scheduler, state_of
+from specjax.engine.scheduler import Chunk, Row, Scheduler, state_of
 from specjax.engine.sequence import Sequence
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.policy import (
@@ -173,13 +173,14 @@ def controller_of(
     settings: abc.Sequence[DraftSetting] = SETTINGS,
     *,
     columns: int = 64,
+    row_factor: int | None = 2,
     options: Options = Options(),
 ) -> Controller:
     """A controller that was given a machine's costs."""
-    shapes = shapes_of(settings, rows, True, columns)
+    shapes = shapes_of(settings, rows, row_factor, columns)
     return Controller(
         settings, machine.costs(shapes), machine.catch_up, rows, chunks=machine.chunks,
-        columns=columns, options=options,
+        row_factor=row_factor, columns=columns, options=options,
     )  # fmt: skip
 
 
@@ -263,7 +264,6 @@ class _Server:
                     cost.per_token * world.factors.get(shape.setting, 1.0))
             for shape, cost in world.machine.costs(policy.shapes).items()
         }  # fmt: skip
-        self._window = 1 + max(setting.depth for setting in settings)
         self._scheduler = Scheduler(rows, reuses=False)
         self._rng = random.Random(seed)
         self._coming: deque[Arrival] = deque()
@@ -300,12 +300,16 @@ class _Server:
             marks.append(Mark(self._count, result.tokens, result.busy))
 
     def _turn(self) -> None:
-        """New requests into rows, a chunk of a prompt, a step."""
+        """New requests into rows, tokens of prompts before a step or in its pass, a step."""
         self._admit()
-        self._read_chunk()
-        rows = self._scheduler.decoding
-        if rows:
-            self._step(rows)
+        at, machine = self._scheduler, self._world.machine
+        costs, batch = machine.chunks, machine.mixed
+        mixes = at.mixes(costs, batch, machine.mixed_seconds, self._step_seconds)
+        if not mixes or at.falls_behind(batch):
+            self._read_chunk()
+        beside = at.beside(batch, 1) if mixes and batch is not None else []
+        if rows := at.decoding:
+            self._step(rows, *beside)
 
     def _admit(self) -> None:
         at, coming = self._scheduler, self._coming
@@ -326,31 +330,43 @@ class _Server:
     def _may_join(self, request: Request) -> bool:
         if not self._targets:
             return True
-        states = [row.state(self._window) for row in self._scheduler.rows if row.sequence]
+        states = [row.state() for row in self._scheduler.rows if row.sequence]
         return self._policy.may_admit([*states, state_of(request)])
 
     def _read_chunk(self) -> None:
         chunk = self._scheduler.chunk(self._world.machine.chunks, self._step_seconds)
         if chunk is None:
             return
-        own, more = self._world.machine.chunks[chunk.size]
-        self._chunk_seconds += own + more * chunk.start
-        self._now += own + more * chunk.start
-        if self._scheduler.decoding:
-            self._policy.prompt_read(len(chunk.tokens), chunk.left)
-        self._scheduler.read(chunk)
+        machine = self._world.machine
+        together = self._scheduler.together(
+            machine.chunks, machine.batch, machine.batch_seconds, self._step_seconds
+        )
+        own, more = machine.chunks[chunk.size]
+        seconds = machine.batch_seconds if together else own + more * chunk.start
+        self._read(seconds, together or [chunk])
 
-    def _step(self, rows: abc.Sequence[Row]) -> None:
+    def _read(self, seconds: float, chunks: abc.Sequence[Chunk]) -> None:
+        """Prompts are read in so many seconds."""
+        self._chunk_seconds += seconds
+        self._now += seconds
+        for each in chunks:
+            if self._scheduler.decoding:
+                self._policy.prompt_read(len(each.tokens), each.left)
+            self._scheduler.read(each)
+
+    def _step(self, rows: abc.Sequence[Row], beside: abc.Sequence[Chunk] = ()) -> None:
         policy, alone = self._policy, self._alone
         decision = policy.standing([row.sequence for row in rows])
         if decision is None:
-            decision = policy.decide([row.state(self._window) for row in rows])
+            decision = policy.decide([row.state() for row in rows])
         setting = self._settings[decision.shape.setting]
         alone = not self._prepare(setting, rows) and alone
         cached = sum([len(row.tokens) for row in rows])
         self._scheduler.step(decision.shape.rows)
         seconds = self._seconds(decision.shape, cached)
         self._now += seconds
+        if beside:
+            self._read(self._world.machine.mixed_seconds, beside)
         self._alone = not self._probe(setting, rows)
         chunks, self._chunk_seconds = self._chunk_seconds, 0.0
         known = decision.timed(seconds + chunks, chunks) if alone else None
@@ -368,7 +384,7 @@ class _Server:
             for row in rows:
                 row.leave_draft()
             return False
-        behind = [row for row in rows if not row.current and row.lag(self._window)]
+        behind = [row for row in rows if not row.current and row.lag]
         for row in behind:
             self._read_text(row)
         for row in rows:
@@ -381,7 +397,7 @@ class _Server:
         guest = self._guests[row.sequence]
         drawn = [each for each in self._settings.values() if each.drawn and each.nodes]
         deepest = max(drawn, key=lambda each: each.depth, default=None)
-        lag, known = row.lag(self._window), sorted(self._world.machine.catch_up.items())
+        lag, known = row.lag, sorted(self._world.machine.catch_up.items())
         while lag > 0:
             size, seconds = next((each for each in known if each[0] >= lag), known[-1])
             self._now += seconds
@@ -408,7 +424,7 @@ class _Server:
         """Lets the draft read a row's text though nothing is drafted; whether it did."""
         if setting.runs_draft or self._count % _LOOKED:
             return False
-        place = self._policy.row_to_probe([row.state(self._window) for row in rows])
+        place = self._policy.row_to_probe([row.state() for row in rows])
         if place is None:
             return False
         self._read_text(rows[place])

@@ -69,9 +69,10 @@ def tree_attention(
 def _run(at: Operands, named: str | None, interpret: bool) -> Float[Array, "B H T D"]:
     """What the named implementation gives, or the one chosen for such operands."""
     name = named or autotune.choice(at)
-    if at.prefix is not None and not (name in ("xla", "cpu") and xla.reads_rows_in_place()):
-        at = at._replace(prefix=at.prefix.taken())
     run = dispatch.pick("tree_attention", name, named is not None, IMPLEMENTATIONS, at, interpret)
+    gathers = run is IMPLEMENTATIONS["xla"].run and not xla.reads_rows_in_place()
+    if at.prefix is not None and (gathers or run is IMPLEMENTATIONS["reference"].run):
+        at = at._replace(prefix=at.prefix.taken())
     if IMPLEMENTATIONS[name].platforms is None or run is IMPLEMENTATIONS["xla"].run:
         return run(at)
     folded = folding(run, functools.partial(_run, named=named, interpret=interpret))

@@ -91,7 +91,7 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
     nodes, spare = tiles * workers * _NODES, static.column_tiles * _KEYS - columns
 
     def by_head(x: Array) -> Array:
-        return x.reshape(rows * kv_heads, *x.shape[2:])
+        return x.reshape(-1, *x.shape[2:])
 
     query = folded(at).reshape(rows * kv_heads, reach, dim)
     operands = [
@@ -131,12 +131,12 @@ def _words(at: Operands, spare: int) -> Int32[Array, "B W R"]:
     return jnp.tile(words.swapaxes(1, 2), (1, 1, at.groups))
 
 
-def _bounds(at: Operands) -> Int32[Array, "B 2"]:
-    """The first slot that some node of a row sees, and one past the last."""
+def _bounds(at: Operands) -> Int32[Array, "B 3"]:
+    """The first slot that some node of a row sees, one past the last, and its row of the cache."""
     assert at.prefix is not None
     length = at.prefix.length.astype(jnp.int32)
     first = jnp.zeros_like(length) if at.first is None else at.first.min(axis=1).astype(jnp.int32)
-    return jnp.stack([jnp.clip(first, 0, length), length], axis=1)
+    return jnp.stack([jnp.clip(first, 0, length), length, at.prefix.row_indices], axis=1)
 
 
 def _entry(static: _Static, *refs: Any) -> None:
@@ -174,9 +174,13 @@ class _Shared(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """A program's share: its first tile of the cache and how many, and how many of the block."""
+    """A program's share: its first tile of the cache and how many, and how many of the block.
+
+    `held` is the place of its row's head in the cache.
+    """
 
     row: Any
+    held: Any
     start: Any
     stop: Any
     low: Any
@@ -185,16 +189,18 @@ class _Walk(NamedTuple):
 
 
 def _walk(static: _Static, bounds_ref: Any) -> _Walk:
-    row, share = lax.axis_index("head") // static.heads, lax.axis_index("share")
+    head, share = lax.axis_index("head"), lax.axis_index("share")
+    row = head // static.heads
     columns = (static.column_tiles - share + static.splits - 1) // static.splits
     if bounds_ref is None:
         none = jnp.int32(0)
-        return _Walk(row, none, none, none, none, columns)
+        return _Walk(row, none, none, none, none, none, columns)
     start, stop = bounds_ref[row, 0], bounds_ref[row, 1]
+    held = bounds_ref[row, 2] * static.heads + head % static.heads
     begin, end = start // _KEYS, (stop + _KEYS - 1) // _KEYS
     own = (end - begin + static.splits - 1) // static.splits
     low = begin + share * own
-    return _Walk(row, start, stop, low, jnp.clip(end - low, 0, own), columns)
+    return _Walk(row, held, start, stop, low, jnp.clip(end - low, 0, own), columns)
 
 
 def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
@@ -320,7 +326,7 @@ def _copy(
 
         plgpu.copy_gmem_to_smem(tile, ring.at[slot], came.at[slot])
 
-    def fetch_both(step: Any, of: Sequence[Any], window: Any) -> None:
+    def fetch_both(step: Any, of: Sequence[Any], head: Any, window: Any) -> None:
         keys, values = of[0].at[head, :, window], of[1].at[head, window]
         fetch(step, keys, shared.keys, shared.keys_in, shared.keys_done)
         fetch(step, values, shared.values, shared.values_in, shared.values_done)
@@ -329,12 +335,12 @@ def _copy(
 
         @pl.loop(0, walk.slot_steps)
         def _(step):
-            fetch_both(step, cache, pl.ds((walk.low + step) * _KEYS, _KEYS))
+            fetch_both(step, cache, walk.held, pl.ds((walk.low + step) * _KEYS, _KEYS))
 
     @pl.loop(0, walk.column_steps)
     def _(step):
         window = pl.ds((share + step * static.splits) * _KEYS, _KEYS)
-        fetch_both(walk.slot_steps + step, block, window)
+        fetch_both(walk.slot_steps + step, block, head, window)
 
 
 def _clean(values_ref: Any, live: Any) -> None:

@@ -88,6 +88,12 @@ def differentiable(run: Attention, alike: Attention) -> Attention:
     return call
 
 
+def _taken(at: Operands) -> Operands:
+    """The same with a copy of the rows that these are of a larger cache."""
+    assert at.prefix is not None
+    return at._replace(prefix=at.prefix.taken())
+
+
 def folding(run: Attention, again: Attention) -> Attention:
     """`run`, and under `vmap` `again` of all rows in one call: no kernel has to be batched."""
 
@@ -100,6 +106,11 @@ def folding(run: Attention, again: Attention) -> Attention:
 
         @own.def_vmap
         def of_all(size: int, batched: list[Operands], at: Operands) -> tuple[jax.Array, bool]:
+            if at.prefix is not None and at.prefix.rows is not None:
+                axes = jax.tree.map(lambda own: 0 if own else None, batched[0])
+                at = jax.vmap(_taken, in_axes=(axes,), axis_size=size)(at)
+                batched = [jax.tree.map(lambda _: True, at)]
+
             def rows(x: jax.Array, is_batched: bool) -> jax.Array:
                 x = x if is_batched else jax.numpy.broadcast_to(x, (size, *x.shape))
                 return x.reshape(-1, *x.shape[2:])

@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Int8, Num
+from jaxtyping import Array, Bool, Float, Int, Int8, Int32, Num
 
 
 class Prefix(NamedTuple):
@@ -18,6 +18,12 @@ class Prefix(NamedTuple):
     length: Int[Array, " B"]
     scales: tuple[Float[Array, "R K S"], Float[Array, "R K S"]] | None = None
     rows: Int[Array, " B"] | None = None
+
+    @property
+    def row_indices(self) -> Int32[Array, " B"]:
+        """Which rows of the cache these are, one by one."""
+        rows = jnp.arange(self.length.shape[0]) if self.rows is None else self.rows
+        return rows.astype(jnp.int32)
 
     def taken(self) -> "Prefix":
         """The same with a copy of the rows that these are of a larger cache."""

@@ -99,12 +99,14 @@ def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H
 
 
 def _prefix(at: Operands, tiles: _Tiles, spare: int) -> tuple[Array, list[Array], list[Any]]:
-    """Every row's first and one past its last slot, the prefix's arrays, and their tiles."""
+    """Every row's first and one past its last slot and which row of the cache it is, the prefix's
+    arrays, and their tiles.
+    """
     if at.prefix is None:
-        return jnp.zeros((at.query.shape[0], 2), jnp.int32), [], []
+        return jnp.zeros((at.query.shape[0], 3), jnp.int32), [], []
     length = at.prefix.length.astype(jnp.int32)
     start = jnp.zeros_like(length) if at.first is None else at.first.min(axis=1).astype(jnp.int32)
-    bounds = jnp.stack([jnp.clip(start, 0, length), length], axis=1)
+    bounds = jnp.stack([jnp.clip(start, 0, length), length, at.prefix.row_indices], axis=1)
     dim = at.query.shape[-1]
 
     def slot_tile(b: Array, j: Array, bounds_ref: Any) -> Array:
@@ -113,13 +115,19 @@ def _prefix(at: Operands, tiles: _Tiles, spare: int) -> tuple[Array, list[Array]
 
     arrays: list[Array] = [at.prefix.keys, at.prefix.values]
     specs = [
-        pl.BlockSpec((1, 1, dim, tiles.slots), lambda b, k, i, j, s: (b, k, 0, slot_tile(b, j, s))),
-        pl.BlockSpec((1, 1, tiles.slots, dim), lambda b, k, i, j, s: (b, k, slot_tile(b, j, s), 0)),
+        pl.BlockSpec(
+            (1, 1, dim, tiles.slots), lambda b, k, i, j, s: (s[b, 2], k, 0, slot_tile(b, j, s))
+        ),
+        pl.BlockSpec(
+            (1, 1, tiles.slots, dim), lambda b, k, i, j, s: (s[b, 2], k, slot_tile(b, j, s), 0)
+        ),
     ]
     if at.prefix.scales is not None:
         arrays += [scale[:, :, None] for scale in at.prefix.scales]
         scale = (1, 1, 1, tiles.slots)
-        specs += [pl.BlockSpec(scale, lambda b, k, i, j, s: (b, k, 0, slot_tile(b, j, s)))] * 2
+        specs += [
+            pl.BlockSpec(scale, lambda b, k, i, j, s: (s[b, 2], k, 0, slot_tile(b, j, s)))
+        ] * 2
     if at.first is not None:
         arrays.append(jnp.pad(at.first.astype(jnp.int32), [(0, 0), (0, spare)])[..., None])
         specs.append(pl.BlockSpec((1, tiles.tokens, 1), lambda b, k, i, j, s: (b, i, 0)))

@@ -67,18 +67,14 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
     ]
     names = []
     if at.prefix is not None:
-        slots = at.slots
-        operands += [at.prefix.length.astype(jnp.int32), at.prefix.keys, at.prefix.values]
-        specs += [
-            pl.BlockSpec((None,), lambda i, k, b: (b,)),
-            pl.BlockSpec((None, None, dim, slots), lambda i, k, b: (b, k, 0, 0)),
-            pl.BlockSpec((None, None, slots, dim), lambda i, k, b: (b, k, 0, 0)),
-        ]
-        names += ["length", "keys", "values"]
+        operands += [at.prefix.length.astype(jnp.int32), at.prefix.row_indices]
+        specs += [pl.BlockSpec((None,), lambda i, k, b: (b,))] * 2
+        operands += [at.prefix.keys, at.prefix.values]
+        names += ["length", "row", "keys", "values"]
         if at.prefix.scales is not None:
             operands += at.prefix.scales
-            specs += [pl.BlockSpec((None, None, slots), lambda i, k, b: (b, k, 0))] * 2
             names += ["key_scales", "value_scales"]
+        specs += [pl.no_block_spec] * (len(operands) - len(specs))  # a row is anywhere in them
         if at.first is not None:
             operands.append(at.first.astype(jnp.int32))
             specs.append(pl.BlockSpec((None, tokens), lambda i, k, b: (b, 0)))
@@ -142,18 +138,18 @@ def _kernel(static: _Static, *refs: Any) -> None:
         if first is not None:
             seen &= slot[None, :] >= first[:, None]
         keys = plgpu.load(
-            named["keys"].at[feature[:, None], slot[None, :]],
+            named["keys"].at[*held_at, feature[:, None], slot[None, :]],
             mask=known_feature[:, None] & held[None, :],  # not `live`, for wide loads
             other=0,
         )
         values = plgpu.load(
-            named["values"].at[slot[:, None], feature[None, :]],
+            named["values"].at[*held_at, slot[:, None], feature[None, :]],
             mask=live[:, None] & known_feature[None, :],
             other=0,
         )
         scales = None
         if "key_scales" in named:
-            scales = [plgpu.load(named[name].at[slot], mask=live, other=0)
+            scales = [plgpu.load(named[name].at[*held_at, slot], mask=live, other=0)
                       for name in ("key_scales", "value_scales")]  # fmt: skip
         return update(keys.astype(query.dtype), values.astype(query.dtype), seen, scales, at)
 
@@ -163,7 +159,8 @@ def _kernel(static: _Static, *refs: Any) -> None:
         jnp.zeros((tile, wide), jnp.float32),
     )
     if "length" in named:
-        stop, slots = named["length"][...], named["values"].shape[0]
+        stop, slots = named["length"][...], named["values"].shape[2]
+        held_at = named["row"][...], pl.program_id(1)
         first = None
         begin = 0
         if "first" in named:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import default_dtype, read_config
 from specjax.checkpoints.pair import named
-from specjax.cli.options import CheckPair, Info
+from specjax.cli.loading import SERVED_TEMPERATURE, settings_named
+from specjax.cli.options import CheckPair, Info, Serve
 from specjax.cli.values import at_least, dtype_of
+from specjax.engine.ahead import engine_of_shapes, step_programs
 from specjax.measure.compile_ahead import HERE, Hardware, Program, Texts, hardware, programs
 from specjax.models.config import ModelConfig
 from specjax.models.memory import readable
@@ -44,8 +47,11 @@ def compile_for(options: Info) -> int:
     found = named(options.model, options.draft)
     target = read_config(found.target.path, options.positions)[0]
     drafts = [read_config(each.path)[0] for each in found.drafts]
-    size = options.batch, length_of(options.length, target)
-    report = compiled_for(options, found.target, target, drafts, size)
+    length = length_of(options.length, target)
+    if options.serve:
+        report = _steps_for(options, found.target, target, drafts, length)
+    else:
+        report = compiled_for(options, found.target, target, drafts, (options.batch, length))
     print(json.dumps(report)) if options.json else _tell(report)
     return 0 if all(each["fits"] for each in report["programs"]) else 1
 
@@ -64,6 +70,66 @@ def compiled_for(
 
     Raises: see `compile_for`.
     """
+    found, mesh, dtype = _place(options, files)
+    rows, length = size
+    new = min(NEW, length - 1)
+    texts = Texts(rows, length - new, new)
+    made = []
+    for program in programs(found, mesh, target, drafts, dtype, texts, plain):
+        made.append(_of(program, found))
+        print(f"compiled: {program.name}", file=sys.stderr)
+    return _report(files, found, mesh, dtype, made) | {"batch": rows, "length": length}
+
+
+def check_serve(options: Info) -> None:
+    """Checks what `--serve` goes with.
+
+    Raises:
+      ValueError: it is named without `--compile-for`, or what it needs without it.
+    """
+    if options.serve and options.compile_for is None:
+        raise ValueError(
+            "--serve says what a server's steps take once they are compiled; name the hardware "
+            "too, such as --compile-for h100, or here."
+        )
+    for name in ("rows", "settings"):
+        if getattr(options, name) is not None and not options.serve:
+            raise ValueError(f"--{name} is of a server's steps; add --serve.")
+    if options.serve and options.batch != 1:
+        raise ValueError(
+            f"--batch is {options.batch}, of texts that start together; a server's are --rows."
+        )
+    at_least("--rows", _rows(options), 1)
+
+
+def _rows(options: Info) -> int:
+    return Serve.rows if options.rows is None else options.rows
+
+
+def _steps_for(
+    options: Info, files: Files, target: ModelConfig, drafts: Sequence[ModelConfig], length: int
+) -> dict[str, Any]:
+    """What the steps of a server take of hardware."""
+    found, mesh, dtype = _place(options, files)
+    rows = _rows(options)
+    settings = None if options.settings is None else settings_named(options.settings)
+    own = engine_of_shapes(
+        found, mesh, target, drafts, dtype, settings, rows, length, SERVED_TEMPERATURE
+    )
+    made = []
+    for step in step_programs(found, mesh, own):
+        setting, of_rows, columns = step.shape
+        sizes = {
+            "setting": setting, "rows": of_rows, "columns": columns,
+            "prompt_columns": step.prompt_columns,
+        }  # fmt: skip
+        made.append(sizes | _of(step.program, found))
+        print(f"compiled: {step.program.name}", file=sys.stderr)
+    return _report(files, found, mesh, dtype, made) | {"rows": rows, "length": length}
+
+
+def _place(options: Info | CheckPair, files: Files) -> tuple[Hardware, Mesh, str]:
+    """The hardware, its mesh, and the dtype of the target."""
     if options.offloaded:
         raise ValueError("--compile-for compiles what is in memory; leave out --offload, --memory.")
     if quantized.is_quantized(files.path):
@@ -75,16 +141,15 @@ def compiled_for(
     mesh = found.mesh(**(sizes_of(options.mesh) or {MODEL: len(found.devices)}))
     with found.traced():
         dtype = dtype_of(options.dtype) or default_dtype()
-    rows, length = size
-    new = min(NEW, length - 1)
-    texts = Texts(rows, length - new, new)
-    made = []
-    for program in programs(found, mesh, target, drafts, dtype, texts, plain):
-        made.append(_of(program, found))
-        print(f"compiled: {program.name}", file=sys.stderr)
+    return found, mesh, dtype
+
+
+def _report(
+    files: Files, found: Hardware, mesh: Mesh, dtype: str, made: list[dict[str, Any]]
+) -> dict[str, Any]:
     return {
         "model": str(files.path), "hardware": found.name, "devices": mesh.size, "dtype": dtype,
-        "batch": rows, "length": length, "memory_bytes": found.memory_bytes, "programs": made,
+        "memory_bytes": found.memory_bytes, "programs": made,
     }  # fmt: skip
 
 
@@ -114,7 +179,7 @@ def _tell(report: dict[str, Any]) -> None:
     devices = f"{report['devices']} device{'s' * (report['devices'] > 1)} of {report['hardware']}"
     print(
         f"{report['model']} in {report['dtype']} for {devices}, {_memory(report['memory_bytes'])} "
-        f"each; {report['batch']} x {report['length']:,} tokens"
+        f"each; {report.get('batch', report.get('rows'))} x {report['length']:,} tokens"
     )
     for one in report["programs"]:
         print(f"{one['name']}: {said(one, report['memory_bytes'])}")

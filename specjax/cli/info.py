@@ -20,7 +20,7 @@ from specjax.checkpoints.offload.memory import Division, division, dtype_of_laye
 from specjax.checkpoints.pair import Pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
 from specjax.checkpoints.tokenizers import compared, vocabulary_of
-from specjax.cli.ahead import NEW, compile_for, compiled_for, length_of, on_a_cpu, said
+from specjax.cli.ahead import NEW, check_serve, compile_for, compiled_for, length_of, on_a_cpu, said
 from specjax.cli.loading import pair_of
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, bytes_of, dtype_of
@@ -46,6 +46,7 @@ def info(options: Info) -> int:
     Raises:
       ValueError: an option is wrong, the pair does not fit, or there is too little memory.
     """
+    check_serve(options)
     if options.compile_for is not None:
         return compile_for(options)
     for name in ("batch", "length", "nodes"):

@@ -8,6 +8,8 @@ from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.options import Context, Drafting, Loaded, Offloaded, Staged
 from specjax.cli.values import bytes_of, widths_of
 from specjax.methods.choice import Asked
+from specjax.methods.method import listed
+from specjax.methods.registry import ALL
 
 
 def pair_of(options: Loaded, dtype: str | None, mesh: Mesh | None = None) -> Pair:
@@ -44,3 +46,12 @@ def asked_of(options: Drafting) -> Asked:
     return Asked(
         options.method, widths_of(options.tree), options.budget, options.config, options.verify
     )
+
+
+SERVED_TEMPERATURE = 0.8
+"""For which `auto` takes a server's method: requests sample unless they ask for something else."""
+
+
+def settings_named(text: str) -> tuple[str, ...]:
+    """The names in a server's `--settings`; none for all that the pair can."""
+    return () if text == ALL else tuple(listed(text))

@@ -414,6 +414,12 @@ class Info(Dtype, Context, Loaded, Hosts, Offloaded, Ahead):
     """Tokens of a text, of which 128 are new; by default the model's whole context."""
     nodes: int = 16
     """Nodes of a tree, its root included."""
+    serve: bool = False
+    """With --compile-for: compile the steps of a server instead, of --rows and --settings."""
+    rows: int | None = None
+    """Requests that the server runs at a time; 8 by default, as of serve."""
+    settings: str | None = None
+    """What each step chooses from, as of serve; by default the method that auto takes."""
     json: bool = False
     """Print one JSON object and nothing else on standard output."""
 

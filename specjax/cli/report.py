@@ -1,4 +1,9 @@
-"""What verbs that measure write with `--json FILE`: rows, and what they were measured on."""
+"""What verbs that measure write with `--json FILE`: rows, and what they were measured on.
+
+The file is `{"complete": ..., "env": {...}, "rows": [...]}`. A row is what `report` gives of a
+record in `specjax.measure.rows`, whose attributes are its keys; `env` is
+`specjax.measure.timing.environment` with the command, its options and what the verb adds.
+"""
 
 import dataclasses
 import time

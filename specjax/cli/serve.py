@@ -16,20 +16,17 @@ from specjax.checkpoints.generation_config import defaults_for
 from specjax.checkpoints.pair import Pair
 from specjax.cli.generate import say
 from specjax.cli.kernels import check_kernels, use_kernels
-from specjax.cli.loading import asked_of, pair_of
+from specjax.cli.loading import SERVED_TEMPERATURE, asked_of, pair_of, settings_named
 from specjax.cli.options import Serve
 from specjax.cli.values import at_least, dtype_of
 from specjax.draft.drafter import Drafter
 from specjax.engine.engine import Engine
 from specjax.methods import registry
 from specjax.methods.choice import choose
-from specjax.methods.method import check_method, listed
+from specjax.methods.method import check_method
 from specjax.methods.switch import switching
 from specjax.parallel.processes import devices_for
 from specjax.verify.rules import AUTO, check_rule
-
-_TEMPERATURE = 0.8
-"""For which `auto` takes a method: requests sample unless they ask for something else."""
 
 _KEY = "SPECJAX_API_KEY"
 
@@ -104,11 +101,10 @@ def _drafter_of(options: Serve, pair: Pair) -> Drafter:
                 "--settings is what each step chooses from; leave out method, tree, budget and "
                 "config beside it."
             )
-        names = () if options.settings == registry.ALL else listed(options.settings)
-        drafter = switching(pair, names, options.verify)
+        drafter = switching(pair, settings_named(options.settings), options.verify)
         say(f"each step drafts with one of {', '.join(drafter.settings)}.")
         return drafter
-    choice = choose(asked, pair, _TEMPERATURE, options.rows)
+    choice = choose(asked, pair, SERVED_TEMPERATURE, options.rows)
     say(f"method {choice.setting.label}: {choice.reason}.")
     return registry.build(choice.setting, pair, verify=options.verify)
 

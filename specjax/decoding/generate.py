@@ -7,15 +7,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
-from specjax.base.pytree import pytree, unchecked
+from specjax.base.pytree import pytree, replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.decoding import streamed
 from specjax.decoding.request import Prompts, Request, Rows, prepare
-from specjax.decoding.stepping import DecodeState, prefill, step
+from specjax.decoding.stepping import DecodeState, prefill, run_steps, step
 from specjax.draft.drafter import Drafter, Step
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache
@@ -53,14 +52,6 @@ class Generated:
     nodes: Int32[Array, " B"]
 
 
-@pytree
-class _Loop:
-    state: DecodeState
-    tokens: Array
-    steps: Array
-    nodes: Array
-
-
 @partial(jax.jit, static_argnames=("rule", "outputs", "slots", "layout"))
 def generate_jit(
     target: Model,
@@ -83,29 +74,27 @@ def generate_jit(
 def _run(
     rule: Rule, outputs: int, slots: int, target: Model, drafter: Drafter, rows: Rows
 ) -> Generated:
-    def body(at: _Loop) -> _Loop:
-        with jax.named_scope("step"):
-            state, gave = step(target, drafter, rule, at.state)
-        live = ~at.state.done
+    def one(state: DecodeState) -> tuple[DecodeState, Step]:
+        return step(target, drafter, rule, state)
+
+    def note(made: Generated, number: Array, state: DecodeState, gave: Step) -> Generated:
+        del number
+        live = ~state.done
         nodes = gave.tree.valid.sum(axis=1, dtype=jnp.int32) - 1
-        return _Loop(
-            state=state,
-            tokens=layers.write_window(at.tokens, gave.tokens, at.state.made, axis=1),
-            steps=at.steps + live,
-            nodes=at.nodes + jnp.where(live, nodes, 0),
+        return Generated(
+            tokens=layers.write_window(made.tokens, gave.tokens, state.made, axis=1),
+            lengths=made.lengths,
+            steps=made.steps + live,
+            nodes=made.nodes + jnp.where(live, nodes, 0),
         )
 
     none = jnp.zeros_like(rows.length)
-    start = _Loop(
-        state=prefill(target, drafter, rows, slots),
-        tokens=jnp.zeros((none.shape[0], outputs + drafter.window), jnp.int32),
-        steps=none,
-        nodes=none,
-    )
-    end = lax.while_loop(lambda at: ~at.state.done.all(), body, start)
-    length = end.state.made
-    live = jnp.arange(outputs) < length[:, None]
-    return Generated(jnp.where(live, end.tokens[:, :outputs], 0), length, end.steps, end.nodes)
+    tokens = jnp.zeros((none.shape[0], outputs + drafter.window), jnp.int32)
+    state = prefill(target, drafter, rows, slots)
+    state, made = run_steps(one, note, state, Generated(tokens, none, none, none))
+    live = jnp.arange(outputs) < state.made[:, None]
+    tokens = jnp.where(live, made.tokens[:, :outputs], 0)
+    return replace(made, tokens=tokens, lengths=state.made)
 
 
 def on_host(made: Generated, max_new_tokens: int) -> Generation:

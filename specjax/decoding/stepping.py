@@ -1,7 +1,8 @@
 """One speculative step: draft, score, verify, commit."""
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.packing import UNPACKED, Packing, Unpacked, packing_of
 from specjax.models.transformer import (
     PROMPT_BLOCK,
+    Columns,
     Model,
     Pass,
     reads_in_blocks,
@@ -31,6 +33,9 @@ from specjax.trees.construction import TOP_K
 from specjax.trees.tree import TokenTree, shallower
 from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import match
+
+Noted = TypeVar("Noted")
+"""What a loop keeps of its steps."""
 
 
 @pytree
@@ -185,12 +190,14 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[Tok
 class Scored(NamedTuple):
     """The target's pass over trees: logits and hidden states after every node, keys and values.
 
-    Of packed columns there is one a row (`Packing.by_column`).
+    Of packed columns there is one a row (`Packing.by_column`). `beside` is what the pass made of
+    other rows' tokens.
     """
 
     logits: Float[Array, "_ _ V"]
     new: NewKV
     hidden_states: Float[Array, "_ _ H"]
+    beside: Pass | None = None
 
 
 def score_tree(
@@ -199,8 +206,9 @@ def score_tree(
     state: DecodeState,
     packing: Packing | Unpacked = UNPACKED,
     hidden_layers: tuple[int, ...] = (),
+    beside: Columns | None = None,
 ) -> Scored:
-    """The target's logits after every node, in one pass.
+    """The target's logits after every node, in one pass, which is over rows `beside` as well.
 
     Empty slots are added where the platform's products run faster with more columns; of packed
     ones there are as many as were asked for.
@@ -208,7 +216,7 @@ def score_tree(
     at = columns_of(tree, state, spare_slots(target, tree, packing))
     made = trunk(
         target, at.tokens, at.positions, state.cache, at.tree_mask,
-        packing=packing, hidden_layers=hidden_layers,
+        packing=packing, hidden_layers=hidden_layers, beside=beside,
     )  # fmt: skip
     return scored_of(target, tree, made, packing)
 
@@ -219,15 +227,7 @@ def scored_of(
     """What a pass over the `columns_of` trees says of their nodes."""
     logits = packing.by_column(unembed(target, made.x), *tree.tokens.shape)
     hidden = [packing.by_column(x, *tree.tokens.shape) for x in made.hidden]
-    return Scored(logits, made.new, _joined(hidden, logits.shape[:2]))
-
-
-class Columns(NamedTuple):
-    """What a pass over trees is made of: the nodes of rows, and empty slots behind them."""
-
-    tokens: Int32[Array, "B T"]
-    positions: Int32[Array, "B T"]
-    tree_mask: Bool[Array, "B T T"]
+    return Scored(logits, made.new, _joined(hidden, logits.shape[:2]), made.beside)
 
 
 def spare_slots(target: Model, tree: TokenTree, packing: Packing | Unpacked = UNPACKED) -> int:
@@ -243,7 +243,7 @@ def columns_of(tree: TokenTree, state: DecodeState, spare: int) -> Columns:
     tokens, depth = (jnp.pad(x, ((0, 0), (0, spare))) for x in (tree.tokens, tree.depth))
     tree_mask = jnp.pad(tree.attention_mask, ((0, 0), (0, spare), (0, spare)))
     tree_mask |= jnp.eye(slots + spare, dtype=bool)
-    return Columns(tokens, state.cache.length[:, None] + depth, tree_mask)
+    return Columns(tokens, state.cache.length[:, None] + depth, state.cache, tree_mask)
 
 
 def penalize_tree(
@@ -458,7 +458,20 @@ def within_budget(
 def step(
     target: Model, drafter: Drafter, rule: Rule, state: DecodeState, served: Served | None = None
 ) -> tuple[DecodeState, Step]:
-    """One speculative step: draft, score, verify, commit.
+    """One speculative step: draft, score, verify, commit."""
+    state, gave, _ = step_beside(target, drafter, rule, state, served, None)
+    return state, gave
+
+
+def step_beside(
+    target: Model,
+    drafter: Drafter,
+    rule: Rule,
+    state: DecodeState,
+    served: Served | None,
+    beside: Columns | None,
+) -> tuple[DecodeState, Step, Pass | None]:
+    """One speculative step, and what its pass made of other rows' tokens.
 
     The names of the scopes are what `specjax.measure.profile` tells its parts by.
     """
@@ -470,7 +483,7 @@ def step(
         packing = packing_of(tree.valid & ~state.done[:, None], served.width)
         naive = served.naive
     with jax.named_scope("score"):
-        scored = score_tree(target, tree, state, packing, drafter.wants.hidden_layers)
+        scored = score_tree(target, tree, state, packing, drafter.wants.hidden_layers, beside)
     with jax.named_scope("verify"):
         gave = accept(
             rule, state, tree, scored, drafter.window, drafter.wants.top_tokens, packing, naive,
@@ -481,7 +494,40 @@ def step(
             gave = replace(gave, logprobs=found)
     with jax.named_scope("commit"):
         state = commit(state, scored.new, drafter.commit(draft, gave), gave)
-        return state, without_hidden_states(gave)
+        return state, without_hidden_states(gave), scored.beside
+
+
+def run_steps(
+    one: Callable[[DecodeState], tuple[DecodeState, Step]],
+    note: Callable[[Noted, Int32[Array, ""], DecodeState, Step], Noted],
+    state: DecodeState,
+    noted: Noted,
+    most: Int32[Array, ""] | None = None,
+) -> tuple[DecodeState, Noted]:
+    """Steps in one loop on the device, until every row is done or there were `most`.
+
+    Args:
+      one: a step.
+      note: what is kept of the steps so far with that of another, told its number from 0 on, the
+        state before it and what it gave.
+      state: before the first step.
+      noted: what is kept before it.
+      most: how many steps there may be; None is no limit.
+    """
+
+    def goes_on(at: tuple[Array, DecodeState, Noted]) -> Bool[Array, ""]:
+        number, state, _ = at
+        left = ~state.done.all()
+        return left if most is None else left & (number < most)
+
+    def body(at: tuple[Array, DecodeState, Noted]) -> tuple[Array, DecodeState, Noted]:
+        number, state, noted = at
+        with jax.named_scope("step"):
+            after, gave = one(state)
+        return number + 1, after, note(noted, number, state, gave)
+
+    _, state, noted = lax.while_loop(goes_on, body, (jnp.int32(0), state, noted))
+    return state, noted
 
 
 def without_hidden_states(gave: Step) -> Step:

@@ -18,7 +18,6 @@ from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.decoding.request import Request, Rows, visits
 from specjax.decoding.stepping import (
-    Columns,
     DecodeState,
     accept,
     after_prompts,
@@ -35,6 +34,7 @@ from specjax.decoding.stepping import (
 from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import (
+    Columns,
     LayerWeights,
     Model,
     Pass,
@@ -180,7 +180,7 @@ def _draft(
     state = replace(rest, draft=draft)
     tree, draft = draft_tree(outer, drafter, state)
     at = columns_of(tree, state, spare_slots(outer, tree))
-    return tree, draft, embed(outer, at.tokens, at.positions), at
+    return tree, draft, embed(outer, at.tokens, at.positions), at._replace(cache=None)
 
 
 @partial(jax.jit, static_argnames=("rule", "visiting"), donate_argnames=("rest", "draft"))

@@ -86,7 +86,7 @@ class ModelSource(Source):
         """A pass over nodes, each of which sees its ancestors and itself."""
         depth = tree_mask.sum(axis=2, dtype=jnp.int32)
         positions = self.held.cache.length[:, None] + depth - 1
-        x, made, _ = trunk(self.model, tokens, positions, self.held.cache, tree_mask, carry)
+        x, made, *_ = trunk(self.model, tokens, positions, self.held.cache, tree_mask, carry)
         logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
         return likely_of(logits, self.sharpness, self.width), made
 

@@ -269,7 +269,7 @@ def prefill(
     """A draft's state after each row's first `length` tokens, with room for `slots`."""
     rows, tokens = prompt.shape
     positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
-    x, new, _ = trunk(model, prompt, positions, None, None)
+    x, new, *_ = trunk(model, prompt, positions, None, None)
     dtype = cache_dtype(model.embedding.dtype)
     cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads).keep(new, None, length)
     return ModelState(cache, _logits_at(model, x, length - 1, tokens))
@@ -288,7 +288,7 @@ def catch_up(
     steps = jnp.arange(window, dtype=jnp.int32)
     tree_mask = jnp.broadcast_to(steps <= steps[:, None], (rows, window, window))
     positions = held.cache.length[:, None] + steps
-    x, new, _ = trunk(model, tokens, positions, held.cache, tree_mask)
+    x, new, *_ = trunk(model, tokens, positions, held.cache, tree_mask)
     logits = _logits_at(model, x, jnp.maximum(count - 1, 0), window)
     logits = jnp.where(count[:, None] > 0, logits, held.logits)
     return ModelState(held.cache.keep(new, None, count), logits)
@@ -339,7 +339,7 @@ def expand(
         inner, _ = shape.expanded(level + 1)
         above = np.repeat(tree_mask, counts, axis=0)[inner]
         tree_mask = np.concatenate([above, np.eye(inner.size, dtype=bool)], 1)
-        x, new, _ = trunk(
+        x, new, *_ = trunk(
             model,
             _at(tokens, inner),
             jnp.broadcast_to(held.cache.length[:, None] + level, (rows, inner.size)),

@@ -268,24 +268,29 @@ class SwitchingDrafter(Drafter):
         the mean of min(1, q/p) over the target's own draws is the acceptance rate of the draft
         (Leviathan et al., arXiv 2211.17192, theorem 3.5), and products of it along the text are
         how often a chain survives. `UNKNOWN` where it cannot be said.
+
+        Near the end of its cache it begins before what is new: the same tokens give the same again.
         """
         model, held = self.model, state.held
         assert model is not None
         assert held is not None
-        before, text = held.cache.length, state.text
-        at = before[:, None] + jnp.arange(size, dtype=jnp.int32)
-        count = jnp.clip(text.length - before, 0, size)
+        text, size = state.text, min(size, held.cache.slots)
+        before = held.cache.length
+        begin = jnp.minimum(before, held.cache.slots - size)
+        cache = replace(held.cache, length=begin)
+        at = begin[:, None] + jnp.arange(size, dtype=jnp.int32)
+        count = jnp.clip(text.length - begin, 0, size)
         inside = jnp.minimum(at, text.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(text.tokens, inside, axis=1)
         tree_mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (*at.shape, size))
-        x, new, _ = trunk(model, tokens, at, held.cache, tree_mask)
+        x, new, *_ = trunk(model, tokens, at, cache, tree_mask)
         logits = unembed(model, x).T.reshape(*at.shape, -1)
         after = jnp.concatenate([held.logits[:, None], logits], axis=1)
         last = jnp.take_along_axis(after, count[:, None, None], axis=1)[:, 0]
         p = jnp.take_along_axis(state.probs, inside, axis=1)
-        known = (p >= 0) & (at < text.length[:, None]) & (at > 0)
+        known = (p >= 0) & (at < text.length[:, None]) & (at >= before[:, None]) & (at > 0)
         chance = jnp.where(known, _accepted(after[:, :-1], tokens, p, sampling), UNKNOWN)
-        return replace(state, held=ModelState(held.cache.keep(new, None, count), last)), chance
+        return replace(state, held=ModelState(cache.keep(new, None, count), last)), chance
 
 
 def _accepted(

@@ -1,9 +1,12 @@
 """The rows' state on the device and the programs over it, behind plain values of the host."""
 
+import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +19,8 @@ from specjax.engine.programs import Given, Parameters, Setup, packed
 from specjax.engine.request import Logprob, Request
 from specjax.engine.state import EngineState
 from specjax.engine.watch import WatchedNode
+from specjax.goodput.bursts import BURST
+from specjax.goodput.chunks import PrefillBatch
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
 from specjax.models.transformer import Model
@@ -45,9 +50,9 @@ class RowResult(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What a step gives, perhaps still being made.
+    """What a burst gives, perhaps still being made.
 
-    `places` are those of the rows that were asked for among the step's, `scored` which of them want
+    `places` are those of the rows that were asked for among the steps', `scored` which of them want
     log probabilities.
     """
 
@@ -86,6 +91,9 @@ class Plan(NamedTuple):
       catch_ups: rows, and tokens that the draft reads of each.
       longest: tokens that a row may hold.
       reuses: whether rows are copied.
+      batch: of which several rows' prompts are read together; None where there is one row.
+      mixed: what steps read of prompts; None where none does.
+      mixed_steps: those that have such programs, too.
     """
 
     steps: Sequence[StepShape]
@@ -94,16 +102,22 @@ class Plan(NamedTuple):
     catch_ups: Sequence[tuple[int, int]]
     longest: int
     reuses: bool
+    batch: PrefillBatch | None = None
+    mixed: PrefillBatch | None = None
+    mixed_steps: Sequence[StepShape] = ()
 
 
 class Measured(NamedTuple):
     """How long programs take: chunks by their size (in an empty row, and what each token in it
-    adds), steps, and how long the draft takes to read some tokens of a row.
+    adds), steps, how long the draft takes to read some tokens of a row, a pass over prompts of
+    several rows (never, where there is none), and what tokens of prompts add to steps.
     """
 
     chunk_seconds: dict[int, tuple[float, float]]
     step_costs: dict[StepShape, Cost]
     catch_up_seconds: dict[int, float]
+    batch_seconds: float = math.inf
+    mixed_seconds: Mapping[StepShape, float] = MappingProxyType({})
 
 
 class Device:
@@ -137,9 +151,12 @@ class Device:
         self._no_bias = jnp.zeros(vocabulary, jnp.float32)
         self._no_prompt = jnp.zeros(vocabulary, bool)
         self._wanted = {flag: jax.device_put(np.bool_(flag)) for flag in (False, True)}
+        self._most = [_put(np.int32(steps)) for steps in range(BURST + 1)]
         self.chunk_seconds: dict[int, tuple[float, float]] = {}
         self.step_costs: dict[StepShape, Cost] = {}
         self.catch_up_seconds: dict[int, float] = {}
+        self.batch_seconds = math.inf
+        self.mixed_seconds: Mapping[StepShape, float] = {}
 
     def _run(self, call: _Call) -> Any:
         """Lets a program take over the state and gives what else there is.
@@ -175,13 +192,13 @@ class Device:
         self, row: int, tokens: Sequence[int], size: int, scored: bool = False
     ) -> TokenLogprobs | None:
         """A row holds `tokens` too; with `scored`, their log probabilities for `scores`."""
-        return self._run(self._extend(row, tokens, size, scored))
+        return self._run(_extend({row: tokens}, size, None, scored))
 
-    def _extend(self, row: int, tokens: Sequence[int], size: int, scored: bool) -> _Call:
-        padded = np.zeros(size, np.int32)
-        padded[: len(tokens)] = tokens
-        given = _put([row, len(tokens)]), _put(padded)
-        return _Call(programs.extend, size, given, {"scored": scored})
+    def extend_together(self, tokens: Mapping[int, Sequence[int]], batch: PrefillBatch) -> None:
+        """Rows hold these tokens too, read in one pass."""
+        others = (row for row in range(self._rows) if row not in tokens)
+        spare = dict.fromkeys(islice(others, batch.rows - len(tokens)), ())
+        self._run(_extend({**tokens, **spare}, batch.tokens, batch.columns))
 
     def wait(self) -> None:
         """Waits until all that was handed over is done."""
@@ -207,26 +224,55 @@ class Device:
         filling: Sequence[int],
         depths: Sequence[int],
         scored: Sequence[bool],
+        steps: int = 1,
+        prompts: Sequence[Mapping[int, Sequence[int]]] = (),
+        mixed: PrefillBatch | None = None,
     ) -> Pending:
-        """A step of `rows`, with trees of a setting no deeper than `depths`.
+        """A burst of steps of `rows`, with trees of a setting no deeper than `depths`.
 
+        It has `steps` of them, `BURST` at most, or fewer if all of its rows end before.
         Some of the rows want log probabilities (`scored`). Those that fill it up end, if they have
-        not.
+        not. With `mixed` each step reads tokens of other rows' `prompts` as well, no more of them
+        than that has room for; then there are always as many steps.
         """
         control = [(row, 0, depth) for row, depth in zip(rows, depths, strict=True)]
         control += [(row, 1, 0) for row in filling]
         if len(control) == self._rows:  # a step of all rows takes none out of the state
             control.sort()
         order = [row for row, *_ in control]
-        given = self._run(self._advance(shape, tuple(control), any(scored)))
+        call = self._advance(shape, tuple(control), any(scored), steps)
+        if mixed is not None:
+            call = self._with_prompts(call, prompts, mixed)
+        given = self._run(call)
         return Pending(given, tuple(scored), tuple(map(order.index, rows)))
 
     def _advance(
-        self, shape: StepShape, control: tuple[tuple[int, ...], ...], scored: bool
+        self,
+        shape: StepShape,
+        control: tuple[tuple[int, ...], ...],
+        scored: bool = False,
+        steps: int = 1,
     ) -> _Call:
-        given = self._control_of(control), self._wanted[scored], self._calibration
+        rows, most = self._control_of(control), self._most[steps]
+        given = rows, most, self._wanted[scored], self._calibration
         static = {"width": shape.width, "setting": shape.setting}
         return _Call(programs.advance, shape.rows, given, static)
+
+    def _with_prompts(
+        self, call: _Call, prompts: Sequence[Mapping[int, Sequence[int]]], mixed: PrefillBatch
+    ) -> _Call:
+        """A burst whose steps read tokens of prompts, too."""
+        given = np.zeros((BURST, mixed.rows, 2 + mixed.tokens), np.int32)
+        for step, own in zip(given, (*prompts, *({},) * (BURST - len(prompts))), strict=True):
+            others = (row for row in range(self._rows) if row not in own)
+            spare = dict.fromkeys(islice(others, mixed.rows - len(own)), ())
+            for at, (row, tokens) in zip(step, (*own.items(), *spare.items()), strict=True):
+                at[:2] = row, len(tokens)
+                at[2 : 2 + len(tokens)] = tokens
+        return call._replace(
+            given=(*call.given, _put(given)),
+            static={**call.static, "columns": mixed.packed_columns},
+        )
 
     def calibrate(self, calibration: Sequence[Sequence[float]]) -> None:
         """Takes other intercepts and slopes of the nodes' chances (see `Served`)."""
@@ -248,25 +294,22 @@ class Device:
             found = self._control[rows] = _put(rows)
         return found
 
-    def results(self, pending: Pending) -> list[RowResult]:
-        """What a step gave each of its rows, in the order they were named; waits for it."""
+    def results(self, pending: Pending) -> list[list[RowResult]]:
+        """What each step of a burst gave each of its rows, in the order they were named.
+
+        Waits for it. A row that is done gets no tokens from there on.
+        """
         given = pending.given
         packed = jax.device_get(given.packed)
-        window = given.top.shape[1]
         top = tops = None
         if any(pending.scored):
             top, tops = jax.device_get((given.top, given.top_tokens))
         found = []
-        for number, scored in zip(pending.places, pending.scored, strict=True):
-            own = packed[number]
-            count, done, nodes, accepted = own[:4].tolist()
-            tokens = own[4 : 4 + count].tolist()
-            logprobs = []
-            if scored and top is not None and tops is not None:
-                values = own[4 + window :].view(np.float32)[:count]
-                logprobs = _logprobs(values, top[number], tops[number])
-            tree = partial(_tree_of, own[4 + 2 * window :], window, accepted)
-            found.append(RowResult(tokens, bool(done), nodes, accepted, logprobs, tree))
+        for step in range(BURST):
+            if not packed[step, :, 0].any():
+                break
+            likeliest = None if top is None or tops is None else (top[step], tops[step])
+            found.append(_results(pending, packed[step], given.top.shape[2], likeliest))
         return found
 
     def scores(self, found: TokenLogprobs, count: int) -> list[Logprob]:
@@ -285,16 +328,28 @@ class Device:
     @property
     def measured(self) -> Measured:
         """How long programs take."""
-        return Measured(self.chunk_seconds, self.step_costs, self.catch_up_seconds)
+        return Measured(
+            self.chunk_seconds, self.step_costs, self.catch_up_seconds, self.batch_seconds,
+            self.mixed_seconds,
+        )  # fmt: skip
 
     def _calls(self, plan: Plan) -> list[_Call]:
         """A call of every program."""
+        batches = [] if plan.batch is None else [plan.batch]
         copies = [_Call(programs.copy, 1, (_put([0, 0, 1, 0]),), {})] if plan.reuses else []
+        steps = {s: self._advance(s, ((0, 0, 0),) * s.rows) for s in plan.steps}
+        mixed = (
+            []
+            if plan.mixed is None
+            else [self._with_prompts(steps[s], (), plan.mixed) for s in plan.mixed_steps]
+        )
         return [
-            *(self._advance(s, ((0, 0, 0),) * s.rows, False) for s in plan.steps),
+            *steps.values(),
+            *mixed,
             *(_catch_up(range(rows), size) for rows, size in plan.catch_ups),
-            *(self._extend(0, [0], size, False) for size in plan.chunks),
-            self._extend(0, [0], plan.scored, True),
+            *(_extend({0: [0]}, size) for size in plan.chunks),
+            *(_extend(dict.fromkeys(range(b.rows), (0,)), b.tokens, b.columns) for b in batches),
+            _extend({0: [0]}, plan.scored, scored=True),
             *copies,
             self._assign(0, Request(prompt=[0]), self._setup.parameters),
             _Call(programs.begin, 1, (_put([0, 0]),), {}),
@@ -326,6 +381,41 @@ class Device:
         for row in range(live):
             self.assign(row, request, parameters)
         self.wait()
+
+
+def _results(
+    pending: Pending,
+    packed: np.ndarray,
+    window: int,
+    likeliest: tuple[np.ndarray, np.ndarray] | None,
+) -> list[RowResult]:
+    """What a step gave its rows."""
+    found = []
+    for number, scored in zip(pending.places, pending.scored, strict=True):
+        own = packed[number]
+        count, done, nodes, accepted = own[:4].tolist()
+        tokens = own[4 : 4 + count].tolist()
+        logprobs = []
+        if scored and likeliest is not None:
+            values = own[4 + window :].view(np.float32)[:count]
+            logprobs = _logprobs(values, *(x[number] for x in likeliest))
+        tree = partial(_tree_of, own[4 + 2 * window :], window, accepted)
+        found.append(RowResult(tokens, bool(done), nodes, accepted, logprobs, tree))
+    return found
+
+
+def _extend(
+    tokens: Mapping[int, Sequence[int]],
+    size: int,
+    columns: int | None = None,
+    scored: bool = False,
+) -> _Call:
+    padded = np.zeros((len(tokens), size), np.int32)
+    for own, given in zip(padded, tokens.values(), strict=True):
+        own[: len(given)] = given
+    at = [[row, len(given)] for row, given in tokens.items()]
+    static = {"columns": columns, "scored": scored}
+    return _Call(programs.extend, size, (_put(at), _put(padded)), static)
 
 
 def _catch_up(rows: Sequence[int], size: int) -> _Call:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 from rich.progress import Progress
 
-from pallas_kernels.tree_attention.xla import reads_rows_in_place
+from pallas_kernels.platform import platform
 from specjax.base.progress import progress_bars
 from specjax.base.pytree import replace
 from specjax.decoding.extending import can_truncate
@@ -30,6 +29,7 @@ from specjax.engine.report import report
 from specjax.engine.request import (
     MAX_LOGPROBS,
     EngineClosedError,
+    Logprob,
     Request,
     Statistics,
     Tokens,
@@ -38,12 +38,14 @@ from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler
 from specjax.engine.sequence import Sequence, hand_over
 from specjax.engine.speculation import Speculation
 from specjax.engine.watch import Watched
-from specjax.goodput.controller import Options
+from specjax.goodput.bursts import reading_seconds
+from specjax.goodput.chunks import PrefillBatch
+from specjax.goodput.controller import PAUSE, Options
 from specjax.goodput.costs import Cost, StepCosts
-from specjax.goodput.policy import Decision, Timed
+from specjax.goodput.policy import WIDTHS, Decision, StepShape, Timed
 from specjax.models import memory
 from specjax.models.transformer import Model
-from specjax.parallel.mesh import DATA, layout_of, size_of
+from specjax.parallel.mesh import check_rows, layout_of, shards_of
 from specjax.verify.rules import AUTO
 
 _logger = logging.getLogger(__name__)
@@ -57,36 +59,73 @@ _LARGEST_CHUNK = 512
 _SCORED = 16
 """The same where log probabilities of the prompt are asked for."""
 
+_CPU_BATCH, _BATCH = PrefillBatch(8, 64, 256), PrefillBatch(4, 128, 512)
+"""The pass over prompts of several rows, on a CPU and elsewhere."""
+_CPU_MIXED, _MIXED = PrefillBatch(1, 16, 16), PrefillBatch(4, 256, 256)
+"""What a step reads of prompts while rows decode, on a CPU and elsewhere."""
+_ROWS_A_PROMPT = 8
+"""Rows of an engine there for each whose prompt is read beside others'."""
+_NEW_MIXED = 0.1
+"""Weight of a burst in what prompts add to its steps."""
+
+_CPU_COLUMNS = 64
+"""Where each costs. On an H100 (bfloat16, jax 0.11.2) a pass of an 8B model takes 7.4 ms with 8
+columns and 8.3 with 256."""
+
+_CPU_ROW_FACTOR, _ROW_FACTOR = 2, 8
+"""Programs of steps are so many times as many rows apart: where a pass waits for its weights, rows
+that are idle cost it what they hold, and a program takes long to compile."""
+
 _SLOT_MULTIPLE = 128
 _LEAST_CONTEXT, _SHARE_FOR_TEXTS = 2048, 0.8
 """Of the context that is taken where none is named: tokens at least, unless the model has fewer;
 and the share of free memory that texts may have then. Programs and compiling them need the rest."""
 
 
-class _InFlight(NamedTuple):
-    """A step whose output is not processed yet, what was decided for it, and who was in its rows.
+class _MixedStep(NamedTuple):
+    """A program whose steps read prompts: how long they take without, what prompts add to that, and
+    how much longer that is than a step of what was decided.
+    """
 
-    `cached` are the tokens that they held. `alone` says whether the device did nothing else since
-    the step before but chunks of prompts, which were to take `chunk_seconds`.
+    shape: StepShape
+    seconds: float
+    added: float
+    more: float
+
+
+class _InFlight(NamedTuple):
+    """A burst whose output is not processed yet, what was decided for it, and who was in its rows.
+
+    It has so many `steps` unless all of its rows end before; `cached` are the tokens that they
+    held. `alone` says whether the device did nothing else since the burst before but chunks of
+    prompts, which were to take `chunk_seconds`, with the `mixed_seconds` that tokens of prompts
+    were to add to each step; None where steps read none. All steps are made where they do.
     """
 
     pending: Pending
     scheduled: list[tuple[Row, Sequence]]
     decision: Decision
+    steps: int
     cached: int
     alone: bool
     chunk_seconds: float
+    mixed_seconds: float | None
 
-    def timed(self, taken: float) -> Timed | None:
-        """How long the step took, of the time since the one before; None if that cannot be said."""
-        return self.decision.timed(taken, self.chunk_seconds) if self.alone else None
+    def timed(self, taken: float, gave: int) -> Timed | None:
+        """How long each step took, of the time since the burst before, if so many gave anything;
+        None if that cannot be said.
+        """
+        steps = gave if self.mixed_seconds is None else self.steps
+        known = self.alone and steps > 0
+        return self.decision.timed(taken, self.chunk_seconds, steps) if known else None
 
 
 class Engine:
     """Requests in the rows of one compiled step, each distributed as the target alone would write.
 
-    A thread of its own runs the device. The next step is handed to the device before the last
-    one's tokens are read; prompts are read in chunks between steps. That thread compiles nothing.
+    A thread of its own runs the device, in bursts of steps. The next burst is handed to the device
+    before the last one's tokens are read; prompts are read in chunks between them, or in the passes
+    of their steps. That thread compiles nothing.
 
     Args:
       target: the model whose distribution the texts follow.
@@ -99,11 +138,13 @@ class Engine:
         naive rule.
       max_waiting: requests that may wait for a row.
       max_waiting_tokens: tokens of their prompts.
-      columns: of a `SwitchingDrafter`'s steps, at most.
+      columns: of a `SwitchingDrafter`'s steps, at most; by default 64 on a CPU, where each of them
+        costs, and elsewhere as many as all rows' trees have nodes.
       options: what the choice of its settings leaves out.
 
     Raises:
-      ValueError: the drafter or the rule does not go with the target, or the mesh spreads rows.
+      ValueError: the drafter or the rule does not go with the target, or the mesh's data axis does
+        not divide the rows.
     """
 
     def __init__(
@@ -116,7 +157,7 @@ class Engine:
         verify: str = AUTO,
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
-        columns: int = 64,
+        columns: int | None = None,
         options: Options = Options(),
     ) -> None:
         config = target.config
@@ -132,45 +173,34 @@ class Engine:
             )
         self.vocab_size = config.vocab_size
         layout = layout_of(target, drafter)
-        if layout is not None and size_of(layout.mesh, DATA) > 1:
-            raise ValueError(
-                f"mesh axis data={size_of(layout.mesh, DATA)} spreads rows over devices; those of "
-                "an engine come and go one by one, so use the axes model and draft."
-            )
+        check_rows(layout, rows, "rows")
+        shards = shards_of(layout)
         if layout is not None and layout.mesh.is_multi_process:
             raise ValueError("the mesh spans several processes; an engine runs in one of its own.")
-        accelerator = jax.default_backend() != "cpu"
-        self._chunks = (*CHUNKS, _LARGEST_CHUNK) if accelerator else CHUNKS
+        self._chunks, self._mixed = _chunks(), _mixed_of(rows, shards)
+        self._batch = _batch_of(rows) if shards == 1 else None
         rule = rule_of(verify, drafter)
 
         def planned(tokens: int) -> memory.Plan:
-            return memory_plan(target, drafter, rule, rows, max(self._chunks), slots_for(tokens))
-
-        def slots_for(tokens: int) -> int:
-            room = tokens + max(*self._chunks, drafter.window)
-            return -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE
+            slots = _slots_for(tokens, drafter)
+            return memory_plan(target, drafter, rule, rows, max(self._chunks), slots)
 
         self.max_model_len = max_model_len or _most_that_fits(most, planned)
-        slots = slots_for(self.max_model_len)
+        setup = setup_of(target, drafter, self.max_model_len, verify)
         try:
-            check_memory(target, drafter, rule, rows, max(self._chunks), slots)
+            check_memory(target, drafter, rule, rows, max(self._chunks), setup.slots)
         except ValueError as error:
             raise ValueError(f"{error} Use fewer rows or a smaller max_model_len.") from None
-        rules = {name: rule_of(verify, drafter.of_setting(name)) for name in drafter.settings}
-        parameters = check_request(Request(prompt=[0], max_new_tokens=1), config, most)
-        setup = Setup(rules, slots, parameters, MAX_LOGPROBS, layout)
         self.rule = rule
         self._config, self._rows = config, rows
         self._make_device = partial(Device, target, drafter, setup, rows)
-        self._costs_of = partial(measured.name_of, (target, drafter), slots=slots)
+        self._costs_of = partial(measured.name_of, (target, drafter), slots=setup.slots)
         self._device: Device | None = None
-        self._reuses = can_truncate(target, drafter)
+        self._reuses = shards == 1 and can_truncate(target, drafter)
         self._scheduler = Scheduler(
             rows, reuses=self._reuses, max_requests=max_waiting, max_tokens=max_waiting_tokens
         )
-        # Where rows are not read in place, fewer rows than all would be copied out.
-        subsets = reads_rows_in_place()
-        self.speculation = Speculation(drafter, rows, subsets, columns, options)
+        self.speculation = _speculation(drafter, rows, columns, options, shards)
         self._window = drafter.window
         self._aborted: deque[Sequence] = deque()
         self._in_flight: _InFlight | None = None
@@ -228,7 +258,7 @@ class Engine:
             return report(self.speculation, measured) | states
 
     def fix(self, setting: str | None) -> None:
-        """Drafts with one setting from the next step on; None lets the engine choose again.
+        """Drafts with one setting from the next burst on; None lets the engine choose again.
 
         Raises:
           ValueError: there is no such setting, or nothing to choose from.
@@ -272,12 +302,17 @@ class Engine:
         """Serves with the programs of plain decoding, or of the only setting; lets others join."""
         own, device = self.speculation, self._make_device()
         plan = Plan(
-            own.shapes, self._chunks, _SCORED, own.catch_ups, self.max_model_len, self._reuses
-        )
-        first = plan._replace(steps=own.first_shapes, catch_ups=())
+            own.shapes, self._chunks, _SCORED, own.catch_ups, self.max_model_len, self._reuses,
+            self._batch, self._mixed, _mixed_steps(own),
+        )  # fmt: skip
+        first = plan._replace(
+            steps=own.first_shapes, catch_ups=(),
+            mixed_steps=[shape for shape in plan.mixed_steps if shape in own.first_shapes],
+        )  # fmt: skip
         counted = plan if wait else first
         total = len(counted.steps) + len(counted.chunks) + len(counted.catch_ups)
-        task = progress.add_task("compile", total=total + 3 + self._reuses)
+        total += 3 + self._reuses + (self._batch is not None) + len(counted.mixed_steps)
+        task = progress.add_task("compile", total=total)
 
         def done(what: str) -> None:
             progress.update(task, description=f"compile {what}", advance=1)
@@ -310,7 +345,8 @@ class Engine:
         """The programs that a setting lacks, with those that its draft reads texts with."""
         own = self.speculation
         reads = plan.catch_ups if own.settings[name].runs_draft else ()
-        return plan._replace(steps=own.later[name], catch_ups=reads)
+        mixed = [shape for shape in plan.mixed_steps if shape.setting == name]
+        return plan._replace(steps=own.later[name], catch_ups=reads, mixed_steps=mixed)
 
     def _join(self, costs: Measured) -> None:
         assert self._device is not None
@@ -456,7 +492,7 @@ class Engine:
         hand_over((sequence, Tokens((), finish_reason=reason)) for sequence in left)
 
     def _turn(self) -> bool:
-        """New requests into rows, a chunk of a prompt, a step, and what the last step gave."""
+        """New requests into rows, chunks of prompts, a burst, and what the last burst gave."""
         assert self._device is not None
         assert self._joining is not None
         with self._lock:
@@ -479,8 +515,11 @@ class Engine:
             self._admit(each)
         if self._in_flight is None:  # chunks alone: no more of them is handed over than one
             self._device.wait()
-        self._read_chunk()
-        step = self._step()
+        reads = self._reads_beside()
+        behind = self._scheduler.falls_behind(self._mixed) and not self._is_in_time()
+        if not reads or behind:
+            self._read_chunks()
+        step = self._step(reads)
         last, self._in_flight = self._in_flight, step
         if last is not None:
             self._process(last)
@@ -511,33 +550,110 @@ class Engine:
     def _copy(self, row: Row, sequence: Sequence, source: int, common: int) -> None:
         """A row takes over what another holds of its prompt."""
         assert self._device is not None
+        self._alone = False
         with self._lock:
             self._totals.cached_tokens += common - sequence.statistics.cached_tokens
             sequence.statistics.cached_tokens = common
         self._device.copy(source, row.number, common, row.tokens[-1])
 
-    def _read_chunk(self) -> None:
+    def _reads_beside(self) -> bool:
+        """Whether the next step is to read prompts, if it has the last one's setting."""
         assert self._device is not None
+        if self._in_flight is None or self._scheduler.next_to_read is None:
+            return False
+        found = self._mixed_step(self._in_flight.decision)
+        if found is None:
+            return False
+        costs = self._device.chunk_seconds
         with self._lock:
-            taken = self._scheduler.prefix()
-            chunk = self._scheduler.chunk(self._device.chunk_seconds, self._step_seconds)
+            return self._scheduler.mixes(costs, self._mixed, found.more, self._step_seconds)
+
+    def _mixed_step(self, decision: Decision) -> _MixedStep | None:
+        """The program whose steps draft as was decided and read prompts; None if there is none."""
+        assert self._device is not None
+        assert self._costs is not None
+        shape, row = self.speculation.mixed_shape(decision), self._scheduler.next_to_read
+        if shape is None or row is None or shape not in self._device.mixed_seconds:
+            return None
+        assert self._mixed is not None
+        chunks = self._device.chunk_seconds
+        size = min((n for n in chunks if n >= self._mixed.tokens), default=max(chunks))
+        own = self._costs.seconds(shape, self._cached())
+        added = self._device.mixed_seconds[shape] + chunks[size][1] * len(row.tokens)
+        return _MixedStep(shape, own, added, max(own + added - self._step_seconds, 0.0))
+
+    def _cached(self) -> int:
+        """Tokens that the rows which decode hold."""
+        return sum(len(row.tokens) for row in self._scheduler.decoding)
+
+    def _is_in_time(self) -> bool:
+        """Whether a row decodes that wants its tokens in time."""
+        return any(row.is_in_time for row in self._scheduler.decoding)
+
+    def _read_chunks(self) -> None:
+        """Reads a chunk of prompts; more of them where rows decode that a burst would keep waiting.
+
+        Those that want their tokens in time wait for one.
+        """
+        most = reading_seconds(self._step_seconds)
+        while (taken := self._read_chunk()) and self._scheduler.decoding:
+            if self._chunk_seconds + taken > most or self._is_in_time():
+                return
+
+    def _read_chunk(self) -> float:
+        """Reads a chunk of prompts, if any waits; how long that is to take."""
+        assert self._device is not None
+        costs, batch_seconds = self._device.chunk_seconds, self._device.batch_seconds
+        self._take_prefix()
+        with self._lock:
+            chunk = self._scheduler.chunk(costs, self._step_seconds)
+            together = self._scheduler.together(
+                costs, self._batch, batch_seconds, self._step_seconds
+            )
         if chunk is None:
-            return
-        row, sequence = chunk.row, chunk.row.sequence
+            return 0.0
+        sequence = chunk.row.sequence
         assert sequence is not None
+        if together:
+            self._read_together(together)
+            return self._device.batch_seconds
         own, more = self._device.chunk_seconds[chunk.size]
-        self._chunk_seconds += own + more * chunk.start
-        if taken is not None and taken.source is not None:
-            self._copy(row, sequence, taken.source, taken.common)
+        seconds = own + more * chunk.start
+        self._chunk_seconds += seconds
         if sequence.request.prompt_logprobs is not None:
             self._alone = False
             tokens = sequence.request.prompt[chunk.start : chunk.start + _SCORED]
             chunk = chunk._replace(tokens=list(tokens), size=_SCORED)
         self._extend(chunk, sequence)
-        if self._scheduler.decoding:
-            self.speculation.prompt_read(chunk)
-        if self._scheduler.read(chunk):
-            self._begin_decoding(row, sequence)
+        self._read(chunk)
+        return seconds
+
+    def _take_prefix(self) -> None:
+        """The next row to be read takes over what another has read of its prompt meanwhile."""
+        with self._lock:
+            taken = self._scheduler.prefix()
+        if taken is not None and taken.source is not None and taken.row.sequence is not None:
+            self._copy(taken.row, taken.row.sequence, taken.source, taken.common)
+
+    def _read_together(self, chunks: list[Chunk]) -> None:
+        """Reads tokens of several prompts in one pass."""
+        assert self._device is not None
+        assert self._batch is not None
+        self._chunk_seconds += self._device.batch_seconds
+        tokens = {chunk.row.number: chunk.tokens for chunk in chunks}
+        self._device.extend_together(tokens, self._batch)
+        self._read(*chunks)
+
+    def _read(self, *chunks: Chunk) -> None:
+        """Notes that chunks are read; a row decodes if its was the rest of its prompt."""
+        beside = bool(self._scheduler.decoding)
+        for chunk in chunks:
+            sequence = chunk.row.sequence
+            assert sequence is not None
+            if beside:
+                self.speculation.prompt_read(chunk)
+            if self._scheduler.read(chunk):
+                self._begin_decoding(chunk.row, sequence)
 
     def _extend(self, chunk: Chunk, sequence: Sequence) -> None:
         assert self._device is not None
@@ -560,29 +676,61 @@ class Engine:
         self._alone = False
         self._device.assign(row.number, sequence.request, sequence.parameters)
 
-    def _step(self) -> _InFlight | None:
+    def _step(self, reads: bool) -> _InFlight | None:
+        """Hands over a burst, in which tokens of prompts are read if it `reads` them."""
         assert self._device is not None
         rows, own = self._scheduler.decoding, self.speculation
         if not rows:
             return None
+        if reads:
+            self._take_prefix()
         with self._lock:
             decision = own.decide(rows)
-        cached = sum(len(row.tokens) for row in rows)
+        cached = self._cached()
         self._step_seconds = self._expected_seconds(decision, cached)
         read = own.prepare(self._device, decision, rows)
         own.calibrate(self._device)
+        prompts, seconds = [], 0.0
         with self._lock:
-            plan = self._scheduler.step(decision.shape.rows)
+            if reads:
+                decision, prompts, seconds = self._beside(decision)
+            steps = len(prompts) or self._scheduler.burst(self._step_seconds, decision.most_steps)
+            window = own.window_of(decision)
+            plan = self._scheduler.step(decision.shape.rows, steps, window)
         scheduled = [(row, row.sequence) for row in rows if row.sequence is not None]
         scored = [sequence.request.logprobs is not None for _, sequence in scheduled]
         numbers = [row.number for row in rows]
+        tokens = [{chunk.row.number: chunk.tokens for chunk in step} for step in prompts]
         pending = self._device.advance(
-            decision.shape, numbers, plan.filling, decision.depths, scored
-        )
+            decision.shape, numbers, plan.filling, decision.depths, scored, steps,
+            prompts=tokens, mixed=self._mixed if prompts else None,
+        )  # fmt: skip
         alone = self._alone and not read and self._in_flight is not None
         self._alone = not own.probe(self._device, decision, rows)
-        chunks, self._chunk_seconds = self._chunk_seconds, 0.0
-        return _InFlight(pending, scheduled, decision, cached, alone, chunks)
+        chunks, self._chunk_seconds = self._chunk_seconds + steps * seconds, 0.0
+        for step in prompts:
+            self._read(*step)
+        if reads and not prompts:
+            self._read_chunks()
+        return _InFlight(
+            pending, scheduled, decision, steps, cached, alone, chunks, seconds if prompts else None
+        )
+
+    def _beside(self, decision: Decision) -> tuple[Decision, list[list[Chunk]], float]:
+        """A decision for a program whose steps read prompts, what each of them reads, and how much
+        longer it takes for that; the same and nothing to read where there is none.
+        """
+        step, at = self._mixed_step(decision), self._scheduler
+        if step is None or self._mixed is None:
+            return decision, [], 0.0
+        steps = at.burst(self._step_seconds + step.more, decision.most_steps, mixed=True)
+        found = at.beside(self._mixed, steps)
+        if not found:
+            return decision, [], 0.0
+        forecast = decision.forecast
+        if forecast is not None and step.shape != decision.shape:
+            forecast = forecast._replace(seconds=step.seconds)
+        return decision._replace(shape=step.shape, forecast=forecast), found, step.added
 
     def _expected_seconds(self, decision: Decision, cached: int) -> float:
         """How long a step takes, as it is forecast or else as its program's steps took."""
@@ -591,56 +739,84 @@ class Engine:
             return decision.forecast.seconds
         return self._costs.seconds(decision.shape, cached)
 
-    def _process(self, step: _InFlight) -> None:
-        """Hands on what a step gave; what it gave those who have left is dropped."""
+    def _process(self, burst: _InFlight) -> None:
+        """Hands on what a burst gave; what it gave those who have left is dropped."""
         assert self._device is not None
-        results = self._device.results(step.pending)
+        results = self._device.results(burst.pending)
         now = time.perf_counter()
-        timed = step.timed(now - self._last_output)
+        timed = burst.timed(now - self._last_output, len(results))
+        self._correct_mixed(burst, now - self._last_output)
         self._last_output = now
-        outputs, gave = [], []
+        window = self.speculation.window_of(burst.decision)
+        outputs: list[tuple[Sequence, Tokens]] = []
+        gave: list[list[tuple[Sequence, RowResult]]] = [[] for _ in results]
         with self._lock:
-            for (row, sequence), result in zip(step.scheduled, results, strict=True):
-                if row.sequence is sequence:
-                    gave.append((sequence, result))
-                    self._scheduler.postprocess(row, result.tokens)
-                    if result.tokens and not sequence.finished:
-                        setting = step.decision.shape.setting
-                        outputs.append((sequence, self._output(row, sequence, result, setting)))
+            for place, (row, sequence) in enumerate(burst.scheduled):
+                if row.sequence is not sequence:
+                    continue
+                own = [step[place] for step in results if step[place].tokens]
+                for step, result in zip(gave, own, strict=False):
+                    step.append((sequence, result))
+                tokens = [token for result in own for token in result.tokens]
+                self._scheduler.postprocess(row, tokens, burst.steps, window, len(own))
+                if own and not sequence.finished:
+                    setting = burst.decision.shape.setting
+                    outputs.append((sequence, self._output(row, sequence, own, setting)))
         hand_over(outputs)
-        self._learn(step, gave, timed)
+        for step in gave:
+            self._learn(burst, step, timed)
+
+    def _correct_mixed(self, burst: _InFlight, taken: float) -> None:
+        """Learns what prompts add to a step from a burst that nothing else was done beside."""
+        assert self._device is not None
+        assert self._costs is not None
+        expected, shape = burst.mixed_seconds, burst.decision.shape
+        if expected is None or not burst.alone or burst.chunk_seconds > burst.steps * expected:
+            return
+        forecast = burst.decision.forecast
+        own = self._costs.seconds(shape, burst.cached) if forecast is None else forecast.seconds
+        found = min(taken / burst.steps - own, PAUSE * (own + expected))
+        known = self._device.mixed_seconds
+        new = max(known[shape] + _NEW_MIXED * (found - expected), 0.0)
+        self._device.mixed_seconds = {**known, shape: new}
 
     def _learn(
-        self, step: _InFlight, gave: list[tuple[Sequence, RowResult]], timed: Timed | None
+        self, burst: _InFlight, gave: list[tuple[Sequence, RowResult]], timed: Timed | None
     ) -> None:
-        if timed is not None and step.decision.forecast is None:
+        """Learns from a step."""
+        if timed is not None and burst.decision.forecast is None:
             assert self._costs is not None
-            self._costs.observe(step.decision.shape, step.cached, timed.seconds, timed.share)
+            self._costs.observe(burst.decision.shape, burst.cached, timed.seconds, timed.share)
         with self._lock:
-            self.speculation.observe_step(step.decision, gave, timed, step.cached)
+            self.speculation.observe_step(burst.decision, gave, timed, burst.cached)
             for sequence, result in gave:
                 if result.done:
                     self.speculation.ended(sequence)
 
-    def _output(self, row: Row, sequence: Sequence, result: RowResult, setting: str) -> Tokens:
-        """What a sequence got, counted; its row is free if that was all."""
+    def _output(
+        self, row: Row, sequence: Sequence, results: list[RowResult], setting: str
+    ) -> Tokens:
+        """What steps gave a sequence, counted; its row is free if that was all."""
         request, parameters = sequence.request, sequence.parameters
         assert parameters is not None
-        sequence.recent.note(result.tokens, result.accepted, setting, result.tree)
         sequence.first_token = sequence.first_token or self._last_output
-        for each in (sequence.statistics, self._totals):
-            each.count_step(
-                len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
-            )
-        logprobs = ()
-        if request.logprobs is not None:
-            logprobs = tuple(each.of_likeliest(request.logprobs) for each in result.logprobs)
+        ids: list[int] = []
+        logprobs: list[Logprob] = []
+        for result in results:
+            sequence.recent.note(result.tokens, result.accepted, setting, result.tree)
+            for each in (sequence.statistics, self._totals):
+                each.count_step(
+                    len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
+                )
+            ids += result.tokens
+            if request.logprobs is not None:
+                logprobs += (each.of_likeliest(request.logprobs) for each in result.logprobs)
         reason = None
-        if result.done:
-            reason = "stop" if result.tokens[-1] in parameters.end_ids else "length"
+        if results[-1].done:
+            reason = "stop" if ids[-1] in parameters.end_ids else "length"
             self._totals.count_target(sequence.tpot_ms(self._last_output), request.max_tpot_ms)
             self._finish(row, sequence)
-        return Tokens(tuple(result.tokens), logprobs, reason)
+        return Tokens(tuple(ids), tuple(logprobs), reason)
 
     def _finish(self, row: Row, sequence: Sequence) -> None:
         sequence.finished = True
@@ -658,11 +834,14 @@ def _measure_first(device: Device, plan: Plan, known: Measured | None) -> None:
     if known is None:
         alone = measuring.whole(measuring.chunks_alone(device, plan))
         device.chunk_seconds = {size: (seconds, 0.0) for size, seconds in alone.items()}
+        device.batch_seconds = measuring.whole(measuring.batch(device, plan))
         empty = measuring.whole(measuring.steps(device, plan))
         device.step_costs = {shape: Cost(seconds) for shape, seconds in empty.items()}
+        device.mixed_seconds = measuring.whole(measuring.mixed(device, plan, empty))
         device.begin_all(0)
     else:
-        device.chunk_seconds = known.chunk_seconds
+        device.chunk_seconds, device.batch_seconds = known.chunk_seconds, known.batch_seconds
+        device.mixed_seconds = {s: known.mixed_seconds[s] for s in plan.mixed_steps}
         device.step_costs = {shape: known.step_costs[shape] for shape in plan.steps}
 
 
@@ -683,3 +862,74 @@ def _most_that_fits(positions: int, plan: Callable[[int], memory.Plan]) -> int:
         half = (low + high + 1) // 2
         low, high = (half, high) if fits(half * _SLOT_MULTIPLE) else (low, half - 1)
     return max(least, low * _SLOT_MULTIPLE)
+
+
+def setup_of(target: Model, drafter: Drafter, tokens: int, verify: str = AUTO) -> Setup:
+    """What is static in the programs of an engine whose rows hold so many tokens."""
+    config = target.config
+    rules = {name: rule_of(verify, drafter.of_setting(name)) for name in drafter.settings}
+    parameters = check_request(Request(prompt=[0], max_new_tokens=1), config, config.max_positions)
+    layout = layout_of(target, drafter)
+    return Setup(rules, _slots_for(tokens, drafter), parameters, MAX_LOGPROBS, layout)
+
+
+def steps_of(
+    drafter: Drafter, rows: int, shards: int = 1
+) -> list[tuple[StepShape, PrefillBatch | None]]:
+    """The steps of an engine of so many rows on `shards` devices, each a program, and what it reads
+    of prompts.
+    """
+    own, mixed = _speculation(drafter, rows, None, Options(), shards), _mixed_of(rows, shards)
+    steps: list[tuple[StepShape, PrefillBatch | None]] = [(shape, None) for shape in own.shapes]
+    return steps + [(shape, mixed) for shape in _mixed_steps(own) if mixed is not None]
+
+
+def _speculation(
+    drafter: Drafter, rows: int, columns: int | None, options: Options, shards: int = 1
+) -> Speculation:
+    on_cpu = platform() == "cpu"
+    if columns is None:
+        columns = _CPU_COLUMNS if on_cpu else WIDTHS[-1]
+    row_factor = _CPU_ROW_FACTOR if on_cpu else _ROW_FACTOR
+    if shards > 1:
+        row_factor = None  # which rows decode says how many of them a device has
+    return Speculation(drafter, rows, row_factor, columns, options)
+
+
+def _chunks() -> tuple[int, ...]:
+    """Numbers of a prompt's tokens that are read at once."""
+    return CHUNKS if platform() == "cpu" else (*CHUNKS, _LARGEST_CHUNK)
+
+
+def _batch_of(rows: int) -> PrefillBatch | None:
+    """The pass over prompts of several of so many rows."""
+    own, most = (_CPU_BATCH, rows) if platform() == "cpu" else (_BATCH, rows // _ROWS_A_PROMPT)
+    return own._replace(rows=min(most, own.rows)) if most > 1 else None
+
+
+def _mixed_steps(speculation: Speculation) -> list[StepShape]:
+    """The steps that have programs which read prompts, too.
+
+    On a CPU trees compute so much that prompts cost as much beside them as in chunks: with a chain
+    of 7 the bundled pair was 0.94, grown to 100M 0.96 times as fast so. Plain decoding there waits
+    for weights: 1.00 and 1.09 times (8 clients, two cores of an AMD EPYC, jax 0.10.2, 2026-11-28;
+    `python -m benchmarks.serving.engine`).
+    """
+    every = platform() != "cpu"
+    own = speculation.mixed_shapes.items()
+    return [shape for name, shape in own if every or not speculation.settings[name].nodes]
+
+
+def _mixed_of(rows: int, shards: int) -> PrefillBatch | None:
+    """What steps of so many rows, on so many devices, read of prompts."""
+    if rows == 1:
+        return None
+    own = _CPU_MIXED if platform() == "cpu" else _MIXED
+    most = own.rows if shards == 1 else 1  # each device has some of the rows
+    return own._replace(rows=max(1, min(rows // _ROWS_A_PROMPT, most)))
+
+
+def _slots_for(tokens: int, drafter: Drafter) -> int:
+    """Cache slots of a row that holds so many tokens."""
+    room = tokens + max(*_chunks(), drafter.window)
+    return -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE

@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class _Arrived(NamedTuple):
-    """A part that is compiled, and since when; without a setting, chunks of prompts."""
+    """A part that is compiled, and since when; of a setting, or chunks of prompts."""
 
     part: Part
     since: float = 0.0
@@ -73,7 +73,7 @@ class Joining:
         self._forget, self._wake, self._say = forget, wake, say
         self._parts, self._chunks = parts, Part("", chunks)
         self._arrived: deque[_Arrived] = deque()
-        self._unmeasured: deque[Part] = deque([self._chunks])
+        self._unmeasured: deque[_Arrived] = deque([_Arrived(self._chunks)])
         self._running: measuring.Measuring[Any] | None = None
         self.compiling = [part.setting for part in parts]
         self.failed: dict[str, str] = {}
@@ -129,32 +129,33 @@ class Joining:
             self._running.close()
             self._running = None
             self._clear()
-        while self._arrived and self._may_join(self._arrived[0], idle):
-            self._take(self._arrived.popleft().part, idle)
+        while self._arrived:
+            self._take(self._arrived.popleft())
         if idle and self._unmeasured:
-            self._measure(self._unmeasured[0])
+            self._measure(self._unmeasured[0].part)
+        if not idle:
+            self._join_what_waits()
         self._settle(idle)
 
-    def _may_join(self, arrived: _Arrived, idle: bool) -> bool:
-        """Whether a part need not wait: its costs are known, or there is time to find them."""
-        if self._known is not None or idle:
-            return True
-        return time.monotonic() - arrived.since >= PATIENCE_SECONDS
-
-    def _take(self, part: Part, idle: bool) -> None:
-        """Lets a part join, now or as soon as it is measured."""
+    def _take(self, arrived: _Arrived) -> None:
+        """Lets a part join if its costs are known, or else wait to be measured."""
         if self._known is not None:
-            self._joined(part, _of_plan(self._known, part.plan))
-            return
-        self._unmeasured.append(part)
-        if not idle:
-            known = self._device.step_costs
-            self._joined(part, measuring.assumed(part.plan, known))
+            self._joined(arrived.part, _of_plan(self._known, arrived.part.plan))
+        else:
+            self._unmeasured.append(arrived)
+
+    def _join_what_waits(self) -> None:
+        """Lets parts join that requests left no time to measure, at what may be hoped for."""
+        latest = time.monotonic() - PATIENCE_SECONDS
+        for part, since in list(self._unmeasured):
+            if part.setting in self.compiling and since <= latest:
+                self._joined(part, measuring.assumed(part.plan, self._device.measured))
 
     def _joined(self, part: Part, costs: Measured) -> None:
         device = self._device
         device.step_costs = device.step_costs | costs.step_costs
         device.catch_up_seconds = device.catch_up_seconds | costs.catch_up_seconds
+        device.mixed_seconds = {**device.mixed_seconds, **costs.mixed_seconds}
         self._join(costs)
         if part.setting in self.compiling:
             self.compiling.remove(part.setting)
@@ -212,4 +213,5 @@ def _of_plan(known: Measured, plan: Plan) -> Measured:
         {},
         {shape: known.step_costs[shape] for shape in plan.steps},
         {size: known.catch_up_seconds[size] for rows, size in plan.catch_ups if rows == 1},
+        mixed_seconds={shape: known.mixed_seconds[shape] for shape in plan.mixed_steps},
     )

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import hashlib
+import math
 import os
 from typing import Any
 
@@ -46,6 +47,8 @@ def recall(name: str, plan: Plan) -> Measured | None:
             {size: found.chunk_seconds[size] for size in plan.chunks},
             {shape: found.step_costs[shape] for shape in plan.steps},
             {size: found.catch_up_seconds[size] for rows, size in plan.catch_ups if rows == 1},
+            found.batch_seconds,
+            {shape: found.mixed_seconds[shape] for shape in plan.mixed_steps},
         )
     except KeyError:
         return None
@@ -59,11 +62,17 @@ def _measured(values: Any) -> Measured | None:
             "chunks": [*chunks],
             "steps": [*steps],
             "catch_ups": [*reads],
+            "batch": batch,
+            "mixed": [*mixed],
             **others,
         } if not others:
             entries = (*chunks, *steps, *reads)
             lengths = (3,) * len(chunks) + (5,) * len(steps) + (2,) * len(reads)
+            if not all(map(_is_mixed, mixed)):
+                return None
             if not all(map(_is_entry, entries, lengths)):
+                return None
+            if batch is not None and not (is_number(batch) and batch > 0):
                 return None
             return Measured(
                 {int(size): (float(alone), float(more)) for size, alone, more in chunks},
@@ -72,8 +81,21 @@ def _measured(values: Any) -> Measured | None:
                     for name, rows, width, own, more in steps
                 },
                 {int(size): float(seconds) for size, seconds in reads},
+                math.inf if batch is None else float(batch),
+                {
+                    StepShape(str(name), int(rows), int(width)): float(more)
+                    for name, rows, width, more in mixed
+                },
             )
     return None
+
+
+def _is_mixed(entry: Any) -> bool:
+    """Whether this says what prompts add to a step: seconds, which may be 0."""
+    match entry:
+        case [str(_), int(_), int(_), _]:
+            return all(map(is_number, entry[1:])) and min(entry[1:]) >= 0
+    return False
 
 
 def _is_entry(entry: Any, length: int) -> bool:
@@ -104,4 +126,6 @@ def _written(found: Measured) -> dict[str, Any]:
         "chunks": [[size, *own] for size, own in found.chunk_seconds.items()],
         "steps": [[*shape, *cost] for shape, cost in found.step_costs.items()],
         "catch_ups": [[size, own] for size, own in found.catch_up_seconds.items()],
+        "batch": None if math.isinf(found.batch_seconds) else found.batch_seconds,
+        "mixed": [[*shape, more] for shape, more in found.mixed_seconds.items()],
     }

@@ -4,6 +4,7 @@ Each measurement is a generator that yields after every program that it has hand
 for, so that whoever runs it can leave it there when a request comes, and returns what it found.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
@@ -12,7 +13,8 @@ from typing import TypeVar
 import numpy as np
 
 from specjax.engine.device import Device, Measured, Plan
-from specjax.goodput.chunks import ChunkCosts
+from specjax.goodput.bursts import steps_of
+from specjax.goodput.chunks import ChunkCosts, PrefillBatch
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import PLAIN, StepShape
 
@@ -45,6 +47,16 @@ def chunks_alone(device: Device, plan: Plan) -> Measuring[dict[int, float]]:
     return found
 
 
+def batch(device: Device, plan: Plan) -> Measuring[float]:
+    """Seconds of a pass over prompts of several rows that hold next to nothing."""
+    if plan.batch is None:
+        return math.inf
+    own = {row: [0] for row in range(plan.batch.rows)}
+    for row in own:
+        device.begin(row, 0)
+    return (yield from _timed(device, partial(device.extend_together, own, plan.batch)))
+
+
 def chunks(device: Device, plan: Plan) -> Measuring[dict[int, tuple[float, float]]]:
     """Seconds of chunks in an empty row, and what each token adds that the row holds."""
     alone = yield from chunks_alone(device, plan)
@@ -70,14 +82,28 @@ def steps(device: Device, plan: Plan) -> Measuring[dict[StepShape, float]]:
     found = {}
     for shape in plan.steps:
         device.begin_all(shape.rows)
-        most = device.slots // device.window
-        found[shape] = yield from _timed(device, _step_of(device, shape), most)
+        found[shape] = yield from _step_seconds(device, shape, device.slots // device.window)
+    return found
+
+
+def mixed(
+    device: Device, plan: Plan, empty: Mapping[StepShape, float]
+) -> Measuring[dict[StepShape, float]]:
+    """Seconds that tokens of prompts add to steps, which take as long as `empty` says without."""
+    if plan.mixed is None:
+        return {}
+    found, room = {}, (device.slots - plan.mixed.tokens) // device.window
+    for shape in plan.mixed_steps:
+        device.begin_all(shape.rows)
+        taken = yield from _step_seconds(device, shape, room, plan.mixed)
+        found[shape] = max(taken - empty[shape], 0.0)
     return found
 
 
 def part(device: Device, plan: Plan) -> Measuring[Measured]:
     """What the steps and the catching up of a plan take."""
     empty = yield from steps(device, plan)
+    beside = yield from mixed(device, plan, empty)
     slopes = (yield from _slopes(device, plan, empty)) if plan.reuses else {}
     costs = {
         shape: Cost(seconds, slopes.get(shape.setting, 0.0)) for shape, seconds in empty.items()
@@ -87,21 +113,24 @@ def part(device: Device, plan: Plan) -> Measuring[Measured]:
         if rows == 1:
             device.begin_all(1)
             reads[size] = yield from _timed(device, partial(device.catch_up, [0], size))
-    return Measured({}, costs, reads)
+    return Measured({}, costs, reads, mixed_seconds=beside)
 
 
-def assumed(plan: Plan, known: Mapping[StepShape, Cost]) -> Measured:
+def assumed(plan: Plan, known: Measured) -> Measured:
     """What may be hoped of the programs of a plan before they have run: what a plain one takes.
 
     None takes less. What is hoped for too much runs soon, and is corrected by its own steps.
     """
-    plain = {shape.rows: cost for shape, cost in known.items() if shape.setting == PLAIN}
+    costs, beside = known.step_costs, known.mixed_seconds
+    plain = {shape.rows: cost for shape, cost in costs.items() if shape.setting == PLAIN}
 
     def like(rows: int) -> Cost:
         return plain[min(each for each in plain if each >= rows)]
 
     reads = {size: like(1).seconds for rows, size in plan.catch_ups if rows == 1}
-    return Measured({}, {shape: like(shape.rows) for shape in plan.steps}, reads)
+    added = dict.fromkeys(plan.mixed_steps, min(beside.values())) if beside else {}
+    hoped = {shape: like(shape.rows) for shape in plan.steps}
+    return Measured({}, hoped, reads, mixed_seconds=added)
 
 
 def least(one: ChunkCosts, other: ChunkCosts) -> dict[int, tuple[float, float]]:
@@ -109,11 +138,23 @@ def least(one: ChunkCosts, other: ChunkCosts) -> dict[int, tuple[float, float]]:
     return {size: min(own, other.get(size, own)) for size, own in one.items()}
 
 
-def _step_of(device: Device, shape: StepShape) -> Callable[[], object]:
-    """A step with trees as deep as there are columns for."""
+def _step_seconds(
+    device: Device, shape: StepShape, most: int, mixed: PrefillBatch | None = None
+) -> Measuring[float]:
+    """Seconds of a step within a burst; rows have room for `most` steps."""
+    alone = yield from _timed(device, _burst_of(device, shape, 1, mixed), 1, repeats=1)
+    steps = steps_of(alone, most // (2 + _REPEATS))
+    taken = yield from _timed(device, _burst_of(device, shape, steps, mixed), (most - 2) // steps)
+    return taken / steps
+
+
+def _burst_of(
+    device: Device, shape: StepShape, steps: int, mixed: PrefillBatch | None
+) -> Callable[[], object]:
+    """Steps with trees as deep as there are columns for, which read no token of the `mixed`."""
     depth = shape.width // shape.rows - 1
-    rows = range(shape.rows)
-    return partial(device.advance, shape, rows, (), [depth] * shape.rows, [False] * shape.rows)
+    given = range(shape.rows), (), [depth] * shape.rows, [False] * shape.rows
+    return partial(device.advance, shape, *given, steps, mixed=mixed)
 
 
 def _slopes(
@@ -136,24 +177,27 @@ def _slopes(
             device.copy(0, row, held, 0)
         device.assign_all(shape.rows)
         most = (device.slots - held) // device.window
-        later = yield from _timed(device, _step_of(device, shape), most)
+        later = yield from _step_seconds(device, shape, most)
         found[setting] = max(later - empty[shape], 0.0) / (held * shape.rows)
     return found
 
 
 def _timed(
-    device: Device, run: Callable[[], object], most: int = _MOST_REPEATS
+    device: Device,
+    run: Callable[[], object],
+    most: int = _MOST_REPEATS,
+    repeats: int = _REPEATS,
 ) -> Measuring[float]:
     """The median of how long a program takes, in seconds, but for its first run.
 
-    It runs no more than `most` times, for which rows must have room.
+    It runs `repeats` times at least and no more than `most`, for which rows must have room.
     """
     run()
     device.wait()
     yield
     found: list[float] = []
     most = min(most, _MOST_REPEATS)
-    while len(found) < _REPEATS or (len(found) + 1 < most and sum(found) < _SECONDS):
+    while len(found) < repeats or (len(found) + 1 < most and sum(found) < _SECONDS):
         start = time.perf_counter()
         run()
         device.wait()

@@ -1,6 +1,6 @@
 """What each program of an engine does to the state of its rows. No policy here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -13,20 +13,22 @@ from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.penalties import TokenCounts
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, fold
-from specjax.decoding.extending import extended, shortened
+from specjax.decoding.extending import after_tokens, columns_of_tokens, extended, shortened
 from specjax.decoding.request import Limits, Rows
 from specjax.decoding.stepping import (
     DecodeState,
     Served,
     of_tokens,
     prefill,
-    step,
+    run_steps,
+    step_beside,
 )
 from specjax.draft.drafter import Drafter, Step, TokenLogprobs
 from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.state import EngineState, copy_row, put, put_row, specs_of, take
-from specjax.models.transformer import Model, unembed
-from specjax.parallel.mesh import Layout, everywhere, spread
+from specjax.goodput.bursts import BURST
+from specjax.models.transformer import Columns, Model, Pass, unembed
+from specjax.parallel.mesh import DATA, Layout, everywhere, gathered, shards_of, spread
 from specjax.trees.tree import NO_PARENT
 from specjax.verify.rules import Rule
 
@@ -82,26 +84,31 @@ class Setup(NamedTuple):
     top: int
     layout: Layout | None = None
 
+    @property
+    def shards(self) -> int:
+        """Over how many devices rows are spread."""
+        return shards_of(self.layout)
+
 
 class Given(NamedTuple):
-    """What a step gave, for the host.
+    """What the steps of a burst gave, for the host; nothing but zeros where there was none.
 
-    `packed` holds for each row the number of tokens, whether it is done, the nodes of its tree, the
-    nodes that were accepted; then the tokens, the bits of their log probabilities and the path;
-    then of each node its token, its parent (-1: the root's, and those of no node) and the bits of
-    its chance.
+    `packed` holds for each step and row the number of tokens, whether it is done, the nodes of its
+    tree, the nodes that were accepted; then the tokens, the bits of their log probabilities and the
+    path; then of each node its token, its parent (-1: the root's, and those of no node) and the
+    bits of its chance.
     """
 
-    packed: Int32[Array, "n c"]
-    top: Float[Array, "n W k"]
-    top_tokens: Int32[Array, "n W k"]
+    packed: Int32[Array, "K n c"]
+    top: Float[Array, "K n W k"]
+    top_tokens: Int32[Array, "K n W k"]
 
 
 def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineState:
     """A state of `rows` rows that hold a token each and are done."""
 
     def whole(target: Model, drafter: Drafter) -> EngineState:
-        return _fresh(target, drafter, setup, jnp.zeros(rows, jnp.int32))
+        return _fresh(target, drafter, setup, jnp.zeros(rows // setup.shards, jnp.int32))
 
     return _spread(setup, whole, target, drafter)(target, drafter)
 
@@ -116,10 +123,15 @@ def begin(
     specs = specs_of(target, drafter)
 
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array) -> EngineState:
-        own = _fresh(target, drafter, setup, at[1:])
-        made = put_row(state, specs, at[0], own, _FRESH_SLOTS)
-        cache = replace(state.decode.cache, length=made.decode.cache.length)
-        return replace(made, decode=replace(made.decode, cache=cache))
+        row, is_own = _here(setup, state, at[0])
+
+        def begun(state: EngineState) -> EngineState:
+            own = _fresh(target, drafter, setup, at[1:])
+            made = put_row(state, specs, row, own, _FRESH_SLOTS)
+            cache = replace(state.decode.cache, length=made.decode.cache.length)
+            return replace(made, decode=replace(made.decode, cache=cache))
+
+        return _where(setup, is_own, begun, state)
 
     return _spread(setup, whole, target, drafter, state)(target, drafter, state, at)
 
@@ -147,24 +159,32 @@ def extend(
     drafter: Drafter,
     state: EngineState,
     setup: Setup,
-    at: Int32[Array, "2"],
-    tokens: Int32[Array, " T"],
+    at: Int32[Array, "n 2"],
+    tokens: Int32[Array, "n T"],
     *,
+    columns: int | None,
     scored: bool,
 ) -> tuple[EngineState, TokenLogprobs | None]:
-    """Row `at[0]` with the first `at[1]` of `tokens` after its own; their log probabilities if
-    `scored`.
+    """Rows `at[:, 0]` with the first `at[:, 1]` of their `tokens` after their own; the tokens' log
+    probabilities if `scored`, which must be all that there are.
 
-    It is as if a chain of these tokens had been drafted elsewhere and accepted.
+    It is as if chains of these tokens had been drafted elsewhere and accepted. The pass has as many
+    `columns`, for the tokens that count; None is one for each token.
     """
     specs = specs_of(target, drafter)
 
     def whole(target: Model, drafter: Drafter, state: EngineState, at: Array, tokens: Array) -> Any:
-        part = take(state, specs, at[:1])
-        decode, found = _extended(target, drafter, setup, part.decode, tokens[None], at[1:], scored)
-        return put(state, specs, at[:1], part, replace(part, decode=decode)), found
+        rows, is_own = _here(setup, state, at[:, 0])
+        count = jnp.where(is_own, at[:, 1], 0)
+        part = take(state, specs, rows)
+        decode, x = extended(target, drafter, part.decode, tokens, count, columns)
+        found = None
+        if scored:
+            found = of_tokens(unembed(target, x).T[None], tokens, setup.top)
+            found = _from_owner(setup, is_own, found)
+        return put(state, specs, rows, part, replace(part, decode=decode)), found
 
-    run = _spread(setup, whole, target, drafter, state, more=2, gives=1)
+    run = _spread(setup, whole, target, drafter, state, more=2, gives=_EVERYWHERE)
     return run(target, drafter, state, at, tokens)
 
 
@@ -186,11 +206,16 @@ def assign(
     def whole(target: Model, drafter: Drafter, state: EngineState, *given: Any) -> EngineState:
         del target, drafter
         row, words, bias, prompt = given
+        row, is_own = _here(setup, state, row)
         parameters = unpacked(words, setup.parameters)
         own = _assigned(parameters, bias, prompt)
-        decode = jax.tree.map(lambda x, y: x.at[row].set(y[0]), _asked_of(state.decode), own)
-        naive = state.naive.at[row].set(parameters.naive[0] > 0)
-        return EngineState(replace(state.decode, **decode), naive)
+
+        def assigned(state: EngineState) -> EngineState:
+            decode = jax.tree.map(lambda x, y: x.at[row].set(y[0]), _asked_of(state.decode), own)
+            naive = state.naive.at[row].set(parameters.naive[0] > 0)
+            return EngineState(replace(state.decode, **decode), naive)
+
+        return _where(setup, is_own, assigned, state)
 
     run = _spread(setup, whole, target, drafter, state, more=4)
     return run(target, drafter, state, row, words, bias, prompt)
@@ -202,37 +227,189 @@ def advance(
     state: EngineState,
     setup: Setup,
     control: Int32[Array, "n 3"],
+    most: Int32[Array, ""],
     wanted: Bool[Array, ""],
     calibration: Float[Array, "2 2"],
+    prompts: Int32[Array, "K p c"] | None = None,
     *,
     width: int,
     setting: str,
+    columns: int | None = None,
 ) -> tuple[EngineState, Given]:
-    """A step of the rows `control[:, 0]`, of which those with a second number above 0 end first.
+    """A burst of steps of the rows `control[:, 0]`, of which those with a second number above 0 end
+    first: `most` steps (`BURST` at most), or as many as it takes until all of them are done.
 
     They come in order if they are all that there are; their trees are of a setting of the drafter,
-    and no deeper than the third number. The target's pass has `width` columns, for the likeliest
+    and no deeper than the third number. The target's passes have `width` columns, for the likeliest
     nodes by `calibration` (see `Served`); log probabilities are made where they are `wanted`.
+
+    With `prompts` each step's pass is over tokens of other rows' prompts as well, and there are
+    always `most` steps: for each step and such a row they hold its number, how many tokens of it
+    are read, and these (see `extend`), in as many `columns`; None is one for each token.
     """
-    specs = specs_of(target, drafter)
+    given = [control, most, wanted, calibration, *([] if prompts is None else [prompts])]
 
     def whole(
         target: Model, drafter: Drafter, state: EngineState, *given: Array
     ) -> tuple[EngineState, Given]:
-        control, wanted, calibration = given
-        rows, ended = control[:, 0], control[:, 1] > 0
-        every = not reads_rows_in_place() and rows.shape == state.naive.shape
-        part = state if every else take(state, specs, rows)
-        live = _without_ended(part, ended)
-        cut = calibration if len(drafter.settings) > 1 else None  # else all nodes have columns
-        served = Served(width, live.naive, wanted, setup.top, control[:, 2], cut)
-        own, rule = drafter.of_setting(setting), setup.rules[setting]
-        decode, gave = step(target, own, rule, live.decode, served)
-        after = replace(part, decode=_as_asked(decode, part.decode))
-        return (after if every else put(state, specs, rows, part, after)), _given(gave)
+        control, most, wanted, calibration, *prompts = given
+        own = _control_here(setup, state, control)
+        burst = _Burst(target, drafter, setup, own, wanted, calibration, width, setting)
+        if prompts:
+            return _run_mixed(burst, state, most, prompts[0], columns)
+        return _run_burst(burst, state, most)
 
-    run = _spread(setup, whole, target, drafter, state, more=3, gives=1)
-    return run(target, drafter, state, control, wanted, calibration)
+    run = _spread(setup, whole, target, drafter, state, more=len(given), gives=_OF_ROWS)
+    return run(target, drafter, state, *given)
+
+
+class _Burst(NamedTuple):
+    """What the steps of a burst are made with on a device (see `advance`)."""
+
+    target: Model
+    drafter: Drafter
+    setup: Setup
+    control: Int32[Array, "n 3"]
+    wanted: Bool[Array, ""]
+    calibration: Float[Array, "2 2"]
+    width: int
+    setting: str
+
+    @property
+    def own(self) -> Drafter:
+        """The drafter of its setting."""
+        return self.drafter.of_setting(self.setting)
+
+    def taken(self, state: EngineState) -> EngineState:
+        """The rows that it runs: all of them where they are, in order, or some by number."""
+        every = not reads_rows_in_place() and self.control.shape[:1] == state.naive.shape
+        return state if every else take(state, self._specs, self.control[:, 0])
+
+    def put(self, state: EngineState, part: EngineState, decode: DecodeState) -> EngineState:
+        """The state after `taken` rows decoded."""
+        after = replace(part, decode=decode)
+        return after if part is state else put(state, self._specs, self.control[:, 0], part, after)
+
+    @property
+    def _specs(self) -> EngineState:
+        return specs_of(self.target, self.drafter)
+
+    def begun(self, part: EngineState) -> DecodeState:
+        """Rows before its first step: those that it ends have ended."""
+        return replace(part.decode, done=part.decode.done | (self.control[:, 1] > 0))
+
+    @property
+    def nothing(self) -> Given:
+        """What it gives before its first step."""
+        return _nothing(self.target, self.own, self.setup, self.control.shape[0])
+
+    def step(
+        self, part: EngineState, decode: DecodeState, beside: Columns | None = None
+    ) -> tuple[DecodeState, Step, Pass | None]:
+        """A step of rows, and what its pass made of other rows' columns."""
+        setup, own, width = self.setup, self.own, self.width
+        if setup.shards > 1:  # any device's rows may have most of the nodes
+            width = min(width, self.control.shape[0] * own.num_slots)
+        cut = self.calibration if len(self.drafter.settings) > 1 else None  # else all have columns
+        naive = part.naive & ~decode.done
+        served = Served(width, naive, self.wanted, setup.top, self.control[:, 2], cut)
+        rule = setup.rules[self.setting]
+        after, gave, made = step_beside(
+            self.target, own, rule, _without_ended(decode), served, beside
+        )
+        return _as_asked(after, decode), gave, made
+
+
+def _run_burst(
+    burst: _Burst, state: EngineState, most: Int32[Array, ""]
+) -> tuple[EngineState, Given]:
+    """The steps of a burst until its rows are done."""
+    part = burst.taken(state)
+
+    def one(decode: DecodeState) -> tuple[DecodeState, Step]:
+        after, gave, _ = burst.step(part, decode)
+        return after, gave
+
+    def note(given: Given, number: Array, state: DecodeState, gave: Step) -> Given:
+        del state
+        return _noted(given, number, gave)
+
+    decode, found = run_steps(one, note, burst.begun(part), burst.nothing, most)
+    return burst.put(state, part, decode), found
+
+
+def _run_mixed(
+    burst: _Burst,
+    state: EngineState,
+    most: Int32[Array, ""],
+    prompts: Int32[Array, "K p c"],
+    columns: int | None,
+) -> tuple[EngineState, Given]:
+    """The steps of a burst, each with tokens of prompts in its pass (see `advance`)."""
+    target, drafter = burst.target, burst.drafter
+    specs = specs_of(target, drafter)
+
+    def body(number: Array, at: tuple[EngineState, Given]) -> tuple[EngineState, Given]:
+        state, found = at
+        rows, is_own = _here(burst.setup, state, prompts[number, :, 0])
+        count, tokens = jnp.where(is_own, prompts[number, :, 1], 0), prompts[number, :, 2:]
+        beside = columns_of_tokens(take(state, specs, rows).decode, tokens, count, columns)
+        part = burst.taken(state)
+        decode, gave, made = burst.step(part, part.decode, beside)
+        assert made is not None
+        state = burst.put(state, part, decode)
+        read = take(state, specs, rows)  # with the caches that the step wrote
+        decode = after_tokens(target, drafter, read.decode, tokens, count, beside, made)
+        state = put(state, specs, rows, read, replace(read, decode=decode))
+        return state, _noted(found, number, gave)
+
+    part = burst.taken(state)
+    state = burst.put(state, part, burst.begun(part))
+    return lax.fori_loop(0, most, body, (state, burst.nothing))
+
+
+def _here(
+    setup: Setup, state: EngineState, rows: Int32[Array, "*n"]
+) -> tuple[Int32[Array, "*n"], Bool[Array, "*n"]]:
+    """Which rows of a device's state these of all rows are, and whether they are there at all; one
+    that is not counts as its first.
+    """
+    if setup.shards == 1:
+        return rows, jnp.ones(rows.shape, bool)
+    held = state.naive.shape[0]
+    place = rows - lax.axis_index(DATA) * held
+    is_own = (place >= 0) & (place < held)
+    return jnp.where(is_own, place, 0), is_own
+
+
+def _where(
+    setup: Setup,
+    is_own: Bool[Array, ""],
+    change: Callable[[EngineState], EngineState],
+    state: EngineState,
+) -> EngineState:
+    """The state, changed on the device whose row it is about."""
+    if setup.shards == 1:
+        return change(state)
+    return lax.cond(is_own, change, lambda state: state, state)
+
+
+def _from_owner(setup: Setup, is_own: Bool[Array, " n"], found: Any) -> Any:
+    """On every device what that one found whose row it is about."""
+    if setup.shards == 1:
+        return found
+    return jax.tree.map(lambda x: lax.psum(jnp.where(is_own.all(), x, 0), DATA), found)
+
+
+def _control_here(
+    setup: Setup, state: EngineState, control: Int32[Array, "n 3"]
+) -> Int32[Array, "m 3"]:
+    """The rows of a step that a device has; of several devices steps are of all rows, in order."""
+    if setup.shards == 1:
+        return control
+    held = state.naive.shape[0]
+    own = lax.dynamic_slice_in_dim(control, lax.axis_index(DATA) * held, held)
+    return own.at[:, 0].set(jnp.arange(held, dtype=jnp.int32))
 
 
 def catch_up(
@@ -252,26 +429,35 @@ def catch_up(
 
     def whole(target: Model, drafter: Any, state: EngineState, rows: Array) -> Any:
         del target
-        part = take(state, specs, rows)
-        draft, chance = drafter.catch_up(part.decode.draft, part.decode.sampling, tokens)
-        after = replace(part, decode=replace(part.decode, draft=draft))
-        return put(state, specs, rows, part, after), chance
 
-    run = _spread(setup, whole, target, drafter, state, more=1, gives=1)
+        def caught_up(state: EngineState, rows: Array) -> tuple[EngineState, Array]:
+            part = take(state, specs, rows)
+            draft, chance = drafter.catch_up(part.decode.draft, part.decode.sampling, tokens)
+            after = replace(part, decode=replace(part.decode, draft=draft))
+            return put(state, specs, rows, part, after), chance
+
+        if setup.shards == 1:
+            return caught_up(state, rows)
+        if rows.size > 1:  # those are all that there are
+            state, chance = caught_up(state, jnp.arange(state.naive.shape[0], dtype=jnp.int32))
+            return state, gathered(chance, DATA)[rows]
+        place, is_own = _here(setup, state, rows)
+        none = jnp.zeros_like(jax.eval_shape(caught_up, state, place)[1])
+        state, chance = lax.cond(is_own[0], caught_up, lambda state, _: (state, none), state, place)
+        return state, lax.psum(chance, DATA)
+
+    run = _spread(setup, whole, target, drafter, state, more=1, gives=_EVERYWHERE)
     return run(target, drafter, state, rows)
 
 
-def _without_ended(state: EngineState, ended: Bool[Array, " n"]) -> EngineState:
-    """Rows of which some end; what they and those before them asked for costs nothing in a step."""
-    done = state.decode.done | ended
-    counts = state.decode.counts
-    decode = replace(
-        state.decode,
-        done=done,
-        sampling=jax.tree.map(lambda x: jnp.where(done, 0, x), state.decode.sampling),
+def _without_ended(decode: DecodeState) -> DecodeState:
+    """Rows of which what those that are done asked for costs nothing in a step."""
+    done, counts = decode.done, decode.counts
+    return replace(
+        decode,
+        sampling=jax.tree.map(lambda x: jnp.where(done, 0, x), decode.sampling),
         counts=None if counts is None else replace(counts, used=counts.used & ~done),
     )
-    return EngineState(decode, state.naive & ~done)
 
 
 def _as_asked(decode: DecodeState, before: DecodeState) -> DecodeState:
@@ -280,6 +466,20 @@ def _as_asked(decode: DecodeState, before: DecodeState) -> DecodeState:
     assert before.counts is not None
     counts = replace(decode.counts, used=before.counts.used)
     return replace(decode, sampling=before.sampling, counts=counts)
+
+
+def _noted(given: Given, number: Int32[Array, ""], gave: Step) -> Given:
+    """What is given of a burst with that of its step `number`."""
+    return jax.tree.map(lambda whole, x: whole.at[number].set(x), given, _given(gave))
+
+
+def _nothing(target: Model, drafter: Drafter, setup: Setup, rows: int) -> Given:
+    """What is given of a burst before its first step."""
+    window, counts = drafter.window, 4
+    top = min(setup.top, target.config.vocab_size)
+    likeliest = jnp.zeros((BURST, rows, window, top))
+    packed = jnp.zeros((BURST, rows, counts + 3 * window + 3 * drafter.num_slots), jnp.int32)
+    return Given(packed, likeliest, likeliest.astype(jnp.int32))
 
 
 def _given(gave: Step) -> Given:
@@ -340,22 +540,6 @@ def _assigned(parameters: Parameters, bias: Array, prompt: Array) -> dict[str, A
     }
 
 
-def _extended(
-    target: Model,
-    drafter: Drafter,
-    setup: Setup,
-    state: DecodeState,
-    tokens: Int32[Array, "1 T"],
-    count: Int32[Array, "1"],
-    scored: bool,
-) -> tuple[DecodeState, TokenLogprobs | None]:
-    """A row's state after the first `count` of `tokens`; their log probabilities if `scored`."""
-    state, x = extended(target, drafter, state, tokens, count)
-    if not scored:
-        return state, None
-    return state, of_tokens(unembed(target, x).T[None], tokens, setup.top)
-
-
 def _spread(
     setup: Setup,
     whole: Any,
@@ -363,14 +547,17 @@ def _spread(
     drafter: Drafter,
     state: EngineState | None = None,
     more: int = 1,
-    gives: int = 0,
+    gives: jax.sharding.PartitionSpec | None = None,
 ) -> Any:
-    """`whole` on the devices of a mesh: a state if there is one, and `more` arguments on all."""
+    """`whole` on the devices of a mesh: a state if there is one, and `more` arguments on all.
+
+    `gives` is how what it gives beside a state is spread, if anything.
+    """
     specs = specs_of(target, drafter)
     taken = () if state is None else (specs, *(_EVERYWHERE,) * more)
-    out = (specs, *(_EVERYWHERE,) * gives) if gives else specs
+    out = specs if gives is None else (specs, gives)
     run = spread(setup.layout, whole, (target, drafter), taken, out)
-    if not gives:
+    if gives is None:
         return run
 
     def read(*arguments: Any) -> tuple[Any, ...]:
@@ -380,4 +567,4 @@ def _spread(
     return read
 
 
-_EVERYWHERE = jax.sharding.PartitionSpec()
+_EVERYWHERE, _OF_ROWS = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, DATA)

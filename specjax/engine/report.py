@@ -42,7 +42,9 @@ def report(speculation: Speculation, measured: Measured | None = None) -> dict[s
             "times": controller.guard.times,
         },
         "costs": _costs(controller),
+        "settings_without_columns": speculation.settings_without_columns,
         "chunks": [] if measured is None else _chunks(measured),
+        "mixed": [] if measured is None else _mixed(measured),
         "catch_ups": [] if measured is None else _catch_ups(measured),
         "acceptance": _acceptance(controller),
         "calibration": _calibration(controller),
@@ -115,6 +117,14 @@ def _chunks(measured: Measured) -> list[dict[str, Any]]:
     return [
         {"tokens": size, "seconds": seconds, "seconds_per_cached_token": more}
         for size, (seconds, more) in measured.chunk_seconds.items()
+    ]
+
+
+def _mixed(measured: Measured) -> list[dict[str, Any]]:
+    """What tokens of prompts add to steps that read them."""
+    return [
+        {"setting": shape.setting, "rows": shape.rows, "width": shape.width, "seconds_added": more}
+        for shape, more in measured.mixed_seconds.items()
     ]
 
 

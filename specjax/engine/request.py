@@ -75,7 +75,7 @@ class Logprob:
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What a step gave a request.
+    """What a burst of steps gave a request.
 
     `finish_reason` is None while it goes on; then "stop" (an end token, which is the last of
     `ids`), "length", "abort" or "error". `logprobs` is empty where none were asked for.

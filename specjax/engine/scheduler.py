@@ -1,6 +1,7 @@
 """Which request runs in which row, and what a step is made of. No jax, no clock, no threads."""
 
 import dataclasses
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -9,11 +10,30 @@ from typing import NamedTuple
 from specjax.base.prefix import common_prefix
 from specjax.engine.request import QueueFullError, Request, RequestError
 from specjax.engine.sequence import Sequence
-from specjax.goodput.chunks import ChunkCosts, allowed, fastest
+from specjax.goodput.bursts import BURST, steps_of
+from specjax.goodput.chunks import (
+    ChunkCosts,
+    PrefillBatch,
+    allowed,
+    fastest,
+    longest,
+    mixing_pays,
+)
 from specjax.goodput.policy import RowState
 
 _LEAST_PREFIX = 16
 """Tokens of a common prefix from which on it is copied."""
+_NEW_PACE = 0.02
+"""Weight of a burst in how many tokens a step gives a row."""
+_NEW_LENGTH, _FIRST_LENGTH = 0.1, 128.0
+"""Weight of a sequence in how many steps one takes, and how many those are believed to be."""
+_BURSTS = 16
+"""Bursts that a sequence takes at least beside others, where what ends it may come at any time: a
+row gives nothing in the rest of a burst and in the one that is in flight then."""
+_WAITING = 0.25
+"""Times the rows that decode that may wait for their prompts: idle rows cost a step as much. On a
+simulated H100 with 256 rows that always have requests 16,800 tokens/s come so, and 11,600 where
+steps alone read prompts (`python -m benchmarks.simulation grown`)."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -32,26 +52,32 @@ class Row:
     drafted: int = 0
     current: bool = False
 
-    def lag(self, window: int) -> int:
-        """Tokens that the draft may not have read, where a step gives `window` at most."""
+    @property
+    def lag(self) -> int:
+        """Tokens that the draft may not have read."""
         if self.current:
             return 0
         assert self.sequence is not None
-        return len(self.tokens) + self.sequence.in_flight * window - self.drafted
+        return len(self.tokens) + self.sequence.tokens_in_flight - self.drafted
 
     def leave_draft(self) -> None:
         """Notes that the next step does not run the draft: what is in flight it may lack."""
         if self.current:
             self.current, self.drafted = False, len(self.tokens)
 
-    def state(self, window: int) -> RowState:
-        """What a policy knows of it, where a step gives `window` tokens at most."""
+    def state(self) -> RowState:
+        """What a policy knows of it."""
         assert self.sequence is not None
         request, left = self.sequence.request, self.sequence.left - self.sequence.in_flight
         return RowState(
-            self.sequence, request.temperature, len(self.tokens), self.lag(window), left,
+            self.sequence, request.temperature, len(self.tokens), self.lag, left,
             _seconds_of(request.max_tpot_ms),
         )  # fmt: skip
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether its request wants its tokens in time."""
+        return self.sequence is not None and self.sequence.request.max_tpot_ms is not None
 
     @property
     def decoding(self) -> bool:
@@ -118,6 +144,7 @@ class Scheduler:
         self._reuses = reuses
         self._max_requests, self._max_tokens = max_requests, max_tokens
         self._tick = 0
+        self._pace, self._usual_steps = 1.0, _FIRST_LENGTH  # tokens a step, and steps a sequence
         self._prefilling: deque[Row] = deque()
 
     @property
@@ -176,6 +203,8 @@ class Scheduler:
 
     def free(self, row: Row) -> None:
         """The row's sequence has finished; its tokens stay for others."""
+        if row.sequence is not None and (steps := row.sequence.statistics.steps):
+            self._usual_steps += _NEW_LENGTH * (steps - self._usual_steps)
         row.sequence = None
         if row in self._prefilling:
             self._prefilling.remove(row)
@@ -184,7 +213,8 @@ class Scheduler:
     def admit(self, may_join: Callable[[Request], bool] = lambda _: True) -> Admission | None:
         """The next sequence that waits gets a row; None if there is no row, or no sequence.
 
-        Or if it may not join those that run: then it waits, and those behind it do.
+        Or if it may not join those that run: then it waits, and those behind it do. An engine asks
+        `Controller.may_admit`, which refuses what would make a request with `max_tpot_ms` late.
         """
         free = [row for row in self.rows if row.sequence is None]
         if not free or not self.waiting or not may_join(self.waiting[0].request):
@@ -230,6 +260,11 @@ class Scheduler:
         row.drafted = _drafted_of(source, common)
         return Admission(row, source.number, common)
 
+    @property
+    def next_to_read(self) -> Row | None:
+        """The row whose prompt is read next."""
+        return self._prefilling[0] if self._prefilling else None
+
     def chunk(self, costs: ChunkCosts, step_seconds: float) -> Chunk | None:
         """The next tokens of a prompt to be read.
 
@@ -250,10 +285,131 @@ class Scheduler:
         size = fastest(len(prompt) - start, allowed(costs, start, beside))[1]
         return Chunk(row, start, list(prompt[start : start + size]), size)
 
+    def together(
+        self, costs: ChunkCosts, batch: PrefillBatch | None, seconds: float, step_seconds: float
+    ) -> list[Chunk]:
+        """Tokens of several prompts that one pass reads sooner than chunks of each; or none.
+
+        The row whose turn it is comes first. Those follow that cannot begin with what other rows
+        hold, or are to read before them.
+
+        Args:
+          costs: of chunks.
+          batch: the pass; None if there is none.
+          seconds: how long it takes.
+          step_seconds: how long a step takes.
+        """
+        decodes = any(row.decoding for row in self.rows)
+        if batch is None or len(self._prefilling) < 2:
+            return []
+        if decodes and seconds > longest(step_seconds):
+            return []
+        sizes = {size: own for size, (own, _) in costs.items()}
+        chunks: list[Chunk] = []
+        left, alone = batch.columns, 0.0
+        for row in self._readers(batch):
+            assert row.sequence is not None
+            start, prompt = row.sequence.prefilled, row.sequence.request.prompt
+            tokens = list(prompt[start : start + min(batch.tokens, left)])
+            if not tokens:
+                break
+            chunks.append(Chunk(row, start, tokens, batch.tokens))
+            left -= len(tokens)
+            rest = len(prompt) - start
+            alone += fastest(rest, sizes)[0] * len(tokens) / rest
+        if len(chunks) < 2 or seconds >= alone:
+            return []
+        return chunks
+
+    def falls_behind(self, batch: PrefillBatch | None) -> bool:
+        """Whether so many rows wait for their prompts that steps which read a `batch` of them are
+        not enough: more than a quarter of those that decode, beside those that steps read.
+        """
+        decoding = len(self.decoding)
+        if batch is None or not decoding:
+            return False
+        return len(self._prefilling) - batch.rows > _WAITING * decoding
+
+    def mixes(
+        self, costs: ChunkCosts, batch: PrefillBatch | None, more: float, step_seconds: float
+    ) -> bool:
+        """Whether the next steps should read prompts in their own passes, rather than chunks be
+        read between them (see `specjax.goodput.chunks.mixing_pays`).
+
+        Args:
+          costs: of chunks.
+          batch: what a step reads at most; None if it cannot.
+          more: seconds that this adds to it.
+          step_seconds: how long a step takes that reads none.
+        """
+        chunk = self.chunk(costs, step_seconds)
+        if batch is None or chunk is None or not self.decoding or not self._reads_its_own(0):
+            return False
+        own, slope = costs[chunk.size]
+        between = len(chunk.tokens), own + slope * chunk.start
+        within = min(batch.tokens, batch.columns, chunk.left), more
+        return mixing_pays(within, between, step_seconds)
+
+    def beside(self, batch: PrefillBatch, steps: int) -> list[list[Chunk]]:
+        """Tokens of prompts that each of the next steps reads in its own pass.
+
+        The row whose turn it is comes first, and those that may as in `together`. The last step is
+        that in which a prompt is whole, as its row is to decode.
+
+        Args:
+          batch: what a step reads at most.
+          steps: how many there may be.
+        """
+        found: list[list[Chunk]] = []
+        rows, read, whole = self._readers(batch), dict[int, int](), False
+        while rows and len(found) < steps and not whole:
+            left = batch.columns
+            found.append([])
+            for row in rows:
+                assert row.sequence is not None
+                start = read.get(row.number, row.sequence.prefilled)
+                prompt = row.sequence.request.prompt
+                tokens = list(prompt[start : start + min(batch.tokens, left)])
+                if tokens:
+                    found[-1].append(Chunk(row, start, tokens, batch.tokens))
+                read[row.number] = start + len(tokens)
+                whole |= read[row.number] == len(prompt)
+                left -= len(tokens)
+        return found
+
+    def _readers(self, batch: PrefillBatch) -> list[Row]:
+        """The rows of which a batch reads, in their order; none if the first has to read apart."""
+        if not self._prefilling or not self._reads_its_own(0):
+            return []
+        waiting = enumerate(itertools.islice(self._prefilling, 2 * batch.rows))
+        own = (row for place, row in waiting if self._reads_its_own(place))
+        return list(itertools.islice(own, batch.rows))
+
+    def _reads_its_own(self, place: int) -> bool:
+        """Whether a row that is to read at this place must read what comes next of its prompt."""
+        row = self._prefilling[place]
+        assert row.sequence is not None
+        request, read = row.sequence.request, row.sequence.prefilled
+        if request.prompt_logprobs is not None:
+            return False
+        if not place or not self._reuses:
+            return True
+        source, common = self._best_prefix(request)
+        if source is not None and source is not row and common >= read + _LEAST_PREFIX:
+            return False
+        prompt = list(request.prompt[:-1])
+        before = (each.sequence for each in itertools.islice(self._prefilling, place))
+        return all(
+            common_prefix(list(each.request.prompt), prompt) < read + _LEAST_PREFIX
+            for each in before
+            if each is not None
+        )
+
     def read(self, chunk: Chunk) -> bool:
         """Notes that a chunk is read; whether the prompt is whole now."""
         row = chunk.row
         assert row.sequence is not None
+        row.sequence.prefix_checked = True  # what it reads itself it does not take over
         row.tokens += chunk.tokens
         row.sequence.prefilled += len(chunk.tokens)
         if row.sequence.prefilling:
@@ -266,12 +422,33 @@ class Scheduler:
         """The rows of the next step."""
         return tuple([row for row in self.rows if row.decoding])
 
-    def step(self, size: int) -> StepPlan:
-        """The next step, in a program of `size` rows; it is in flight from here on."""
+    def burst(self, step_seconds: float, most: int = BURST, mixed: bool = False) -> int:
+        """How many steps the next burst has: one while a first token is due, or a prompt is read
+        between steps.
+
+        Args:
+          step_seconds: how long a step takes.
+          most: how many there may be.
+          mixed: whether steps read prompts themselves.
+        """
+        running = [row.sequence for row in self.decoding if row.sequence is not None]
+        between = self._prefilling and not mixed
+        if between or any(sequence.begins for sequence in running):
+            return 1
+        if len(running) > 1 and any(sequence.may_end_early for sequence in running):
+            most = min(most, max(1, int(self._usual_steps / _BURSTS)))
+        return steps_of(step_seconds, min(each.steps_left(self._pace) for each in running), most)
+
+    def step(self, size: int, steps: int = 1, window: int = 1) -> StepPlan:
+        """The next burst of steps, in a program of `size` rows; it is in flight from here on.
+
+        Each gives a row at least one token, and `window` at most.
+        """
         rows = self.decoding
         for row in rows:
             assert row.sequence is not None
-            row.sequence.in_flight += 1
+            row.sequence.in_flight += steps
+            row.sequence.tokens_in_flight += steps * window
         if size == len(rows):
             return StepPlan(rows, ())
         taken = {row.number for row in rows}
@@ -280,12 +457,17 @@ class Scheduler:
         )
         return StepPlan(rows, tuple(row.number for row in others[: size - len(rows)]))
 
-    def postprocess(self, row: Row, tokens: list[int]) -> None:
-        """Notes what a step gave a row."""
+    def postprocess(
+        self, row: Row, tokens: list[int], steps: int = 1, window: int = 1, taken: int = 1
+    ) -> None:
+        """Notes what a burst (see `step`) gave a row, which was done after `taken` of its steps."""
         assert row.sequence is not None
-        row.sequence.in_flight -= 1
+        row.sequence.in_flight -= steps
+        row.sequence.tokens_in_flight -= steps * window
         row.sequence.left -= len(tokens)
         row.tokens += tokens
+        if taken:
+            self._pace += _NEW_PACE * (len(tokens) / taken - self._pace)
 
     def _best_prefix(self, request: Request) -> tuple[Row | None, int]:
         """The row with the longest beginning in common, and how long it is.
@@ -297,6 +479,8 @@ class Scheduler:
         prompt = list(request.prompt)
         best, most = None, _LEAST_PREFIX - 1
         for row in self.rows:
+            if row.tokens[:_LEAST_PREFIX] != prompt[:_LEAST_PREFIX]:  # most have nothing in common
+                continue
             common = common_prefix(row.tokens, prompt[:-1])
             if common > most:
                 best, most = row, common

@@ -36,6 +36,7 @@ class Sequence:
       left: tokens that it may still be given, as far as is known.
       in_flight: steps of it whose output is not processed yet, each of which gives a token at
         least.
+      tokens_in_flight: tokens that those give at most.
       prefix_checked: whether other rows were searched for its beginning when its turn to be read
         came.
       finished: whether it gets no more tokens; read and set under the engine's lock.
@@ -56,7 +57,8 @@ class Sequence:
         self.recent = Recent()
         self.admitted: float | None = None
         self.first_token: float | None = None
-        self.prefilled, self.left, self.in_flight = 0, request.max_new_tokens, 0
+        self.prefilled, self.left = 0, request.max_new_tokens
+        self.in_flight = self.tokens_in_flight = 0
         self.prefix_checked = self.finished = False
         self._prompt_logprobs: list[Logprob | None] = [None]
         self._loop, self._queue, self._abort = loop, queue, abort
@@ -100,6 +102,22 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether it takes part in steps: those in flight may not give all its tokens."""
         return self.left > self.in_flight and not self.prefilling
+
+    @property
+    def begins(self) -> bool:
+        """Whether the step that gives its first token is the next one."""
+        return self.first_token is None and not self.in_flight
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether something but `max_new_tokens` may end it."""
+        return not self.request.ignore_eos or bool(self.request.stop_token_ids)
+
+    def steps_left(self, pace: float) -> float:
+        """Steps that it is expected to take after those in flight, of `pace` tokens each."""
+        counts = self.statistics
+        pace = counts.generated_tokens / counts.steps if counts.steps else pace
+        return self.left / pace - self.in_flight
 
     def tpot_ms(self, now: float) -> float:
         """Milliseconds a token since the first."""

@@ -47,6 +47,11 @@ class _CaughtUp(NamedTuple):
     requests: tuple[Hashable, ...]
     chances: jax.Array
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the device has made it."""
+        return self.chances.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
 
 @dataclasses.dataclass
 class Span:
@@ -76,34 +81,49 @@ class Speculation:
     Args:
       drafter: what drafts; the policy chooses among the settings of a `SwitchingDrafter`.
       rows: how many there are.
-      subsets: whether a step may run fewer rows than there are.
+      row_factor: see `step_rows`.
       columns: the most of a step that the policy chooses.
       options: what the policy leaves out.
+
+    Attributes:
+      settings: what a step may draft with, by name.
+      mixed_shapes: of each setting the widest step of all rows, if any: it may read prompts, too.
     """
 
     def __init__(
-        self, drafter: Drafter, rows: int, subsets: bool, columns: int, options: Options = Options()
+        self,
+        drafter: Drafter,
+        rows: int,
+        row_factor: int | None,
+        columns: int,
+        options: Options = Options(),
     ) -> None:
         self._switch = drafter if isinstance(drafter, SwitchingDrafter) else None
-        self._rows, self._subsets, self._columns = rows, subsets, columns
+        self._rows, self._row_factor, self._columns = rows, row_factor, columns
         self._options = options
         self.settings = {name: setting_of(drafter, name) for name in drafter.settings}
-        self._window = drafter.window
         self.policy: Policy | None = None
         if self._switch is None:
             (own,) = self.settings.values()
-            self.policy = FixedPolicy(own, rows, subsets=subsets)
-        elif unused := sorted(self.settings.keys() - self.later.keys()):
+            self.policy = FixedPolicy(own, rows, row_factor=row_factor)
+        elif unused := self.settings_without_columns:
             notice(
                 f"no step of {rows} rows has columns for the trees of {', '.join(unused)} "
                 f"({columns} columns are the most): never chosen."
             )
+        every = [shape for shape in self.shapes if shape.rows == rows > 1]
+        self.mixed_shapes = {shape.setting: shape for shape in sorted(every)}
         self._pending: deque[_CaughtUp] = deque()
         self._calibration = None
         self.spans: deque[Span] = deque(maxlen=_SPANS)
         self.deciding_seconds = self.seconds = 0.0
-        self.steps = 0
+        self.steps = self._looked = 0
         self.steps_by_setting: dict[str, int] = {}
+
+    @property
+    def settings_without_columns(self) -> list[str]:
+        """Settings to choose from of which no step has columns for enough of their trees."""
+        return [] if self._switch is None else sorted(self.settings.keys() - self.later.keys())
 
     @property
     def shapes(self) -> Sequence[StepShape]:
@@ -112,7 +132,7 @@ class Speculation:
             assert self.policy is not None
             return self.policy.shapes
         settings = list(self.settings.values())
-        return shapes_of(settings, self._rows, self._subsets, self._columns)
+        return shapes_of(settings, self._rows, self._row_factor, self._columns)
 
     @property
     def first_shapes(self) -> list[StepShape]:
@@ -125,6 +145,14 @@ class Speculation:
             return list(self.shapes)
         own = sorted((each for each in self.shapes if each.setting == PLAIN), key=_rows)
         return list(dict.fromkeys((own[0], own[-1])))
+
+    def mixed_shape(self, decision: Decision) -> StepShape | None:
+        """The program with which a decision's steps read prompts: its setting's widest of all rows.
+
+        None if there is no such, or if another is to be probed.
+        """
+        shape = self.mixed_shapes.get(decision.shape.setting)
+        return None if decision.reason == "probe" and shape != decision.shape else shape
 
     @property
     def later(self) -> dict[str, list[StepShape]]:
@@ -144,7 +172,7 @@ class Speculation:
         if not any(setting.runs_draft for setting in self.settings.values()):
             return []
         counts = range(1, self._rows + 1)
-        several = {step_rows(count, self._rows, self._subsets) for count in counts} - {1}
+        several = {step_rows(count, self._rows, self._row_factor) for count in counts} - {1}
         return [*((1, size) for size in _READ), *((rows, _READ_OF_ALL) for rows in sorted(several))]
 
     @property
@@ -157,7 +185,7 @@ class Speculation:
         if self.policy is None:
             self.policy = Controller(
                 list(self.settings.values()), device.step_costs, device.catch_up_seconds,
-                self._rows, chunks=device.chunk_seconds, subsets=self._subsets,
+                self._rows, chunks=device.chunk_seconds, row_factor=self._row_factor,
                 columns=self._columns, options=self._options,
             )  # fmt: skip
 
@@ -182,9 +210,13 @@ class Speculation:
         start = time.perf_counter()
         decision = self.policy.standing([row.sequence for row in rows])
         if decision is None:
-            decision = self.policy.decide([row.state(self._window) for row in rows])
+            decision = self.policy.decide([row.state() for row in rows])
         self.deciding_seconds += time.perf_counter() - start
         return decision
+
+    def window_of(self, decision: Decision) -> int:
+        """Tokens that a step gives a row at most."""
+        return self.settings[decision.shape.setting].depth + 1
 
     def may_join(self, rows: Sequence[Row], request: Request) -> bool:
         """Whether a request may run beside these rows' (see `Policy.may_admit`)."""
@@ -193,7 +225,7 @@ class Speculation:
         asked = [row.sequence.request for row in running if row.sequence is not None]
         if all(each.max_tpot_ms is None for each in (*asked, request)):
             return True
-        states = [row.state(self._window) for row in running]
+        states = [row.state() for row in running]
         return self.policy.may_admit([*states, state_of(request)])
 
     def prepare(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
@@ -203,7 +235,7 @@ class Speculation:
             for row in rows:
                 row.leave_draft()
             return False
-        behind = [row for row in rows if row.lag(self._window)]
+        behind = [row for row in rows if row.lag]
         self._catch_up(device, behind)
         for row in rows:
             row.current = True
@@ -214,9 +246,10 @@ class Speculation:
         assert self.policy is not None
         if self._switch is None or self.settings[decision.shape.setting].runs_draft:
             return False
-        if self.steps % _LOOKED:
+        if self.steps - self._looked < _LOOKED:
             return False
-        place = self.policy.row_to_probe([row.state(self._window) for row in rows])
+        self._looked = self.steps
+        place = self.policy.row_to_probe([row.state() for row in rows])
         if place is None:
             return False
         self._catch_up(device, [rows[place]])
@@ -225,15 +258,15 @@ class Speculation:
 
     def _catch_up(self, device: Device, rows: Sequence[Row]) -> None:
         """The draft reads what it lacks: little of several rows at once, else row by row."""
-        small = [row for row in rows if row.lag(self._window) <= _READ_OF_ALL]
+        small = [row for row in rows if row.lag <= _READ_OF_ALL]
         if len(small) > 1:
-            size = step_rows(len(small), self._rows, self._subsets)
+            size = step_rows(len(small), self._rows, self._row_factor)
             others = [n for n in range(self._rows) if n not in {row.number for row in small}]
             numbers = [row.number for row in small] + others[: size - len(small)]
             self._read(device, numbers, _READ_OF_ALL, small)
             rows = [row for row in rows if row not in small]
         for row in rows:
-            left = row.lag(self._window)
+            left = row.lag
             while left > 0:
                 size = next((size for size in _READ if size >= left), _READ[-1])
                 self._read(device, [row.number], size, [row])
@@ -274,16 +307,16 @@ class Speculation:
         self._sum_up(decision, outcomes, None if timed is None else timed.seconds)
 
     def _note_caught_up(self) -> None:
-        """Tells the policy what the draft has read; it is there before the step that came after."""
+        """Tells the policy what the draft has read by now."""
         assert self.policy is not None
-        while self._pending:
+        while self._pending and self._pending[0].is_ready:
             requests, chances = self._pending.popleft()
             for request, own in zip(requests, np.asarray(chances), strict=False):
                 if own.max() >= 0:
                     self.policy.caught_up(request, own.tolist())
 
     def prompt_read(self, chunk: Chunk) -> None:
-        """Notes a chunk that is read between steps."""
+        """Notes a chunk that is read between steps, or in one."""
         assert self.policy is not None
         self.policy.prompt_read(len(chunk.tokens), chunk.left)
 

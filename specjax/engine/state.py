@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Int32
 
-from pallas_kernels.tree_attention.xla import reads_rows_in_place
 from specjax.base.pytree import pytree, replace, unchecked
 from specjax.decoding.generate import state_specs
 from specjax.decoding.stepping import DecodeState
@@ -36,16 +35,15 @@ def specs_of(target: Model, drafter: Drafter) -> EngineState:
 
 
 def take(state: EngineState, specs: EngineState, rows: Int32[Array, " n"]) -> EngineState:
-    """Some rows of a state. Where a platform reads rows of a cache in place, caches are not copied.
-
-    No two of `rows` are the same.
+    """Some rows of a state, no two of which are the same. Caches are not copied, but say which of
+    their rows these are; those of models under `vmap` are.
     """
 
     def one(axis: int, x: Array) -> Array:
         return x.at[_rows_at(axis, rows)].get(mode="promise_in_bounds", unique_indices=True)
 
     def of_cache(axis: int, cache: KVCache) -> KVCache:
-        if _in_place(axis):
+        if _in_place(cache):
             return replace(cache, length=cache.length[rows], rows=rows)
         return jax.tree.map(partial(one, axis), cache)
 
@@ -71,7 +69,7 @@ def put(
         return at.set(own, mode="promise_in_bounds", unique_indices=True)
 
     def of_cache(axis: int, cache: KVCache, was: KVCache, own: KVCache) -> KVCache:
-        if not _in_place(axis):
+        if not _in_place(cache):
             return jax.tree.map(partial(set_rows, axis), cache, was, own)
         return replace(own, length=set_rows(0, cache.length, was.length, own.length), rows=None)
 
@@ -83,9 +81,14 @@ def _rows_at(axis: int, rows: Int32[Array, " n"]) -> tuple[slice | Array, ...]:
     return (*(slice(None),) * axis, rows)
 
 
-def _in_place(axis: int) -> bool:
-    """Whether rows of a cache, which are along `axis`, are read where they lie."""
-    return axis == 0 and reads_rows_in_place()
+def _in_place(cache: KVCache) -> bool:
+    """Whether rows of a cache are read and written where they lie: it is of a single model."""
+    return cache.length.ndim == 1
+
+
+def _row_axis(cache: KVCache) -> int:
+    """Along which axis of its keys and values a cache has its rows, after those of layers."""
+    return cache.keys[0].ndim - 4
 
 
 def put_row(
@@ -102,8 +105,12 @@ def put_row(
     def of_cache(axis: int, cache: KVCache, own: KVCache) -> KVCache:
         keys = tuple(key[..., :slots] for key in own.keys)
         values = tuple(value[..., :slots, :] for value in own.values)
-        own = replace(own, keys=keys, values=values)
-        return jax.tree.map(partial(set_row, axis), cache, own)
+        held = partial(set_row, _row_axis(cache))
+        return KVCache(
+            tuple(map(held, cache.keys, keys)),
+            tuple(map(held, cache.values, values)),
+            set_row(axis, cache.length, own.length),
+        )
 
     return _leaves(specs, of_cache, set_row, state, own)
 
@@ -122,13 +129,13 @@ def copy_row(
         return lax.dynamic_update_slice(x, own, _at(x, axis, row))
 
     def of_cache(axis: int, cache: KVCache) -> KVCache:
-        size = min(_COPIED, cache.slots)
+        size, lead = min(_COPIED, cache.slots), _row_axis(cache)
 
         def part(x: Array, start: Array, along: int) -> Array:
             sizes = list(x.shape)
-            sizes[axis], sizes[along] = 1, size
-            own = lax.dynamic_slice(x, _at(x, axis, source, along, start), sizes)
-            return lax.dynamic_update_slice(x, own, _at(x, axis, row, along, start))
+            sizes[lead], sizes[along] = 1, size
+            own = lax.dynamic_slice(x, _at(x, lead, source, along, start), sizes)
+            return lax.dynamic_update_slice(x, own, _at(x, lead, row, along, start))
 
         def chunk(number: Array, held: Any) -> Any:
             start = jnp.minimum(number * size, cache.slots - size)

@@ -2,15 +2,37 @@
 
 import bisect
 from collections.abc import Mapping
+from typing import NamedTuple
+
+from specjax.goodput.bursts import reading_seconds
 
 ChunkCosts = Mapping[int, tuple[float, float]]
 """By the tokens of a chunk, its seconds in an empty row, and those that each token adds which the
 row holds."""
 
+
+class PrefillBatch(NamedTuple):
+    """A pass over prompts of several rows: so many `tokens` of each at most, and of all together
+    as many as it has `columns`.
+    """
+
+    rows: int
+    tokens: int
+    columns: int
+
+    @property
+    def packed_columns(self) -> int | None:
+        """Its columns if they are packed, as those of several rows are; else None."""
+        return None if self.rows == 1 else self.columns
+
+
 _STEPS = 1.4
-"""How many steps' time a chunk of a prompt may take while other rows decode, so that two tokens of
-them are no more than 2.4 steps apart. At 1, where a pass is bound by its weights, prompts would be
-read in the smallest chunks, as any larger one takes a little longer than a step."""
+"""How many steps' time a chunk of a prompt may take while other rows decode, however long they are.
+At 1, where a pass is bound by its weights, prompts would be read in the smallest chunks, as any
+larger one takes a little longer than a step."""
+
+_CLEARLY, _NEARLY = 0.9, 0.75
+"""Times what a token takes in chunks for which steps must read one, and times their speed."""
 
 _MEMORY = 512
 """Steps over which prompts are held against tokens."""
@@ -18,6 +40,11 @@ _NEW = 0.05
 """Weight of a chunk in how many tokens are left of a prompt on average."""
 _BEFORE = 256.0
 """Tokens without any prompt that are believed in at first."""
+
+
+def longest(step_seconds: float) -> float:
+    """How long a pass over prompts may take while other rows decode: 1.4 steps."""
+    return _STEPS * step_seconds
 
 
 def allowed(costs: ChunkCosts, filled: int, step_seconds: float) -> dict[int, float]:
@@ -31,8 +58,26 @@ def allowed(costs: ChunkCosts, filled: int, step_seconds: float) -> dict[int, fl
       step_seconds: how long a step takes.
     """
     seconds = {size: own + filled * more for size, (own, more) in costs.items()}
-    least, most = min(seconds), _STEPS * step_seconds
+    least, most = min(seconds), longest(step_seconds)
     return {size: own for size, own in seconds.items() if own <= most or size == least}
+
+
+def mixing_pays(mixed: tuple[int, float], chunk: tuple[int, float], step_seconds: float) -> bool:
+    """Whether steps should read prompts in their own passes, not in chunks between them.
+
+    It must take clearly less time for each token, no longer than a chunk may, and prompts must be
+    read nearly as fast: until its prompt is read a row gives nothing.
+
+    Args:
+      mixed: tokens of prompts that a step reads, and seconds that they add to it.
+      chunk: tokens of a chunk that is allowed beside such steps, and its seconds.
+      step_seconds: how long a step takes that reads none.
+    """
+    (tokens, more), (size, seconds) = mixed, chunk
+    chunks = max(1, int(reading_seconds(step_seconds) / seconds))
+    fast = tokens / (step_seconds + more)
+    cheap = more / tokens < _CLEARLY * seconds / size and more <= longest(step_seconds)
+    return cheap and (fast > _NEARLY * chunks * size / (step_seconds + chunks * seconds))
 
 
 def fastest(tokens: int, seconds: Mapping[int, float]) -> tuple[float, int]:

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from specjax.goodput.acceptance import CHAIN, Acceptance, curve_of
+from specjax.goodput.bursts import BURST
 from specjax.goodput.chunks import ChunkCosts, PromptLoad
 from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.forecast import Candidate, Forecaster
@@ -27,7 +28,7 @@ from specjax.goodput.policy import (
 from specjax.goodput.shapes import shapes_of
 
 _REUSED = 4
-"""Steps of the same rows for which a decision stands."""
+"""Bursts of the same rows for which a decision stands."""
 _BETTER = 1.03
 """Times the goodput of the last setting that the forecast of another must exceed."""
 _PROBING = 0.02
@@ -44,8 +45,8 @@ _FEW_TRIALS, _FEW_STEPS = 100, 3
 _STALE = 3000
 """Steps after which a program that promises as much as the best is tried again, and plain
 decoding is."""
-_PAUSE = 4.0
-"""Times as long as expected that a step counts as for the guard: what is longer was a pause."""
+PAUSE = 4.0
+"""Times as long as expected that a step counts as at most: what is longer was a pause."""
 _LEARNED = 4
 """Rows of a step that are learned from, in turn: learning takes time as well."""
 _MARGIN = 0.8
@@ -83,12 +84,12 @@ class Controller(Policy):
 
     Args:
       settings: those to choose from; `none` is one of them.
-      costs: of the programs in `shapes_of(settings, rows, subsets, columns)` that are there; one of
-        `none` for all rows is. `join` adds others.
+      costs: of the programs in `shapes_of(settings, rows, row_factor, columns)` that are there; one
+        of `none` for all rows is. `join` adds others.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
       rows: how many rows there are.
       chunks: of prompts, their costs.
-      subsets: whether a step may run fewer rows than there are.
+      row_factor: see `step_rows`.
       columns: the most of a step.
       options: what is left out of it.
     """
@@ -101,12 +102,12 @@ class Controller(Policy):
         rows: int,
         *,
         chunks: ChunkCosts = MappingProxyType({}),
-        subsets: bool = True,
+        row_factor: int | None = 2,
         columns: int = 64,
         options: Options = Options(),
     ) -> None:
         self.settings = {setting.name: setting for setting in settings}
-        self._every = shapes_of(settings, rows, subsets, columns)
+        self._every = shapes_of(settings, rows, row_factor, columns)
         if not options.packing:
             widest = {(s.setting, s.rows): s for s in sorted(self._every)}
             self._every = sorted(widest.values())
@@ -187,7 +188,10 @@ class Controller(Policy):
         found = self._forecaster.candidates(rows)
         plain = next(each for each in found if each.shape.setting == PLAIN)
         chosen, reason = self._chosen(rows, found, plain)
-        self.last = Decision(chosen.shape, chosen.depths, reason, chosen.forecast, plain.forecast)
+        most = _PROBE_STEPS // 2 if reason == "probe" else BURST  # two bursts are in flight
+        self.last = Decision(
+            chosen.shape, chosen.depths, reason, chosen.forecast, plain.forecast, most
+        )
         self.forecasts = _best_of_settings(found)
         self._requests, self._reused = requests, 0
         return self.last
@@ -310,14 +314,16 @@ class Controller(Policy):
         self._forecaster.prompts.observe_step(tokens)
         reading = 0.0 if decision.forecast is None else decision.forecast.reading * tokens
         if decision.reason == "probe":
-            taken = min(seconds, _PAUSE * expected)
+            taken = min(seconds, PAUSE * expected)
             self._tried_seconds += taken + reading - tokens / self._best
         if timed is None:
             return
         self.costs.observe(shape, cached, seconds, timed.share)
-        plain = decision.plain
-        if setting.nodes and plain is not None and decision.reason not in ("probe", "fixed"):
-            taken, rows = min(seconds, _PAUSE * expected), len(decision.depths)
+        plain, rows = decision.plain, len(decision.depths)
+        compared = setting.nodes and decision.reason not in ("probe", "fixed")
+        # Rows that ended before, plain decoding would have lost, too.
+        if compared and plain is not None and len(outcomes) == rows:
+            taken = min(seconds, PAUSE * expected)
             self.guard.observe(rows, tokens, taken + reading, plain.goodput)
 
     def _learn(

@@ -4,6 +4,8 @@ import abc
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
+from specjax.goodput.bursts import BURST
+
 WIDTHS = (
     *(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096),
     *(6144, 8192, 12288, 16384, 24576, 32768),
@@ -103,6 +105,7 @@ class Decision(NamedTuple):
       reason: best, hysteresis, guard, probe, latency or fixed.
       forecast: what it is expected to give, where that is known.
       plain: what a step that drafts nothing would.
+      most_steps: steps that may be made with it before what they gave is known.
     """
 
     shape: StepShape
@@ -110,19 +113,21 @@ class Decision(NamedTuple):
     reason: str = "fixed"
     forecast: Forecast | None = None
     plain: Forecast | None = None
+    most_steps: int = BURST
 
-    def timed(self, taken: float, chunks: float) -> Timed | None:
-        """How long the step took, of the seconds `taken` by it and by chunks of prompts before it.
+    def timed(self, taken: float, chunks: float, steps: int = 1) -> Timed | None:
+        """How long a step took, of the seconds `taken` by `steps` and by chunks of prompts before.
 
-        It has the share of them that it was expected to have, beside the `chunks` seconds that
-        those were to take. None if nothing was forecast.
+        The steps have the share of them that they were expected to have, beside the `chunks`
+        seconds that those were to take. None if nothing was forecast.
         """
         if not chunks:
-            return Timed(taken)
+            return Timed(taken / steps)
         if self.forecast is None:
             return None
-        share = self.forecast.seconds / (self.forecast.seconds + chunks)
-        return Timed(taken * share, share)
+        expected = self.forecast.seconds * steps
+        share = expected / (expected + chunks)
+        return Timed(taken * share / steps, share)
 
 
 class Outcome(NamedTuple):
@@ -183,7 +188,7 @@ class Policy(abc.ABC):
         del decision, outcomes, timed, cached
 
     def prompt_read(self, tokens: int, left: int) -> None:
-        """Notes that so many tokens of a prompt were read between steps, of those left of it."""
+        """Notes that so many tokens of a prompt, of those left, were read while rows decode."""
         del tokens, left
 
     def caught_up(self, request: Hashable, chances: Sequence[float]) -> None:
@@ -212,9 +217,16 @@ def columns_for(nodes: int) -> int:
     return width
 
 
-def step_rows(rows: int, every: int, subsets: bool) -> int:
-    """The rows of the program in which so many of all rows decode."""
-    return min(1 << (rows - 1).bit_length(), every) if subsets else every
+def step_rows(rows: int, every: int, row_factor: int | None) -> int:
+    """The rows of the program in which so many of all rows decode.
+
+    There are programs of one row, of `row_factor` times as many and so on, and of all `every` rows;
+    of these alone where it is None.
+    """
+    size = 1 if row_factor is not None else every
+    while row_factor is not None and size < rows:
+        size *= row_factor
+    return min(size, every)
 
 
 class FixedPolicy(Policy):
@@ -223,14 +235,14 @@ class FixedPolicy(Policy):
     Args:
       setting: what to draft with.
       rows: how many there are.
-      subsets: whether a step may run fewer rows than there are.
+      row_factor: see `step_rows`.
 
     Raises:
       ValueError: a step cannot have so many columns.
     """
 
-    def __init__(self, setting: DraftSetting, rows: int, *, subsets: bool = True) -> None:
-        self._setting, self._rows, self._subsets = setting, rows, subsets
+    def __init__(self, setting: DraftSetting, rows: int, *, row_factor: int | None = 2) -> None:
+        self._setting, self._rows, self._row_factor = setting, rows, row_factor
         try:
             self._by_rows = [self._shape(count) for count in range(1, rows + 1)]
         except ValueError:
@@ -241,7 +253,7 @@ class FixedPolicy(Policy):
             ) from None
 
     def _shape(self, count: int) -> StepShape:
-        rows = step_rows(count, self._rows, self._subsets)
+        rows = step_rows(count, self._rows, self._row_factor)
         return StepShape(self._setting.name, rows, columns_for(count * (self._setting.nodes + 1)))
 
     @property

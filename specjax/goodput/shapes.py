@@ -9,7 +9,7 @@ _LEAST_NODES = 2
 
 
 def shapes_of(
-    settings: Sequence[DraftSetting], rows: int, subsets: bool, columns: int
+    settings: Sequence[DraftSetting], rows: int, row_factor: int | None, columns: int
 ) -> list[StepShape]:
     """Every program of a controller.
 
@@ -23,10 +23,10 @@ def shapes_of(
     Args:
       settings: what a step may draft with.
       rows: how many there are.
-      subsets: whether a step may run fewer rows than there are.
+      row_factor: see `step_rows`.
       columns: the most of a step.
     """
-    sizes = sorted({step_rows(count, rows, subsets) for count in range(1, rows + 1)})
+    sizes = sorted({step_rows(count, rows, row_factor) for count in range(1, rows + 1)})
     return sorted(
         StepShape(setting.name, size, width)
         for size in sizes

@@ -15,6 +15,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -356,23 +357,20 @@ def programs(
 ) -> Iterator[Program]:
     """Compiles the whole `generate` of plain decoding, and of what `auto` takes for the drafts.
 
-    That is for greedy rows and for sampled ones. Dtypes are as when a pair is loaded there: `dtype`
-    is the target's. Without `plain` decoding, what the drafts are for alone.
+    That is for greedy rows and for sampled ones. Without `plain` decoding, what the drafts are for
+    alone. `dtype` is the target's (see `abstract_pair`).
 
     Raises:
       ValueError: the mesh does not divide the target or the rows.
     """
-    no_tokenizer: Any = None
-    with found.traced():
-        kind = dtype or default_dtype()
-        model, alone = abstract_target(target, kind, mesh), abstract(target, kind)
-        own = [abstract(_of_vocabulary(each, target), default_draft_dtype()) for each in drafts]
+    model, pair = abstract_pair(found, mesh, target, drafts, dtype)
+
+    def built(setting: Setting, target: Model, drafts: list[Model]) -> Drafter:
+        return build(setting, pair._replace(target=target, drafts=drafts))
 
     def asked(setting: Setting, temperature: float) -> Request:
         with found.traced():
-            drafter = jax.eval_shape(
-                lambda t, d: build(setting, Pair(t, no_tokenizer, d)), alone, own
-            )
+            drafter = jax.eval_shape(partial(built, setting), pair.target, pair.drafts)
             request = abstract_request(
                 model, on(drafter, mesh), texts._replace(temperature=temperature)
             )
@@ -380,17 +378,39 @@ def programs(
         return request
 
     if plain:
-        yield _compiled(found, "plain", asked(Setting(), 0.8))
+        yield compiled_program(found, "plain", generate_jit, *asked(Setting(), 0.8))
     for temperature in (0.0, 0.8) if drafts else ():
         with found.traced():
-            setting = shipped(Pair(alone, no_tokenizer, own), temperature, texts.rows).setting
+            setting = shipped(pair, temperature, texts.rows).setting
         name = f"{setting.label} at temperature {temperature:g}"
-        yield _compiled(found, name, asked(setting, temperature))
+        yield compiled_program(found, name, generate_jit, *asked(setting, temperature))
 
 
-def _compiled(found: Hardware, name: str, asked: Request) -> Program:
+def abstract_pair(
+    found: Hardware,
+    mesh: Mesh,
+    target: ModelConfig,
+    drafts: Sequence[ModelConfig],
+    dtype: str | None,
+) -> tuple[Model, Pair]:
+    """A target of shapes on a mesh, and a pair of shapes on none, to build drafters of.
+
+    Dtypes are as when a pair is loaded there: `dtype` is the target's.
+
+    Raises:
+      ValueError: the mesh does not divide the target.
+    """
+    no_tokenizer: Any = None
+    with found.traced():
+        kind = dtype or default_dtype()
+        own = [abstract(_of_vocabulary(each, target), default_draft_dtype()) for each in drafts]
+        return abstract_target(target, kind, mesh), Pair(abstract(target, kind), no_tokenizer, own)
+
+
+def compiled_program(found: Hardware, name: str, program: Any, *arguments: Any) -> Program:
+    """What comes of compiling a program of shapes on such devices, or why it is refused."""
     try:
-        return Program(name, compiled(found, generate_jit, *asked), None)
+        return Program(name, compiled(found, program, *arguments), None)
     except jax.errors.JaxRuntimeError as error:  # of the compiler
         return Program(name, None, str(error).splitlines()[0])
 

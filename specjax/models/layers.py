@@ -405,30 +405,32 @@ def rotate(
 def embed(
     table: Float[Array, "V E"] | PackedWeight, tokens: Int32[Array, "B T"]
 ) -> Float[Array, "E C"]:
-    """The tokens' rows of `table` as columns, in float32; of a packed one only they are unpacked.
-
-    XLA:CPU takes the table's size for the work of a gather, and wakes a second thread for it: a
-    few rows are sliced there. And it does both in float32 alone: ahead of a loop it would widen a
-    whole table of bfloat16 for a few of its rows. As bits it copies it, which is half of that.
-    """
+    """Rows of `table` as columns, in float32; of a packed one only they are unpacked."""
     if isinstance(table, PackedWeight):
         return row_major(_unpacked_rows(table, tokens.reshape(-1)).T)
     return row_major(_looked_up(table, tokens.reshape(-1)))
 
 
 def _unpacked_rows(table: PackedWeight, tokens: Array) -> Array:
-    def rows(part: Array) -> Array:
-        return of_bits(_columns(bits_of(part), tokens), part.dtype).T
-
-    found = table.of_rows(rows).unpacked()
+    found = table.of_rows(lambda part: _columns(part, tokens).T).unpacked()
     return found if table.order is None else found[:, jnp.argsort(table.order)]
 
 
 def _columns(table: Array, tokens: Array) -> Array:
-    if tokens.size > _FEW_TOKENS or not _on_cpu():
+    """Rows of a table as columns.
+
+    XLA:CPU takes the table's size for the work of a gather, and wakes a second thread for it: a
+    few rows are sliced there. And it does both in float32 alone, so that it would widen a whole
+    table of bfloat16: it gets the bits. Behind a barrier it does neither ahead of a loop.
+    """
+    if not _on_cpu():
         return _rows_at(table, tokens).T
-    rows = [lax.dynamic_index_in_dim(table, token, keepdims=False) for token in tokens]
-    return jnp.stack(rows, axis=1)
+    held, tokens = lax.optimization_barrier((table, tokens))
+    bits = bits_of(held)
+    if tokens.size > _FEW_TOKENS:
+        return of_bits(_rows_at(bits, tokens).T, table.dtype)
+    rows = [lax.dynamic_index_in_dim(bits, token, keepdims=False) for token in tokens]
+    return of_bits(jnp.stack(rows, axis=1), table.dtype)
 
 
 @jax.custom_batching.custom_vmap
@@ -455,7 +457,7 @@ def _rows_of_each(
 
 @jax.custom_vjp
 def _looked_up(table: Array, tokens: Array) -> Array:
-    return of_bits(_columns(bits_of(table), tokens), table.dtype).astype(jnp.float32)
+    return _columns(table, tokens).astype(jnp.float32)
 
 
 def _looked_up_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
@@ -484,6 +486,22 @@ def of_bits(x: Array, dtype: jnp.dtype) -> Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
+def _scattered(
+    buffer: Array, window: Array, at: Int32[Array, "B 2"], axis: int, lead: int
+) -> Array:
+    """`buffer` with `window[b]` at row and slot `at[b]`, as `write_window` has them."""
+    updates = jnp.moveaxis(window, lead, 0)
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, updates.ndim)),
+        inserted_window_dims=(lead,),
+        scatter_dims_to_operand_dims=(lead, axis),
+    )
+    return lax.scatter(
+        buffer, at, updates, numbers, unique_indices=True,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )  # fmt: skip
+
+
 def write_window(
     buffer: Array,
     window: Array,
@@ -497,11 +515,15 @@ def write_window(
     Row b is row `rows[b]` of the buffer, if they are given; no two are the same. Rows are along
     axis `lead`, after those of stacked layers.
     The window must fit: `start + window.shape[axis] <= buffer.shape[axis]` (checked by the
-    caller on the host, because XLA would move the window silently). Few rows are written one by
-    one, which XLA:CPU does in place; a batched update would become a scatter.
+    caller on the host, because XLA would move the window silently, or write anywhere). Few rows
+    are written one by one, which XLA does in place; a batched update would become a scatter. Of
+    chosen rows it is one on a GPU, where each row would be a kernel of its own; on a TPU it would
+    have another layout than the cache, which is then copied in every step.
     """
     window = window.astype(buffer.dtype)
     count = window.shape[lead]
+    if rows is not None and platform() == "gpu":
+        return _scattered(buffer, window, jnp.stack([rows, start], axis=1), axis, lead)
 
     def written(index: Array | int, buffer: Array) -> Array:
         at = [jnp.int32(0)] * buffer.ndim

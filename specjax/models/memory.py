@@ -1,4 +1,7 @@
-"""What a generation takes of a device's memory, planned before any of it is taken."""
+"""What a generation takes of a device's memory, planned before any of it is taken.
+
+`specjax.decoding.request.memory_plan` asks for it, of `generate` and of an engine's rows.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +18,7 @@ from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.xla import queries_at_once
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
-from specjax.models.quantized import PackedWeight, holds_packed
+from specjax.models.quantized import holds_packed
 from specjax.models.transformer import PROMPT_BLOCK, Model, reads_in_blocks
 from specjax.parallel.mesh import DATA, DRAFT, mesh_of, size_of
 
@@ -47,8 +50,7 @@ class Load(NamedTuple):
     """A model and how it is held: in `dtype`, `copies` of it, placed somehow.
 
     `held` are the bytes of weights that are quantized, of all devices that share a layer. Layers of
-    a `streamed` model come in every pass; those of a `stacked` one are run by a loop. Of a model
-    with a `packed_table` the embedding is one of those weights.
+    a `streamed` model come in every pass; those of a `stacked` one are run by a loop.
     """
 
     placed: Placement
@@ -57,7 +59,6 @@ class Load(NamedTuple):
     held: int | None = None
     streamed: bool = False
     stacked: bool = False
-    packed_table: bool = False
 
     @property
     def parts(self) -> int:
@@ -127,19 +128,6 @@ class Load(NamedTuple):
         inside = max(4 * columns * features, 4 * columns * heads + scores)
         return 4 * columns * 2 * config.hidden_size + inside + rounded * (self.dtype.itemsize < 4)
 
-    @property
-    def table(self) -> int:
-        """Bytes of the copy of an embedding in bfloat16 that XLA:CPU makes to look tokens up.
-
-        It does ahead of a loop (`specjax.models.layers.embed`); the steps of a streamed model are
-        none.
-        """
-        copied = not (self.streamed or self.packed_table) and self.dtype.itemsize < 4
-        if not copied or platform() != "cpu":
-            return 0
-        held = self.placed.config.outer_shapes["embedding"]
-        return self.dtype.itemsize * math.prod(held) // self.parts
-
 
 def load_of(model: Model, beside: Any = None) -> Load:
     """How a model is held; of stacked ones, all that a device has.
@@ -157,10 +145,7 @@ def load_of(model: Model, beside: Any = None) -> Load:
         own = [leaf for leaf in jax.tree.leaves(model) if id(leaf) not in others]
         held = sum(leaf.nbytes for leaf in own) // stack
     copies = -(-stack // size_of(mesh, DRAFT))
-    packed = isinstance(model.embedding, PackedWeight)
-    return Load(
-        placed, model.embedding.dtype, copies, held, not model.is_whole, model.is_stacked, packed
-    )
+    return Load(placed, model.embedding.dtype, copies, held, not model.is_whole, model.is_stacked)
 
 
 def loads_in(tree: Any, beside: Any = None) -> list[Load]:
@@ -173,7 +158,7 @@ class Plan(NamedTuple):
     """Bytes that a generation takes of each device, and how many there are to be had.
 
     `prompts` is what reading them takes, `trees` what a step does; they follow each other.
-    `tables` are copies of embeddings, `process` is what is no array, where it is known.
+    `process` is what is no array, where it is known.
     """
 
     weights: int
@@ -182,7 +167,6 @@ class Plan(NamedTuple):
     draft_caches: int
     trees: int
     prompts: int
-    tables: int
     process: int
     available: int | None
 
@@ -194,7 +178,7 @@ class Plan(NamedTuple):
     @property
     def beside_weights(self) -> int:
         """Bytes that the texts take."""
-        return self.caches + self.draft_caches + max(self.trees, self.prompts) + self.tables
+        return self.caches + self.draft_caches + max(self.trees, self.prompts)
 
 
 def plan(
@@ -215,7 +199,6 @@ def plan(
     stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
-    every = (target, *drafts)
     layers = sum(draft.placed.config.num_layers for draft in drafts)
     scoring = int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
     shown = 8 * hidden_layers * target.placed.config.hidden_size  # as they were made, and together
@@ -230,7 +213,6 @@ def plan(
         prompts=target.reading(own, prompt, slots)
         + own * prompt * shown
         + sum(draft.prefill(own, prompt) for draft in drafts),
-        tables=sum(each.table for each in every),
         process=process if target.streamed and platform() == "cpu" else 0,
         available=available(target.placed.mesh),
     )

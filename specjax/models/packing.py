@@ -21,6 +21,10 @@ class Unpacked(NamedTuple):
         """Whether each slot has a column, so that more slots are more columns."""
         return True
 
+    def num_columns(self, rows: int, slots: int) -> int:
+        """How many columns there are of so many rows and slots of each."""
+        return rows * slots
+
     def pack(self, x: Array) -> Array:
         """The columns `[E, C]` of all rows' slots `[E, B·T]`."""
         return x
@@ -80,6 +84,11 @@ class Packing(NamedTuple):
     def row(self) -> Int32[Array, " C"]:
         """The row of each column."""
         return self.place // self.column.shape[1]
+
+    def num_columns(self, rows: int, slots: int) -> int:
+        """How many columns there are."""
+        del rows, slots
+        return self.place.shape[0]
 
     def pack(self, x: Array) -> Array:
         """The columns of all rows' slots."""

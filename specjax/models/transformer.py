@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -213,26 +215,69 @@ def attention_mask_of(
     return AttentionMask(tree_mask, None if cache is None else positions - (window - 1))
 
 
+class Group(NamedTuple):
+    """How some of a pass's columns attend: those of `B` rows with `T` tokens each.
+
+    `angles` are those of the tokens' positions; `prefix` are the rows in the layer's cache and
+    `block` keys and values of earlier passes of the same trees.
+    """
+
+    angles: Angles
+    mask: AttentionMask
+    prefix: Prefix | None = None
+    block: tuple[Array, Array] | None = None
+    packing: Packing | Unpacked = UNPACKED
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and tokens of each."""
+        rows, tokens = self.angles[0].shape[1:]
+        return rows, tokens
+
+    @property
+    def num_columns(self) -> int:
+        """Of the pass."""
+        return self.packing.num_columns(*self.shape)
+
+
 def attend(
     model: Model,
     weights: LayerWeights,
     x: Float[Array, "E C"],
-    angles: Angles,
-    mask: AttentionMask,
-    prefix: Prefix | None,
-    block: tuple[Array, Array] | None,
+    groups: Sequence[Group],
     dtype: jnp.dtype | None,
-    packing: Packing | Unpacked = UNPACKED,
-) -> tuple[Float[Array, "HD C"], tuple[Array, Array]]:
-    """Attention of one layer before its output projection, and the pass's keys and values.
+) -> tuple[Float[Array, "HD C"], tuple[tuple[Array, Array], ...]]:
+    """Attention of one layer before its output projection, and each group's keys and values.
 
-    Packed columns are put back into rows for it.
+    The columns are those of the groups, one after the other; packed ones are put back into rows.
     """
-    config = model.config
-    rows, tokens = angles[0].shape[1:]
+    bounds = np.cumsum([group.num_columns for group in groups])[:-1]
+    made = (jnp.split(x, bounds, axis=1) for x in products(weights, _PROJECTIONS, x, dtype))
+    found = [
+        _attend(model, weights, own, group)
+        for own, group in zip(zip(*made, strict=True), groups, strict=True)
+    ]
+    mixed = [each for each, _ in found]
+    new = [own for _, own in found]
+    in_place = any(each.prefix is not None and each.prefix.rows is not None for each in groups)
+    for read in mixed if in_place else ():
+        new = [read_before_write(read, own) for own in new]
+    columns = [
+        group.packing.pack(each.transpose(1, 3, 0, 2).reshape(-1, math.prod(group.shape)))
+        for each, group in zip(mixed, groups, strict=True)
+    ]
+    return jnp.concatenate(columns, axis=1), tuple(new)
+
+
+def _attend(
+    model: Model, weights: LayerWeights, made: Sequence[Array], group: Group
+) -> tuple[Float[Array, "B H T D"], tuple[Array, Array]]:
+    """What a group's tokens take from those that they see, and their keys and values."""
+    config, angles, block = model.config, group.angles, group.block
+    rows, tokens = group.shape
 
     def heads(matrix: str, made: Array) -> Array:
-        made = packing.unpack(made)
+        made = group.packing.unpack(made)
         normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
         if normed and not per_head:
             made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
@@ -241,13 +286,14 @@ def attend(
             made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
         return made
 
-    query, key, value = map(heads, _PROJECTIONS, products(weights, _PROJECTIONS, x, dtype))
+    query, key, value = map(heads, _PROJECTIONS, made)
     query = layers.rotate(query, angles).transpose(2, 0, 3, 1)
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
     key = layers.rotate(key, angles).transpose(2, 0, 3, 1)
     value = value.transpose(2, 0, 3, 1)
     # A token's keys round as they will in the cache, where others read them.
+    prefix, mask = group.prefix, group.mask
     kind = cache_dtype(model.embedding.dtype) if prefix is None else prefix.keys.dtype
     key, value = key.astype(kind), value.astype(kind)
     new = (key, value)
@@ -258,24 +304,18 @@ def attend(
         query, key, value, mask.tree_mask, prefix,
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
-    if prefix is not None and prefix.rows is not None:
-        new = read_before_write(mixed, new)
-    return packing.pack(mixed.transpose(1, 3, 0, 2).reshape(-1, rows * tokens)), new
+    return mixed, new
 
 
 def apply_layer(
     model: Model,
     weights: LayerWeights,
     x: Float[Array, "E C"],
-    angles: Angles,
-    mask: AttentionMask,
-    prefix: Prefix | None = None,
-    block: tuple[Array, Array] | None = None,
+    groups: Sequence[Group],
     dtype: jnp.dtype | None = None,
-    packing: Packing | Unpacked = UNPACKED,
     inputs: dict[str, Array] | None = None,
-) -> tuple[Float[Array, "E C"], tuple[Array, Array]]:
-    """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` it made.
+) -> tuple[Float[Array, "E C"], tuple[tuple[Array, Array], ...]]:
+    """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` of each group.
 
     `inputs`, where given, takes the columns that matrices are multiplied with: those of "query"
     are the key's and the value's too, and those of "up" the gate's.
@@ -286,7 +326,7 @@ def apply_layer(
         return _norm(config, weights, name, x) if name in config.norms else x
 
     before, seen = x, norm("attention_norm", x)
-    mixed, new = attend(model, weights, seen, angles, mask, prefix, block, dtype, packing)
+    mixed, new = attend(model, weights, seen, groups, dtype)
     x = x + norm("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
     made, hidden = mlp(config, weights, entering, dtype, model.axis)
@@ -310,12 +350,24 @@ def _norm(
 class Pass(NamedTuple):
     """What all layers make of columns: them, normed by `trunk`, and the pass's keys and values.
 
-    `hidden` are the hidden states that were asked for, in that order.
+    `hidden` are the hidden states that were asked for, in that order; `beside` is the same of the
+    columns of other rows.
     """
 
     x: Float[Array, "E C"]
     new: NewKV
     hidden: tuple[Float[Array, "E C"], ...]
+    beside: "Pass | None" = None
+
+
+class Columns(NamedTuple):
+    """Columns of a pass: the tokens of rows of a cache, and what each of them sees of its row's."""
+
+    tokens: Int32[Array, "B T"]
+    positions: Int32[Array, "B T"]
+    cache: KVCache | None
+    tree_mask: Bool[Array, "B T M"] | None
+    packing: Packing | Unpacked = UNPACKED
 
 
 @jax.named_scope("pass")
@@ -330,59 +382,94 @@ def trunk(
     packing: Packing | Unpacked = UNPACKED,
     slots: int | None = None,
     hidden_layers: tuple[int, ...] = (),
+    beside: Columns | None = None,
 ) -> Pass:
     """All layers: the normed hidden columns and the new keys and values.
 
-    Columns are `C = B·T`, row-major, or those of `packing`. With `slots` the new keys and values of
-    stacked layers lie as in a cache of so many, of which they are the first. `hidden_layers` are
-    the hidden states to keep, by the number of layers before them.
+    Columns are `C = B·T`, row-major, or those of `packing`; behind them are those of rows `beside`,
+    which see nothing of the others. With `slots` the new keys and values of stacked layers lie as
+    in a cache of so many, of which they are the first. `hidden_layers` are the hidden states to
+    keep, by the number of layers before them.
     """
     config = model.config
-    x = embed(model, *(packing.pack(each.reshape(1, -1)) for each in (tokens, positions)))
+    parts = [Columns(tokens, positions, cache, tree_mask, packing)]
+    parts += [] if beside is None else [beside]
+    columns = [
+        [part.packing.pack(each.reshape(1, -1)) for each in (part.tokens, part.positions)]
+        for part in parts
+    ]
+    x = embed(model, *(jnp.concatenate(own, axis=1) for own in zip(*columns, strict=True)))
     windows = config.windows or (None,) * config.num_layers
-    views = {
-        window: (
-            attention_mask_of(window, positions, cache, tree_mask),
-            layers.rotary_angles(positions, config.rotated, *rotary_of(config, window)),
-        )
-        for window in set(windows)
-    }
+    views = {window: [_view(config, window, part) for part in parts] for window in set(windows)}
+    caches = [part.cache for part in parts]
     if model.stack is not None:
-        (view,) = views.values()
+        (groups,) = views.values()
         x, new, hidden = _looped(
-            model, model.stack, x, view, cache, block, dtype, packing, slots, hidden_layers
+            model, model.stack, x, groups, caches, block, dtype, slots, hidden_layers
         )
-        return Pass(final_norm(model, x), new, hidden)
-    made, states = [], {0: x}
-    for index, weights in enumerate(model.layers):
-        prefix = None
-        if cache is not None:
-            held = cache.keys[index], cache.values[index]
-            prefix = Prefix(*held, cache.length, rows=cache.rows)
-        earlier = None if block is None else block[index]
-        mask, angles = views[windows[index]]
-        x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
-        made.append(new)
-        if index + 1 in hidden_layers:
-            states[index + 1] = x
-    hidden = tuple(states[number] for number in hidden_layers)
-    return Pass(final_norm(model, x), tuple(made), hidden)
+        made = [(own,) for own in new]
+    else:
+        states, by_layer = {0: x}, []
+        for index, weights in enumerate(model.layers):
+            held = None if cache is None else (cache.keys[index], cache.values[index])
+            earlier = None if block is None else block[index]
+            groups = _of_layer(views[windows[index]], caches, held, earlier)
+            x, new = apply_layer(model, weights, x, groups, dtype)
+            by_layer.append(new)
+            if index + 1 in hidden_layers:
+                states[index + 1] = x
+        hidden = tuple(states[number] for number in hidden_layers)
+        made = list(zip(*by_layer, strict=True))
+    x = final_norm(model, x)
+    if beside is None:
+        return Pass(x, made[0], hidden)
+    own, others = slice(columns[0][0].shape[1]), slice(columns[0][0].shape[1], None)
+    return Pass(
+        x[:, own], made[0], tuple(each[:, own] for each in hidden),
+        Pass(x[:, others], made[1], tuple(each[:, others] for each in hidden)),
+    )  # fmt: skip
+
+
+def _view(config: ModelConfig, window: int | None, part: Columns) -> Group:
+    """How a part of a pass attends in layers with such a window, without what a layer holds."""
+    return Group(
+        layers.rotary_angles(part.positions, config.rotated, *rotary_of(config, window)),
+        attention_mask_of(window, part.positions, part.cache, part.tree_mask),
+        packing=part.packing,
+    )
+
+
+def _of_layer(
+    views: Sequence[Group],
+    caches: Sequence[KVCache | None],
+    held: tuple[Array, Array] | None,
+    block: tuple[Array, Array] | None,
+) -> list[Group]:
+    """The groups of a layer whose cache holds such keys and values; `block` is of the first."""
+    prefixes = [
+        None if held is None or cache is None else Prefix(*held, cache.length, rows=cache.rows)
+        for cache in caches
+    ]
+    blocks = (block, *(None,) * (len(views) - 1))
+    return [
+        view._replace(prefix=prefix, block=own)
+        for view, prefix, own in zip(views, prefixes, blocks, strict=True)
+    ]
 
 
 def _looped(
     model: Model,
     stack: LayerWeights,
     x: Float[Array, "E C"],
-    view: tuple[AttentionMask, Angles],
-    cache: KVCache | None,
+    views: Sequence[Group],
+    caches: Sequence[KVCache | None],
     block: NewKV | None,
     dtype: jnp.dtype | None,
-    packing: Packing | Unpacked,
     slots: int | None,
     hidden_layers: tuple[int, ...],
 ) -> tuple[Float[Array, "E C"], NewKV, tuple[Float[Array, "E C"], ...]]:
-    """All stacked layers; the new keys and values are stacked as the cache's are."""
-    mask, angles = view
+    """All stacked layers; each group's keys and values are stacked as the cache's are."""
+    cache = caches[0]
     held = None if cache is None else (cache.keys[0], cache.values[0])
     earlier = None if block is None else block[0]
     kept = sorted({*hidden_layers})
@@ -390,13 +477,9 @@ def _looped(
     def one(carry: tuple[Array, Array], own: Any) -> tuple[tuple[Array, Array], Any]:
         x, hidden = carry
         place, weights, held, earlier = own
-        prefix = None
-        if cache is not None:
-            keys, values = held
-            prefix = Prefix(keys, values, cache.length, rows=cache.rows)
-        x, new = apply_layer(model, weights, x, angles, mask, prefix, earlier, dtype, packing)
+        x, new = apply_layer(model, weights, x, _of_layer(views, caches, held, earlier), dtype)
         hidden = hidden.at[place].set(x, mode="drop") if kept else hidden
-        return (x, hidden), new if slots is None else in_slots(new, slots)
+        return (x, hidden), new if slots is None else tuple(in_slots(own, slots) for own in new)
 
     places = [kept.index(n) if n in kept else len(kept) for n in range(model.config.num_layers + 1)]
     before = jnp.zeros((len(kept), *x.shape), x.dtype)
@@ -404,7 +487,7 @@ def _looped(
         before = before.at[0].set(x)
     own = jnp.asarray(places[1:], jnp.int32), stack, held, earlier
     (x, hidden), new = lax.scan(one, (x, before), own)
-    return x, (new,), tuple(hidden[places[number]] for number in hidden_layers)
+    return x, new, tuple(hidden[places[number]] for number in hidden_layers)
 
 
 def layer_of_pass(
@@ -424,7 +507,8 @@ def layer_of_pass(
     config = outer.config
     mask = attention_mask_of(window, positions, prefix, tree_mask)
     angles = layers.rotary_angles(positions, config.rotated, *rotary_of(config, window))
-    return apply_layer(outer, weights, x, angles, mask, prefix, inputs=inputs)
+    x, (new,) = apply_layer(outer, weights, x, [Group(angles, mask, prefix)], inputs=inputs)
+    return x, new
 
 
 def final_norm(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
@@ -499,6 +583,6 @@ def forward(
     pass's own; `tree_mask=None` is a plain sequence without cache. `positions` place tokens for the
     rotary embedding; slots play no part in it.
     """
-    x, new, _ = trunk(model, tokens, positions, cache, tree_mask, block)
+    x, new, *_ = trunk(model, tokens, positions, cache, tree_mask, block)
     logits = unembed(model, x).T.reshape(*tokens.shape, -1)
     return logits, new

@@ -137,15 +137,20 @@ def layout_of(target: Any, *drafters: Any) -> Layout | None:
     return Layout(mesh, tuple(map(specs, (target, *drafters))))
 
 
-def check_rows(layout: Layout | None, rows: int) -> None:
-    """Checks that the data axis takes as many rows.
+def shards_of(layout: Layout | None) -> int:
+    """Over how many devices rows are spread."""
+    return 1 if layout is None else size_of(layout.mesh, DATA)
+
+
+def check_rows(layout: Layout | None, rows: int, what: str = "prompts") -> None:
+    """Checks that the data axis takes as many rows, which a message calls so.
 
     Raises:
       ValueError: it does not divide them.
     """
-    devices = 1 if layout is None else size_of(layout.mesh, DATA)
+    devices = shards_of(layout)
     if rows % devices:
-        raise ValueError(f"mesh axis data={devices} does not divide {rows} prompts.")
+        raise ValueError(f"mesh axis data={devices} does not divide {rows} {what}.")
 
 
 def spread(

@@ -76,7 +76,7 @@ class Metrics:
         self.first_token = histogram(
             "vllm:time_to_first_token_seconds", "Seconds to the first token.", _FIRST_TOKEN
         )
-        between = "Seconds between events of a request, each of a step's tokens."
+        between = "Seconds between events of a request, each of a burst's tokens."
         self._between = [
             histogram("vllm:inter_token_latency_seconds", between, _BETWEEN),
             histogram("vllm:time_per_output_token_seconds", between, _BETWEEN),

@@ -7,6 +7,8 @@ JAX_PLATFORMS=cpu pytest tests/aot -m "slow or not slow"
 import importlib.util
 import json
 import os
+import re
+from functools import partial
 from unittest import mock
 
 import jax
@@ -24,6 +26,9 @@ from pallas_kernels import shapes
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
 from specjax.checkpoints.huggingface import save_model
 from specjax.cli.main import main
+from specjax.engine import programs
+from specjax.engine.ahead import engine_of_shapes
+from specjax.goodput.bursts import BURST
 from specjax.measure.compile_ahead import KINDS, compiled, hardware, on
 from specjax.models.kv_cache import KVCache
 from tests.conftest import tiny_model
@@ -214,6 +219,72 @@ def pair(tmp_path):
 def asked(capsys, *command):
     code = main([*map(str, command), "--compile-for", "v5e", "--json"])
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_info_compiles_what_a_server_would_run(kind, pair, capsys):
+    """Of 32 rows all nodes of their chains, and prompts: off a CPU columns are nearly free."""
+    target, draft = pair
+    command = "info", "--model", target, "--draft", draft, "--length", 100
+    code, report = asked(capsys, *command, "--serve", "--rows", 32, "--settings", "chain:7")
+    assert (code, report["hardware"]) == (0, kind)
+    names = "setting", "rows", "columns", "prompt_columns"
+    assert [tuple(map(each.get, names)) for each in report["programs"]] == [
+        ("chain:7", 1, 8, 0), ("chain:7", 8, 64, 0), ("chain:7", 32, 128, 0),
+        ("chain:7", 32, 256, 0), ("none", 1, 1, 0), ("none", 8, 8, 0), ("none", 32, 32, 0),
+        ("chain:7", 32, 256, 256), ("none", 32, 32, 256),
+    ]  # fmt: skip
+    assert all(each["fits"] and each["aliased_bytes"] > 0 for each in report["programs"])
+
+
+@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_no_program_of_a_server_copies_a_cache(kind, data):
+    """Layers are stacked; chosen rows are read and written where they lie."""
+    found, rows = hardware(f"{kind}:2x2"), 16
+    mesh = found.mesh(data=data, model=len(found.devices) // data)
+    model = tiny_model(num_layers=3, num_heads=8, num_kv_heads=4, head_dim=128, max_positions=2**15)
+    own = engine_of_shapes(
+        found, mesh, model.config, [tiny_model().config], "bfloat16",
+        ["none", "chain:3"], rows, 20_000, 0.0,
+    )  # fmt: skip
+    cache = own.state.decode.cache
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((cache.keys, cache.values)))
+    held //= len(found.devices)
+    shapes_here = {str(x.sharding.shard_shape(x.shape))[1:-1].replace(" ", "")
+                   for x in jax.tree.leaves((cache.keys, cache.values))}  # fmt: skip
+    step = partial(programs.advance, width=16, setting="none")
+    control = (rows, 3), (), (), (2, 2)
+    cases = {
+        "begin": (programs.begin, (2,)),
+        "extend": (partial(programs.extend, columns=None, scored=False), (1, 2), (1, 8)),
+        "step": (step, *control),
+        "mixed": (step, *control, (BURST, 1, 10)),
+    }
+    if data == 1:  # of several devices rows take nothing over, and one prompt is read at a time
+        several = partial(programs.extend, columns=16, scored=False)
+        cases |= {"several": (several, (2, 2), (2, 8)), "copy": (programs.copy, (4,))}
+    for name, (run, *given_as) in cases.items():
+
+        def call(target, drafter, state, *given, run=run):
+            return run(target, drafter, state, own.setup, *given)
+
+        kinds = [jnp.int32] * len(given_as)
+        if name in ("step", "mixed"):
+            kinds[2:4] = jnp.bool_, jnp.float32
+        given = (
+            on(jax.ShapeDtypeStruct(*each), mesh) for each in zip(given_as, kinds, strict=True)
+        )
+        with found.traced():
+            lowered = jax.jit(call, donate_argnums=2).lower(
+                own.target, own.drafter, own.state, *given
+            )
+            program = lowered.compile()
+        size = program.memory_analysis()
+        assert size.alias_size_in_bytes >= held, name
+        assert size.temp_size_in_bytes < held / 2, name
+        copied = re.findall(r"\w+\[([\d,]+)\][^ ]* copy(?:-start)?\(", program.as_text())
+        assert not shapes_here & {*copied}, name
 
 
 @pytest.mark.parametrize("kind", [of_kind("v5e")])

@@ -16,7 +16,9 @@ struct Attention {
   const float* query;         // [heads, dim, rows, nodes]: features first, as activations are
   const float* block_keys;    // [rows, kv_heads, columns, dim]
   const float* block_values;  // the same
-  const uint8_t* tree_mask;   // [rows, nodes, columns]; null for a plain sequence, whose tokens see those up to them
+  // [rows, nodes, columns]; null for a plain sequence, whose tokens see those up to them. Up to kFewNodes nodes it
+  // is applied in `some_queries` (attention_loops.h), of more in `hide` (attention_blocks.h).
+  const uint8_t* tree_mask;
   const float* keys;          // [held, kv_heads, dim, slots]; null without a prefix
   const float* values;        // [held, kv_heads, slots, dim]
   int64_t held;               // rows of the cache
