@@ -15,6 +15,7 @@ import time
 from types import SimpleNamespace
 
 from specjax.engine.checks import check_requests
+from specjax.engine.pages import PageCounts
 from specjax.engine.request import (
     EngineClosedError,
     Logprob,
@@ -153,6 +154,7 @@ class ScriptedEngine:
     num_requests_running = property(lambda self: len(self.running))
     num_requests_waiting = 3
     kv_cache_usage = 0.25
+    page_counts = PageCounts(total=12, free=4, running=3, cached=5, leaked=0)
 
     def start(self, *, wait: bool = True, say=None) -> None:
         del wait, say

@@ -13,7 +13,7 @@ from pallas_kernels.cpu import library
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.tree_attention import autotune, cpu, sequence, tree_attention, xla
 from tests.test_cpu_matmul import form, needs_it
-from tests.test_tree_attention import assert_close, run
+from tests.test_tree_attention import assert_close, in_pages, run
 
 __all__ = ["form"]
 MORE = {
@@ -73,8 +73,34 @@ def test_rows_of_a_larger_cache_are_read_where_they_lie(form, nodes):
     at = make((2, 4, 2, nodes, 0, 70, 32), jnp.float32, [70, 33], first=True)
     keys, values = (jnp.stack([x[1], x[0] * jnp.nan, x[0]]) for x in at.prefix[:2])
     rows = jnp.array([2, 0], jnp.int32)
-    of_more = at._replace(prefix=at.prefix._replace(keys=keys, values=values, rows=rows))
+    of_more = at._replace(prefix=at.prefix._replace(keys=keys, values=values, pages=rows[:, None]))
     np.testing.assert_array_equal(np.asarray(run(of_more, "cpu")), np.asarray(run(at, "cpu")))
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("size", [64, 192])
+@pytest.mark.parametrize("nodes", [3, 70])
+def test_pages_equal_contiguous_rows(form, nodes, size, first):
+    """To the bit."""
+    at = make((4, 4, 2, nodes, 0, 384, 32), jnp.float32, [300, 192, 0, 384], first=first)
+    paged, whole = in_pages(at, size, shared=192)
+    assert_close(run(paged, "cpu"), whole)
+    np.testing.assert_array_equal(np.asarray(run(paged, "cpu")), np.asarray(run(whole, "cpu")))
+
+
+@pytest.mark.parametrize("nodes", [3, 70])
+def test_a_page_that_does_not_exist_is_the_nearest(form, nodes):
+    at = make((1, 4, 2, nodes, 0, 192, 32), jnp.float32, [192])
+    pages = jnp.asarray([[0, 2, 1]], jnp.int32)
+    parts = jnp.stack(jnp.split(at.prefix.keys[0], 3, axis=2))
+    prefix = at.prefix._replace(keys=parts, values=parts.swapaxes(2, 3))
+    found, other = (
+        run(at._replace(prefix=prefix._replace(pages=jnp.where(pages == n, to, pages))), "cpu")
+        for n, to in ((0, -7), (2, 2**30))
+    )
+    expected = run(at._replace(prefix=prefix._replace(pages=pages)), "cpu")
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(other, expected)
 
 
 @pytest.mark.parametrize("window", [None, 1, 40])
@@ -183,6 +209,7 @@ def test_it_runs_where_it_can_unless_another_is_named():
         "of 8 bits": make(SHAPES["one node"], jnp.float32, bits=8),
         "capped": at._replace(soft_cap=3.0),
         "of 8 features": make(SHAPES["one key/value head"], jnp.float32),
+        "in pages of 96": in_pages(make((2, 4, 2, 3, 0, 192, 64), jnp.float32), 96)[0],
     }
     assert autotune.choice(at) == "cpu"
     assert {name: autotune.choice(other) for name, other in others.items()} == dict.fromkeys(
@@ -202,6 +229,8 @@ def test_it_runs_where_it_can_unless_another_is_named():
         ImplementationError, match="it takes heads of multiples of 16 features, not 8"
     ):
         tree_attention(*others["of 8 features"][:5], implementation="cpu")
+    with pytest.raises(ImplementationError, match="a page has 96 slots, which 64 does not divide"):
+        tree_attention(*others["in pages of 96"][:5], implementation="cpu")
 
 
 @needs_it
@@ -212,6 +241,12 @@ def test_it_runs_where_it_can_unless_another_is_named():
         ("the block does not fit", lambda at: at._replace(tree_mask=at.tree_mask[:, :, 1:])),
         ("the prefix does not fit", lambda at: at._replace(
             prefix=at.prefix._replace(values=at.prefix.values[:, :, 1:]))),
+        ("`pages` does not fit", lambda at: at._replace(
+            prefix=at.prefix._replace(pages=jnp.zeros((1, 2), jnp.int32)))),
+        ("a page has 48 slots, which 64 does not divide", lambda at: at._replace(
+            prefix=at.prefix._replace(
+                keys=at.prefix.keys[..., :48], values=at.prefix.values[:, :, :48],
+                pages=jnp.zeros((2, 2), jnp.int32)))),
         ("`first` does not fit", lambda at: at._replace(first=jnp.zeros((2, 2), jnp.int32))),
         ("their heads do not divide", lambda at: at._replace(query=at.query[:, :3])),
     ],

@@ -67,13 +67,16 @@ async def _drawn(engine, count: int) -> tuple[list[tuple[int, ...]], float]:
 
 SETTINGS, KINDS, MIXED = "any setting", "any kind of setting", "mixed"
 """Every step with any of the settings that a server chooses from by default, or of any methods, by
-the rule of each; and the former with prompts in the passes of steps."""
+the rule of each; and the former with prompts in the passes of steps, and pages that rows share, of
+which there are fewer than rows could have."""
 
 
 def engine_of(rule: str):
     """An engine whose trees are decided by a rule; or by any setting's own."""
     draft, options = near(exact.target(), 1, 0.3), {"max_model_len": 64}
-    if rule == SETTINGS:
+    if rule == MIXED:
+        options |= {"page_size": 64, "kv_cache_tokens": 448}
+    if rule in (SETTINGS, MIXED):
         return running_at_random(exact.target(), switching_of(draft), 4, **options)
     if rule == KINDS:
         drafter = every_kind(draft, near(exact.target(), 2, 0.3))
@@ -87,8 +90,9 @@ def p_value(rule: str, count: int) -> tuple[float, float]:
     """Of the G-test, and tokens per step; 0 if a text is not allowed."""
     cells = {text: cell for cell, text in enumerate(exact.expected())}
     mixed = mixing(PrefillBatch(2, 8, 11)) if rule == MIXED else contextlib.nullcontext(())
-    with mixed as read, engine_of(SETTINGS if rule == MIXED else rule) as engine:
+    with mixed as read, engine_of(rule) as engine:
         texts, per_step = asyncio.run(_drawn(engine, count))
+        assert (engine.page_counts is not None) == (rule == MIXED)
     assert bool(read) == (rule == MIXED)
     found = np.array([cells.get(text, -1) for text in texts])
     assert len(found) == count

@@ -40,6 +40,7 @@ from specjax.parallel.mesh import make_mesh
 from tests.cases import slow_among, slow_but
 from tests.folders import own_cache, pair_flags
 from tests.pairs import generate, near, varied_model
+from tests.test_tree_attention import in_pages
 
 __all__ = ["own_cache"]
 ROOT = Path(__file__).parent.parent
@@ -832,13 +833,21 @@ def test_windows_caps_and_8_bits_are_measured_on_their_own_operands(accelerator)
 
 def test_rows_of_a_larger_cache_are_measured_alone(accelerator):
     at = operands(SMALL._replace(batch=4))
-    rows = jnp.asarray([2, 0], jnp.int32)
+    rows = jnp.asarray([[2], [0]], jnp.int32)
     few = jax.tree.map(lambda x: x[:2], at)
-    prefix = at.prefix._replace(rows=rows, length=at.prefix.length[:2])
+    prefix = at.prefix._replace(pages=rows, length=at.prefix.length[:2])
     found = jax.jit(call)(few._replace(prefix=prefix))
     taken = few._replace(prefix=prefix.taken())
     np.testing.assert_allclose(found, reference.tree_attention(taken), atol=1e-5)
     assert accelerator.entries()[0]["batch"] == 2
+
+
+def test_rows_of_several_pages_are_not_measured(accelerator):
+    """No kernel that reads pages runs here."""
+    paged, whole = in_pages(operands(SMALL._replace(batch=2, slots=128)), 32)
+    np.testing.assert_allclose(jax.jit(call)(paged), reference.tree_attention(whole), atol=1e-5)
+    assert autotune.choice(paged) == "xla"
+    assert accelerator.timed == []
 
 
 def test_texts_are_those_of_xla_and_every_bucket_is_measured_once(accelerator, caplog):

@@ -58,6 +58,25 @@ def test_windows_and_caps_are_lowered(name):
         assert "custom_call" in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+def in_pages(at, size):
+    """The shapes of operands whose rows have pages of `size` slots of a cache of twice as many."""
+    rows, count = at.query.shape[0], at.slots // size
+    kv_heads, dim = at.prefix.keys.shape[1:3]
+    held = [(kv_heads, dim, size), (kv_heads, size, dim)]
+    keys, values = (
+        jax.ShapeDtypeStruct((2 * rows * count, *each), at.prefix.keys.dtype) for each in held
+    )
+    pages = jax.ShapeDtypeStruct((rows, count), "int32")
+    return at._replace(prefix=at.prefix._replace(keys=keys, values=values, pages=pages))
+
+
+@pytest.mark.parametrize("size", [128, 1024])
+@pytest.mark.parametrize("name", KERNELS)
+def test_pages_are_lowered(name, size):
+    at = in_pages(shapes.abstract(shapes.Shape("llama-3.1-8b", 8, 64, 4096)), size)
+    assert "custom_call" in lowered(name, at).as_text()
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_sixteen_layers_hold_a_kernel_once(name):
     """It is traced and lowered once for a shape: the second copy is that of the first layer's."""

@@ -406,6 +406,9 @@ def test_metrics(client, engine):
         "spec_decode_num_accepted_tokens_total": 30,
     }.items():  # fmt: skip
         assert after[f"vllm:{name}{label}"] == after[f"specjax:{name}{label}"] == value
+    for state, count in {"free": 4, "running": 3, "cached": 5}.items():
+        assert after[f'specjax:kv_cache_pages{{model_name="scripted",state="{state}"}}'] == count
+    assert after[f"specjax:kv_cache_pages_leaked{label}"] == 0
     by_position = (
         'spec_decode_num_accepted_tokens_per_pos_total{model_name="scripted",position="1"}'
     )

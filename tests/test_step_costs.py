@@ -15,6 +15,7 @@ import pytest
 from pallas_kernels.cache import cache_folder
 from specjax.engine.device import Measured, Plan
 from specjax.engine.measured import name_of, recall, remember
+from specjax.engine.sizes import Sizes
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
 from tests.conftest import tiny_model
@@ -26,6 +27,7 @@ STEPS = (StepShape("none", 1, 1), StepShape("chain:3", 1, 4))
 PLAN = Plan(
     STEPS, (16, 64), 16, ((1, 16), (1, 64), (4, 16)), 512, True, mixed_steps=STEPS[1:]
 )  # fmt: skip
+SIZES = Sizes(100, 128, 4, None)
 FOUND = Measured(
     {16: (0.01, 1e-6), 64: (0.03, 2e-6)},
     {STEPS[0]: Cost(0.01, 1e-6), STEPS[1]: Cost(0.02)},
@@ -85,15 +87,15 @@ def test_of_more_programs_those_of_the_plan_are_recalled():
 def test_every_engine_has_its_own_name():
     plain, wider = tiny_model(), tiny_model(intermediate_size=64)
     names = [
-        name_of((plain, None), PLAN, 128),
-        name_of((wider, None), PLAN, 128),
-        name_of((plain, plain), PLAN, 128),
-        name_of((plain, None), PLAN._replace(steps=STEPS[:1]), 128),
-        name_of((plain, None), PLAN, 256),
-        name_of((jax.tree.map(lambda leaf: leaf.astype("bfloat16"), plain), None), PLAN, 128),
+        name_of((plain, None), PLAN, SIZES),
+        name_of((wider, None), PLAN, SIZES),
+        name_of((plain, plain), PLAN, SIZES),
+        name_of((plain, None), PLAN._replace(steps=STEPS[:1]), SIZES),
+        name_of((plain, None), PLAN, SIZES._replace(slots=256)),
+        name_of((jax.tree.map(lambda leaf: leaf.astype("bfloat16"), plain), None), PLAN, SIZES),
     ]
     assert len(set(names)) == len(names)
-    assert name_of((tiny_model(seed=3), None), PLAN, 128) == names[0], "weights do not matter"
+    assert name_of((tiny_model(seed=3), None), PLAN, SIZES) == names[0], "weights do not matter"
 
 
 def test_the_last_engines_are_kept():

@@ -205,9 +205,38 @@ def test_write_window_writes_chosen_rows(axis, lead, kind, monkeypatch):
         at[lead], at[lead + axis] = row, slice(start[place], start[place] + 2)
         expected[tuple(at)] = np.take(window, place, axis=lead)
     written = layers.write_window(
-        *map(jnp.asarray, (buffer, window, start)), lead + axis, jnp.asarray(rows), lead
+        *map(jnp.asarray, (buffer, window, start)), lead + axis, jnp.asarray(rows)[:, None], lead
     )
     np.testing.assert_array_equal(written, expected)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize(("axis", "lead"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize("width", [1, 3, 4, 11, 19])
+def test_write_window_writes_to_pages(axis, lead, width, kind, monkeypatch):
+    """Rows begin anywhere in pages of 4 slots; past their pages nothing is written but page 0."""
+    monkeypatch.setattr(layers, "platform", lambda: kind)
+    rng = np.random.default_rng(width)
+    buffer = rng.normal(size=(*(2,) * lead, 20, 2, 4, 4)).astype(np.float32)
+    pages = np.asarray([[7, 3, 9, 0, 0], [2, 0, 0, 0, 0], [15, 1, 8, 4, 10]], np.int32)
+    shape = list(buffer.shape)
+    shape[lead], shape[lead + axis] = 3, width
+    window = rng.normal(size=shape).astype(np.float32)
+    expected, start = buffer.copy(), np.asarray([5, 2, 13], np.int32)
+    for row in range(3):
+        for token, slot in enumerate(range(start[row], start[row] + width)):
+            page = pages[row, slot // 4] if slot < 20 else 0
+            at, own = ([slice(None)] * buffer.ndim for _ in range(2))
+            at[lead], at[lead + axis] = page, slot % 4
+            own[lead], own[lead + axis] = row, token
+            expected[tuple(at)] = window[tuple(own)]
+    written = layers.write_window(
+        *map(jnp.asarray, (buffer, window, start)), lead + axis, jnp.asarray(pages), lead
+    )
+    own = np.arange(1, 20)
+    np.testing.assert_array_equal(
+        np.take(np.asarray(written), own, axis=lead), np.take(expected, own, axis=lead)
+    )
 
 
 def test_linear_has_the_gradient_of_a_product():

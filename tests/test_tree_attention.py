@@ -126,7 +126,7 @@ def test_rows_of_a_larger_cache_are_read_where_they_lie(attention, dtype, bits, 
 
     assert at.prefix is not None
     held = jax.tree.map(spread, at.prefix._replace(length=None))
-    larger = at._replace(prefix=held._replace(length=at.prefix.length, rows=rows))
+    larger = at._replace(prefix=held._replace(length=at.prefix.length, pages=rows[:, None]))
     if not mapped:
         assert_close(attention(larger), at)
         return
@@ -135,6 +135,80 @@ def test_rows_of_a_larger_cache_are_read_where_they_lie(attention, dtype, bits, 
     )
     for made, query in zip(both, (at.query, -at.query), strict=True):
         assert_close(made, at._replace(query=query))
+
+
+def in_pages(at, size, shared=0):
+    """The operands with pages of `size` slots in any order, and with contiguous rows.
+
+    The last row has the first row's pages of the first `shared` slots. Other pages of the cache,
+    and that of entries past a row's length, hold no numbers.
+    """
+    rows, count, prefix = at.query.shape[0], at.slots // size, at.prefix
+    table = 1 + np.random.default_rng(0).permutation(rows * count + 3)[: rows * count]
+    table = table.reshape(rows, count)
+    table[-1, : shared // size] = table[0, : shared // size]
+    table[np.arange(count) * size >= np.asarray(prefix.length)[:, None]] = 0
+
+    def alike(x, axis):
+        x = np.moveaxis(np.array(x), axis, 1)
+        x[-1, :shared] = x[0, :shared]
+        return np.moveaxis(x, 1, axis)
+
+    def spread(x, axis):
+        parts = np.split(x, count, axis)
+        fill = 99 if jnp.issubdtype(x.dtype, jnp.integer) else np.nan
+        held = np.full((rows * count + 4, *parts[0].shape[1:]), fill, x.dtype)
+        for pages, part in zip(table.T, parts, strict=True):
+            held[pages] = part
+        held[0] = fill
+        return held
+
+    axes = {"keys": 3, "values": 2, "scales": prefix.scales and (2, 2)}
+    arrays = {name: getattr(prefix, name) for name in axes}
+    whole = jax.tree.map(alike, arrays, axes)
+    held = jax.tree.map(spread, whole, axes) | {"pages": table.astype(np.int32)}
+    return tuple(
+        at._replace(prefix=prefix._replace(**jax.tree.map(jnp.asarray, each)))
+        for each in (held, whole)
+    )
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("size", [128, 384])
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", None), ("bfloat16", None), ("float32", 8)])
+def test_pages_are_read_where_they_lie(attention, dtype, bits, size, first):
+    """Rows end in a page, at its end, before the first and at the end of all, and share some."""
+    shape, lengths = (4, 4, 2, 5, 0, 768, 64), [500, 384, 0, 768]
+    at = make(shape, jnp.dtype(dtype), lengths, first=first, bits=bits)
+    paged, whole = in_pages(at, size, shared=384)
+    assert_close(attention(paged), whole)
+
+
+def test_pages_under_vmap(attention):
+    at = make((2, 4, 2, 3, 0, 384, 64), jnp.bfloat16, [200, 384], first=True)
+    paged, whole = in_pages(at, 128, shared=128)
+    both = jax.vmap(lambda query: attention(paged._replace(query=query)))(
+        jnp.stack([at.query, -at.query])
+    )
+    for made, query in zip(both, (at.query, -at.query), strict=True):
+        assert_close(made, whole._replace(query=query))
+
+
+@pytest.mark.parametrize("size", [24, 200, 600])
+@pytest.mark.parametrize("name", [None, "xla", "reference"])
+def test_pages_of_any_size(name, size):
+    at = make((4, 4, 2, 5, 0, 600, 64), jnp.float32, [411, 400, 0, 600], first=True)
+    paged, whole = in_pages(at, size)
+    assert_close(run(paged, name), whole)
+
+
+@pytest.mark.parametrize("name", ["tpu", "hopper", "triton"])
+def test_pages_that_are_no_whole_tiles_are_refused(name):
+    size, tile = (192, 128) if name == "tpu" else (96, 64)
+    at = make((2, 4, 2, 3, 0, 2 * size, 64), jnp.bfloat16)
+    paged, _ = in_pages(at, size)
+    with pytest.raises(ImplementationError, match=f"a page has {size} slots, which {tile} does"):
+        run(paged, name)
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -55,11 +55,11 @@ def drawn(rows: int, nodes: int, slots: int, tokens: int) -> Drawn:
 
 
 @jax.jit
-def layers_of(at: Drawn, rows: jax.Array | None) -> jax.Array:
-    """All layers, one after the other; `rows` of the caches are read in place."""
+def layers_of(at: Drawn, pages: jax.Array | None) -> jax.Array:
+    """All layers, one after the other; `pages` of the caches are read in place."""
     query = at.query
     for keys, values in at.caches:
-        prefix = Prefix(keys, values, at.length, rows=rows)
+        prefix = Prefix(keys, values, at.length, pages=pages)
         query = query + tree_attention(query, *at.block, at.tree_mask, prefix)
     return query
 
@@ -69,7 +69,7 @@ def main() -> None:
     print(jax.devices()[0].device_kind, jax.__version__)
     for rows, nodes, slots, tokens in CASES:
         at = drawn(rows, nodes, slots, tokens)
-        forms = jnp.arange(rows, dtype=jnp.int32), None
+        forms = jnp.arange(rows, dtype=jnp.int32)[:, None], None
         in_place, dense = (np.asarray(layers_of(at, form)) for form in forms)
         np.testing.assert_allclose(in_place, dense, rtol=1e-4, atol=1e-4)
         found = []

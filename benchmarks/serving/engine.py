@@ -210,14 +210,20 @@ def engines(bench: Bench, pair: Pair) -> Iterator[tuple[str, Drafter | None]]:
         yield "auto", switching(pair, bench.settings)
 
 
+def loaded(bench: Bench) -> tuple[Pair, list[list[int]]]:
+    """The pair, and the tokens of the texts."""
+    pair = load_pair("bundled", dtype=bench.dtype)
+    if bench.inflate:
+        pair = pair._replace(target=inflate(pair.target, count_of(bench.inflate)))
+    found = prompts.read(bench.prompts)
+    return pair, [pair.tokenizer(text).input_ids[:_SHORT] for _, text in found]
+
+
 def main() -> None:
     """Measures, prints it and writes it."""
     bench = tyro.cli(Bench, config=(tyro.conf.FlagCreatePairsOff,))
     records.use_compilation_cache()
-    pair = load_pair("bundled", dtype=bench.dtype)
-    if bench.inflate:
-        pair = pair._replace(target=inflate(pair.target, count_of(bench.inflate)))
-    texts = [pair.tokenizer(text).input_ids[:_SHORT] for _, text in prompts.read(bench.prompts)]
+    pair, texts = loaded(bench)
     found: list[dict[str, object]] = []
     whole = {"env": timing.environment(), "config": dataclasses.asdict(bench), "rows": found}
     for name, drafter in engines(bench, pair):

@@ -11,7 +11,7 @@ import jax
 MATMUL, ATTENTION = "specjax_cpu_matmul", "specjax_cpu_attention"
 MOST_COLUMNS = 64
 """That it takes at a time; wider products are XLA's."""
-_VERSION = 6
+_VERSION = 7
 _PORTABLE = "portable"
 _NAME = "_native"
 _ANEW = "pip install --no-build-isolation specjax builds it for the jaxlib that is here"

@@ -25,6 +25,8 @@ from pallas_kernels.tree_attention.kept import Bucket, Entry
 from pallas_kernels.tree_attention.operands import Operands
 
 AUTO = "auto"
+_KERNELS = ("tpu", "hopper", "triton")
+"""Those of accelerators, the one that is taken first of those that can run."""
 FILE = Path(__file__).with_name("measured.json")
 NEAR = 1.0
 """The largest `distance` at which a measurement counts: one size off by a factor of two, others
@@ -77,13 +79,17 @@ def choice(at: Operands) -> str:
 
     A measurement counts that is near (`NEAR`), shipped or kept; without one the implementations are
     measured now. Where that cannot be, the nearest that there is counts, or else it is "xla". On a
-    CPU nothing is measured here: it is "cpu" where that can run. Once chosen for a bucket it stays
-    until the process ends.
+    CPU nothing is measured here: it is "cpu" where that can run. Of rows of several pages it is
+    a kernel that reads them where they lie: XLA would copy all that a row may ever hold. Once
+    chosen for a bucket it stays until the process ends.
     """
     if platform() == "cpu":
         return "cpu" if dispatch.unable(IMPLEMENTATIONS["cpu"], at) is None else _shipped(at)
     if _runs_elsewhere():
         return "xla"
+    if at.prefix is not None and at.prefix.pages_a_row > 1:
+        able = (name for name in _KERNELS if dispatch.unable(IMPLEMENTATIONS[name], at) is None)
+        return next(able, "xla")
     bucket = bucket_of(at)
     place = device(), at_hand(), bucket
     with _process.lock:

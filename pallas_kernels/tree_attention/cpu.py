@@ -11,9 +11,10 @@ from jaxtyping import Array, Float
 from pallas_kernels.cpu.library import ATTENTION, status
 from pallas_kernels.tree_attention import xla
 from pallas_kernels.tree_attention.implementations import differentiable, folding
-from pallas_kernels.tree_attention.operands import Operands, of_sequence
+from pallas_kernels.tree_attention.operands import Operands, of_sequence, undivided
 
 _FEATURES = 16
+_PAGE = 64
 _INT64 = jnp.dtype("int64").type
 _FEATURES_FIRST = (1, 3, 0, 2)
 """The axes of queries in memory: as a model's activations lie, so that nothing is turned."""
@@ -31,15 +32,13 @@ def unable(at: Operands) -> str | None:
     if at.soft_cap is not None:
         return "it caps no scores"
     dim = at.query.shape[-1]
-    return (
-        f"it takes heads of multiples of {_FEATURES} features, not {dim}"
-        if dim % _FEATURES
-        else None
-    )
+    if dim % _FEATURES:
+        return f"it takes heads of multiples of {_FEATURES} features, not {dim}"
+    return undivided(at, _PAGE)
 
 
 def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
-    """See `reference.tree_attention`; rows of a larger cache are read where they lie.
+    """See `reference.tree_attention`; pages of a larger cache are read where they lie.
 
     What a node gives does not depend on the others, to the bit. Of more than 64 nodes the block is
     taken to be free of NaN in columns that somebody sees.
@@ -70,15 +69,15 @@ def causal(
 
 def _called(at: Operands, window: int = 0) -> Float[Array, "B H T D"]:
     rest: list[Array] = [] if at.tree_mask is None else [at.tree_mask]
-    rows = None if at.prefix is None else at.prefix.rows
+    pages = None if at.prefix is None else at.prefix.pages
     if at.prefix is not None:
         rest += [at.prefix.keys, at.prefix.values, at.prefix.length.astype(jnp.int32)]
-    rest += [each.astype(jnp.int32) for each in (at.first, rows) if each is not None]
+    rest += [each.astype(jnp.int32) for each in (at.first, pages) if each is not None]
     made = jax.ShapeDtypeStruct(at.query.shape, jnp.float32)
     orders = _FEATURES_FIRST, None, None, *(None for _ in rest)
     run = jax.ffi.ffi_call(ATTENTION, made, input_layouts=orders, output_layouts=_FEATURES_FIRST)
     return run(
         at.query, at.block_keys, at.block_values, *rest, has_mask=at.tree_mask is not None,
         has_prefix=at.prefix is not None, has_first=at.first is not None,
-        has_rows=rows is not None, window=_INT64(window),
+        has_pages=pages is not None, window=_INT64(window),
     )  # fmt: skip

@@ -4,7 +4,7 @@ A block of threads holds 64 or 128 nodes of one key/value head, all its query he
 walks over its share of the keys: one warpgroup copies tiles of the cache's live slots, then of the
 block's columns, into a ring of shared memory; the others multiply them with `wgmma`, 64 nodes
 each, with a running softmax in float32. Ancestors are 32 to a word. The shares of few rows are
-merged by their log-sum-exp. Tiles at or past a row's length are not read.
+merged by their log-sum-exp. Tiles at or past a row's length are not read; a tile lies in one page.
 """
 
 import functools
@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels.dispatch import ImplementationError
 from pallas_kernels.platform import at_hand, platform
 from pallas_kernels.tree_attention.merge import merged, partial, splits_of
-from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
+from pallas_kernels.tree_attention.operands import Operands, folded, seen_values, undivided
 
 _LOW = -1e30
 _LOG2E = math.log2(math.e)
@@ -42,14 +42,15 @@ if "idx" in inspect.signature(_load).parameters:  # of jax 0.10
 class _Static(NamedTuple):
     """Sizes that a program is compiled for; `workers` are the warpgroups that multiply.
 
-    The interpreter multiplies nothing that is in registers: `interpreted` programs use another
-    product there.
+    `page_tiles` are the tiles of a page where rows have several pages, 0 where they have one. The
+    interpreter multiplies nothing that is in registers: `interpreted` programs use another product
+    there.
     """
 
     soft_cap: float | None
     heads: int
     dim: int
-    slot_tiles: int
+    page_tiles: int
     column_tiles: int
     splits: int
     workers: int
@@ -71,6 +72,8 @@ def unable(at: Operands) -> str | None:
         capability = jax.devices()[0].compute_capability
         if capability != _CAPABILITY:
             return f"it needs compute capability {_CAPABILITY} (Hopper), and this is {capability}"
+    if (reason := undivided(at, _KEYS)) is not None:
+        return reason
     if at.slots % _KEYS:
         return f"the cache has {at.slots} slots, which {_KEYS} does not divide"
     return None
@@ -84,9 +87,12 @@ def tree_attention(at: Operands, *, interpret: Any = None) -> Float[Array, "B H 
     workers = 2 if reach > _NODES and dim <= 128 else 1
     tiles = pl.cdiv(reach, workers * _NODES)
     splits = splits_of(rows * kv_heads * tiles, at.slots, _BLOCKS)
+    page_tiles = 0
+    if at.prefix is not None and at.prefix.pages_a_row > 1:
+        page_tiles = at.prefix.page_size // _KEYS
     static = _Static(
-        at.soft_cap, kv_heads, dim, pl.cdiv(at.slots, _KEYS), pl.cdiv(columns, _KEYS), splits,
-        workers, 4 if dim <= 128 else 2, interpret is not None,
+        at.soft_cap, kv_heads, dim, page_tiles, pl.cdiv(columns, _KEYS), splits, workers,
+        4 if dim <= 128 else 2, interpret is not None,
     )  # fmt: skip
     nodes, spare = tiles * workers * _NODES, static.column_tiles * _KEYS - columns
 
@@ -131,12 +137,13 @@ def _words(at: Operands, spare: int) -> Int32[Array, "B W R"]:
     return jnp.tile(words.swapaxes(1, 2), (1, 1, at.groups))
 
 
-def _bounds(at: Operands) -> Int32[Array, "B 3"]:
-    """The first slot that some node of a row sees, one past the last, and its row of the cache."""
+def _bounds(at: Operands) -> Int32[Array, "B _"]:
+    """The first slot that some node of a row sees, one past the last, and its pages."""
     assert at.prefix is not None
     length = at.prefix.length.astype(jnp.int32)
     first = jnp.zeros_like(length) if at.first is None else at.first.min(axis=1).astype(jnp.int32)
-    return jnp.stack([jnp.clip(first, 0, length), length, at.prefix.row_indices], axis=1)
+    bounds = jnp.stack([jnp.clip(first, 0, length), length], axis=1)
+    return jnp.concatenate([bounds, at.prefix.page_indices], axis=1)
 
 
 def _entry(static: _Static, *refs: Any) -> None:
@@ -174,13 +181,9 @@ class _Shared(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """A program's share: its first tile of the cache and how many, and how many of the block.
-
-    `held` is the place of its row's head in the cache.
-    """
+    """A program's share: its first tile of the cache and how many, and how many of the block."""
 
     row: Any
-    held: Any
     start: Any
     stop: Any
     low: Any
@@ -194,20 +197,19 @@ def _walk(static: _Static, bounds_ref: Any) -> _Walk:
     columns = (static.column_tiles - share + static.splits - 1) // static.splits
     if bounds_ref is None:
         none = jnp.int32(0)
-        return _Walk(row, none, none, none, none, none, columns)
+        return _Walk(row, none, none, none, none, columns)
     start, stop = bounds_ref[row, 0], bounds_ref[row, 1]
-    held = bounds_ref[row, 2] * static.heads + head % static.heads
     begin, end = start // _KEYS, (stop + _KEYS - 1) // _KEYS
     own = (end - begin + static.splits - 1) // static.splits
     low = begin + share * own
-    return _Walk(row, held, start, stop, low, jnp.clip(end - low, 0, own), columns)
+    return _Walk(row, start, stop, low, jnp.clip(end - low, 0, own), columns)
 
 
 def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
     inputs, (out_ref, lse_ref) = refs[:-2], refs[-2:]
     query_ref, block_keys_ref, block_values_ref, words_ref, *past = inputs
     held: Any = past or (None, None, None)
-    bounds_ref, keys_ref, _, *first = held
+    bounds_ref, keys_ref, values_ref, *first = held
     query, keys, values, query_in, keys_in, values_in, keys_done, values_done = shared
     me, head = lax.axis_index("warpgroup"), lax.axis_index("head")
     walk = _walk(static, bounds_ref)
@@ -217,7 +219,8 @@ def _program(static: _Static, refs: tuple[Any, ...], shared: _Shared) -> None:
     def _copy_tiles():
         if static.workers > 1:
             plgpu.set_max_registers(40, action="decrease")
-        _copy(static, walk, shared, held[1:3], (block_keys_ref, block_values_ref))
+        cache, block = (keys_ref, values_ref), (block_keys_ref, block_values_ref)
+        _copy(static, walk, shared, bounds_ref, cache, block)
 
     @pl.when(me < static.workers)
     def _multiply():
@@ -312,7 +315,12 @@ def _slot(static: _Static, step: Any) -> Any:
 
 
 def _copy(
-    static: _Static, walk: _Walk, shared: _Shared, cache: Sequence[Any], block: Sequence[Any]
+    static: _Static,
+    walk: _Walk,
+    shared: _Shared,
+    bounds_ref: Any,
+    cache: Sequence[Any],
+    block: Sequence[Any],
 ) -> None:
     """Brings keys and values of every step into the ring, as soon as its place is free."""
     head, share = lax.axis_index("head"), lax.axis_index("share")
@@ -331,11 +339,17 @@ def _copy(
         fetch(step, keys, shared.keys, shared.keys_in, shared.keys_done)
         fetch(step, values, shared.values, shared.values_in, shared.values_done)
 
-    if cache[0] is not None:
+    if bounds_ref is not None:
+        only = bounds_ref[walk.row, 2]
 
         @pl.loop(0, walk.slot_steps)
         def _(step):
-            fetch_both(step, cache, walk.held, pl.ds((walk.low + step) * _KEYS, _KEYS))
+            page, tile = only, walk.low + step
+            if static.page_tiles:
+                number, tile = (of(tile, jnp.int32(static.page_tiles)) for of in (lax.div, lax.rem))
+                page = bounds_ref[walk.row, 2 + number]
+            held = page * static.heads + head % static.heads
+            fetch_both(step, cache, held, pl.ds(tile * _KEYS, _KEYS))
 
     @pl.loop(0, walk.column_steps)
     def _(step):

@@ -53,15 +53,15 @@ IMPLEMENTATIONS = {
     "xla": Implementation(xla.tree_attention),
     "cpu": Implementation(_later("cpu", "tree_attention"), _later("cpu", "unable"), ("cpu",)),
     "tpu": Implementation(
-        traced_once(tpu.tree_attention, "tpu"), platforms=("tpu",), interpreted=tpu.interpreted
+        traced_once(tpu.tree_attention, "tpu"), tpu.unable, ("tpu",), interpreted=tpu.interpreted
     ),
     "hopper": Implementation(
         traced_once(_later("hopper", "tree_attention"), "hopper"), _later("hopper", "unable"),
         ("gpu",), interpreted=_later("hopper", "interpreted"),
     ),
     "triton": Implementation(
-        traced_once(_later("triton", "tree_attention"), "triton"), platforms=("gpu",),
-        interpreted=functools.partial(_later("triton", "tree_attention"), interpret=True),
+        traced_once(_later("triton", "tree_attention"), "triton"), _later("triton", "unable"),
+        ("gpu",), interpreted=functools.partial(_later("triton", "tree_attention"), interpret=True),
     ),
 }  # fmt: skip
 
@@ -89,7 +89,7 @@ def differentiable(run: Attention, alike: Attention) -> Attention:
 
 
 def _taken(at: Operands) -> Operands:
-    """The same with a copy of the rows that these are of a larger cache."""
+    """The same with a copy of every row's pages, put together."""
     assert at.prefix is not None
     return at._replace(prefix=at.prefix.taken())
 
@@ -106,7 +106,7 @@ def folding(run: Attention, again: Attention) -> Attention:
 
         @own.def_vmap
         def of_all(size: int, batched: list[Operands], at: Operands) -> tuple[jax.Array, bool]:
-            if at.prefix is not None and at.prefix.rows is not None:
+            if at.prefix is not None and at.prefix.pages is not None:
                 axes = jax.tree.map(lambda own: 0 if own else None, batched[0])
                 at = jax.vmap(_taken, in_axes=(axes,), axis_size=size)(at)
                 batched = [jax.tree.map(lambda _: True, at)]

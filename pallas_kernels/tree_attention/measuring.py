@@ -19,7 +19,7 @@ from jax import lax
 from pallas_kernels import dispatch, shapes
 from pallas_kernels.tree_attention import xla
 from pallas_kernels.tree_attention.implementations import IMPLEMENTATIONS, Attention
-from pallas_kernels.tree_attention.operands import Operands
+from pallas_kernels.tree_attention.operands import Operands, Prefix
 
 PATIENCE = 180.0
 """Seconds that one implementation may take on one shape, compilation included."""
@@ -175,15 +175,12 @@ def jitted(run: Attention, soft_cap: float | None) -> Attention:
 
 
 def shapes_of(at: Operands) -> Operands:
-    """The shapes and dtypes of operands, with the rows alone that are read of a larger cache."""
-    rows = at.query.shape[0]
-
-    def of_rows(x: Any) -> Any:
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
-
-    if at.prefix is not None:
-        at = at._replace(prefix=at.prefix._replace(rows=None))
-    return jax.tree.map(of_rows, at._replace(soft_cap=None))._replace(soft_cap=at.soft_cap)
+    """The shapes and dtypes of operands, each row's pages of a larger cache put together."""
+    cap, at = at.soft_cap, at._replace(soft_cap=None)
+    shaped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), at)
+    if shaped.prefix is not None:
+        shaped = shaped._replace(prefix=jax.eval_shape(Prefix.taken, shaped.prefix))
+    return shaped._replace(soft_cap=cap)
 
 
 def _arrays(at: Operands) -> list[Any]:

@@ -9,30 +9,49 @@ from jaxtyping import Array, Bool, Float, Int, Int8, Int32, Num
 class Prefix(NamedTuple):
     """The cached keys (stored transposed) and values of every row's first `length` tokens.
 
-    `scales`, for a cache of 8 bits, are what a slot's keys and values are to be multiplied by.
-    `rows` says which rows of a larger cache these are; None stands for all, in order.
+    The cache is pages of `S` slots: slot `s` of row `b` is slot `s % S` of page `pages[b, s // S]`.
+    Where `pages` is None, page `b` is all that row `b` has. Rows may share pages. Entries for slots
+    past a row's length may be any page. `scales`, for a cache of 8 bits, are what a slot's keys and
+    values are to be multiplied by.
     """
 
-    keys: Num[Array, "R K D S"]
-    values: Num[Array, "R K S D"]
+    keys: Num[Array, "P K D S"]
+    values: Num[Array, "P K S D"]
     length: Int[Array, " B"]
-    scales: tuple[Float[Array, "R K S"], Float[Array, "R K S"]] | None = None
-    rows: Int[Array, " B"] | None = None
+    scales: tuple[Float[Array, "P K S"], Float[Array, "P K S"]] | None = None
+    pages: Int[Array, "B N"] | None = None
 
     @property
-    def row_indices(self) -> Int32[Array, " B"]:
-        """Which rows of the cache these are, one by one."""
-        rows = jnp.arange(self.length.shape[0]) if self.rows is None else self.rows
-        return rows.astype(jnp.int32)
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.keys.shape[-1]
+
+    @property
+    def pages_a_row(self) -> int:
+        """How many pages a row has."""
+        return 1 if self.pages is None else self.pages.shape[1]
+
+    @property
+    def page_indices(self) -> Int32[Array, "B N"]:
+        """The page table."""
+        pages = jnp.arange(self.length.shape[0])[:, None] if self.pages is None else self.pages
+        return pages.astype(jnp.int32)
 
     def taken(self) -> "Prefix":
-        """The same with a copy of the rows that these are of a larger cache."""
-        if self.rows is None:
+        """The same with a copy of every row's pages, put together."""
+        if self.pages is None:
             return self
+
+        def row(held: Array, axis: int) -> Array:
+            if self.pages_a_row == 1:
+                return held[self.page_indices[:, 0]]
+            parts = jnp.moveaxis(held[self.page_indices], 1, axis)
+            return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
+
         scales = self.scales
         if scales is not None:
-            scales = scales[0][self.rows], scales[1][self.rows]
-        return Prefix(self.keys[self.rows], self.values[self.rows], self.length, scales)
+            scales = row(scales[0], 2), row(scales[1], 2)
+        return Prefix(row(self.keys, 3), row(self.values, 2), self.length, scales)
 
 
 class Operands(NamedTuple):
@@ -57,14 +76,21 @@ class Operands(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Slots of the prefix."""
-        return 0 if self.prefix is None else self.prefix.keys.shape[-1]
+        """Slots of a row's prefix."""
+        return 0 if self.prefix is None else self.prefix.pages_a_row * self.prefix.page_size
 
 
 def of_sequence(query: Array, keys: Array, values: Array) -> Operands:
     """Operands of a plain sequence, whose `tree_mask` is None."""
     none: Any = None
     return Operands(query, keys, values, none)
+
+
+def undivided(at: Operands, tile: int) -> str | None:
+    """Why rows of several pages cannot be read in tiles of so many slots, or None."""
+    if at.prefix is None or at.prefix.pages_a_row == 1 or at.prefix.page_size % tile == 0:
+        return None
+    return f"a page has {at.prefix.page_size} slots, which {tile} does not divide"
 
 
 def folded(at: Operands) -> Float[Array, "B K G T D"]:

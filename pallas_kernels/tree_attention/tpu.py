@@ -2,11 +2,13 @@
 
 A program holds the nodes of one key/value head, all its query heads together, and walks along
 the keys with a running softmax in float32. Tiles at or past a row's length are not fetched: their
-index is that of the last live one, and a tile whose index stays is not copied again. The grid has
-rows and heads on its parallel axes; a core walks along keys alone, so that no merge is needed.
+index is that of the last live one, and a tile whose index stays is not copied again. A tile lies in
+one page, whose number is prefetched. The grid has rows and heads on its parallel axes; a core walks
+along keys alone, so that no merge is needed.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import precision_of
-from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
+from pallas_kernels.tree_attention.operands import Operands, folded, seen_values, undivided
 
 _LOW = -1e30
 _LANES = 128
@@ -35,6 +37,8 @@ class _Tiles:
         most = max(32, _ROWS // at.groups // 32 * 32)
         self.tokens = min(_up(tokens, max(least, 32)), most)
         self.slots = min(_up(at.slots, _LANES), _SLOTS)
+        if at.prefix is not None and at.prefix.pages_a_row > 1:
+            self.slots = math.gcd(at.prefix.page_size, _SLOTS)
         self.columns = min(_up(at.tree_mask.shape[-1], _LANES), _COLUMNS)
         self.token_tiles = pl.cdiv(tokens, self.tokens)
         self.slot_tiles = 0 if at.prefix is None else pl.cdiv(at.slots, self.slots)
@@ -43,6 +47,11 @@ class _Tiles:
 
 def _up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
+
+
+def unable(at: Operands) -> str | None:
+    """Why this implementation cannot run on such operands, or None."""
+    return undivided(at, _LANES)
 
 
 def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H T D"]:
@@ -99,35 +108,42 @@ def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H
 
 
 def _prefix(at: Operands, tiles: _Tiles, spare: int) -> tuple[Array, list[Array], list[Any]]:
-    """Every row's first and one past its last slot and which row of the cache it is, the prefix's
-    arrays, and their tiles.
+    """Every row's first and one past its last slot and its pages, the prefix's arrays, and their
+    tiles.
     """
     if at.prefix is None:
         return jnp.zeros((at.query.shape[0], 3), jnp.int32), [], []
     length = at.prefix.length.astype(jnp.int32)
     start = jnp.zeros_like(length) if at.first is None else at.first.min(axis=1).astype(jnp.int32)
-    bounds = jnp.stack([jnp.clip(start, 0, length), length, at.prefix.row_indices], axis=1)
-    dim = at.query.shape[-1]
+    bounds = jnp.stack([jnp.clip(start, 0, length), length], axis=1)
+    bounds = jnp.concatenate([bounds, at.prefix.page_indices], axis=1)
+    dim, several = at.query.shape[-1], at.prefix.pages_a_row > 1
+    page_tiles = at.prefix.page_size // tiles.slots
 
-    def slot_tile(b: Array, j: Array, bounds_ref: Any) -> Array:
+    def page_and_tile(b: Array, j: Array, bounds_ref: Any) -> tuple[Array, Array]:
         low, last = (lax.div(bounds_ref[b, n] - n, jnp.int32(tiles.slots)) for n in (0, 1))
-        return jnp.clip(low + j, 0, jnp.maximum(last, 0))
+        tile = jnp.clip(low + j, 0, jnp.maximum(last, 0))
+        if not several:
+            return bounds_ref[b, 2], tile
+        number, tile = (of(tile, jnp.int32(page_tiles)) for of in (lax.div, lax.rem))
+        return bounds_ref[b, 2 + number], tile
+
+    def along_lanes(b: Array, k: Array, i: Array, j: Array, bounds_ref: Any) -> tuple[Any, ...]:
+        page, tile = page_and_tile(b, j, bounds_ref)
+        return page, k, 0, tile
+
+    def along_sublanes(b: Array, k: Array, i: Array, j: Array, bounds_ref: Any) -> tuple[Any, ...]:
+        page, tile = page_and_tile(b, j, bounds_ref)
+        return page, k, tile, 0
 
     arrays: list[Array] = [at.prefix.keys, at.prefix.values]
     specs = [
-        pl.BlockSpec(
-            (1, 1, dim, tiles.slots), lambda b, k, i, j, s: (s[b, 2], k, 0, slot_tile(b, j, s))
-        ),
-        pl.BlockSpec(
-            (1, 1, tiles.slots, dim), lambda b, k, i, j, s: (s[b, 2], k, slot_tile(b, j, s), 0)
-        ),
+        pl.BlockSpec((1, 1, dim, tiles.slots), along_lanes),
+        pl.BlockSpec((1, 1, tiles.slots, dim), along_sublanes),
     ]
     if at.prefix.scales is not None:
         arrays += [scale[:, :, None] for scale in at.prefix.scales]
-        scale = (1, 1, 1, tiles.slots)
-        specs += [
-            pl.BlockSpec(scale, lambda b, k, i, j, s: (s[b, 2], k, 0, slot_tile(b, j, s)))
-        ] * 2
+        specs += [pl.BlockSpec((1, 1, 1, tiles.slots), along_lanes)] * 2
     if at.first is not None:
         arrays.append(jnp.pad(at.first.astype(jnp.int32), [(0, 0), (0, spare)])[..., None])
         specs.append(pl.BlockSpec((1, tiles.tokens, 1), lambda b, k, i, j, s: (b, i, 0)))

@@ -3,7 +3,8 @@
 A program holds some nodes of one key/value head with all its query heads, and walks with a running
 softmax in float32 over its share of the keys: of the row's live slots and of the block's columns.
 The shares of few rows are merged by their log-sum-exp. Tiles at or past a row's length, and
-what a power of two, or the least of 16, has beyond a head's features, are not read.
+what a power of two, or the least of 16, has beyond a head's features, are not read. A tile lies in
+one page.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.tree_attention.merge import merged, partial, splits_of
-from pallas_kernels.tree_attention.operands import Operands, folded, seen_values
+from pallas_kernels.tree_attention.operands import Operands, folded, seen_values, undivided
 
 _LOW = -1e30
 _MOST_QUERIES = 64
@@ -46,6 +47,11 @@ class _Running(NamedTuple):
     mixed: Array
 
 
+def unable(at: Operands) -> str | None:
+    """Why this implementation cannot run on such operands, or None."""
+    return undivided(at, _KEYS)
+
+
 def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B H T D"]:
     """See `reference.tree_attention`; `interpret` is that of `pallas_call`."""
     rows, heads, tokens, dim = at.query.shape
@@ -67,14 +73,15 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
     ]
     names = []
     if at.prefix is not None:
-        operands += [at.prefix.length.astype(jnp.int32), at.prefix.row_indices]
-        specs += [pl.BlockSpec((None,), lambda i, k, b: (b,))] * 2
+        operands += [at.prefix.length.astype(jnp.int32), at.prefix.page_indices]
+        specs.append(pl.BlockSpec((None,), lambda i, k, b: (b,)))
+        specs.append(pl.BlockSpec((None, at.prefix.pages_a_row), lambda i, k, b: (b, 0)))
         operands += [at.prefix.keys, at.prefix.values]
-        names += ["length", "row", "keys", "values"]
+        names += ["length", "pages", "keys", "values"]
         if at.prefix.scales is not None:
             operands += at.prefix.scales
             names += ["key_scales", "value_scales"]
-        specs += [pl.no_block_spec] * (len(operands) - len(specs))  # a row is anywhere in them
+        specs += [pl.no_block_spec] * (len(operands) - len(specs))  # a page is anywhere in them
         if at.first is not None:
             operands.append(at.first.astype(jnp.int32))
             specs.append(pl.BlockSpec((None, tokens), lambda i, k, b: (b, 0)))
@@ -133,23 +140,30 @@ def _kernel(static: _Static, *refs: Any) -> None:
 
     def prefix(step: Array, at: _Running) -> _Running:
         slot = step * _KEYS + jnp.arange(_KEYS)
-        live, held = slot < stop, slot < slots
+        live = slot < stop
+        if several:
+            number = lax.div(step * _KEYS, jnp.int32(slots))
+            held_at = named["pages"][number], head
+            place = step * _KEYS - number * slots + jnp.arange(_KEYS)
+        else:
+            held_at, place = only, slot
+        held = place < slots
         seen = jnp.broadcast_to(live[None, :], (tile, _KEYS))
         if first is not None:
             seen &= slot[None, :] >= first[:, None]
         keys = plgpu.load(
-            named["keys"].at[*held_at, feature[:, None], slot[None, :]],
+            named["keys"].at[*held_at, feature[:, None], place[None, :]],
             mask=known_feature[:, None] & held[None, :],  # not `live`, for wide loads
             other=0,
         )
         values = plgpu.load(
-            named["values"].at[*held_at, slot[:, None], feature[None, :]],
+            named["values"].at[*held_at, place[:, None], feature[None, :]],
             mask=live[:, None] & known_feature[None, :],
             other=0,
         )
         scales = None
         if "key_scales" in named:
-            scales = [plgpu.load(named[name].at[*held_at, slot], mask=live, other=0)
+            scales = [plgpu.load(named[name].at[*held_at, place], mask=live, other=0)
                       for name in ("key_scales", "value_scales")]  # fmt: skip
         return update(keys.astype(query.dtype), values.astype(query.dtype), seen, scales, at)
 
@@ -160,7 +174,8 @@ def _kernel(static: _Static, *refs: Any) -> None:
     )
     if "length" in named:
         stop, slots = named["length"][...], named["values"].shape[2]
-        held_at = named["row"][...], pl.program_id(1)
+        head, several = pl.program_id(1), named["pages"].shape[0] > 1
+        only = named["pages"][0], head
         first = None
         begin = 0
         if "first" in named:

@@ -24,7 +24,7 @@ _QUERIES = 64
 once (40 heads of 64, 8 of keys, 512 slots, 2 cores of a Zen 3, 2026-11-25)."""
 
 _SLOTS = 128
-"""Slots of the prefix that a row's queries see at a time where rows are read in place."""
+"""Slots of a page that a row's queries see at a time where pages are read in place."""
 
 _UNROLLED = 6
 """Chunks of a sequence that are written out; more of them are a loop."""
@@ -40,7 +40,7 @@ def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
     float32 whatever the dtype of the keys; the block is taken to be free of NaN in columns that
     somebody sees. Of large trees the scores that live at once are those of a chunk of queries.
     """
-    if at.prefix is None or at.prefix.rows is not None:
+    if at.prefix is None or at.prefix.pages is not None:
         return _at_once(at)
     tokens = at.query.shape[2]
     size = queries_at_once(tokens)
@@ -84,7 +84,7 @@ def _at_once(at: Operands) -> Float[Array, "B H T D"]:
         weights = jnp.exp(scores - lax.stop_gradient(top))
         total = weights.sum(axis=-1, keepdims=True)
         mixed = _dot(weights, at.block_values, "bkqm,bkmd->bkqd")
-    elif at.prefix.rows is not None:
+    elif at.prefix.pages is not None:
         weights = jnp.exp(scores - top)
         own = weights.sum(axis=-1, keepdims=True), _dot(weights, at.block_values, "bkqm,bkmd->bkqd")
         total, mixed = _past_in_place(at, query, top, *own)
@@ -139,8 +139,8 @@ def _past_values(
 
 
 def reads_rows_in_place() -> bool:
-    """Whether rows of a larger cache are read where they lie: one after the other, as far as they
-    are filled.
+    """Whether a row's pages of a larger cache are read where they lie: one after the other, as far
+    as they are filled.
 
     On a CPU that costs what the rows hold. 8 nodes of a row of 300 tokens in a cache of 2,112 slots
     (10 heads of 64, 2 of keys) took 0.20 ms a layer, and 0.68 by dots over all slots; 8 such rows
@@ -163,20 +163,22 @@ def _past_in_place(
 ) -> tuple[Array, Array]:
     """Sums of weights, and values by weight, of block and prefix; those of the block are given."""
     assert at.prefix is not None
-    assert at.prefix.rows is not None
-    prefix, slots = at.prefix, at.slots
-    rows, size = at.prefix.rows, min(_SLOTS, slots)
+    assert at.prefix.pages is not None
+    prefix, slots = at.prefix, at.prefix.page_size
+    pages, size = at.prefix.pages, min(_SLOTS, slots)
+    of_page = -(-slots // size)
 
     def row_of(index: Array, mix: _Mix) -> _Mix:
         length, first = prefix.length[index], None if at.first is None else at.first[index]
         own = query[index]
 
         def chunk_of(number: Array, mix: _Mix) -> _Mix:
-            start = jnp.minimum(number * size, slots - size)
-            slot = start + jnp.arange(size)
-            live = (slot < length) & (slot >= number * size)
+            page, since = number // of_page, number % of_page * size
+            start = jnp.minimum(since, slots - size)
+            slot = page * slots + start + jnp.arange(size)
+            live = (slot < length) & (slot >= page * slots + since)
             seen = live if first is None else live & (slot >= first[:, None])
-            keys, values, scales = _chunk_of_row(prefix, rows[index], start, size)
+            keys, values, scales = _chunk_of_page(prefix, pages[index, page], start, size)
             past = _dot(own, keys, "kqd,kds->kqs")
             past = past if scales is None else past * scales[0][:, None]
             past = _capped(past, at.soft_cap)
@@ -190,22 +192,25 @@ def _past_in_place(
             values = jnp.where(live[:, None], values, 0)
             return _Mix(top, total, mix.mixed * kept + _dot(weights, values, "kqs,ksd->kqd"))
 
-        begin = jnp.int32(0) if first is None else jnp.maximum(first.min(), 0) // size
+        def chunk_with(slot: Array) -> Array:
+            return slot // slots * of_page + slot % slots // size
+
+        begin = jnp.int32(0) if first is None else chunk_with(jnp.maximum(first.min(), 0))
         own_mix = jax.tree.map(lambda x: x[index], mix)
-        done = lax.fori_loop(begin, -(-length // size), chunk_of, own_mix)
+        done = lax.fori_loop(begin, chunk_with(length - 1) + 1, chunk_of, own_mix)
         return jax.tree.map(lambda all_rows, one: all_rows.at[index].set(one), mix, done)
 
-    mix = lax.fori_loop(0, rows.shape[0], row_of, _Mix(top, total, mixed))
+    mix = lax.fori_loop(0, pages.shape[0], row_of, _Mix(top, total, mixed))
     return mix.total, mix.mixed
 
 
-def _chunk_of_row(
-    prefix: Prefix, row: Array, start: Array, size: int
+def _chunk_of_page(
+    prefix: Prefix, page: Array, start: Array, size: int
 ) -> tuple[Array, Array, tuple[Array, Array] | None]:
-    """Keys `[K, D, size]`, values and scales of the slots of a row from `start` on."""
+    """Keys `[K, D, size]`, values and scales of the slots of a page from `start` on."""
 
     def part(x: Array, axis: int) -> Array:
-        one = lax.dynamic_index_in_dim(x, row, keepdims=False)
+        one = lax.dynamic_index_in_dim(x, page, keepdims=False)
         return lax.dynamic_slice_in_dim(one, start, size, axis=axis)
 
     keys, values = part(prefix.keys, 2), part(prefix.values, 1)

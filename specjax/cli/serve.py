@@ -69,14 +69,19 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         verify=options.verify,
         max_waiting=options.max_waiting,
         max_waiting_tokens=options.max_waiting_tokens,
+        page_size=options.page_size,
+        kv_cache_tokens=options.kv_cache_tokens,
     )
     most = pair.target.config.max_positions
+    paged = engine.page_counts is not None
     if options.max_model_len is None and engine.max_model_len < most:
+        more = "" if paged else f" with {options.rows} rows; fewer --rows leave more"
         say(
             f"a prompt and its continuation may have {engine.max_model_len} tokens, as much of the "
-            f"model's context of {most} as there is memory for with {options.rows} rows; fewer "
-            "--rows leave more."
+            f"model's context of {most} as there is memory for{more}."
         )
+    if paged:
+        say(f"the KV cache has pages for {engine.kv_cache_tokens} tokens.")
     server = ServerOptions(
         served_model_name=options.served_model_name or _name_of(options.model),
         host=options.host,

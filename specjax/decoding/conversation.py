@@ -123,7 +123,7 @@ def _read_in_place(state: DecodeState) -> DecodeState:
 
     def one(cache: KVCache) -> KVCache:
         own = reads_rows_in_place() and cache.keys[0].ndim == 4
-        return replace(cache, rows=jnp.zeros(1, jnp.int32)) if own else cache
+        return replace(cache, pages=jnp.zeros((1, 1), jnp.int32)) if own else cache
 
     def is_cache(node: Any) -> bool:
         return isinstance(node, KVCache)

@@ -196,7 +196,7 @@ def step_jit(
 def state_specs(target: Model, drafter: Drafter) -> DecodeState:
     """How a state is spread: caches with their rows and heads, the rest with its rows."""
     held = P(*((None,) if target.is_stacked else ()), *ROWS, target.axis)
-    cache = unchecked(KVCache, keys=held, values=held, length=ROWS, rows=None)
+    cache = unchecked(KVCache, keys=held, values=held, length=ROWS, pages=ROWS)
     by_row = dict.fromkeys(("last", "key", "sampling", "limits", "made", "done", "counts"), ROWS)
     return unchecked(DecodeState, cache=cache, draft=drafter.state_specs, **by_row)
 

@@ -298,15 +298,17 @@ def memory_plan(
     width: int,
     slots: int,
     visiting: bool = False,
+    paged: tuple[int, int] | None = None,
 ) -> memory.Plan:
     """The memory of so many rows of `slots`, of prompts read `width` at a time.
 
-    If `visiting`, the distributions of hardly any nodes are in memory.
+    If `visiting`, the distributions of hardly any nodes are in memory; `paged` is as in
+    `memory.plan`.
     """
     held, drafts = memory.load_of(target), memory.loads_in(drafter, target.resident)
     live = 0.0 if visiting else rule.live_distributions
     shown = len(drafter.wants.hidden_layers)
-    return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live, shown)
+    return memory.plan(held, drafts, rows, width, slots, drafter.num_slots, live, shown, paged)
 
 
 def check_memory(
@@ -317,14 +319,17 @@ def check_memory(
     width: int,
     slots: int,
     visiting: bool = False,
+    paged: tuple[int, int] | None = None,
 ) -> None:
     """Checks that there is memory for what `memory_plan` plans.
 
     Raises:
       ValueError: there is not.
     """
-    needed = memory_plan(target, drafter, rule, rows, width, slots, visiting)
+    needed = memory_plan(target, drafter, rule, rows, width, slots, visiting, paged)
     what = f"{rows} texts of {slots} tokens in trees of {drafter.num_slots} nodes"
+    if paged is not None:
+        what += f", with pages for {paged[0]} tokens,"
     memory.check(needed.beside_weights, needed.available, what)
 
 

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from specjax.draft.drafter import Drafter
 from specjax.engine import programs
-from specjax.engine.engine import setup_of, steps_of
+from specjax.engine.engine import setup_of, sizes_for, steps_of
 from specjax.engine.programs import Given, Setup
 from specjax.engine.state import EngineState, specs_of
 from specjax.goodput.bursts import BURST
@@ -23,6 +23,7 @@ from specjax.methods.registry import build
 from specjax.methods.switch import switching
 from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model
+from specjax.parallel.mesh import DATA, size_of
 
 
 class StepProgram(NamedTuple):
@@ -76,9 +77,10 @@ def engine_of_shapes(
             return switching(own, settings or ()) if alone is None else build(alone, own)
 
         drafter = on(jax.eval_shape(built, pair.target, pair.drafts), mesh)
-        setup = setup_of(model, drafter, tokens)
+        sizes = sizes_for(drafter, rows, tokens, size_of(mesh, DATA))
+        setup = setup_of(model, drafter, sizes)
         state = _on_mesh(model, drafter, jax.eval_shape(
-            partial(programs.empty, setup=setup, rows=rows), model, drafter
+            partial(programs.empty, setup=setup, rows=sizes.texts), model, drafter
         ), mesh)  # fmt: skip
         steps = steps_of(drafter, rows, setup.shards)
     return EngineOfShapes(

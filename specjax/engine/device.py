@@ -17,7 +17,7 @@ from specjax.draft.drafter import Drafter, TokenLogprobs
 from specjax.engine import checks, programs
 from specjax.engine.programs import Given, Parameters, Setup, packed
 from specjax.engine.request import Logprob, Request
-from specjax.engine.state import EngineState
+from specjax.engine.state import EngineState, tables_of, with_tables
 from specjax.engine.watch import WatchedNode
 from specjax.goodput.bursts import BURST
 from specjax.goodput.chunks import PrefillBatch
@@ -130,10 +130,14 @@ class Device:
       drafter: what drafts.
       setup: what is static.
       rows: how many rows there are.
+      running: how many of them decode at a time, at most.
     """
 
-    def __init__(self, target: Model, drafter: Drafter, setup: Setup, rows: int) -> None:
-        self._setup, self._config, self._rows = setup, target.config, rows
+    def __init__(
+        self, target: Model, drafter: Drafter, setup: Setup, rows: int, running: int
+    ) -> None:
+        self._setup, self._config = setup, target.config
+        self._rows, self._running = rows, running
         self.slots, self.window = setup.slots, drafter.window
         # Programs take and give leaves in lists, which jax flattens without asking Python.
         self._models, self._models_tree = jax.tree.flatten((target, drafter))
@@ -144,6 +148,10 @@ class Device:
         begun_state = jax.jit(begun)(target, drafter)
         self._state, self._state_tree = jax.tree.flatten(begun_state)
         self._shapes = [_shape_of(leaf) for leaf in self._state]  # a program may have it right now
+        self._tables = np.zeros((2, rows, 0), np.int32)
+        if (paging := setup.paging) is not None:
+            self._tables = np.zeros((2, rows, setup.slots // paging.size), np.int32)
+        self._measures = False
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._control: dict[tuple[tuple[int, ...], ...], jax.Array] = {}
         self.calibrate([[0.0, 1.0], [0.0, 1.0]])
@@ -179,6 +187,26 @@ class Device:
         flat.__name__ = call.name.replace(" ", "_")  # what progress and profiles call it
         lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._shapes, *call.given)
         return lowered.compile()
+
+    def place(self, changes: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> None:
+        """Rows lie in these pages from here on, of the target's caches and of the drafts'."""
+        for row, own in changes.items():
+            for table, pages in zip(self._tables, own, strict=True):
+                table[row] = 0
+                table[row, : len(pages)] = pages
+        if changes or self._measures:
+            self._measures = False
+            self._put_tables(self._tables)
+
+    def _put_tables(self, tables: np.ndarray) -> None:
+        state = jax.tree.unflatten(self._state_tree, self._state)
+        target, *drafts = tables_of(state)
+        own = [(tables[0], target), *((tables[1], each) for each in drafts)]
+        put = [
+            jax.device_put(table.copy(), like.sharding if like.committed else None)
+            for table, like in own
+        ]
+        self._state = jax.tree.leaves(with_tables(state, put))
 
     def begin(self, row: int, token: int) -> None:
         """A row holds nothing but a token."""
@@ -369,8 +397,17 @@ class Device:
             pool.shutdown(cancel_futures=True)
 
     def begin_all(self, live: int) -> None:
-        """New texts in all rows, of which the first `live` decode, for as long as there is room."""
-        for row in range(self._rows):
+        """New texts in as many rows as run, of which the first `live` decode, for as long as there
+        is room.
+
+        Rows may lie in the same pages then: nobody reads them.
+        """
+        if (paging := self._setup.paging) is not None:
+            self._measures, tables = True, self._tables
+            number = np.arange(tables[0].size, dtype=np.int32).reshape(tables[0].shape)
+            pages = paging.target_pages, paging.draft_pages
+            self._put_tables(np.stack([1 + number % (count - 1) for count in pages]))
+        for row in range(self._running):
             self.begin(row, 0)
         self.assign_all(live)
 

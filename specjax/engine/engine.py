@@ -17,13 +17,14 @@ from pallas_kernels.platform import platform
 from specjax.base.progress import progress_bars
 from specjax.base.pytree import replace
 from specjax.decoding.extending import can_truncate
-from specjax.decoding.request import check_drafter, check_memory, memory_plan, rule_of
+from specjax.decoding.request import check_drafter, rule_of
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
 from specjax.engine import measured, measuring
 from specjax.engine.checks import check_request, check_requests, key_of
 from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
 from specjax.engine.joining import Joining, Part
+from specjax.engine.pages import PageCounts, Pages
 from specjax.engine.programs import Setup
 from specjax.engine.report import report
 from specjax.engine.request import (
@@ -36,6 +37,7 @@ from specjax.engine.request import (
 )
 from specjax.engine.scheduler import Admission, Chunk, Row, Scheduler
 from specjax.engine.sequence import Sequence, hand_over
+from specjax.engine.sizes import Sizes, default_page_size, paging_of, sizes_of, slots_of, texts_of
 from specjax.engine.speculation import Speculation
 from specjax.engine.watch import Watched
 from specjax.goodput.bursts import reading_seconds
@@ -43,7 +45,6 @@ from specjax.goodput.chunks import PrefillBatch
 from specjax.goodput.controller import PAUSE, Options
 from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.policy import WIDTHS, Decision, StepShape, Timed
-from specjax.models import memory
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import check_rows, layout_of, shards_of
 from specjax.verify.rules import AUTO
@@ -75,11 +76,6 @@ columns and 8.3 with 256."""
 _CPU_ROW_FACTOR, _ROW_FACTOR = 2, 8
 """Programs of steps are so many times as many rows apart: where a pass waits for its weights, rows
 that are idle cost it what they hold, and a program takes long to compile."""
-
-_SLOT_MULTIPLE = 128
-_LEAST_CONTEXT, _SHARE_FOR_TEXTS = 2048, 0.8
-"""Of the context that is taken where none is named: tokens at least, unless the model has fewer;
-and the share of free memory that texts may have then. Programs and compiling them need the rest."""
 
 
 class _MixedStep(NamedTuple):
@@ -140,11 +136,17 @@ class Engine:
       max_waiting_tokens: tokens of their prompts.
       columns: of a `SwitchingDrafter`'s steps, at most; by default 64 on a CPU, where each of them
         costs, and elsewhere as many as all rows' trees have nodes.
+      page_size: slots of a page of the caches, which rows share where their texts begin alike; 0
+        is room for a whole context in each row, the default on a CPU and where rows are spread over
+        a mesh. Elsewhere 128, and 512 on a TPU.
+      kv_cache_tokens: tokens that all pages have room for; by default as many as there is memory
+        for, or all rows need. A request waits until there are pages for its prompt and all of its
+        `max_new_tokens`, so that none that runs ever gives up its own.
       options: what the choice of its settings leaves out.
 
     Raises:
-      ValueError: the drafter or the rule does not go with the target, or the mesh's data axis does
-        not divide the rows.
+      ValueError: the drafter or the rule does not go with the target, the mesh's data axis does not
+        divide the rows, or sizes are out of range or there is no memory for them.
     """
 
     def __init__(
@@ -158,6 +160,8 @@ class Engine:
         max_waiting: int = 1024,
         max_waiting_tokens: int = 1 << 20,
         columns: int | None = None,
+        page_size: int | None = None,
+        kv_cache_tokens: int | None = None,
         options: Options = Options(),
     ) -> None:
         config = target.config
@@ -165,12 +169,6 @@ class Engine:
         check_drafter(target, drafter)
         if rows < 1:
             raise ValueError(f"rows is {rows}; it must be at least 1.")
-        most = config.max_positions
-        if max_model_len is not None and not 2 <= max_model_len <= most:
-            raise ValueError(
-                f"max_model_len is {max_model_len}; it must lie in [2, {most}], the model's "
-                "context."
-            )
         self.vocab_size = config.vocab_size
         layout = layout_of(target, drafter)
         check_rows(layout, rows, "rows")
@@ -180,26 +178,26 @@ class Engine:
         self._chunks, self._mixed = _chunks(), _mixed_of(rows, shards)
         self._batch = _batch_of(rows) if shards == 1 else None
         rule = rule_of(verify, drafter)
-
-        def planned(tokens: int) -> memory.Plan:
-            slots = _slots_for(tokens, drafter)
-            return memory_plan(target, drafter, rule, rows, max(self._chunks), slots)
-
-        self.max_model_len = max_model_len or _most_that_fits(most, planned)
-        setup = setup_of(target, drafter, self.max_model_len, verify)
-        try:
-            check_memory(target, drafter, rule, rows, max(self._chunks), setup.slots)
-        except ValueError as error:
-            raise ValueError(f"{error} Use fewer rows or a smaller max_model_len.") from None
+        sizes = sizes_of(
+            target, drafter, rule, rows, max(self._chunks), max_model_len=max_model_len,
+            page_size=page_size, kv_cache_tokens=kv_cache_tokens, shards=shards,
+        )  # fmt: skip
+        self.max_model_len = sizes.max_model_len
+        setup = setup_of(target, drafter, sizes, verify)
         self.rule = rule
         self._config, self._rows = config, rows
-        self._make_device = partial(Device, target, drafter, setup, rows)
-        self._costs_of = partial(measured.name_of, (target, drafter), slots=setup.slots)
+        self._make_device = partial(Device, target, drafter, setup, sizes.texts, rows)
+        self._costs_of = partial(measured.name_of, (target, drafter), sizes=sizes)
         self._device: Device | None = None
         self._reuses = shards == 1 and can_truncate(target, drafter)
+        self._pages, self.kv_cache_tokens = None, rows * self.max_model_len
+        if sizes.paging is not None:
+            self.kv_cache_tokens = sizes.paging.size * (sizes.paging.target_pages - 1)
+            self._pages = Pages(sizes.texts, sizes.slots, drafter.window, sizes.paging)
         self._scheduler = Scheduler(
-            rows, reuses=self._reuses, max_requests=max_waiting, max_tokens=max_waiting_tokens
-        )
+            rows, texts=sizes.texts, reuses=self._reuses, max_requests=max_waiting,
+            max_tokens=max_waiting_tokens, pages=self._pages,
+        )  # fmt: skip
         self.speculation = _speculation(drafter, rows, columns, options, shards)
         self._window = drafter.window
         self._aborted: deque[Sequence] = deque()
@@ -227,9 +225,20 @@ class Engine:
 
     @property
     def kv_cache_usage(self) -> float:
-        """The share of the caches' tokens that running requests hold."""
+        """The share of the caches' tokens, or of their pages, that running requests hold."""
+        if (counts := self.page_counts) is not None:
+            return counts.running / counts.total
         held = sum(len(row.tokens) for row in self._scheduler.rows if row.sequence is not None)
-        return held / (self._rows * self.max_model_len)
+        return held / self.kv_cache_tokens
+
+    @property
+    def page_counts(self) -> PageCounts | None:
+        """How many pages the caches have, and whose; None where rows have none."""
+        if self._pages is None:
+            return None
+        with self._lock:
+            running = [row.number for row in self._scheduler.rows if row.sequence is not None]
+            return self._pages.counts(running)
 
     def statistics(self) -> Statistics:
         """Counts of all requests since the start."""
@@ -510,9 +519,8 @@ class Engine:
                 sequence = self._aborted.popleft()
                 self._scheduler.abort(sequence)
                 self.speculation.ended(sequence)
-            admitted = list(iter(partial(self._scheduler.admit, self._may_join), None))
-        for each in admitted:
-            self._admit(each)
+        while (admission := self._next_admission()) is not None:
+            self._admit(admission)
         if self._in_flight is None:  # chunks alone: no more of them is handed over than one
             self._device.wait()
         reads = self._reads_beside()
@@ -532,6 +540,18 @@ class Engine:
     def _may_join(self, request: Request) -> bool:
         return self.speculation.may_join(self._scheduler.rows, request)
 
+    def _next_admission(self) -> Admission | None:
+        with self._lock:
+            return self._scheduler.admit(self._may_join)
+
+    def _place(self) -> None:
+        """Rows lie on the device in the pages that they have, before one begins."""
+        assert self._device is not None
+        if self._pages is not None:
+            with self._lock:
+                changes = self._pages.changes()
+            self._device.place(changes)
+
     def _admit(self, admission: Admission) -> None:
         assert self._device is not None
         row, source, common = admission
@@ -541,6 +561,7 @@ class Engine:
             self._totals.prompt_tokens += len(row.sequence.request.prompt)
         self._alone = False
         if source is None:
+            self._place()
             self._device.begin(row.number, row.tokens[0])
         else:
             self._copy(row, row.sequence, source, common)
@@ -554,6 +575,7 @@ class Engine:
         with self._lock:
             self._totals.cached_tokens += common - sequence.statistics.cached_tokens
             sequence.statistics.cached_tokens = common
+        self._place()
         self._device.copy(source, row.number, common, row.tokens[-1])
 
     def _reads_beside(self) -> bool:
@@ -845,32 +867,21 @@ def _measure_first(device: Device, plan: Plan, known: Measured | None) -> None:
         device.step_costs = {shape: known.step_costs[shape] for shape in plan.steps}
 
 
-def _most_that_fits(positions: int, plan: Callable[[int], memory.Plan]) -> int:
-    """The longest context, of `positions` at most, whose texts there is memory for.
-
-    Below the least that is taken there may be none: then it is that.
-    """
-    least, spare = min(_LEAST_CONTEXT, positions), plan(positions).available
-
-    def fits(tokens: int) -> bool:
-        return spare is None or plan(tokens).beside_weights <= _SHARE_FOR_TEXTS * spare
-
-    if fits(positions):
-        return positions
-    low, high = least // _SLOT_MULTIPLE, positions // _SLOT_MULTIPLE
-    while low < high:
-        half = (low + high + 1) // 2
-        low, high = (half, high) if fits(half * _SLOT_MULTIPLE) else (low, half - 1)
-    return max(least, low * _SLOT_MULTIPLE)
-
-
-def setup_of(target: Model, drafter: Drafter, tokens: int, verify: str = AUTO) -> Setup:
-    """What is static in the programs of an engine whose rows hold so many tokens."""
+def setup_of(target: Model, drafter: Drafter, sizes: Sizes, verify: str = AUTO) -> Setup:
+    """What is static in the programs of an engine whose caches have such sizes."""
     config = target.config
     rules = {name: rule_of(verify, drafter.of_setting(name)) for name in drafter.settings}
     parameters = check_request(Request(prompt=[0], max_new_tokens=1), config, config.max_positions)
     layout = layout_of(target, drafter)
-    return Setup(rules, _slots_for(tokens, drafter), parameters, MAX_LOGPROBS, layout)
+    return Setup(rules, sizes.slots, parameters, MAX_LOGPROBS, layout, sizes.paging)
+
+
+def sizes_for(drafter: Drafter, rows: int, tokens: int, shards: int) -> Sizes:
+    """The sizes of an engine's caches where rows hold so many tokens, all at the same time."""
+    size = default_page_size(shards)
+    slots = slots_of(tokens, drafter, max(_chunks()), size)
+    paging = paging_of(rows, slots, rows * slots, size)
+    return Sizes(tokens, slots, texts_of(drafter, rows, size), paging)
 
 
 def steps_of(
@@ -927,9 +938,3 @@ def _mixed_of(rows: int, shards: int) -> PrefillBatch | None:
     own = _CPU_MIXED if platform() == "cpu" else _MIXED
     most = own.rows if shards == 1 else 1  # each device has some of the rows
     return own._replace(rows=max(1, min(rows // _ROWS_A_PROMPT, most)))
-
-
-def _slots_for(tokens: int, drafter: Drafter) -> int:
-    """Cache slots of a row that holds so many tokens."""
-    room = tokens + max(*_chunks(), drafter.window)
-    return -(-room // _SLOT_MULTIPLE) * _SLOT_MULTIPLE

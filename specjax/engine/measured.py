@@ -13,6 +13,7 @@ from pallas_kernels.dispatch import named
 from specjax.base.machine import cpu_digest
 from specjax.base.store import Store
 from specjax.engine.device import Measured, Plan
+from specjax.engine.sizes import Sizes
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
 from specjax.trees.widths import is_number
@@ -22,7 +23,7 @@ _MOST = 32
 """Engines whose costs are kept, those last measured."""
 
 
-def name_of(models: Any, plan: Plan, slots: int) -> str:
+def name_of(models: Any, plan: Plan, sizes: Sizes) -> str:
     """The name under which the costs of an engine are kept.
 
     That of the machine, of the models' shapes and of the programs: not of their weights.
@@ -30,7 +31,7 @@ def name_of(models: Any, plan: Plan, slots: int) -> str:
     shapes = [f"{leaf.shape}{leaf.dtype}" for leaf in jax.tree.leaves(models)]
     parts = (
         jax.devices()[0].device_kind, cpu_digest(), f"{os.cpu_count()} cores",
-        f"jax {jax.__version__}", *shapes, str(jax.tree.structure(models)), repr(plan), str(slots),
+        f"jax {jax.__version__}", *shapes, str(jax.tree.structure(models)), repr(plan), repr(sizes),
     )  # fmt: skip
     if (kernels := named()) is not None:
         parts += (f"kernels {kernels}",)

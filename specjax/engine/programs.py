@@ -25,7 +25,16 @@ from specjax.decoding.stepping import (
 )
 from specjax.draft.drafter import Drafter, Step, TokenLogprobs
 from specjax.draft.switching import SwitchingDrafter
-from specjax.engine.state import EngineState, copy_row, put, put_row, specs_of, take
+from specjax.engine.pages import Paging
+from specjax.engine.state import (
+    EngineState,
+    copy_row,
+    in_pages,
+    put,
+    put_row,
+    specs_of,
+    take,
+)
 from specjax.goodput.bursts import BURST
 from specjax.models.transformer import Columns, Model, Pass, unembed
 from specjax.parallel.mesh import DATA, Layout, everywhere, gathered, shards_of, spread
@@ -73,9 +82,9 @@ def unpacked(words: Int32[Array, " w"], like: Parameters) -> Parameters:
 class Setup(NamedTuple):
     """What is static in an engine's programs.
 
-    `rules` decide the trees of each of the drafter's settings. A row has `slots` cache slots;
-    `parameters` are those of any request, for their shapes; `top` log probabilities are made of a
-    token where they are asked for.
+    `rules` decide the trees of each of the drafter's settings. A row has `slots` cache slots, in
+    pages where there is a `paging`; `parameters` are those of any request, for their shapes; `top`
+    log probabilities are made of a token where they are asked for.
     """
 
     rules: Mapping[str, Rule]
@@ -83,6 +92,7 @@ class Setup(NamedTuple):
     parameters: Parameters
     top: int
     layout: Layout | None = None
+    paging: Paging | None = None
 
     @property
     def shards(self) -> int:
@@ -108,7 +118,8 @@ def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineSta
     """A state of `rows` rows that hold a token each and are done."""
 
     def whole(target: Model, drafter: Drafter) -> EngineState:
-        return _fresh(target, drafter, setup, jnp.zeros(rows // setup.shards, jnp.int32))
+        made = _fresh(target, drafter, setup, jnp.zeros(rows // setup.shards, jnp.int32))
+        return made if setup.paging is None else in_pages(made, setup.paging)
 
     return _spread(setup, whole, target, drafter)(target, drafter)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from specjax.base.prefix import common_prefix
+from specjax.engine.pages import Pages
 from specjax.engine.request import QueueFullError, Request, RequestError
 from specjax.engine.sequence import Sequence
 from specjax.goodput.bursts import BURST, steps_of
@@ -125,21 +126,28 @@ class Scheduler:
     """Rows, a bounded queue, and how prompts are read between steps.
 
     Args:
-      rows: how many there are.
+      rows: how many run at a time.
+      texts: how many there are, the others of which hold texts of requests that have ended; by
+        default none does but those that run.
       reuses: whether a row may begin with what another holds.
       max_requests: that may wait.
       max_tokens: of prompts that may wait.
+      pages: those of the caches; None where each row has room for a whole context.
     """
 
     def __init__(
         self,
         rows: int,
         *,
+        texts: int | None = None,
         reuses: bool = True,
         max_requests: int = 1024,
         max_tokens: int = 1 << 20,
+        pages: Pages | None = None,
     ) -> None:
-        self.rows = [Row(number) for number in range(rows)]
+        self.rows = [Row(number) for number in range(texts or rows)]
+        self._most = rows
+        self.pages = pages
         self.waiting: deque[Sequence] = deque()
         self._reuses = reuses
         self._max_requests, self._max_tokens = max_requests, max_tokens
@@ -165,10 +173,10 @@ class Scheduler:
           RequestError: so many at once can never wait.
         """
         tokens, own, count = self.waiting_tokens, _prompt_tokens(sequences), len(sequences)
-        free = len(self.rows) - len(self.running)
-        if count > self._max_requests + len(self.rows):
+        free = self._most - len(self.running)
+        if count > self._max_requests + self._most:
             raise RequestError(
-                f"{count} requests come at once; {len(self.rows)} may run and "
+                f"{count} requests come at once; {self._most} may run and "
                 f"{self._max_requests} wait.",
                 None,
             )
@@ -208,22 +216,33 @@ class Scheduler:
         row.sequence = None
         if row in self._prefilling:
             self._prefilling.remove(row)
+        if self.pages is not None:
+            self.pages.trim(row.number, len(row.tokens) if self._reuses else 0)
         self._touch(row)
 
     def admit(self, may_join: Callable[[Request], bool] = lambda _: True) -> Admission | None:
         """The next sequence that waits gets a row; None if there is no row, or no sequence.
 
-        Or if it may not join those that run: then it waits, and those behind it do. An engine asks
-        `Controller.may_admit`, which refuses what would make a request with `max_tpot_ms` late.
+        Or if there are too few pages for it, or it may not join those that run: then it waits, and
+        those behind it do. An engine asks `Controller.may_admit`, which refuses what would make a
+        request with `max_tpot_ms` late. Requests that have ended give up their pages for it, those
+        first that were of use longest ago.
         """
         free = [row for row in self.rows if row.sequence is None]
-        if not free or not self.waiting or not may_join(self.waiting[0].request):
+        full = len(self.rows) - len(free) >= self._most
+        if full or not self.waiting or not may_join(self.waiting[0].request):
             return None
-        sequence = self.waiting.popleft()
+        sequence = self.waiting[0]
         source, common = self._best_prefix(sequence.request)
         row = min(free, key=lambda row: (row is source, row.used))
         if source is not None and source.sequence is None and 2 * common >= len(source.tokens):
             row = source  # more of it would be of use to this request than to others
+        if self.pages is not None:
+            found = self._with_pages(self.pages, sequence.request, row, source, common)
+            if found is None:
+                return None
+            row, source, common = found
+        self.waiting.popleft()
         if source is not None:
             self._touch(source)
         row.current, row.drafted = False, _drafted_of(source, common)
@@ -234,11 +253,42 @@ class Scheduler:
             self._prefilling.append(row)
         return Admission(row, None if source is None else source.number, sequence.prefilled)
 
+    def _with_pages(
+        self, pages: Pages, request: Request, row: Row, source: Row | None, common: int
+    ) -> tuple[Row, Row | None, int] | None:
+        """A row that has pages for a request now, and what it takes over from which; None as long
+        as those that run need too many.
+        """
+        tokens = len(request.prompt) + request.max_new_tokens
+        running = [each.number for each in self.rows if each.sequence is not None]
+        rows = [row] if source is None or source.sequence is not None else [row, source]
+        for own in rows:
+            taken = source
+            if source is not None:
+                common = pages.usable(own.number, source.number, common)
+                taken = source if common >= _LEAST_PREFIX else None
+            begin = own.number, tokens, None if taken is None else taken.number, common
+            if pages.may_have(*begin, running):
+                ended = (each for each in self.rows if each.sequence is None)
+                others = (each for each in ended if each not in (own, taken))
+                for each in sorted(others, key=lambda each: each.used):
+                    if not pages.lacks(*begin):
+                        break
+                    self._forget(each)
+                pages.take(*begin)
+                return own, taken, common
+        return None
+
     def forget(self) -> None:
         """Free rows hold nothing any more that a request could begin with."""
         for row in self.rows:
             if row.sequence is None:
-                row.tokens, row.drafted, row.current = [], 0, False
+                self._forget(row)
+
+    def _forget(self, row: Row) -> None:
+        row.tokens, row.drafted, row.current = [], 0, False
+        if self.pages is not None:
+            self.pages.trim(row.number, 0)
 
     def prefix(self) -> Admission | None:
         """What the next row to be read may take from another that has read it meanwhile.
@@ -258,6 +308,8 @@ class Scheduler:
             return None
         sequence.prefilled, row.tokens = common, list(sequence.request.prompt[:common])
         row.drafted = _drafted_of(source, common)
+        if self.pages is not None:
+            self.pages.share(row.number, source.number, common)
         return Admission(row, source.number, common)
 
     @property

@@ -1,5 +1,6 @@
 """The state of an engine's rows on the device, and rows taken out of it and put back."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from specjax.base.pytree import pytree, replace, unchecked
 from specjax.decoding.generate import state_specs
 from specjax.decoding.stepping import DecodeState
 from specjax.draft.drafter import Drafter
+from specjax.engine.pages import Paging
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Model
 from specjax.parallel.mesh import DATA, ROWS
@@ -44,7 +46,8 @@ def take(state: EngineState, specs: EngineState, rows: Int32[Array, " n"]) -> En
 
     def of_cache(axis: int, cache: KVCache) -> KVCache:
         if _in_place(cache):
-            return replace(cache, length=cache.length[rows], rows=rows)
+            pages = rows[:, None] if cache.pages is None else cache.pages[rows]
+            return replace(cache, length=cache.length[rows], pages=pages)
         return jax.tree.map(partial(one, axis), cache)
 
     return _leaves(specs, of_cache, one, state)
@@ -71,7 +74,8 @@ def put(
     def of_cache(axis: int, cache: KVCache, was: KVCache, own: KVCache) -> KVCache:
         if not _in_place(cache):
             return jax.tree.map(partial(set_rows, axis), cache, was, own)
-        return replace(own, length=set_rows(0, cache.length, was.length, own.length), rows=None)
+        length = set_rows(0, cache.length, was.length, own.length)
+        return replace(own, length=length, pages=cache.pages)
 
     return _leaves(specs, of_cache, set_rows, state, taken, part)
 
@@ -103,13 +107,18 @@ def put_row(
         return lax.dynamic_update_slice(x, own, _at(x, axis, row))
 
     def of_cache(axis: int, cache: KVCache, own: KVCache) -> KVCache:
-        keys = tuple(key[..., :slots] for key in own.keys)
-        values = tuple(value[..., :slots, :] for value in own.values)
-        held = partial(set_row, _row_axis(cache))
+        lead, page = _row_axis(cache), row if cache.pages is None else cache.pages[row, 0]
+
+        def held(x: Array, own: Array) -> Array:
+            return lax.dynamic_update_slice(x, own, _at(x, lead, page))
+
+        keys = [key[..., :slots] for key in own.keys]
+        values = [value[..., :slots, :] for value in own.values]
         return KVCache(
             tuple(map(held, cache.keys, keys)),
             tuple(map(held, cache.values, values)),
             set_row(axis, cache.length, own.length),
+            cache.pages,
         )
 
     return _leaves(specs, of_cache, set_row, state, own)
@@ -122,31 +131,95 @@ def copy_row(
     row: Int32[Array, ""],
     length: Int32[Array, ""],
 ) -> EngineState:
-    """The state with a copy of row `source` in row number `row`, of its caches `length` tokens."""
+    """The state with a copy of row `source` in row number `row`, of its caches `length` tokens.
+
+    Pages that both begin with are not copied.
+    """
 
     def one(axis: int, x: Array) -> Array:
         own = lax.dynamic_index_in_dim(x, source, axis, keepdims=True)
         return lax.dynamic_update_slice(x, own, _at(x, axis, row))
 
     def of_cache(axis: int, cache: KVCache) -> KVCache:
-        size, lead = min(_COPIED, cache.slots), _row_axis(cache)
+        size, lead, paged = min(_COPIED, cache.page_size), _row_axis(cache), cache.page_size
+        first, places = jnp.where(source == row, cache.slots, 0), None
+        if cache.pages is not None:
+            places = cache.pages[source], cache.pages[row]
+            first = paged * jnp.cumprod(places[0] == places[1]).sum()
 
         def part(x: Array, start: Array, along: int) -> Array:
             sizes = list(x.shape)
             sizes[lead], sizes[along] = 1, size
-            own = lax.dynamic_slice(x, _at(x, lead, source, along, start), sizes)
-            return lax.dynamic_update_slice(x, own, _at(x, lead, row, along, start))
+            begin, pages = start, (source, row)
+            if places is not None:
+                begin, pages = start % paged, tuple(each[start // paged] for each in places)
+            own = lax.dynamic_slice(x, _at(x, lead, pages[0], along, begin), sizes)
+            return lax.dynamic_update_slice(x, own, _at(x, lead, pages[1], along, begin))
 
         def chunk(number: Array, held: Any) -> Any:
             start = jnp.minimum(number * size, cache.slots - size)
             keys, values = held
             return [part(x, start, -1) for x in keys], [part(x, start, -2) for x in values]
 
-        chunks = jnp.where(source == row, 0, -(-length // size))
-        keys, values = lax.fori_loop(0, chunks, chunk, (list(cache.keys), list(cache.values)))
-        return KVCache(tuple(keys), tuple(values), one(axis, cache.length))
+        held = list(cache.keys), list(cache.values)
+        keys, values = lax.fori_loop(first // size, -(-length // size), chunk, held)
+        return KVCache(tuple(keys), tuple(values), one(axis, cache.length), cache.pages)
 
     return _leaves(specs, of_cache, one, state)
+
+
+def in_pages(state: EngineState, paging: Paging) -> EngineState:
+    """A state whose rows hold next to nothing, with caches of pages, none of which is a row's."""
+
+    def of_pages(cache: KVCache, pages: int) -> KVCache:
+        lead = _row_axis(cache)
+
+        def zeros(x: Array, axis: int) -> Array:
+            shape = list(x.shape)
+            shape[lead], shape[axis] = pages, paging.size
+            return jnp.zeros(shape, x.dtype)
+
+        rows, slots = cache.length.shape[0], cache.slots
+        return KVCache(
+            tuple(zeros(x, -1) for x in cache.keys),
+            tuple(zeros(x, -2) for x in cache.values),
+            cache.length,
+            jnp.zeros((rows, slots // paging.size), jnp.int32),
+        )
+
+    def of_draft(node: Any) -> Any:
+        is_paged = isinstance(node, KVCache) and _in_place(node)
+        return of_pages(node, paging.draft_pages) if is_paged else node
+
+    decode = state.decode
+    cache = of_pages(decode.cache, paging.target_pages)
+    draft = jax.tree.map(of_draft, decode.draft, is_leaf=_is_cache)
+    return replace(state, decode=replace(decode, cache=cache, draft=draft))
+
+
+def with_tables(state: EngineState, tables: Sequence[Array]) -> EngineState:
+    """A state whose rows lie in other pages: the tables of the target's cache and of each of the
+    drafts' that has pages, in order.
+    """
+    own = iter(tables)
+
+    def one(node: Any) -> Any:
+        is_paged = isinstance(node, KVCache) and node.pages is not None
+        return replace(node, pages=next(own)) if is_paged else node
+
+    decode = state.decode
+    cache, draft = one(decode.cache), jax.tree.map(one, decode.draft, is_leaf=_is_cache)
+    return replace(state, decode=replace(decode, cache=cache, draft=draft))
+
+
+def tables_of(state: EngineState) -> list[Array]:
+    """Where rows lie: the tables of caches that have pages, in the order of `with_tables`."""
+    caches = [state.decode.cache, *jax.tree.leaves(state.decode.draft, is_leaf=_is_cache)]
+    return [each.pages for each in caches if _is_cache(each) and each.pages is not None]
+
+
+def _is_cache(node: Any) -> bool:
+    return isinstance(node, KVCache)
 
 
 def _at(x: Array, axis: int, row: Array, along: int | None = None, start: Any = 0) -> list[Array]:
@@ -169,7 +242,7 @@ def _leaves(specs: EngineState, of_cache: Any, leaf: Any, *states: Any) -> Any:
                 return of_cache(axis, *found)
             return jax.tree.map(partial(leaf, axis), *found)
 
-        return jax.tree.map(one, *parts, is_leaf=lambda node: isinstance(node, KVCache))
+        return jax.tree.map(one, *parts, is_leaf=_is_cache)
 
     def of_target(cache: KVCache, *others: KVCache) -> KVCache:
         return at(ROWS, cache, *others)

@@ -15,23 +15,29 @@ NewKV = tuple[tuple[Array, Array], ...]
 
 @pytree
 class KVCache:
-    """Per layer keys `[R, K, D, S]` and values `[R, K, S, D]`, and how many slots count.
+    """Per layer keys `[P, K, D, S]` and values `[P, K, S, D]`, and how many slots count.
 
     Of a model with stacked layers there is one of each, with a first axis of layers.
 
     Nothing at or past a row's `length` is ever visible. Keys are stored transposed because both
-    dots of attention then read memory in order. `rows` says which rows of the arrays a batch of `B`
-    is; None stands for all, in order.
+    dots of attention then read memory in order. `pages` says where a batch of `B` rows lies: slot
+    `s` of row `b` is slot `s % S` of page `pages[b, s // S]` (Kwon et al., arXiv 2309.06180); None
+    stands for a page of its own for each row, in order.
     """
 
-    keys: tuple[Float[Array, "*L R K D S"], ...]
-    values: tuple[Float[Array, "*L R K S D"], ...]
+    keys: tuple[Float[Array, "*L P K D S"], ...]
+    values: tuple[Float[Array, "*L P K S D"], ...]
     length: Int32[Array, " B"]
-    rows: Int32[Array, " B"] | None = None
+    pages: Int32[Array, "B N"] | None = None
 
     @property
     def slots(self) -> int:
         """Number of slots of a row."""
+        return self.page_size * (1 if self.pages is None else self.pages.shape[-1])
+
+    @property
+    def page_size(self) -> int:
+        """Number of slots of a page."""
         return self.keys[0].shape[-1]
 
     def keep(
@@ -40,7 +46,7 @@ class KVCache:
         """The cache with the first `count` tokens of `path` appended.
 
         `path` holds indices into the pass that gave `new`; `None` takes its tokens in order. The
-        whole window is written, so `length + W` may not exceed `slots`.
+        whole window is written, so `length + W` may not exceed `slots` where rows have one page.
         """
         keys, values = list(self.keys), list(self.values)
         for layer, (key, value) in enumerate(new):
@@ -51,7 +57,7 @@ class KVCache:
                 value = jnp.take_along_axis(value, at, axis=-2)
             key = key.swapaxes(-1, -2)
             keys[layer], values[layer] = (
-                layers.write_window(whole, own, self.length, axis, self.rows, lead)
+                layers.write_window(whole, own, self.length, axis, self.pages, lead)
                 for whole, own, axis in (
                     (keys[layer], key, lead + 3),
                     (values[layer], value, lead + 2),

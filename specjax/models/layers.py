@@ -16,6 +16,7 @@ jax 0.10.2, 2026-11-20, matrices of 1792 × 640:
 import math
 from collections.abc import Sequence
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -486,48 +487,36 @@ def of_bits(x: Array, dtype: jnp.dtype) -> Array:
     return lax.bitcast_convert_type(x, dtype) if x.dtype == jnp.uint16 else x
 
 
-def _scattered(
-    buffer: Array, window: Array, at: Int32[Array, "B 2"], axis: int, lead: int
-) -> Array:
-    """`buffer` with `window[b]` at row and slot `at[b]`, as `write_window` has them."""
-    updates = jnp.moveaxis(window, lead, 0)
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, updates.ndim)),
-        inserted_window_dims=(lead,),
-        scatter_dims_to_operand_dims=(lead, axis),
-    )
-    return lax.scatter(
-        buffer, at, updates, numbers, unique_indices=True,
-        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
-    )  # fmt: skip
-
-
 def write_window(
     buffer: Array,
     window: Array,
     start: Int32[Array, " B"],
     axis: int,
-    rows: Int32[Array, " B"] | None = None,
+    pages: Int32[Array, "B N"] | None = None,
     lead: int = 0,
 ) -> Array:
     """`buffer` with `window[b]` written from slot `start[b]` on along `axis`, for each row b.
 
-    Row b is row `rows[b]` of the buffer, if they are given; no two are the same. Rows are along
-    axis `lead`, after those of stacked layers.
-    The window must fit: `start + window.shape[axis] <= buffer.shape[axis]` (checked by the
-    caller on the host, because XLA would move the window silently, or write anywhere). Few rows
-    are written one by one, which XLA does in place; a batched update would become a scatter. Of
-    chosen rows it is one on a GPU, where each row would be a kernel of its own; on a TPU it would
-    have another layout than the cache, which is then copied in every step.
+    Row b is in `pages[b]` of the buffer, one after the other, if they are given: no two rows write
+    to the same one but for page 0 of several, which is nobody's, and so is what lies past a row's
+    pages. Rows or pages are along axis `lead`, after those of stacked layers.
+    With a page or none the window must fit: `start + window.shape[axis] <= buffer.shape[axis]`
+    (checked by the caller on the host, because XLA would move the window silently, or write
+    anywhere). Few rows are written one by one, which XLA does in place; a batched update would
+    become a scatter. Of chosen rows and pages it is one on a GPU, where each row would be a kernel
+    of its own; on a TPU it would have another layout than the cache, which is then copied in every
+    step.
     """
     window = window.astype(buffer.dtype)
     count = window.shape[lead]
-    if rows is not None and platform() == "gpu":
-        return _scattered(buffer, window, jnp.stack([rows, start], axis=1), axis, lead)
+    if pages is not None and platform() == "gpu":
+        return _scattered(buffer, window, start, axis, pages, lead)
+    if pages is not None and pages.shape[1] > 1:
+        return _written_to_pages(buffer, window, start, axis, pages, lead)
 
     def written(index: Array | int, buffer: Array) -> Array:
         at = [jnp.int32(0)] * buffer.ndim
-        at[lead] = jnp.int32(index) if rows is None else rows[index]
+        at[lead] = jnp.int32(index) if pages is None else pages[index, 0]
         at[axis] = start[index]
         own = lax.dynamic_index_in_dim(window, index, lead, keepdims=True)
         return lax.dynamic_update_slice(buffer, own, at)
@@ -536,7 +525,69 @@ def write_window(
         for row in range(count):
             buffer = written(row, buffer)
         return buffer
-    if rows is not None:
+    if pages is not None:
         return lax.fori_loop(0, count, written, buffer)
     update = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(update, (lead, lead, 0), lead)(buffer, window, start)
+
+
+def _scattered(
+    buffer: Array,
+    window: Array,
+    start: Int32[Array, " B"],
+    axis: int,
+    pages: Int32[Array, "B N"],
+    lead: int,
+) -> Array:
+    """What `write_window` gives of pages, by one scatter of the tokens."""
+    size = buffer.shape[axis]
+    slot = start[:, None] + jnp.arange(window.shape[axis], dtype=jnp.int32)
+    page = jnp.take_along_axis(pages, slot // size, axis=1, mode="fill", fill_value=0)
+    if pages.shape[1] > 1:  # page 0 is nobody's
+        page = jnp.where(page == 0, buffer.shape[lead], page)
+    at: list[Any] = [slice(None)] * buffer.ndim
+    at[lead], at[axis] = page, slot % size
+    tokens = jnp.moveaxis(window, (lead, axis), (0, 1))
+    return buffer.at[tuple(at)].set(tokens, mode="drop", unique_indices=True)
+
+
+def _in_order(x: Array) -> Array:
+    """`x`, stored with its last axis contiguous: else a TPU turns the cache that it goes to."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def _written_to_pages(
+    buffer: Array,
+    window: Array,
+    start: Int32[Array, " B"],
+    axis: int,
+    pages: Int32[Array, "B N"],
+    lead: int,
+) -> Array:
+    """What `write_window` gives of pages, each of them read, changed and written back."""
+    count, width, size = window.shape[lead], window.shape[axis], buffer.shape[axis]
+    touched = (width + size - 2) // size + 1
+    spare = [(0, 0)] * window.ndim
+    spare[axis] = (size, touched * size)
+    padded = jnp.pad(window, spare)
+    shape = list(buffer.shape)
+    shape[lead] = 1
+    slots = jnp.arange(size).reshape(-1, *(1,) * (buffer.ndim - axis - 1))
+
+    def written(index: Array | int, buffer: Array) -> Array:
+        row, part = index // touched, index % touched
+        begin = start[row] % size
+        own = lax.dynamic_index_in_dim(padded, row, lead, keepdims=True)
+        own = lax.dynamic_slice_in_dim(own, size * (1 + part) - begin, size, axis)
+        token = slots + (size * part - begin)
+        at = [jnp.int32(0)] * buffer.ndim
+        at[lead] = pages.at[row, start[row] // size + part].get(mode="fill", fill_value=0)
+        held = lax.dynamic_slice(buffer, at, shape)
+        own = jnp.where((token >= 0) & (token < width), _in_order(own), held)
+        return lax.dynamic_update_slice(buffer, own, at)
+
+    if count * touched <= _UNROLLED_ROWS:
+        for index in range(count * touched):
+            buffer = written(index, buffer)
+        return buffer
+    return lax.fori_loop(0, count * touched, written, buffer)

@@ -190,13 +190,15 @@ def plan(
     nodes: int,
     live_distributions: float = USUAL_DISTRIBUTIONS,
     hidden_layers: int = 0,
+    paged: tuple[int, int] | None = None,
 ) -> Plan:
     """The memory of `rows` texts with room for `slots` tokens, in trees of `nodes`, root included.
 
     Drafts read prompts of `prompt` tokens in one pass. `live_distributions` is that of the rule
     that decides (`Rule.live_distributions`); `hidden_layers` is how many of the target's hidden
-    states the drafts see. Tables that draft without a model are left out, and that a pool which is
-    stacked is held a second time.
+    states the drafts see. Where caches have pages, `paged` are the tokens that the target's have
+    room for and those that a draft's have; drafts that are stacked have none. Tables that draft
+    without a model are left out, and that a pool which is stacked is held a second time.
     """
     own = -(-rows // size_of(target.placed.mesh, DATA))
     layers = sum(draft.placed.config.num_layers for draft in drafts)
@@ -207,8 +209,13 @@ def plan(
     return Plan(
         weights=target.weights,
         draft_weights=sum(draft.weights for draft in drafts),
-        caches=target.caches(own, slots),
-        draft_caches=sum(draft.caches(own, slots) for draft in drafts),
+        caches=target.caches(own, slots) if paged is None else target.caches(1, paged[0]),
+        draft_caches=sum(
+            draft.caches(own, slots)
+            if paged is None or draft.copies > 1
+            else draft.caches(1, paged[1])
+            for draft in drafts
+        ),
         trees=max([scoring, *(draft.step(own, nodes, slots) for draft in drafts)]),
         prompts=target.reading(own, prompt, slots)
         + own * prompt * shown

@@ -259,7 +259,7 @@ def attend(
     ]
     mixed = [each for each, _ in found]
     new = [own for _, own in found]
-    in_place = any(each.prefix is not None and each.prefix.rows is not None for each in groups)
+    in_place = any(each.prefix is not None and each.prefix.pages is not None for each in groups)
     for read in mixed if in_place else ():
         new = [read_before_write(read, own) for own in new]
     columns = [
@@ -447,7 +447,7 @@ def _of_layer(
 ) -> list[Group]:
     """The groups of a layer whose cache holds such keys and values; `block` is of the first."""
     prefixes = [
-        None if held is None or cache is None else Prefix(*held, cache.length, rows=cache.rows)
+        None if held is None or cache is None else Prefix(*held, cache.length, pages=cache.pages)
         for cache in caches
     ]
     blocks = (block, *(None,) * (len(views) - 1))
@@ -468,16 +468,33 @@ def _looped(
     slots: int | None,
     hidden_layers: tuple[int, ...],
 ) -> tuple[Float[Array, "E C"], NewKV, tuple[Float[Array, "E C"], ...]]:
-    """All stacked layers; each group's keys and values are stacked as the cache's are."""
+    """All stacked layers; each group's keys and values are stacked as the cache's are.
+
+    Pages are read where they lie, as pages of one cache of all layers: a kernel would be given a
+    copy of a layer's.
+    """
     cache = caches[0]
     held = None if cache is None else (cache.keys[0], cache.values[0])
     earlier = None if block is None else block[0]
     kept = sorted({*hidden_layers})
+    in_pages = all(each is not None and each.pages is not None for each in caches)
+
+    def of_layer(number: Array, own: Any, earlier: Any) -> list[Group]:
+        if not in_pages or held is None:
+            return _of_layer(views, caches, own, earlier)
+        own = tuple(x.reshape(-1, *x.shape[2:]) for x in held)
+        first = number * held[0].shape[1]
+        moved = [
+            replace(each, pages=each.pages + first)
+            for each in caches
+            if each is not None and each.pages is not None
+        ]
+        return _of_layer(views, moved, own, earlier)
 
     def one(carry: tuple[Array, Array], own: Any) -> tuple[tuple[Array, Array], Any]:
         x, hidden = carry
-        place, weights, held, earlier = own
-        x, new = apply_layer(model, weights, x, _of_layer(views, caches, held, earlier), dtype)
+        number, place, weights, held, earlier = own
+        x, new = apply_layer(model, weights, x, of_layer(number, held, earlier), dtype)
         hidden = hidden.at[place].set(x, mode="drop") if kept else hidden
         return (x, hidden), new if slots is None else tuple(in_slots(own, slots) for own in new)
 
@@ -485,7 +502,9 @@ def _looped(
     before = jnp.zeros((len(kept), *x.shape), x.dtype)
     if 0 in kept:
         before = before.at[0].set(x)
-    own = jnp.asarray(places[1:], jnp.int32), stack, held, earlier
+    numbers = jnp.arange(model.config.num_layers, dtype=jnp.int32)
+    places_of = jnp.asarray(places[1:], jnp.int32)
+    own = numbers, places_of, stack, None if in_pages else held, earlier
     (x, hidden), new = lax.scan(one, (x, before), own)
     return x, new, tuple(hidden[places[number]] for number in hidden_layers)
 

@@ -14,6 +14,7 @@ from specjax.server.speculation_metrics import families
 
 if TYPE_CHECKING:
     from specjax.engine.engine import Engine
+    from specjax.engine.pages import PageCounts
 
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -195,7 +196,23 @@ class _EngineCollector(Collector):
                 counter.add_metric([self._model], count(statistics))
                 yield counter
             yield self._by_position(prefix, statistics.accepted_at)
+        if (pages := self._engine.page_counts) is not None:
+            yield from self._of_pages(pages)
         yield from families(self._engine.report(), self._model)
+
+    def _of_pages(self, pages: "PageCounts") -> Iterable[Metric]:
+        states = {"free": pages.free, "running": pages.running, "cached": pages.cached}
+        gauge = GaugeMetricFamily(
+            "specjax:kv_cache_pages", "Pages of the KV cache.", labels=["model_name", "state"]
+        )
+        for state, count in states.items():
+            gauge.add_metric([self._model, state], count)
+        yield gauge
+        leaked = GaugeMetricFamily(
+            "specjax:kv_cache_pages_leaked", "Pages that are lost.", labels=["model_name"]
+        )
+        leaked.add_metric([self._model], pages.leaked)
+        yield leaked
 
     def _by_position(self, prefix: str, accepted_at: Sequence[int]) -> Metric:
         name, text = _BY_POSITION

@@ -8,10 +8,11 @@
 namespace specjax {
 
 // Arrays lie row after row. Query head h uses key/value head h / (heads / kv_heads); the keys of the prefix are
-// stored transposed. A node sees the slots of its row's prefix from `first` to `length`, and block columns where
-// `tree_mask` is not 0; what it does not see may hold anything, but of many nodes what another one sees are numbers.
+// stored transposed. A row's prefix is some pages of a cache, one after the other. A node sees the slots of its row's
+// prefix from `first` to `length`, and block columns where `tree_mask` is not 0; what it does not see may hold
+// anything, but of many nodes what another one sees are numbers.
 struct Attention {
-  int64_t rows, heads, kv_heads, nodes, columns, slots, dim;  // dim a multiple of kFeatures
+  int64_t rows, heads, kv_heads, nodes, columns, dim;  // dim a multiple of kFeatures
   int64_t window;             // of a plain sequence, how many tokens up to its own a token sees; 0 for all
   const float* query;         // [heads, dim, rows, nodes]: features first, as activations are
   const float* block_keys;    // [rows, kv_heads, columns, dim]
@@ -19,15 +20,18 @@ struct Attention {
   // [rows, nodes, columns]; null for a plain sequence, whose tokens see those up to them. Up to kFewNodes nodes it
   // is applied in `some_queries` (attention_loops.h), of more in `hide` (attention_blocks.h).
   const uint8_t* tree_mask;
-  const float* keys;          // [held, kv_heads, dim, slots]; null without a prefix
-  const float* values;        // [held, kv_heads, slots, dim]
-  int64_t held;               // rows of the cache
-  const int32_t* row_of;      // [rows]: which of them is a row's; null for all in order
+  const float* keys;          // [held, kv_heads, dim, page]; null without a prefix
+  const float* values;        // [held, kv_heads, page, dim]
+  int64_t held;               // pages of the cache
+  int64_t page;               // slots of a page; where a row has several, a multiple of kPage
+  int64_t row_pages;          // pages of a row
+  const int32_t* pages;       // [rows, row_pages]: which they are; null for one each, in order
   const int32_t* length;      // [rows]
   const int32_t* first;       // [rows, nodes], or null for 0
   float scale;                // of scores
   float* out;                 // [heads, dim, rows, nodes]
 
+  int64_t slots() const { return row_pages * page; }  // of a row
   int64_t queries() const { return heads / kv_heads * nodes; }  // of a key/value head
   bool is_many() const { return tree_mask == nullptr || nodes > kFewNodes; }
   int64_t part() const { return is_many() ? kManyPart : kPart; }
@@ -39,6 +43,7 @@ struct Attention {
 };
 
 constexpr int64_t kFeatures = 16;
+constexpr int64_t kPage = 64;
 
 // Computes units [begin, end). False where memory is short.
 using AttentionForm = bool (*)(const Attention&, int64_t begin, int64_t end);

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kKeys = 64;  // of a block
 static_assert(kKeys % kStrip == 0, "keys of a block are whole strips");
+static_assert(kPage % kKeys == 0, "pages are whole blocks");
 
 // Queries of a unit, each with the sums so far: `total` of weights, `out` of values by weight, of scores less `top`.
 struct Queries {
@@ -121,17 +122,21 @@ void whole_block(const Queries& at, const float* values, const uint8_t* mask, in
   }
 }
 
-// The prefix, whose keys are put together from where they lie `slots` apart.
+// The prefix, whose keys are put together from where they lie a page's slots apart.
 void past_blocks(const Queries& at) {
   const Attention& call = at.call;
-  for (int64_t start = at.head.begin / kKeys * kKeys; start < at.head.length; start += kKeys) {
-    int64_t count = at.head.length - start < kKeys ? at.head.length - start : kKeys;
-    for (int64_t d = 0; d < call.dim; d++) {
-      std::memcpy(at.keys + d * kKeys, at.head.keys + d * call.slots + start, count * 4);
-      std::memset(at.keys + d * kKeys + count, 0, (kKeys - count) * 4);
+  int64_t begin = at.head.begin / kKeys * kKeys;
+  by_page(call, at.head, begin, at.head.length, [&](int64_t page, int64_t start, int64_t first, int64_t last) {
+    const float *keys = call.keys + page, *values = call.values + page;
+    for (int64_t s = first; s < last; s += kKeys) {
+      int64_t count = last - s < kKeys ? last - s : kKeys;
+      for (int64_t d = 0; d < call.dim; d++) {
+        std::memcpy(at.keys + d * kKeys, keys + d * call.page + s, count * 4);
+        std::memset(at.keys + d * kKeys + count, 0, (kKeys - count) * 4);
+      }
+      whole_block(at, values + s * call.dim, nullptr, start + s, seen_slots);
     }
-    whole_block(at, at.head.values + start * call.dim, nullptr, start, seen_slots);
-  }
+  });
 }
 
 // The block of the pass: of a plain sequence from the first to the last column that a query sees.

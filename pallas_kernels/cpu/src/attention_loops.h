@@ -16,6 +16,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 constexpr int64_t kStrip = kAcross * kLanes;  // slots whose scores are summed at a time
 static_assert(kFeatures % kLanes == 0, "features are whole vectors");
+static_assert(kPage % kStrip == 0, "pages are whole strips");
 
 inline Floats load(const float* at) {
   Floats a;
@@ -53,13 +54,37 @@ inline float sum_of(Floats a) {
 
 // Of a key/value head of a row.
 struct Head {
-  const float *keys, *values, *block_keys, *block_values;
+  const int32_t* pages;  // of the row; null for the one that is `row`
+  int64_t row, number;   // the head's number among those of a row
+  const float *block_keys, *block_values;
   const uint8_t* tree_mask;
   const int32_t* first;
   int64_t length, begin;  // slots that a query may see: [begin, length)
   const float* tail;      // keys of the last strip, [dim, kStrip], where slots are no multiple
   const float* turned;    // keys of the block, [dim, strips of columns]
 };
+
+// Where a head's keys and values of a row's page begin in the cache. A number that no page has is that of the nearest.
+inline int64_t page_of(const Attention& call, const Head& head, int64_t number) {
+  int64_t page = head.row;
+  if (head.pages != nullptr) {
+    page = head.pages[number];
+    page = page < 0 ? 0 : page < call.held ? page : call.held - 1;
+  }
+  return (page * call.kv_heads + head.number) * call.page * call.dim;
+}
+
+// Calls run(where the page begins in the cache, its first slot in the row, [first, last) of the slots in the page) for
+// the pages of the slots [begin, end) of a row.
+template <class Run>
+inline void by_page(const Attention& call, const Head& head, int64_t begin, int64_t end, Run run) {
+  while (begin < end) {
+    int64_t number = begin / call.page, start = number * call.page, stop = start + call.page;
+    stop = stop < end ? stop : end;
+    run(page_of(call, head, number), start, begin - start, stop - start);
+    begin = stop;
+  }
+}
 
 // scores[q, s] of kQueries queries and the slots of a strip; keys are `stride` apart.
 template <int kQueries>
@@ -136,13 +161,17 @@ void some_queries(const Attention& call, const Head& head, const Place* places, 
     for (int64_t d = 0; d < call.dim; d++) features[d] = places[q].query[d * stride];
     queries[q] = features, outs[q] = features + call.dim;
   }
-  for (int64_t s = head.begin, past = 0; s < head.length; s += kStrip, past += kStrip) {
-    if (s + kStrip <= call.slots) {
-      strip_scores<kQueries>(queries, call.dim, head.keys + s, call.slots, scores + past, width);
-    } else {
-      strip_scores<kQueries>(queries, call.dim, head.tail, kStrip, scores + past, width);
+  by_page(call, head, head.begin, head.length, [&](int64_t page, int64_t start, int64_t first, int64_t last) {
+    const float* keys = call.keys + page;
+    float* past = scores + (start + first - head.begin);
+    for (int64_t s = first; s < last; s += kStrip, past += kStrip) {
+      if (s + kStrip <= call.page) {
+        strip_scores<kQueries>(queries, call.dim, keys + s, call.page, past, width);
+      } else {
+        strip_scores<kQueries>(queries, call.dim, head.tail, kStrip, past, width);
+      }
     }
-  }
+  });
   for (int64_t m = 0; m < block; m += kStrip)
     strip_scores<kQueries>(queries, call.dim, head.turned + m, block, of_block + m, block);
   for (int q = 0; q < kQueries; q++) {
@@ -173,7 +202,10 @@ void some_queries(const Attention& call, const Head& head, const Place* places, 
     for (int64_t s = 0; s < width; s += kLanes) store(own + s, load(own + s) * share);
     std::memset(outs[q], 0, call.dim * 4);
   }
-  add_values<kQueries>(scores, width, head.values + head.begin * call.dim, call.dim, prefix, outs);
+  by_page(call, head, head.begin, head.length, [&](int64_t page, int64_t start, int64_t first, int64_t last) {
+    const float *weight = scores + (start + first - head.begin), *values = call.values + page + first * call.dim;
+    add_values<kQueries>(weight, width, values, call.dim, last - first, outs);
+  });
   for (int q = 0; q < kQueries; q++) {
     const uint8_t* sees = head.tree_mask + (at + q) % call.nodes * call.columns;
     const float* weight = scores + q * width + from[q];
@@ -186,12 +218,10 @@ void some_queries(const Attention& call, const Head& head, const Place* places, 
 
 // A key/value head of a row, by its number among those of all rows; `tail` and `turned` are left out.
 Head head_of(const Attention& call, int64_t number) {
-  int64_t row = number / call.kv_heads, held = row;
-  if (call.row_of != nullptr) held = call.row_of[row] < 0 ? 0 : call.row_of[row] < call.held ? call.row_of[row] : call.held - 1;
-  int64_t past = (held * call.kv_heads + number % call.kv_heads) * call.slots * call.dim;
-  int64_t block = number * call.columns * call.dim;
-  Head head{call.keys == nullptr ? nullptr : call.keys + past,
-            call.values == nullptr ? nullptr : call.values + past,
+  int64_t row = number / call.kv_heads, block = number * call.columns * call.dim;
+  Head head{call.pages == nullptr ? nullptr : call.pages + row * call.row_pages,
+            row,
+            number % call.kv_heads,
             call.block_keys + block,
             call.block_values + block,
             call.tree_mask == nullptr ? nullptr : call.tree_mask + row * call.nodes * call.columns,
@@ -200,7 +230,7 @@ Head head_of(const Attention& call, int64_t number) {
             0,
             nullptr,
             nullptr};
-  if (call.keys != nullptr) head.length = call.length[row] < call.slots ? call.length[row] : call.slots;
+  if (call.keys != nullptr) head.length = call.length[row] < call.slots() ? call.length[row] : call.slots();
   if (head.first != nullptr) {
     int64_t least = head.length;
     for (int64_t t = 0; t < call.nodes; t++) least = head.first[t] < least ? head.first[t] : least;
@@ -210,9 +240,9 @@ Head head_of(const Attention& call, int64_t number) {
 }
 
 bool few_units(const Attention& call, int64_t begin, int64_t end) {
-  int64_t strips = (call.slots + kStrip - 1) / kStrip;
+  int64_t strips = (call.slots() + kStrip - 1) / kStrip;
   int64_t widest = (strips * kStrip + call.columns + kLanes - 1) / kLanes * kLanes;
-  int64_t tail = call.slots % kStrip == 0 ? 0 : call.dim * kStrip;
+  int64_t tail = call.page % kStrip == 0 ? 0 : call.dim * kStrip;
   int64_t block = (call.columns + kStrip - 1) / kStrip * kStrip;
   int64_t tiles = kTile * (2 * call.dim + block + widest);
   auto scratch = static_cast<float*>(std::malloc((tiles + tail + call.dim * block) * sizeof(float)));
@@ -220,12 +250,13 @@ bool few_units(const Attention& call, int64_t begin, int64_t end) {
   for (int64_t unit = begin; unit < end; unit++) {
     int64_t part = unit % call.parts(), head_of_row = unit / call.parts(), row = head_of_row / call.kv_heads;
     Head head = head_of(call, head_of_row);
-    int64_t last = call.slots / kStrip * kStrip;  // the strip that is not whole
+    int64_t last = call.page / kStrip * kStrip;  // the strip that is not whole, of the only page
     if (tail > 0 && head.length > last) {
+      const float* held = call.keys + page_of(call, head, 0) + last;
       float* keys = scratch + tiles;
       for (int64_t d = 0; d < call.dim; d++) {
-        std::memcpy(keys + d * kStrip, head.keys + d * call.slots + last, (call.slots - last) * 4);
-        std::memset(keys + d * kStrip + call.slots - last, 0, (kStrip - call.slots + last) * 4);
+        std::memcpy(keys + d * kStrip, held + d * call.page, (call.page - last) * 4);
+        std::memset(keys + d * kStrip + call.page - last, 0, (kStrip - call.page + last) * 4);
       }
       head.tail = keys;
     }

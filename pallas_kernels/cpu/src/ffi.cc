@@ -122,11 +122,11 @@ bool is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<
 }
 
 // `rest` are, as far as they are there: the tree's mask; the keys, values and lengths of a prefix; the first slots that
-// nodes see; which rows of the cache these are.
+// nodes see; which pages of the cache a row has.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer block_keys, ffi::AnyBuffer block_values,
-                     ffi::RemainingArgs rest, bool has_mask, bool has_prefix, bool has_first, bool has_rows, int64_t window,
+                     ffi::RemainingArgs rest, bool has_mask, bool has_prefix, bool has_first, bool has_pages, int64_t window,
                      ffi::Result<ffi::AnyBuffer> out) {
-  auto refused = [&](const char* what) {
+  auto refused = [&](const std::string& what) {
     return ffi::Error::InvalidArgument("cpu_attention: queries of " + shape_of(query) + " and keys of " +
                                        shape_of(block_keys) + ": " + what + ".");
   };
@@ -149,9 +149,9 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   call.out = static_cast<float*>(out->untyped_data());
   call.scale = 1 / std::sqrt(static_cast<float>(call.dim));
   call.window = window;
-  if (static_cast<size_t>(has_mask + 3 * has_prefix + has_first + has_rows) != rest.size())
+  if (static_cast<size_t>(has_mask + 3 * has_prefix + has_first + has_pages) != rest.size())
     return refused("there is another number of operands");
-  if (!has_prefix && (has_first || has_rows)) return refused("there is no prefix");
+  if (!has_prefix && (has_first || has_pages)) return refused("there is no prefix");
   if (!has_mask && (has_prefix || call.columns != call.nodes))
     return refused("a plain sequence has no prefix, and as many keys as queries");
   size_t next = 0;
@@ -164,10 +164,10 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
     auto keys = rest.get<ffi::AnyBuffer>(next++), values = rest.get<ffi::AnyBuffer>(next++);
     auto length = rest.get<ffi::AnyBuffer>(next++);
     if (!keys || !values || !length || keys->dimensions().size() != 4) return refused("there is no prefix");
-    call.held = keys->dimensions()[0], call.slots = keys->dimensions()[3];
-    if (!is(*keys, f32, {call.held, call.kv_heads, call.dim, call.slots}) ||
-        !is(*values, f32, {call.held, call.kv_heads, call.slots, call.dim}) || !is(*length, ffi::S32, {call.rows}) ||
-        (has_rows ? call.held == 0 && call.rows > 0 : call.held != call.rows))
+    call.held = keys->dimensions()[0], call.page = keys->dimensions()[3], call.row_pages = 1;
+    if (!is(*keys, f32, {call.held, call.kv_heads, call.dim, call.page}) ||
+        !is(*values, f32, {call.held, call.kv_heads, call.page, call.dim}) || !is(*length, ffi::S32, {call.rows}) ||
+        (has_pages ? call.held == 0 && call.rows > 0 : call.held != call.rows))
       return refused("the prefix does not fit");
     call.keys = static_cast<const float*>(keys->untyped_data());
     call.values = static_cast<const float*>(values->untyped_data());
@@ -178,10 +178,15 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
     if (!first || !is(*first, ffi::S32, {call.rows, call.nodes})) return refused("`first` does not fit");
     call.first = static_cast<const int32_t*>(first->untyped_data());
   }
-  if (has_rows) {
-    auto rows = rest.get<ffi::AnyBuffer>(next++);
-    if (!rows || !is(*rows, ffi::S32, {call.rows})) return refused("`rows` does not fit");
-    call.row_of = static_cast<const int32_t*>(rows->untyped_data());
+  if (has_pages) {
+    auto pages = rest.get<ffi::AnyBuffer>(next++);
+    if (!pages || pages->dimensions().size() != 2) return refused("`pages` does not fit");
+    call.row_pages = pages->dimensions()[1];
+    if (!is(*pages, ffi::S32, {call.rows, call.row_pages})) return refused("`pages` does not fit");
+    if (call.row_pages > 1 && call.page % kPage != 0)
+      return refused("a page has " + std::to_string(call.page) + " slots, which " + std::to_string(kPage) +
+                     " does not divide");
+    call.pages = static_cast<const int32_t*>(pages->untyped_data());
   }
   if (!attend(call, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_attention: no memory for scores.");
@@ -210,12 +215,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Attr<bool>("has_mask")
                                   .Attr<bool>("has_prefix")
                                   .Attr<bool>("has_first")
-                                  .Attr<bool>("has_rows")
+                                  .Attr<bool>("has_pages")
                                   .Attr<int64_t>("window")
                                   .Ret<xla::ffi::AnyBuffer>());
 
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 6; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 7; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 
