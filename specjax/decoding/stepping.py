@@ -97,7 +97,7 @@ def _read_in_blocks(
     room = max(slots, prompt.shape[1])
     dtype = cache_dtype(target.embedding.dtype)
     cache = empty_cache(target.config, count, room, dtype, target.kv_heads)
-    cache = replace(cache, rows=jnp.arange(count, dtype=jnp.int32))
+    cache = replace(cache, pages=jnp.arange(count, dtype=jnp.int32)[:, None])
     seen = wants.zeros(prompt.shape, target.config.hidden_size)
 
     def one(number: Array, made: tuple[KVCache, Seen]) -> tuple[KVCache, Seen]:
