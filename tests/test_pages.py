@@ -137,6 +137,44 @@ def test_rows_see_their_own_texts_whoever_comes_and_goes(seed):
     assert ended
 
 
+def ended(at, prompts, new):
+    """Runs requests to their ends, all at once."""
+    sequences = [Sequence(Request(prompt=prompt, max_new_tokens=new)) for prompt in prompts]
+    at.add(*sequences)
+    while (admission := at.admit()) is not None:
+        while (taken := at.prefix()) is not None or (chunk := at.chunk({64: (1.0, 0.0)}, 1.0)):
+            if taken is None:
+                at.read(chunk)
+        assert admission.row.sequence in sequences
+    for row in at.step(len(at.rows)).rows:
+        at.postprocess(row, [8] * new)
+        at.free(row)
+
+
+def test_another_row_takes_a_prefix_over_whose_page_is_read_by_others():
+    """Choices of one prompt share its pages; their row could keep only the full ones before."""
+    pages = Pages(4, 48, WINDOW, Paging(SIZE, 40, 0))
+    at = Scheduler(4, pages=pages)
+    ended(at, [list(range(30))] * 2, 2)
+    at.add(Sequence(Request(prompt=[*range(22), 40, 41], max_new_tokens=2)))
+    admission = at.admit()
+    assert admission.source in (0, 1)
+    assert (admission.row.number, admission.common) == (2, 22)
+
+
+def test_engines_without_caches_of_drafts_lack_no_pages_for_them():
+    pages = Pages(8, 48, 1, Paging(SIZE, 1 + 8 + 7 * 2, 0))  # 6 of 8 pages are shared
+    at = Scheduler(8, pages=pages)
+    for _ in range(8):
+        at.add(Sequence(Request(prompt=list(range(28)), max_new_tokens=3)))
+    at.admit()
+    while (chunk := at.chunk({64: (1.0, 0.0)}, 1.0)) is not None:
+        at.read(chunk)
+    while at.admit() is not None:
+        pass
+    assert len(at.running) == 8
+
+
 @pytest.fixture(scope="module")
 def target():
     return varied_model()
@@ -291,6 +329,7 @@ def test_every_method_has_pages(name, in_place, size, target, monkeypatch):
     with mixing(PrefillBatch(1, 8, 8)), running(target, DRAFTERS[name](target), **options) as found:
         check_texts(target, found, 24, 5)
         check_pages(found)
+        assert found._device._rows == (3 if name == "stacked" else 12), "texts that are kept"
 
 
 @pytest.mark.parametrize(

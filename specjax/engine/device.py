@@ -406,7 +406,7 @@ class Device:
             self._measures, tables = True, self._tables
             number = np.arange(tables[0].size, dtype=np.int32).reshape(tables[0].shape)
             pages = paging.target_pages, paging.draft_pages
-            self._put_tables(np.stack([1 + number % (count - 1) for count in pages]))
+            self._put_tables(np.stack([1 + number % max(count - 1, 1) for count in pages]))
         for row in range(self._running):
             self.begin(row, 0)
         self.assign_all(live)

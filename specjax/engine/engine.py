@@ -880,7 +880,7 @@ def sizes_for(drafter: Drafter, rows: int, tokens: int, shards: int) -> Sizes:
     """The sizes of an engine's caches where rows hold so many tokens, all at the same time."""
     size = default_page_size(shards)
     slots = slots_of(tokens, drafter, max(_chunks()), size)
-    paging = paging_of(rows, slots, rows * slots, size)
+    paging = paging_of(drafter, rows, slots, rows * slots, size)
     return Sizes(tokens, slots, texts_of(drafter, rows, size), paging)
 
 

@@ -1,13 +1,14 @@
 """Which pages of the caches rows have: on the host, without jax."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 
 class Paging(NamedTuple):
     """Caches whose rows share pages of `size` slots: how many pages there are of the target's and
-    of each draft's. Page 0 is nobody's: rows that have no page for what they write write there.
+    of each draft's, 0 where no draft has any. Page 0 is nobody's: rows that have no page for what
+    they write write there.
     """
 
     size: int
@@ -116,7 +117,7 @@ class Pages:
     def __init__(self, rows: int, slots: int, window: int, paging: Paging) -> None:
         self._size, self._window, self._per_row = paging.size, window, slots // paging.size
         self._target = _Pool(rows, paging.target_pages)
-        self._draft = _Pool(rows, paging.draft_pages)
+        self._draft = _Pool(rows, paging.draft_pages) if paging.draft_pages else None
         self._changed: set[int] = set()
 
     def changes(self) -> dict[int, tuple[list[int], list[int]]]:
@@ -124,7 +125,8 @@ class Pages:
         asked last.
         """
         changed, self._changed = self._changed, set()
-        return {row: (self._target.of_row[row], self._draft.of_row[row]) for row in changed}
+        draft: Sequence[list[int]] = () if self._draft is None else self._draft.of_row
+        return {row: (self._target.of_row[row], draft[row] if draft else []) for row in changed}
 
     def usable(self, row: int, source: int, common: int) -> int:
         """Of `common` tokens, those that a row may take over from a source: where it is the row
@@ -141,14 +143,16 @@ class Pages:
         """Whether a row could have pages for so many tokens, once ended rows gave up theirs."""
         count, begin = self._count(tokens), self._begin(source, common)
         kept = {*running} if source is None else {*running, source}
-        target = self._target.may_have(row, count, begin, kept)
-        return target and self._draft.may_have(row, count, [], kept)
+        if not self._target.may_have(row, count, begin, kept):
+            return False
+        return self._draft is None or self._draft.may_have(row, count, [], kept)
 
     def lacks(self, row: int, tokens: int, source: int | None, common: int) -> bool:
         """Whether too few are free for that now."""
         count, begin = self._count(tokens), self._begin(source, common)
-        target = self._target.lacking(row, count, begin)
-        return max(target, self._draft.lacking(row, count, [])) > 0
+        if self._target.lacking(row, count, begin) > 0:
+            return True
+        return self._draft is not None and self._draft.lacking(row, count, []) > 0
 
     def take(self, row: int, tokens: int, source: int | None, common: int) -> None:
         """A row has pages for so many tokens, of which it takes the first `common` from another
@@ -156,7 +160,8 @@ class Pages:
         """
         count = self._count(tokens)
         self._target.take(row, count, self._begin(source, common))
-        self._draft.take(row, count, [])
+        if self._draft is not None:
+            self._draft.take(row, count, [])
         self._changed.add(row)
 
     def share(self, row: int, source: int, common: int) -> None:
@@ -168,7 +173,8 @@ class Pages:
         """A row that has ended keeps the pages of so many tokens for others."""
         count = -(-tokens // self._size)
         self._target.trim(row, count)
-        self._draft.trim(row, count)
+        if self._draft is not None:
+            self._draft.trim(row, count)
         self._changed.add(row)
 
     def counts(self, running: Iterable[int]) -> PageCounts:
@@ -176,7 +182,7 @@ class Pages:
         pool = self._target
         every = pool.held(range(len(pool.of_row)))
         own = pool.held(running)
-        leaked = pool.leaked() + self._draft.leaked()
+        leaked = pool.leaked() + (0 if self._draft is None else self._draft.leaked())
         return PageCounts(pool.total, len(pool.free), len(own), len(every - own), leaked)
 
     def _count(self, tokens: int) -> int:

@@ -119,7 +119,7 @@ def empty(target: Model, drafter: Drafter, setup: Setup, rows: int) -> EngineSta
 
     def whole(target: Model, drafter: Drafter) -> EngineState:
         made = _fresh(target, drafter, setup, jnp.zeros(rows // setup.shards, jnp.int32))
-        return made if setup.paging is None else in_pages(made, setup.paging)
+        return made if setup.paging is None else in_pages(made, setup.paging, setup.slots)
 
     return _spread(setup, whole, target, drafter)(target, drafter)
 

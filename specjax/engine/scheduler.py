@@ -261,13 +261,19 @@ class Scheduler:
         """
         tokens = len(request.prompt) + request.max_new_tokens
         running = [each.number for each in self.rows if each.sequence is not None]
-        rows = [row] if source is None or source.sequence is not None else [row, source]
+        rows = [row]
+        if source is not None and source.sequence is None:
+            if row is source and pages.usable(row.number, row.number, common) < common:
+                free = (each for each in self.rows if each.sequence is None and each is not row)
+                rows = [*sorted(free, key=lambda each: each.used)[:1], row]
+            elif row is not source:
+                rows.append(source)
         for own in rows:
-            taken = source
+            taken, held = source, common
             if source is not None:
-                common = pages.usable(own.number, source.number, common)
-                taken = source if common >= _LEAST_PREFIX else None
-            begin = own.number, tokens, None if taken is None else taken.number, common
+                held = pages.usable(own.number, source.number, common)
+                taken = source if held >= _LEAST_PREFIX else None
+            begin = own.number, tokens, None if taken is None else taken.number, held
             if pages.may_have(*begin, running):
                 ended = (each for each in self.rows if each.sequence is None)
                 others = (each for each in ended if each not in (own, taken))
@@ -276,7 +282,7 @@ class Scheduler:
                         break
                     self._forget(each)
                 pages.take(*begin)
-                return own, taken, common
+                return own, taken, held
         return None
 
     def forget(self) -> None:
@@ -306,6 +312,7 @@ class Scheduler:
         source, common = self._best_prefix(sequence.request)
         if source is None or source is row or common < sequence.prefilled + _LEAST_PREFIX:
             return None
+        self._touch(source)
         sequence.prefilled, row.tokens = common, list(sequence.request.prompt[:common])
         row.drafted = _drafted_of(source, common)
         if self.pages is not None:

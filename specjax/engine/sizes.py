@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
 from specjax.decoding.request import check_memory, memory_plan
 from specjax.draft.drafter import Drafter
@@ -23,6 +24,8 @@ _LEAST_CONTEXT, _SHARE_FOR_TEXTS = 2048, 0.8
 and the share of free memory that texts may have then. Programs and compiling them need the rest."""
 _TEXTS_A_ROW = 4
 """Texts that are kept for each that runs, where they are pages and little else."""
+_BYTES_A_TEXT = 9
+"""Bytes of such a text for each token of the vocabulary (bias, counts) or of its own (ids)."""
 _DRAFT_PAGES = 2
 """Pages of drafts there are for each of the target's, which rows share."""
 
@@ -60,13 +63,17 @@ def sizes_of(
     size = default_page_size(shards) if page_size is None else page_size
 
     def plan(slots: int, tokens: int) -> memory.Plan:
-        held = _held(paging_of(rows, slots, tokens, size))
+        held = _held(paging_of(drafter, rows, slots, tokens, size))
         return memory_plan(target, drafter, rule, rows, chunk, slots, paged=held)
 
     spare = plan(_SLOT_MULTIPLE, _SLOT_MULTIPLE).available
 
-    def fits(needed: memory.Plan) -> bool:
-        return spare is None or needed.beside_weights <= _SHARE_FOR_TEXTS * spare
+    def fits(needed: memory.Plan, slots: int) -> bool:
+        if spare is None:
+            return True
+        ended = texts_of(drafter, rows, size) - rows
+        kept = ended * (slots + target.config.vocab_size) * _BYTES_A_TEXT
+        return needed.beside_weights + kept <= _SHARE_FOR_TEXTS * spare
 
     slots_for = partial(slots_of, drafter=drafter, chunk=chunk, page_size=size)
     if kv_cache_tokens is not None:
@@ -78,19 +85,17 @@ def sizes_of(
             )
     if max_model_len is None:
 
-        def alone(tokens: int) -> memory.Plan:
+        def alone(tokens: int) -> bool:
             slots = slots_for(tokens)
-            return plan(slots, kv_cache_tokens or slots)
+            return fits(plan(slots, kv_cache_tokens or slots), slots)
 
-        max_model_len = _most_that_fits(
-            min(_LEAST_CONTEXT, most), most, lambda tokens: fits(alone(tokens))
-        )
+        max_model_len = _most_that_fits(min(_LEAST_CONTEXT, most), most, alone)
     slots, paging = slots_for(max_model_len), None
     if size:
         tokens = kv_cache_tokens or _most_that_fits(
-            slots, rows * slots, lambda tokens: fits(plan(slots, tokens))
+            slots, rows * slots, lambda tokens: fits(plan(slots, tokens), slots)
         )
-        paging = paging_of(rows, slots, tokens, size)
+        paging = paging_of(drafter, rows, slots, tokens, size)
     try:
         check_memory(target, drafter, rule, rows, chunk, slots, paged=_held(paging))
     except ValueError as error:
@@ -99,16 +104,16 @@ def sizes_of(
 
 
 def default_page_size(shards: int) -> int:
-    """Slots of a page where none are named; 0 where rows have no pages."""
-    return _PAGE_SIZES[platform()] if shards == 1 else 0
+    """Slots of a page where none are named; 0 where rows have no pages, as over several devices,
+    and where attention is XLA's, which would copy all that rows may hold.
+    """
+    return 0 if shards > 1 or named() in ("xla", "reference") else _PAGE_SIZES[platform()]
 
 
 def texts_of(drafter: Drafter, rows: int, page_size: int) -> int:
-    """How many texts an engine of so many rows keeps; of drafts that are stacked each has a whole
-    cache.
-    """
-    stacked = any(draft.copies > 1 for draft in memory.loads_in(drafter))
-    return rows * (_TEXTS_A_ROW if page_size and not stacked else 1)
+    """How many texts an engine of so many rows keeps; of a pool of drafts each has whole caches."""
+    pools = any(draft.pool for draft in memory.loads_in(drafter))
+    return rows * (_TEXTS_A_ROW if page_size and not pools else 1)
 
 
 def slots_of(tokens: int, drafter: Drafter, chunk: int, page_size: int) -> int:
@@ -118,12 +123,19 @@ def slots_of(tokens: int, drafter: Drafter, chunk: int, page_size: int) -> int:
     return multiple * (max(count, 2) if page_size else count)  # with one page it would be a row
 
 
-def paging_of(rows: int, slots: int, tokens: int, page_size: int) -> Paging | None:
-    """The pages of caches for so many tokens; None where rows have none."""
+def paging_of(
+    drafter: Drafter, rows: int, slots: int, tokens: int, page_size: int
+) -> Paging | None:
+    """The pages of caches for so many tokens, of an engine of so many rows; None where they have
+    none.
+    """
     if not page_size:
         return None
-    whole, wanted = rows * slots // page_size, -(-tokens // page_size)
-    return Paging(page_size, 1 + min(whole, wanted), 1 + min(whole, _DRAFT_PAGES * wanted))
+    whole = texts_of(drafter, rows, page_size) * slots // page_size
+    wanted, drafts = tokens // page_size, 0
+    if any(not draft.pool for draft in memory.loads_in(drafter)):
+        drafts = 1 + min(whole, _DRAFT_PAGES * wanted)
+    return Paging(page_size, 1 + min(whole, wanted), drafts)
 
 
 def _held(paging: Paging | None) -> tuple[int, int] | None:

@@ -168,8 +168,10 @@ def copy_row(
     return _leaves(specs, of_cache, one, state)
 
 
-def in_pages(state: EngineState, paging: Paging) -> EngineState:
-    """A state whose rows hold next to nothing, with caches of pages, none of which is a row's."""
+def in_pages(state: EngineState, paging: Paging, slots: int) -> EngineState:
+    """A state whose rows hold next to nothing, with caches of pages, none of which is a row's; rows
+    may have pages for so many slots.
+    """
 
     def of_pages(cache: KVCache, pages: int) -> KVCache:
         lead = _row_axis(cache)
@@ -179,7 +181,7 @@ def in_pages(state: EngineState, paging: Paging) -> EngineState:
             shape[lead], shape[axis] = pages, paging.size
             return jnp.zeros(shape, x.dtype)
 
-        rows, slots = cache.length.shape[0], cache.slots
+        rows = cache.length.shape[0]
         return KVCache(
             tuple(zeros(x, -1) for x in cache.keys),
             tuple(zeros(x, -2) for x in cache.values),

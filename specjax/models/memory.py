@@ -50,7 +50,8 @@ class Load(NamedTuple):
     """A model and how it is held: in `dtype`, `copies` of it, placed somehow.
 
     `held` are the bytes of weights that are quantized, of all devices that share a layer. Layers of
-    a `streamed` model come in every pass; those of a `stacked` one are run by a loop.
+    a `streamed` model come in every pass; those of a `stacked` one are run by a loop. One of a
+    `pool` is run under `vmap` with others.
     """
 
     placed: Placement
@@ -59,6 +60,7 @@ class Load(NamedTuple):
     held: int | None = None
     streamed: bool = False
     stacked: bool = False
+    pool: bool = False
 
     @property
     def parts(self) -> int:
@@ -134,7 +136,8 @@ def load_of(model: Model, beside: Any = None) -> Load:
 
     Of one that is quantized those weights do not count that are also in the tree `beside`.
     """
-    stack = model.embedding.shape[0] if len(model.embedding.shape) == 3 else 1
+    pool = len(model.embedding.shape) == 3
+    stack = model.embedding.shape[0] if pool else 1
     mesh = mesh_of(model)
     placed = Placement(model.config, mesh, model.axis)
     held = None
@@ -145,7 +148,9 @@ def load_of(model: Model, beside: Any = None) -> Load:
         own = [leaf for leaf in jax.tree.leaves(model) if id(leaf) not in others]
         held = sum(leaf.nbytes for leaf in own) // stack
     copies = -(-stack // size_of(mesh, DRAFT))
-    return Load(placed, model.embedding.dtype, copies, held, not model.is_whole, model.is_stacked)
+    return Load(
+        placed, model.embedding.dtype, copies, held, not model.is_whole, model.is_stacked, pool
+    )
 
 
 def loads_in(tree: Any, beside: Any = None) -> list[Load]:
@@ -197,29 +202,29 @@ def plan(
     Drafts read prompts of `prompt` tokens in one pass. `live_distributions` is that of the rule
     that decides (`Rule.live_distributions`); `hidden_layers` is how many of the target's hidden
     states the drafts see. Where caches have pages, `paged` are the tokens that the target's have
-    room for and those that a draft's have; drafts that are stacked have none. Tables that draft
-    without a model are left out, and that a pool which is stacked is held a second time.
+    room for and those that a draft's have; those of pools have none. Kernels read pages where they
+    lie, and one prompt is read at a time. Tables that draft without a model are left out, and that
+    a pool which is stacked is held a second time.
     """
+    readers, seen = (rows, slots) if paged is None else (1, 0)
     own = -(-rows // size_of(target.placed.mesh, DATA))
     layers = sum(draft.placed.config.num_layers for draft in drafts)
     scoring = int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
     shown = 8 * hidden_layers * target.placed.config.hidden_size  # as they were made, and together
-    scoring += target.step(own, nodes, slots) + own * nodes * shown
+    scoring += target.step(own, nodes, seen) + own * nodes * shown
     process = STREAMED_PROCESS + layers * DRAFTED_LAYER
     return Plan(
         weights=target.weights,
         draft_weights=sum(draft.weights for draft in drafts),
         caches=target.caches(own, slots) if paged is None else target.caches(1, paged[0]),
         draft_caches=sum(
-            draft.caches(own, slots)
-            if paged is None or draft.copies > 1
-            else draft.caches(1, paged[1])
+            draft.caches(own, slots) if paged is None or draft.pool else draft.caches(1, paged[1])
             for draft in drafts
         ),
-        trees=max([scoring, *(draft.step(own, nodes, slots) for draft in drafts)]),
-        prompts=target.reading(own, prompt, slots)
-        + own * prompt * shown
-        + sum(draft.prefill(own, prompt) for draft in drafts),
+        trees=max([scoring, *(draft.step(own, nodes, seen) for draft in drafts)]),
+        prompts=target.reading(min(own, readers), prompt, seen)
+        + min(own, readers) * prompt * shown
+        + sum(draft.prefill(min(own, readers), prompt) for draft in drafts),
         process=process if target.streamed and platform() == "cpu" else 0,
         available=available(target.placed.mesh),
     )
