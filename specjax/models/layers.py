@@ -14,7 +14,7 @@ jax 0.10.2, 2026-11-20, matrices of 1792 × 640:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -43,6 +43,8 @@ _MOST_OF_BFLOAT16 = 2 * MOST_COLUMNS
 """Columns up to which `cpu_matmul` multiplies a matrix that is kept in bfloat16 (`_packed_linear`
 says how long either way takes)."""
 _UNROLLED_ROWS = 16
+_FEW_TO_WRITE = 8
+"""Tokens of a row that a CPU writes to pages one by one, rather than to write pages anew."""
 _FEW_TOKENS = 64
 _UNPACKED_BYTES = 8 * 2**20
 
@@ -521,12 +523,8 @@ def write_window(
         own = lax.dynamic_index_in_dim(window, index, lead, keepdims=True)
         return lax.dynamic_update_slice(buffer, own, at)
 
-    if count <= _UNROLLED_ROWS:
-        for row in range(count):
-            buffer = written(row, buffer)
-        return buffer
-    if pages is not None:
-        return lax.fori_loop(0, count, written, buffer)
+    if count <= _UNROLLED_ROWS or pages is not None:
+        return _one_by_one(written, count, buffer)
     update = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(update, (lead, lead, 0), lead)(buffer, window, start)
 
@@ -564,8 +562,23 @@ def _written_to_pages(
     pages: Int32[Array, "B N"],
     lead: int,
 ) -> Array:
-    """What `write_window` gives of pages, each of them read, changed and written back."""
+    """What `write_window` gives of pages: tokens one by one where they are few, or else each page
+    that they lie in, read, changed and written back.
+    """
     count, width, size = window.shape[lead], window.shape[axis], buffer.shape[axis]
+    if width == 1 or (width <= _FEW_TO_WRITE and _on_cpu()):
+
+        def token(index: Array | int, buffer: Array) -> Array:
+            row, part = index // width, index % width
+            slot = start[row] + part
+            own = lax.dynamic_index_in_dim(window, row, lead, keepdims=True)
+            own = lax.dynamic_index_in_dim(own, part, axis, keepdims=True)
+            at = [jnp.int32(0)] * buffer.ndim
+            at[lead] = pages.at[row, slot // size].get(mode="fill", fill_value=0)
+            at[axis] = slot % size
+            return lax.dynamic_update_slice(buffer, own, at)
+
+        return _one_by_one(token, count * width, buffer)
     touched = (width + size - 2) // size + 1
     spare = [(0, 0)] * window.ndim
     spare[axis] = (size, touched * size)
@@ -586,8 +599,13 @@ def _written_to_pages(
         own = jnp.where((token >= 0) & (token < width), _in_order(own), held)
         return lax.dynamic_update_slice(buffer, own, at)
 
-    if count * touched <= _UNROLLED_ROWS:
-        for index in range(count * touched):
-            buffer = written(index, buffer)
-        return buffer
-    return lax.fori_loop(0, count * touched, written, buffer)
+    return _one_by_one(written, count * touched, buffer)
+
+
+def _one_by_one(written: Callable[[Array | int, Array], Array], count: int, buffer: Array) -> Array:
+    """`buffer` with so many parts written, the few of which XLA writes in place as they stand."""
+    if count > _UNROLLED_ROWS:
+        return lax.fori_loop(0, count, written, buffer)
+    for index in range(count):
+        buffer = written(index, buffer)
+    return buffer
