@@ -87,6 +87,8 @@ class Abuse:
     """Rows of the server."""
     method: str = "chain"
     """What drafts."""
+    page_size: int | None = None
+    """Of its KV cache, which has room for three of the longest texts then."""
 
 
 class Server:
@@ -98,6 +100,10 @@ class Server:
             "--served-model-name", "m", "--method", abuse.method, "--rows", str(abuse.rows),
             "--drain-seconds", "10", "--max-waiting", "2048",
         )  # fmt: skip
+        self._paged = bool(abuse.page_size)
+        if abuse.page_size:
+            room = str(3 * CONTEXT + abuse.page_size)
+            self._flags += "--page-size", str(abuse.page_size), "--kv-cache-tokens", room
         self.url, self.port = "", 0
 
     @contextlib.contextmanager
@@ -114,11 +120,14 @@ class Server:
         line = next(each for each in lines if f'="{label}' in each)
         return float(line.split()[-1])
 
-    def left_behind(self, seconds: float = 30.0) -> tuple[float, float]:
-        """Rows and places in the queue that are taken still, at the latest after `seconds`."""
+    def left_behind(self, seconds: float = 30.0) -> list[float]:
+        """Rows and places in the queue that are taken still, at the latest after `seconds`; and
+        pages that have leaked, where there are any.
+        """
         end = time.monotonic() + seconds
         while True:
-            found = self.gauge("num_requests_running"), self.gauge("num_requests_waiting")
+            found = [self.gauge("num_requests_running"), self.gauge("num_requests_waiting")]
+            found += [self.gauge("kv_cache_pages_leaked")] if self._paged else []
             if not any(found) or time.monotonic() > end:
                 return found
             time.sleep(0.1)
@@ -377,7 +386,7 @@ def main() -> None:
     server = Server(abuse, draft, target)
     with server.running() as process:
         asyncio.run(sent(server, abuse, process.pid))
-        print("  rows and places in the queue taken in the end:", server.left_behind())
+        print("  rows, places in the queue (and pages) taken in the end:", server.left_behind())
         shutil.copytree(draft, draft.parent / "kept")
         shutil.rmtree(draft)
         asyncio.run(sent(server, dataclasses.replace(abuse, requests=100), process.pid))
