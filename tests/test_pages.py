@@ -352,4 +352,6 @@ def test_a_context_is_as_long_as_its_pages(target):
     engine = Engine(target, None, rows=2, page_size=64, kv_cache_tokens=128)
     assert engine.max_model_len == 127
     assert engine.page_counts == (2, 2, 0, 0, 0)
+    odd = Engine(target, None, rows=2, page_size=64, kv_cache_tokens=127)
+    assert (odd.max_model_len, odd.page_counts.total, odd.kv_cache_tokens) == (63, 1, 64)
     assert Engine(target, None, rows=2).page_counts is None
