@@ -117,9 +117,16 @@ DEFECTS = {
     "COPY": Defect(
         "the last part of a copied row is left out",
         "specjax/engine/state.py",
-        "chunks = jnp.where(source == row, 0, -(-length // size))",
-        "chunks = jnp.where(source == row, 0, length // size)",
+        "lax.fori_loop(first // size, -(-length // size), chunk, held)",
+        "lax.fori_loop(first // size, length // size, chunk, held)",
         ("engine",),
+    ),
+    "PAGES": Defect(
+        "a row shares the page in which what it takes over ends",
+        "specjax/engine/pages.py",
+        "self._target.of_row[source][: (common - 1) // self._size]",
+        "self._target.of_row[source][: -(-(common - 1) // self._size)]",
+        ("pages",),
     ),
     "PACKING": Defect(
         "packed columns begin with the second node",
