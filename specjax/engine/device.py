@@ -17,7 +17,7 @@ from specjax.draft.drafter import Drafter, TokenLogprobs
 from specjax.engine import checks, programs
 from specjax.engine.programs import Given, Parameters, Setup, packed
 from specjax.engine.request import Logprob, Request
-from specjax.engine.state import EngineState, tables_of, with_tables
+from specjax.engine.state import EngineState, tables_of
 from specjax.engine.watch import WatchedNode
 from specjax.goodput.bursts import BURST
 from specjax.goodput.chunks import PrefillBatch
@@ -147,10 +147,12 @@ class Device:
 
         begun_state = jax.jit(begun)(target, drafter)
         self._state, self._state_tree = jax.tree.flatten(begun_state)
+        tables = {id(leaf) for leaf in tables_of(begun_state)}  # that of the target comes first
+        self._table_places = [at for at, leaf in enumerate(self._state) if id(leaf) in tables]
         self._shapes = [_shape_of(leaf) for leaf in self._state]  # a program may have it right now
-        self._tables = np.zeros((2, rows, 0), np.int32)
         if (paging := setup.paging) is not None:
-            self._tables = np.zeros((2, rows, setup.slots // paging.size), np.int32)
+            kinds = 1 + (paging.draft_pages > 0)
+            self._tables = np.zeros((kinds, rows, setup.slots // paging.size), np.int32)
         self._measures = False
         self._programs: dict[tuple[Any, ...], Any] = {}
         self._control: dict[tuple[tuple[int, ...], ...], jax.Array] = {}
@@ -188,8 +190,8 @@ class Device:
         lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._shapes, *call.given)
         return lowered.compile()
 
-    def place(self, changes: Mapping[int, tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Rows lie in these pages from here on, of the target's caches and of the drafts'."""
+    def place(self, changes: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        """Rows lie in these pages from here on: of the target's cache, then of the drafts'."""
         for row, own in changes.items():
             for table, pages in zip(self._tables, own, strict=True):
                 table[row] = 0
@@ -199,14 +201,9 @@ class Device:
             self._put_tables(self._tables)
 
     def _put_tables(self, tables: np.ndarray) -> None:
-        state = jax.tree.unflatten(self._state_tree, self._state)
-        target, *drafts = tables_of(state)
-        own = [(tables[0], target), *((tables[1], each) for each in drafts)]
-        put = [
-            jax.device_put(table.copy(), like.sharding if like.committed else None)
-            for table, like in own
-        ]
-        self._state = jax.tree.leaves(with_tables(state, put))
+        for number, at in enumerate(self._table_places):
+            own = tables[min(number, 1)].copy()  # which later changes leave alone
+            self._state[at] = jax.device_put(own, self._shapes[at].sharding)
 
     def begin(self, row: int, token: int) -> None:
         """A row holds nothing but a token."""
@@ -400,13 +397,13 @@ class Device:
         """New texts in as many rows as run, of which the first `live` decode, for as long as there
         is room.
 
-        Rows may lie in the same pages then: nobody reads them.
+        They lie in as many pages as there are, the first ones of each row; past them in page 0.
         """
         if (paging := self._setup.paging) is not None:
-            self._measures, tables = True, self._tables
-            number = np.arange(tables[0].size, dtype=np.int32).reshape(tables[0].shape)
-            pages = paging.target_pages, paging.draft_pages
-            self._put_tables(np.stack([1 + number % max(count - 1, 1) for count in pages]))
+            self._measures, (kinds, rows, each) = True, self._tables.shape
+            number = np.arange(1, 1 + rows * each, dtype=np.int32).reshape(each, rows).T
+            counts = (paging.target_pages, paging.draft_pages)[:kinds]
+            self._put_tables(np.stack([np.where(number < most, number, 0) for most in counts]))
         for row in range(self._running):
             self.begin(row, 0)
         self.assign_all(live)

@@ -190,13 +190,13 @@ class Engine:
         self._costs_of = partial(measured.name_of, (target, drafter), sizes=sizes)
         self._device: Device | None = None
         self._reuses = shards == 1 and can_truncate(target, drafter)
-        self._pages, self.kv_cache_tokens = None, rows * self.max_model_len
+        pages, self.kv_cache_tokens = None, rows * self.max_model_len
         if sizes.paging is not None:
             self.kv_cache_tokens = sizes.paging.size * (sizes.paging.target_pages - 1)
-            self._pages = Pages(sizes.texts, sizes.slots, drafter.window, sizes.paging)
+            pages = Pages(sizes.texts, sizes.slots, drafter.window, sizes.paging)
         self._scheduler = Scheduler(
             rows, texts=sizes.texts, reuses=self._reuses, max_requests=max_waiting,
-            max_tokens=max_waiting_tokens, pages=self._pages,
+            max_tokens=max_waiting_tokens, pages=pages,
         )  # fmt: skip
         self.speculation = _speculation(drafter, rows, columns, options, shards)
         self._window = drafter.window
@@ -234,11 +234,11 @@ class Engine:
     @property
     def page_counts(self) -> PageCounts | None:
         """How many pages the caches have, and whose; None where rows have none."""
-        if self._pages is None:
+        if self._scheduler.pages is None:
             return None
         with self._lock:
             running = [row.number for row in self._scheduler.rows if row.sequence is not None]
-            return self._pages.counts(running)
+            return self._scheduler.pages.counts(running)
 
     def statistics(self) -> Statistics:
         """Counts of all requests since the start."""
@@ -547,9 +547,9 @@ class Engine:
     def _place(self) -> None:
         """Rows lie on the device in the pages that they have, before one begins."""
         assert self._device is not None
-        if self._pages is not None:
+        if self._scheduler.pages is not None:
             with self._lock:
-                changes = self._pages.changes()
+                changes = self._scheduler.pages.changes()
             self._device.place(changes)
 
     def _admit(self, admission: Admission) -> None:

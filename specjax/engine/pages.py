@@ -1,7 +1,7 @@
 """Which pages of the caches rows have: on the host, without jax."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -117,16 +117,17 @@ class Pages:
     def __init__(self, rows: int, slots: int, window: int, paging: Paging) -> None:
         self._size, self._window, self._per_row = paging.size, window, slots // paging.size
         self._target = _Pool(rows, paging.target_pages)
-        self._draft = _Pool(rows, paging.draft_pages) if paging.draft_pages else None
+        self._pools = [self._target]
+        if paging.draft_pages:
+            self._pools.append(_Pool(rows, paging.draft_pages))
         self._changed: set[int] = set()
 
-    def changes(self) -> dict[int, tuple[list[int], list[int]]]:
-        """The pages of each row, of the target and of drafts, whose pages are others since this was
-        asked last.
+    def changes(self) -> dict[int, list[list[int]]]:
+        """The pages of each row whose pages are others since this was asked last: the target's, and
+        then a draft's where it has any.
         """
         changed, self._changed = self._changed, set()
-        draft: Sequence[list[int]] = () if self._draft is None else self._draft.of_row
-        return {row: (self._target.of_row[row], draft[row] if draft else []) for row in changed}
+        return {row: [pool.of_row[row] for pool in self._pools] for row in changed}
 
     def usable(self, row: int, source: int, common: int) -> int:
         """Of `common` tokens, those that a row may take over from a source: where it is the row
@@ -141,40 +142,33 @@ class Pages:
         self, row: int, tokens: int, source: int | None, common: int, running: Iterable[int]
     ) -> bool:
         """Whether a row could have pages for so many tokens, once ended rows gave up theirs."""
-        count, begin = self._count(tokens), self._begin(source, common)
         kept = {*running} if source is None else {*running, source}
-        if not self._target.may_have(row, count, begin, kept):
-            return False
-        return self._draft is None or self._draft.may_have(row, count, [], kept)
+        count = self._count(tokens)
+        wanted = self._wanted(source, common)
+        return all(pool.may_have(row, count, begin, kept) for pool, begin in wanted)
 
     def lacks(self, row: int, tokens: int, source: int | None, common: int) -> bool:
         """Whether too few are free for that now."""
-        count, begin = self._count(tokens), self._begin(source, common)
-        if self._target.lacking(row, count, begin) > 0:
-            return True
-        return self._draft is not None and self._draft.lacking(row, count, []) > 0
+        count, wanted = self._count(tokens), self._wanted(source, common)
+        return any(pool.lacking(row, count, begin) > 0 for pool, begin in wanted)
 
     def take(self, row: int, tokens: int, source: int | None, common: int) -> None:
         """A row has pages for so many tokens, of which it takes the first `common` from another
         one (or itself). Of the last page of these the device has to copy what counts.
         """
-        count = self._count(tokens)
-        self._target.take(row, count, self._begin(source, common))
-        if self._draft is not None:
-            self._draft.take(row, count, [])
+        for pool, begin in self._wanted(source, common):
+            pool.take(row, self._count(tokens), begin)
         self._changed.add(row)
 
     def share(self, row: int, source: int, common: int) -> None:
         """A row that has its pages takes the first `common` tokens from another one."""
-        self._target.take(row, len(self._target.of_row[row]), self._begin(source, common))
+        self._target.take(row, len(self._target.of_row[row]), self._full_pages(source, common))
         self._changed.add(row)
 
     def trim(self, row: int, tokens: int) -> None:
         """A row that has ended keeps the pages of so many tokens for others."""
-        count = -(-tokens // self._size)
-        self._target.trim(row, count)
-        if self._draft is not None:
-            self._draft.trim(row, count)
+        for pool in self._pools:
+            pool.trim(row, -(-tokens // self._size))
         self._changed.add(row)
 
     def counts(self, running: Iterable[int]) -> PageCounts:
@@ -182,13 +176,18 @@ class Pages:
         pool = self._target
         every = pool.held(range(len(pool.of_row)))
         own = pool.held(running)
-        leaked = pool.leaked() + (0 if self._draft is None else self._draft.leaked())
+        leaked = sum(each.leaked() for each in self._pools)
         return PageCounts(pool.total, len(pool.free), len(own), len(every - own), leaked)
 
     def _count(self, tokens: int) -> int:
         """Pages of a row with so many tokens, and what steps write behind the last of them."""
         return min(-(-(tokens + self._window) // self._size), self._per_row)
 
-    def _begin(self, source: int | None, common: int) -> list[int]:
-        """The full pages of what is taken over; the last token is in no cache yet."""
-        return [] if source is None else self._target.of_row[source][: (common - 1) // self._size]
+    def _wanted(self, source: int | None, common: int) -> list[tuple[_Pool, list[int]]]:
+        """Each pool, and the pages of it that a row shares which takes over so many tokens."""
+        begin = [] if source is None else self._full_pages(source, common)
+        return [(pool, begin if pool is self._target else []) for pool in self._pools]
+
+    def _full_pages(self, source: int, common: int) -> list[int]:
+        """Those of the first tokens of a row; the last of these is in no cache yet."""
+        return self._target.of_row[source][: (common - 1) // self._size]

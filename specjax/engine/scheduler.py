@@ -233,15 +233,10 @@ class Scheduler:
         if full or not self.waiting or not may_join(self.waiting[0].request):
             return None
         sequence = self.waiting[0]
-        source, common = self._best_prefix(sequence.request)
-        row = min(free, key=lambda row: (row is source, row.used))
-        if source is not None and source.sequence is None and 2 * common >= len(source.tokens):
-            row = source  # more of it would be of use to this request than to others
-        if self.pages is not None:
-            found = self._with_pages(self.pages, sequence.request, row, source, common)
-            if found is None:
-                return None
-            row, source, common = found
+        found = self._place_for(sequence.request, free)
+        if found is None:
+            return None
+        row, source, common = found
         self.waiting.popleft()
         if source is not None:
             self._touch(source)
@@ -253,37 +248,47 @@ class Scheduler:
             self._prefilling.append(row)
         return Admission(row, None if source is None else source.number, sequence.prefilled)
 
-    def _with_pages(
-        self, pages: Pages, request: Request, row: Row, source: Row | None, common: int
+    def _place_for(
+        self, request: Request, free: Iterable[Row]
     ) -> tuple[Row, Row | None, int] | None:
-        """A row that has pages for a request now, and what it takes over from which; None as long
-        as those that run need too many.
+        """The row that a request gets, with pages where there are some, and how many tokens it
+        takes over from which; None as long as those that run need too many pages.
         """
-        tokens = len(request.prompt) + request.max_new_tokens
-        running = [each.number for each in self.rows if each.sequence is not None]
-        rows = [row]
-        if source is not None and source.sequence is None:
-            if row is source and pages.usable(row.number, row.number, common) < common:
-                free = (each for each in self.rows if each.sequence is None and each is not row)
-                rows = [*sorted(free, key=lambda each: each.used)[:1], row]
-            elif row is not source:
-                rows.append(source)
-        for own in rows:
-            taken, held = source, common
-            if source is not None:
-                held = pages.usable(own.number, source.number, common)
-                taken = source if held >= _LEAST_PREFIX else None
-            begin = own.number, tokens, None if taken is None else taken.number, held
-            if pages.may_have(*begin, running):
-                ended = (each for each in self.rows if each.sequence is None)
-                others = (each for each in ended if each not in (own, taken))
-                for each in sorted(others, key=lambda each: each.used):
-                    if not pages.lacks(*begin):
-                        break
-                    self._forget(each)
-                pages.take(*begin)
-                return own, taken, held
+        source, common = self._best_prefix(request)
+        rows = sorted(free, key=lambda row: (row is source, row.used))[:1]
+        if source is not None and source.sequence is None and source not in rows:
+            # The source's own, if more of it is of use to this request than to others.
+            rows.insert(0 if 2 * common >= len(source.tokens) else 1, source)
+        if self.pages is None:
+            return rows[0], source, common
+        for row in sorted(rows, key=lambda row: self._usable(row, source, common) < common):
+            own = self._usable(row, source, common)
+            taken = source if own >= _LEAST_PREFIX else None
+            if self._takes_pages(self.pages, request, row, taken, own):
+                return row, taken, own
         return None
+
+    def _usable(self, row: Row, source: Row | None, common: int) -> int:
+        """What a row can take over of what a request has in common with a source."""
+        if self.pages is None or source is None:
+            return common
+        return self.pages.usable(row.number, source.number, common)
+
+    def _takes_pages(
+        self, pages: Pages, request: Request, row: Row, source: Row | None, common: int
+    ) -> bool:
+        """Whether a row gets pages for a request; texts that have ended give up theirs for it."""
+        tokens = len(request.prompt) + request.max_new_tokens
+        begin = row.number, tokens, None if source is None else source.number, common
+        if not pages.may_have(*begin, (own.number for own in self.rows if own.sequence)):
+            return False
+        ended = (own for own in self.rows if own.sequence is None and own not in (row, source))
+        for own in sorted(ended, key=lambda own: own.used):
+            if not pages.lacks(*begin):
+                break
+            self._forget(own)
+        pages.take(*begin)
+        return True
 
     def forget(self) -> None:
         """Free rows hold nothing any more that a request could begin with."""

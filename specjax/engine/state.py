@@ -1,6 +1,5 @@
 """The state of an engine's rows on the device, and rows taken out of it and put back."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -199,23 +198,8 @@ def in_pages(state: EngineState, paging: Paging, slots: int) -> EngineState:
     return replace(state, decode=replace(decode, cache=cache, draft=draft))
 
 
-def with_tables(state: EngineState, tables: Sequence[Array]) -> EngineState:
-    """A state whose rows lie in other pages: the tables of the target's cache and of each of the
-    drafts' that has pages, in order.
-    """
-    own = iter(tables)
-
-    def one(node: Any) -> Any:
-        is_paged = isinstance(node, KVCache) and node.pages is not None
-        return replace(node, pages=next(own)) if is_paged else node
-
-    decode = state.decode
-    cache, draft = one(decode.cache), jax.tree.map(one, decode.draft, is_leaf=_is_cache)
-    return replace(state, decode=replace(decode, cache=cache, draft=draft))
-
-
 def tables_of(state: EngineState) -> list[Array]:
-    """Where rows lie: the tables of caches that have pages, in the order of `with_tables`."""
+    """Where rows lie: the tables of the target's cache, and of drafts' caches that have pages."""
     caches = [state.decode.cache, *jax.tree.leaves(state.decode.draft, is_leaf=_is_cache)]
     return [each.pages for each in caches if _is_cache(each) and each.pages is not None]
 

@@ -516,17 +516,24 @@ def write_window(
     if pages is not None and pages.shape[1] > 1:
         return _written_to_pages(buffer, window, start, axis, pages, lead)
 
-    def written(index: Array | int, buffer: Array) -> Array:
-        at = [jnp.int32(0)] * buffer.ndim
-        at[lead] = jnp.int32(index) if pages is None else pages[index, 0]
-        at[axis] = start[index]
-        own = lax.dynamic_index_in_dim(window, index, lead, keepdims=True)
-        return lax.dynamic_update_slice(buffer, own, at)
+    def written(row: Array | int, buffer: Array) -> Array:
+        own = lax.dynamic_index_in_dim(window, row, lead, keepdims=True)
+        place = row if pages is None else pages[row, 0]
+        return lax.dynamic_update_slice(buffer, own, _at(buffer, lead, place, axis, start[row]))
 
     if count <= _UNROLLED_ROWS or pages is not None:
         return _one_by_one(written, count, buffer)
     update = partial(lax.dynamic_update_slice_in_dim, axis=axis - 1)
     return jax.vmap(update, (lead, lead, 0), lead)(buffer, window, start)
+
+
+def _at(
+    buffer: Array, lead: int, place: Array | int, axis: int, slot: Array | int
+) -> list[Array | int]:
+    """Where a slot of a row or page is in a buffer."""
+    at: list[Array | int] = [0] * buffer.ndim
+    at[lead], at[axis] = place, slot
+    return at
 
 
 def _scattered(
@@ -566,6 +573,10 @@ def _written_to_pages(
     that they lie in, read, changed and written back.
     """
     count, width, size = window.shape[lead], window.shape[axis], buffer.shape[axis]
+
+    def page_of(row: Array | int, number: Array) -> Array:
+        return pages.at[row, number].get(mode="fill", fill_value=0)
+
     if width == 1 or (width <= _FEW_TO_WRITE and _on_cpu()):
 
         def token(index: Array | int, buffer: Array) -> Array:
@@ -573,9 +584,7 @@ def _written_to_pages(
             slot = start[row] + part
             own = lax.dynamic_index_in_dim(window, row, lead, keepdims=True)
             own = lax.dynamic_index_in_dim(own, part, axis, keepdims=True)
-            at = [jnp.int32(0)] * buffer.ndim
-            at[lead] = pages.at[row, slot // size].get(mode="fill", fill_value=0)
-            at[axis] = slot % size
+            at = _at(buffer, lead, page_of(row, slot // size), axis, slot % size)
             return lax.dynamic_update_slice(buffer, own, at)
 
         return _one_by_one(token, count * width, buffer)
@@ -593,8 +602,7 @@ def _written_to_pages(
         own = lax.dynamic_index_in_dim(padded, row, lead, keepdims=True)
         own = lax.dynamic_slice_in_dim(own, size * (1 + part) - begin, size, axis)
         token = slots + (size * part - begin)
-        at = [jnp.int32(0)] * buffer.ndim
-        at[lead] = pages.at[row, start[row] // size + part].get(mode="fill", fill_value=0)
+        at = _at(buffer, lead, page_of(row, start[row] // size + part), axis, 0)
         held = lax.dynamic_slice(buffer, at, shape)
         own = jnp.where((token >= 0) & (token < width), _in_order(own), held)
         return lax.dynamic_update_slice(buffer, own, at)

@@ -206,8 +206,8 @@ def plan(
     lie, and one prompt is read at a time. Tables that draft without a model are left out, and that
     a pool which is stacked is held a second time.
     """
-    readers, seen = (rows, slots) if paged is None else (1, 0)
     own = -(-rows // size_of(target.placed.mesh, DATA))
+    readers, seen = (own, slots) if paged is None else (1, 0)
     layers = sum(draft.placed.config.num_layers for draft in drafts)
     scoring = int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
     shown = 8 * hidden_layers * target.placed.config.hidden_size  # as they were made, and together
@@ -222,9 +222,9 @@ def plan(
             for draft in drafts
         ),
         trees=max([scoring, *(draft.step(own, nodes, seen) for draft in drafts)]),
-        prompts=target.reading(min(own, readers), prompt, seen)
-        + min(own, readers) * prompt * shown
-        + sum(draft.prefill(min(own, readers), prompt) for draft in drafts),
+        prompts=target.reading(readers, prompt, seen)
+        + readers * prompt * shown
+        + sum(draft.prefill(readers, prompt) for draft in drafts),
         process=process if target.streamed and platform() == "cpu" else 0,
         available=available(target.placed.mesh),
     )
