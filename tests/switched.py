@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
@@ -17,6 +18,7 @@ from specjax.draft.switching import SwitchingDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.speculation import Speculation
+from specjax.goodput import shapes
 from specjax.goodput.policy import Decision, Policy, step_rows
 from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT, TOP_K
@@ -71,7 +73,8 @@ class RandomPolicy(Policy):
     """Takes any program that has a column for each row, any depths that fit in it, short bursts."""
 
     def __init__(self, speculation: Speculation, rows: int, seed: int = 0) -> None:
-        self._shapes, self._settings = speculation.shapes, speculation.settings
+        assert speculation.controller is not None
+        self._shapes, self._settings = speculation.controller.shapes, speculation.settings
         self._rows, self._drawn = rows, np.random.default_rng(seed)
         self.taken = []
         self.chances: list[float] = []
@@ -133,7 +136,9 @@ class TurnsPolicy(Policy):
 def running_at_random(
     target: Model, drafter: SwitchingDrafter, rows: int, columns: int = 24, **options
 ) -> Iterator[Engine]:
-    """An engine whose steps are made with any of its programs."""
-    with running(target, drafter, rows=rows, columns=columns, **options) as engine:
-        engine.speculation.policy = RandomPolicy(engine.speculation, rows)
-        yield engine
+    """An engine whose steps are made with any of its programs, and of all that it could have."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "_WORTH", 0.0)
+        with running(target, drafter, rows=rows, columns=columns, **options) as engine:
+            engine.speculation.policy = RandomPolicy(engine.speculation, rows)
+            yield engine

@@ -25,8 +25,9 @@ from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine import engine as engines
 from specjax.engine import programs, scheduler
 from specjax.engine.checks import key_of
+from specjax.engine.device import Device
 from specjax.engine.engine import Engine
-from specjax.engine.request import EngineClosedError, QueueFullError, Request
+from specjax.engine.request import EngineClosedError, QueueFullError, Request, Tokens
 from specjax.goodput.bursts import BURST
 from specjax.goodput.chunks import PrefillBatch
 from specjax.trees.construction import DISTINCT
@@ -34,6 +35,7 @@ from specjax.trees.tree import TreeShape
 from tests.engines import alone as plain_texts
 from tests.engines import collected, ids_of, mixing, random_request, running, served
 from tests.pairs import END, alone, broken, forward, generate, near, varied_model
+from tests.scripted_engine import until
 
 VOCABULARY = 64
 
@@ -403,6 +405,45 @@ def test_who_leaves_frees_the_row_for_the_next(engine, target):
         return ids_of(await collected(later))
 
     assert asyncio.run(with_departures()) == plain_texts(target, [short])[0]
+
+
+def test_a_text_that_ends_at_a_stop_string_is_a_burst_late_at_most(engine, monkeypatch):
+    """The next burst waits for who reads what the last one gave, while one more is in flight."""
+    bursts, advance = [], Device.advance
+    monkeypatch.setattr(engines, "_READING", 1e6)
+    monkeypatch.setattr(
+        Device,
+        "advance",
+        lambda self, *given, **more: bursts.append(0) or advance(self, *given, **more),
+    )
+    asked = Request(prompt=[1, 2], max_new_tokens=60, ignore_eos=True, has_stop_strings=True)
+
+    async def stopped(after: int) -> int:
+        stream, count = engine.submit(asked), 0
+        async for _ in stream:
+            count += 1
+            if count == after:
+                break
+            await asyncio.sleep(0.01)
+        seen = len(bursts)
+        stream.abort()
+        return seen
+
+    for after in (1, 2):
+        bursts.clear()
+        seen = asyncio.run(stopped(after))
+        until(lambda: not engine.num_requests_running, 10)
+        assert len(bursts) == seen == after + 1
+
+
+def test_who_never_reads_a_text_holds_up_nobody(engine):
+    silent = Request(prompt=[1, 2], max_new_tokens=60, ignore_eos=True, has_stop_strings=True)
+
+    async def one_of_two() -> list[Tokens]:
+        streams = engine.submit_all([silent, Request(prompt=[3], max_new_tokens=60)])
+        return await collected(streams[1])
+
+    assert asyncio.run(asyncio.wait_for(one_of_two(), 20))[-1].finish_reason is not None
 
 
 def test_who_leaves_before_the_queue_never_enters_it(engine):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulation.simulator import all_costs
 from specjax.goodput.acceptance import Acceptance
 from specjax.goodput.chunks import PromptLoad, allowed
 from specjax.goodput.controller import Controller, Options
@@ -25,7 +26,7 @@ from specjax.goodput.policy import (
     Timed,
     step_rows,
 )
-from specjax.goodput.shapes import shapes_of
+from specjax.goodput.shapes import narrower, shapes_of
 
 NOTHING = DraftSetting(PLAIN, 0, 0, drawn=True)
 
@@ -179,10 +180,35 @@ def test_programs_are_few_and_fit_all_rows(columns, row_factor):
         for shape in shapes:
             assert shape.width >= shape.rows * (1 if shape.setting == PLAIN else 2)
             assert shape.width <= max(columns, 4 * shape.rows)
-        for (setting, _), own in itertools.groupby(shapes, key=lambda shape: shape[:2]):
-            assert len(list(own)) <= (1 if setting == PLAIN else 2)
+        assert len({shape[:2] for shape in shapes}) == len(shapes)
         if row_factor == 2 and columns == 64:
-            assert len(shapes) <= 60
+            assert len(shapes) <= 54
+
+
+def widths(step: Callable[[StepShape], float], own, rows: int) -> list[int]:
+    """The columns of a setting's steps of all rows, in the end."""
+    costs = all_costs(
+        lambda each: Cost(step(each)), [NOTHING, own], shapes_of([NOTHING, own], rows, 2, 256)
+    )
+    return sorted(shape.width for shape in costs if shape[:2] == (own.name, rows))
+
+
+def test_fewer_columns_are_for_steps_that_take_clearly_longer_than_plain_decoding():
+    """Where all columns cost a GPU next to nothing, there is one width."""
+    assert widths(lambda shape: 7.4 + 0.9 * shape.width / 256, chain(7), 32) == [256]
+    assert widths(lambda shape: float(shape.width), chain(7), 32) == [128, 256]
+    assert widths(lambda shape: 800.0 + shape.width, chain(7), 32) == [128, 256]
+    assert widths(lambda shape: 900.0 + shape.width, chain(7), 32) == [256]
+    assert widths(lambda shape: float(shape.width), chain(7), 3) == [32]  # few rows
+    assert widths(lambda shape: float(shape.width), DRAWN[0], 4) == [32]  # whole trees alone
+
+
+def test_a_setting_has_fewer_columns_after_it_has_its_own():
+    shapes = shapes_of([NOTHING, chain(3), chain(7)], 8, 2, 64)
+    seconds = {shape: float(shape.width) for shape in shapes if shape.setting != "chain:3"}
+    assert narrower(CHAINS, seconds) == [StepShape("chain:7", 8, 32)]
+    seconds[StepShape("chain:7", 8, 32)] = 32.0
+    assert narrower(CHAINS, seconds) == []
 
 
 DRAWN = [
@@ -324,7 +350,7 @@ def test_long_steps_are_worth_more_where_prompts_wait():
     assert [shape.setting for shape in shapes] == ["chain:1", PLAIN]
     settings = {}
     for share in (0, 3):
-        own = Controller([NOTHING, chain(1)], costs, {}, 1, chunks=CHUNKS, row_factor=None,
+        own = Controller([NOTHING, chain(1)], costs, {}, 1, chunks=CHUNKS,
                          options=Options(probing=False, hysteresis=False))  # fmt: skip
         for _ in range(300):
             if share:
@@ -346,7 +372,8 @@ def test_a_program_that_ran_often_is_not_probed_for_its_curve():
     lookup = DraftSetting("lookup:7", 7, 7)
     shapes = shapes_of([NOTHING, lookup], 8, None, 64)
     costs = {shape: Cost(0.01 if shape.setting == PLAIN else 0.0105) for shape in shapes}
-    own = Controller([NOTHING, lookup], costs, {}, 8, row_factor=None)
+    costs[StepShape("lookup:7", 8, 32)] = Cost(0.0105)
+    own = Controller([NOTHING, lookup], costs, {}, 8)
     rows, probes = [RowState(n, 0.0) for n in range(8)], 0
     for _ in range(4000):
         decision = own.decide(rows)
@@ -391,14 +418,15 @@ class World:
         noise: float = 0.0,
     ) -> None:
         count = len(hazards)
-        shapes = shapes_of(own, count, 2, 64)
         self.costs, self.hazards, self.drawn, self.noise = (
             costs,
             hazards,
             random.Random(seed),
             noise,
         )
-        measured = {shape: Cost(costs(shape)) for shape in shapes}
+        measured = all_costs(
+            lambda shape: Cost(costs(shape)), own, shapes_of(own, count, 2, 64), options.packing
+        )
         self.controller = Controller(own, measured, {16: 0.01}, count, options=options)
         self.rows = [RowState(request, 0.0) for request in hazards]
         self.decisions: list[Decision] = []
@@ -753,9 +781,9 @@ EVENTS = st.lists(
     ),
     max_size=30,
 )
-MEASURED_OF_EVERY = {
-    shape: Cost(0.01 + 1e-4 * shape.width, 1e-7) for shape in shapes_of(EVERY, 6, 2, 64)
-}
+MEASURED_OF_EVERY = all_costs(
+    lambda shape: Cost(0.01 + 1e-4 * shape.width, 1e-7), EVERY, shapes_of(EVERY, 6, 2, 64)
+)
 
 
 def check_legal(controller: Controller, decision: Decision, rows: Sequence[RowState]) -> None:

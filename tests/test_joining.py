@@ -13,6 +13,7 @@ from specjax.engine import joining, measuring
 from specjax.engine.device import Device, Measured, Plan
 from specjax.engine.engine import Engine
 from specjax.engine.request import Request
+from specjax.goodput import shapes
 from specjax.goodput.costs import Cost
 from specjax.goodput.policy import StepShape
 from tests.engines import alone as plain_texts
@@ -81,8 +82,7 @@ def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monk
     assert folder is not None
     until((folder / "step_costs.json").exists, 20)  # which is written when all are measured
     costs = engine._device.step_costs
-    shapes = engine.speculation.shapes
-    assert set(costs) == set(shapes)
+    assert set(costs) == set(engine.speculation.shapes)
     assert engine.speculation.controller.costs.measured == costs
     engine.fix("chain:2")
     assert ids_of(served(engine, [LONG])[0]) == expected
@@ -118,8 +118,8 @@ def test_rows_are_measured_again_where_a_request_came_between(target, monkeypatc
     monkeypatch.setattr(device, "begin_all", lambda live: forgotten.append(live))
     forgotten: list[object] = []
     own = joining.Joining(
-        device, Plan((), (16,), 16, (), 128, True), [], None, lambda _: None, lambda: None,
-        lambda: forgotten.append("rows"), lambda: None, lambda _: None,
+        device, Plan((), (16,), 16, (), 128, True), [], None, lambda _: None, lambda _: None,
+        lambda: None, lambda: forgotten.append("rows"), lambda: None, lambda _: None,
     )  # fmt: skip
     own.turn(True)
     own.turn(True)
@@ -142,9 +142,10 @@ def test_what_came_while_no_request_was_there_joins_though_some_come(target, mon
     monkeypatch.setattr(measuring, "chunks", lambda *_: (None for _ in range(3)))
     plan = Plan((StepShape("chain:2", 1, 4),), (16,), 16, (), 128, True)
     own = joining.Joining(
-        device, plan, [joining.Part("chain:2", plan)], None, joined.append, lambda: None,
-        lambda: None, lambda: None, lambda _: None,
+        device, plan, [joining.Part("chain:2", plan)], None, joined.append, lambda _: None,
+        lambda: None, lambda: None, lambda: None, lambda _: None,
     )  # fmt: skip
+    own._to_compile.put(None)
     own._compile(1, lambda _: None)
     own.turn(True)
     assert own.compiling == ["chain:2"]
@@ -155,13 +156,53 @@ def test_what_came_while_no_request_was_there_joins_though_some_come(target, mon
 
 def test_what_may_be_hoped_of_a_program_is_what_off_takes():
     plain = {StepShape("none", 1, 1): Cost(0.01), StepShape("none", 8, 8): Cost(0.03, 1e-6)}
-    shapes = [StepShape("chain:3", rows, 4 * rows) for rows in (1, 2, 8)]
+    steps = [StepShape("chain:3", rows, 4 * rows) for rows in (1, 2, 8)]
     plan = Plan(
-        shapes, (16,), 16, ((1, 16), (1, 64), (8, 16)), 512, True, mixed_steps=shapes[-1:]
+        steps, (16,), 16, ((1, 16), (1, 64), (8, 16)), 512, True, mixed_steps=steps[-1:]
     )  # fmt: skip
     known = Measured({}, plain, {}, mixed_seconds={StepShape("none", 8, 8): 0.002})
     found = measuring.assumed(plan, known)
-    assert found.mixed_seconds == {shapes[-1]: 0.002}
+    assert found.mixed_seconds == {steps[-1]: 0.002}
     assert measuring.assumed(plan, Measured({}, plain, {})).mixed_seconds == {}
-    assert [found.step_costs[shape].seconds for shape in shapes] == [0.01, 0.03, 0.03]
+    assert [found.step_costs[shape].seconds for shape in steps] == [0.01, 0.03, 0.03]
     assert found.catch_up_seconds == {16: 0.01, 64: 0.01}
+
+
+def test_a_setting_has_fewer_columns_where_its_steps_cost_clearly_more(target, monkeypatch):
+    """They are compiled when its own are measured, and at once where that was known before."""
+    monkeypatch.setattr(shapes, "_WORTH", 0.0)
+    for _ in range(2):
+        said = []
+        engine = an_engine(target, monkeypatch, rows=4)
+        engine.start(say=said.append)
+        assert engine.settings_compiling == []
+        assert [what.split(",")[0] for what in said] == [
+            "the setting chain:2 has joined", "every setting has joined",
+        ]  # fmt: skip
+        there = engine.speculation.controller.shapes
+        of_all = [each.width for each in there if each[:2] == ("chain:2", 4)]
+        assert of_all == [8, 16]
+        engine.close()
+    assert set(engine.speculation.shapes) < set(there)
+
+
+def test_fewer_columns_that_cannot_be_compiled_leave_the_setting_its_own(target, monkeypatch):
+    compiled, said = Device._compiled, []
+
+    def fails(device, call):
+        if (call.size, call.static.get("width")) == (4, 8):
+            raise ValueError("scripted trouble.")
+        return compiled(device, call)
+
+    monkeypatch.setattr(Device, "_compiled", fails)
+    monkeypatch.setattr(shapes, "_WORTH", 0.0)
+    engine = an_engine(target, monkeypatch, rows=4)
+    engine.start(say=said.append)
+    assert said[1] == (
+        "the setting chain:2 has no step of 8 columns, which could not be compiled: "
+        "scripted trouble"
+    )
+    assert (engine.settings_compiling, engine.settings_failed) == ([], {})
+    engine.fix("chain:2")
+    assert len(ids_of(served(engine, [LONG] * 4)[0])) == LONG.max_new_tokens
+    engine.close()

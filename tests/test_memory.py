@@ -122,7 +122,7 @@ def test_an_engine_takes_the_longest_context_that_fits_its_rows(monkeypatch):
 
     def contexts(spare, rows, **options):
         monkeypatch.setattr(memory, "host", lambda: spare)
-        return specjax.Engine(model, None, rows=rows, **options).max_model_len
+        return specjax.Engine(model, None, rows=rows, **{"page_size": 0, **options}).max_model_len
 
     assert contexts(None, 8) == contexts(64 * GIB, 8) == 32_773
     plain = PlainDrafter(model.config.vocab_size)
@@ -132,6 +132,7 @@ def test_an_engine_takes_the_longest_context_that_fits_its_rows(monkeypatch):
     assert 2048 <= many < few / 2
     assert (few % 128, many % 128) == (0, 0)
     assert contexts(2 * taken.beside_weights, 8, max_model_len=few - 1) == few - 1
+    assert contexts(2 * taken.beside_weights, 8, page_size=64) == 32_773, "of one in pages"
     with pytest.raises(ValueError, match=r"to spare\. Use fewer rows or a smaller max_model_len"):
         contexts(taken.beside_weights // 2, 8, max_model_len=32_773)
     with pytest.raises(ValueError, match=r"8 texts of 2176 tokens .* to spare\. Use fewer rows"):

@@ -339,7 +339,8 @@ def test_every_method_has_pages(name, in_place, size, target, monkeypatch):
         ({"page_size": 8}, r"page_size is 8; it must be a power of two, \d+ at least"),
         ({"page_size": 64, "kv_cache_tokens": 100, "max_model_len": 100},
          "kv_cache_tokens is 100, which in pages of 64 are too few for a text of 100 and the 1 of"),
-        ({"kv_cache_tokens": 999}, "kv_cache_tokens is 999, and rows have no pages here"),
+        ({"kv_cache_tokens": 999, "page_size": 0},
+         "kv_cache_tokens is 999, and rows have no pages here"),
     ],
 )  # fmt: skip
 def test_what_pages_cannot_be_is_refused(options, sentence, target):
@@ -354,4 +355,5 @@ def test_a_context_is_as_long_as_its_pages(target):
     assert engine.page_counts == (2, 2, 0, 0, 0)
     odd = Engine(target, None, rows=2, page_size=64, kv_cache_tokens=127)
     assert (odd.max_model_len, odd.page_counts.total, odd.kv_cache_tokens) == (63, 1, 64)
-    assert Engine(target, None, rows=2).page_counts is None
+    assert Engine(target, None, rows=2).page_counts.total == 8
+    assert Engine(target, None, rows=2, page_size=0).page_counts is None

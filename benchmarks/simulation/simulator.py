@@ -17,6 +17,7 @@ from specjax.engine.request import Request
 from specjax.engine.scheduler import Chunk, Row, Scheduler, state_of
 from specjax.engine.sequence import Sequence
 from specjax.goodput.controller import Controller, Options
+from specjax.goodput.costs import Cost
 from specjax.goodput.policy import (
     PLAIN,
     Decision,
@@ -27,7 +28,7 @@ from specjax.goodput.policy import (
     StepShape,
     Timed,
 )
-from specjax.goodput.shapes import shapes_of
+from specjax.goodput.shapes import narrower, shapes_of
 
 _LOOKED = 8
 """Steps between looks for a text that the draft could read, as in the engine."""
@@ -178,10 +179,25 @@ def controller_of(
 ) -> Controller:
     """A controller that was given a machine's costs."""
     shapes = shapes_of(settings, rows, row_factor, columns)
+    costs = all_costs(machine.step, settings, shapes, options.packing)
     return Controller(
-        settings, machine.costs(shapes), machine.catch_up, rows, chunks=machine.chunks,
-        row_factor=row_factor, columns=columns, options=options,
-    )  # fmt: skip
+        settings, costs, machine.catch_up, rows, chunks=machine.chunks, options=options
+    )
+
+
+def all_costs(
+    step: Callable[[StepShape], Cost],
+    settings: abc.Sequence[DraftSetting],
+    shapes: abc.Sequence[StepShape],
+    packing: bool = True,
+) -> dict[StepShape, Cost]:
+    """What steps cost of programs, and of those of fewer columns that an engine adds for that."""
+    costs, more = {}, shapes
+    while more:
+        costs |= {shape: step(shape) for shape in more}
+        seconds = {shape: cost.seconds for shape, cost in costs.items()}
+        more = narrower(settings, seconds) if packing else []
+    return costs
 
 
 def fixed(name: str, rows: int, settings: abc.Sequence[DraftSetting] = SETTINGS) -> FixedPolicy:

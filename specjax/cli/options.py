@@ -544,7 +544,7 @@ class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
     much of it as there is memory for, 2,048 at least."""
     page_size: int | None = None
     """Tokens of a page of the KV cache, which requests that begin alike share; 0 gives each of the
-    rows room for --max-model-len instead. By default 128 on a GPU, 512 on a TPU, and 0 on a CPU."""
+    rows room for --max-model-len instead. By default 64 on a CPU, 128 on a GPU, 512 on a TPU."""
     kv_cache_tokens: int | None = None
     """Tokens that all pages have room for, of four texts a row at most; by default as many as there
     is memory for, or all rows need. Requests wait for pages."""

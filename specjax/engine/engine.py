@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import secrets
 import threading
@@ -66,6 +67,9 @@ _CPU_MIXED, _MIXED = PrefillBatch(1, 16, 16), PrefillBatch(4, 256, 256)
 """What a step reads of prompts while rows decode, on a CPU and elsewhere."""
 _ROWS_A_PROMPT = 8
 """Rows of an engine there for each whose prompt is read beside others'."""
+_READING = 0.25
+"""Share of the burst in flight for which the next one waits for who looks for stop strings: the
+device is busy meanwhile."""
 _NEW_MIXED = 0.1
 """Weight of a burst in what prompts add to its steps."""
 
@@ -136,9 +140,9 @@ class Engine:
       max_waiting_tokens: tokens of their prompts.
       columns: of a `SwitchingDrafter`'s steps, at most; by default 64 on a CPU, where each of them
         costs, and elsewhere as many as all rows' trees have nodes.
-      page_size: slots of a page of the caches, which rows share where their texts begin alike; 0
-        is room for a whole context in each row, the default on a CPU and where rows are spread over
-        a mesh. Elsewhere 128, and 512 on a TPU.
+      page_size: slots of a page of the caches, which rows share where their texts begin alike; by
+        default 64 on a CPU, 128 on a GPU and 512 on a TPU. 0 is room for a whole context in each
+        row, the default where rows are spread over a mesh and where XLA's attention is named.
       kv_cache_tokens: tokens that all pages have room for; by default as many as there is memory
         for, or all rows need. A request waits until there are pages for its prompt and all of its
         `max_new_tokens`, so that none that runs ever gives up its own.
@@ -323,8 +327,13 @@ class Engine:
         total += 3 + self._reuses + (self._batch is not None) + len(counted.mixed_steps)
         task = progress.add_task("compile", total=total)
 
+        made = itertools.count(1)
+
         def done(what: str) -> None:
-            progress.update(task, description=f"compile {what}", advance=1)
+            count = next(made)
+            progress.update(
+                task, description=f"compile {what}", completed=count, total=max(count, total)
+            )
 
         for what in device.compile(first):
             done(what)
@@ -335,8 +344,8 @@ class Engine:
         self._step_seconds = min(cost.seconds for cost in device.step_costs.values())
         parts = [Part(name, self._part_of(plan, name)) for name in own.later]
         joining = self._joining = Joining(
-            device, plan, parts, known, self._join, partial(self._keep, plan, known),
-            self._forget_rows, self._wake, say,
+            device, plan, parts, known, self._join, partial(self._narrower, plan),
+            partial(self._keep, plan, known), self._forget_rows, self._wake, say,
         )  # fmt: skip
         self._device = device
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
@@ -356,6 +365,14 @@ class Engine:
         reads = plan.catch_ups if own.settings[name].runs_draft else ()
         mixed = [shape for shape in plan.mixed_steps if shape.setting == name]
         return plan._replace(steps=own.later[name], catch_ups=reads, mixed_steps=mixed)
+
+    def _narrower(self, plan: Plan, name: str) -> Plan | None:
+        """A program of fewer columns of a setting, if it could gain from that."""
+        assert self._device is not None
+        shape = self.speculation.narrower(name, self._device.step_costs)
+        return None if shape is None else plan._replace(
+            steps=(shape,), catch_ups=(), mixed_steps=()
+        )  # fmt: skip
 
     def _join(self, costs: Measured) -> None:
         assert self._device is not None
@@ -514,6 +531,7 @@ class Engine:
             self._joining.turn(idle)
         if idle:
             return True
+        self._wait_for_readers()
         with self._lock:
             while self._aborted:
                 sequence = self._aborted.popleft()
@@ -532,6 +550,16 @@ class Engine:
         if last is not None:
             self._process(last)
         return True
+
+    def _wait_for_readers(self) -> None:
+        """Lets those who look for stop strings read what the last burst gave, and abort."""
+        burst = self._in_flight
+        if burst is None:
+            return
+        end = time.monotonic() + _READING * burst.steps * self._step_seconds
+        for _, sequence in burst.scheduled:
+            if sequence.request.has_stop_strings and not sequence.finished:
+                sequence.all_read.wait(max(end - time.monotonic(), 0.0))
 
     def _has_work(self) -> bool:
         at = self._scheduler
@@ -784,6 +812,7 @@ class Engine:
                 if own and not sequence.finished:
                     setting = burst.decision.shape.setting
                     outputs.append((sequence, self._output(row, sequence, own, setting)))
+                    sequence.all_read.clear()
         hand_over(outputs)
         for step in gave:
             self._learn(burst, step, timed)

@@ -1,6 +1,7 @@
 """How the settings of an engine that serves already come into use, one after the other."""
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ same."""
 
 
 class Part(NamedTuple):
-    """A setting, and the programs that it still lacks."""
+    """A setting, and programs that it still lacks."""
 
     setting: str
     plan: Plan
@@ -50,6 +51,7 @@ class Joining:
       parts: what is to join, in this order.
       known: what all programs cost, where that is known.
       join: is called in the engine's thread as programs join.
+      more: is asked in it what else a setting is to have, now that its programs are measured.
       keep: is called in it when all programs are there and measured.
       forget: is called in it before rows are written over.
       wake: lets the engine's thread take a turn; called from any thread.
@@ -63,22 +65,28 @@ class Joining:
         parts: list[Part],
         known: Measured | None,
         join: Join,
+        more: Callable[[str], Plan | None],
         keep: Callable[[], None],
         forget: Callable[[], None],
         wake: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
         self._device, self._known = device, known
-        self._join, self._keep = join, keep
+        self._join, self._more, self._keep = join, more, keep
         self._forget, self._wake, self._say = forget, wake, say
-        self._parts, self._chunks = parts, Part("", chunks)
+        self._chunks = Part("", chunks)
+        self._to_compile: queue.SimpleQueue[Part | None] = queue.SimpleQueue()
+        for part in parts:
+            self._to_compile.put(part)
         self._arrived: deque[_Arrived] = deque()
         self._unmeasured: deque[_Arrived] = deque([_Arrived(self._chunks)])
         self._running: measuring.Measuring[Any] | None = None
         self.compiling = [part.setting for part in parts]
+        self._there: set[str] = set()
         self.failed: dict[str, str] = {}
         self.settled = threading.Event()
-        self._stops, self._began = False, time.monotonic()
+        self._stops = self._said_all = False
+        self._began = time.monotonic()
         self._thread: threading.Thread | None = None
 
     def start(self, at_once: int, done: Callable[[str], None]) -> None:
@@ -90,12 +98,13 @@ class Joining:
     def stop(self) -> None:
         """Compiles nothing more; waits for what is being compiled, which cannot be ended."""
         self._stops = True
+        self._to_compile.put(None)
         self.settled.set()
         if self._thread is not None:
             self._thread.join()
 
     def _compile(self, at_once: int, done: Callable[[str], None]) -> None:
-        for part in self._parts:
+        while (part := self._to_compile.get()) is not None:
             try:
                 for what in self._device.compile(part.plan, at_once):
                     if self._stops:
@@ -111,10 +120,15 @@ class Joining:
             self._wake()
 
     def _leave_out(self, part: Part, error: Exception) -> None:
-        self.failed[part.setting] = f"{type(error).__name__}: {error}"
         self.compiling.remove(part.setting)
         reason = str(error).partition("\n")[0][:300].rstrip(".")
-        self._say(f"the setting {part.setting} is left out, as it could not be compiled: {reason}")
+        if part.setting in self._there:
+            widths = ", ".join(str(shape.width) for shape in part.plan.steps)
+            left_out = f"the setting {part.setting} has no step of {widths} columns, which"
+        else:
+            self.failed[part.setting] = f"{type(error).__name__}: {error}"
+            left_out = f"the setting {part.setting} is left out, as it"
+        self._say(f"{left_out} could not be compiled: {reason}")
         self._say_if_all()
         self._settle(idle=True)
 
@@ -139,8 +153,9 @@ class Joining:
 
     def _take(self, arrived: _Arrived) -> None:
         """Lets a part join if its costs are known, or else wait to be measured."""
-        if self._known is not None:
-            self._joined(arrived.part, _of_plan(self._known, arrived.part.plan))
+        costs = None if self._known is None else _of_plan(self._known, arrived.part.plan)
+        if costs is not None:
+            self._joined(arrived.part, costs)
         else:
             self._unmeasured.append(arrived)
 
@@ -149,9 +164,10 @@ class Joining:
         latest = time.monotonic() - PATIENCE_SECONDS
         for part, since in list(self._unmeasured):
             if part.setting in self.compiling and since <= latest:
-                self._joined(part, measuring.assumed(part.plan, self._device.measured))
+                costs = measuring.assumed(part.plan, self._device.measured)
+                self._joined(part, costs, measured=False)
 
-    def _joined(self, part: Part, costs: Measured) -> None:
+    def _joined(self, part: Part, costs: Measured, measured: bool = True) -> None:
         device = self._device
         device.step_costs = device.step_costs | costs.step_costs
         device.catch_up_seconds = device.catch_up_seconds | costs.catch_up_seconds
@@ -159,13 +175,19 @@ class Joining:
         self._join(costs)
         if part.setting in self.compiling:
             self.compiling.remove(part.setting)
-            if part.setting != PLAIN:
+            if part.setting not in {PLAIN, *self._there}:
                 self._say(f"the setting {part.setting} has joined")
-            self._say_if_all()
+        self._there.add(part.setting)
+        more = self._more(part.setting) if measured else None
+        if more is not None:
+            self.compiling.append(part.setting)
+            self._to_compile.put(Part(part.setting, more))
+        self._say_if_all()
         self._keep_if_measured()
 
     def _say_if_all(self) -> None:
-        if not self.compiling:
+        if not (self.compiling or self._said_all):
+            self._said_all = True
             but = f" but {', '.join(self.failed)}" if self.failed else ""
             taken = time.monotonic() - self._began
             self._say(f"every setting{but} has joined, after {taken:.0f} s")
@@ -207,8 +229,10 @@ class Joining:
             self.settled.set()
 
 
-def _of_plan(known: Measured, plan: Plan) -> Measured:
-    """Of what is known, that of a plan's programs."""
+def _of_plan(known: Measured, plan: Plan) -> Measured | None:
+    """Of what is known, that of a plan's programs; None if one of its steps is not."""
+    if not known.step_costs.keys() >= set(plan.steps):
+        return None
     return Measured(
         {},
         {shape: known.step_costs[shape] for shape in plan.steps},

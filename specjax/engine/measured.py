@@ -39,14 +39,18 @@ def name_of(models: Any, plan: Plan, sizes: Sizes) -> str:
 
 
 def recall(name: str, plan: Plan) -> Measured | None:
-    """What was kept under a name, of the programs of a plan; if it is of every one."""
+    """What was kept under a name, of the programs of a plan and of further steps; None if one of
+    the plan's is not there.
+    """
     found = _measured(_STORE.read().get(name))
     if found is None:
+        return None
+    if not found.step_costs.keys() >= set(plan.steps):
         return None
     try:
         return Measured(
             {size: found.chunk_seconds[size] for size in plan.chunks},
-            {shape: found.step_costs[shape] for shape in plan.steps},
+            found.step_costs,
             {size: found.catch_up_seconds[size] for rows, size in plan.catch_ups if rows == 1},
             found.batch_seconds,
             {shape: found.mixed_seconds[shape] for shape in plan.mixed_steps},

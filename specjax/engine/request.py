@@ -32,6 +32,8 @@ class Request:
       choice: which of several continuations of one seed this is.
       stop_token_ids: end the continuation beside the model's own end tokens.
       ignore_eos: whether the model's end tokens end nothing.
+      has_stop_strings: whether the caller looks for what ends the text, and aborts it there: it is
+        then a burst late at most, as the next one waits a moment for who reads.
       logprobs: for each token its log probability and those of so many likeliest tokens; None gives
         none.
       prompt_logprobs: the same for the prompt's tokens.
@@ -53,6 +55,7 @@ class Request:
     choice: int = 0
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    has_stop_strings: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tpot_ms: float | None = None

@@ -1,6 +1,7 @@
 """A request in flight: what it asks for, how far it is, and its tokens on their way to a caller."""
 
 import secrets
+import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,7 @@ class Sequence:
       prefix_checked: whether other rows were searched for its beginning when its turn to be read
         came.
       finished: whether it gets no more tokens; read and set under the engine's lock.
+      all_read: is set while whoever reads it waits for more than it was given, or has aborted it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Sequence:
         self.prefilled, self.left = 0, request.max_new_tokens
         self.in_flight = self.tokens_in_flight = 0
         self.prefix_checked = self.finished = False
+        self.all_read = threading.Event()
         self._prompt_logprobs: list[Logprob | None] = [None]
         self._loop, self._queue, self._abort = loop, queue, abort
         self._exhausted = False
@@ -70,6 +73,8 @@ class Sequence:
     async def __anext__(self) -> Tokens:
         if self._exhausted or self._queue is None:
             raise StopAsyncIteration
+        if self._queue.empty():
+            self.all_read.set()
         tokens = await self._queue.get()
         self._exhausted = tokens.finish_reason is not None
         return tokens
@@ -78,6 +83,7 @@ class Sequence:
         """Ends it with the reason "abort", if it has not finished; its row is free then."""
         if self._abort is not None:
             self._abort(self)
+        self.all_read.set()
 
     @property
     def prompt_logprobs(self) -> list[Logprob | None] | None:
@@ -111,7 +117,8 @@ class Sequence:
     @property
     def may_end_early(self) -> bool:
         """Whether something but `max_new_tokens` may end it."""
-        return not self.request.ignore_eos or bool(self.request.stop_token_ids)
+        asked = self.request
+        return not asked.ignore_eos or bool(asked.stop_token_ids) or asked.has_stop_strings
 
     def steps_left(self, pace: float) -> float:
         """Steps that it is expected to take after those in flight, of `pace` tokens each."""

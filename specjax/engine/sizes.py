@@ -13,9 +13,8 @@ from specjax.models import memory
 from specjax.models.transformer import Model
 from specjax.verify.rules import Rule
 
-_PAGE_SIZES = {"cpu": 0, "gpu": 128, "tpu": 512}
-"""Slots of a page where none are named; 0 is a row of its own for each request. On a TPU a page is
-a tile of its kernel. A CPU could have pages of 64 for nothing (`benchmarks.serving.pages`)."""
+_PAGE_SIZES = {"cpu": 64, "gpu": 128, "tpu": 512}
+"""Slots of a page where none are named. On a TPU a page is a tile of its kernel."""
 _LEAST_PAGE = 64
 
 _SLOT_MULTIPLE = 128

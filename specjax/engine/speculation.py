@@ -28,7 +28,7 @@ from specjax.goodput.policy import (
     Timed,
     step_rows,
 )
-from specjax.goodput.shapes import shapes_of
+from specjax.goodput.shapes import narrower, shapes_of
 from specjax.trees.construction import TOP_K
 
 _READ = (16, 64, 256)
@@ -127,12 +127,19 @@ class Speculation:
 
     @property
     def shapes(self) -> Sequence[StepShape]:
-        """Every step's program."""
+        """Every step's program that is there before it is known what steps take."""
         if self._switch is None:
             assert self.policy is not None
             return self.policy.shapes
         settings = list(self.settings.values())
         return shapes_of(settings, self._rows, self._row_factor, self._columns)
+
+    def narrower(self, name: str, costs: Mapping[StepShape, Cost]) -> StepShape | None:
+        """The next program of fewer columns of a setting, if those there cost so much."""
+        if self._switch is None or not self._options.packing:
+            return None
+        seconds = {shape: cost.seconds for shape, cost in costs.items()}
+        return next(iter(narrower([self.settings[name]], seconds)), None)
 
     @property
     def first_shapes(self) -> list[StepShape]:
@@ -185,8 +192,7 @@ class Speculation:
         if self.policy is None:
             self.policy = Controller(
                 list(self.settings.values()), device.step_costs, device.catch_up_seconds,
-                self._rows, chunks=device.chunk_seconds, row_factor=self._row_factor,
-                columns=self._columns, options=self._options,
+                self._rows, chunks=device.chunk_seconds, options=self._options,
             )  # fmt: skip
 
     def join(self, costs: Mapping[StepShape, Cost], device: Device) -> None:

@@ -25,7 +25,6 @@ from specjax.goodput.policy import (
     StepShape,
     Timed,
 )
-from specjax.goodput.shapes import shapes_of
 
 _REUSED = 4
 """Bursts of the same rows for which a decision stands."""
@@ -84,13 +83,11 @@ class Controller(Policy):
 
     Args:
       settings: those to choose from; `none` is one of them.
-      costs: of the programs in `shapes_of(settings, rows, row_factor, columns)` that are there; one
-        of `none` for all rows is. `join` adds others.
+      costs: of the programs that are there (see `shapes`); one of `none` for all rows is. `join`
+        adds others.
       catch_up: seconds in which the draft reads some tokens of a row, by how many.
       rows: how many rows there are.
       chunks: of prompts, their costs.
-      row_factor: see `step_rows`.
-      columns: the most of a step.
       options: what is left out of it.
     """
 
@@ -102,17 +99,10 @@ class Controller(Policy):
         rows: int,
         *,
         chunks: ChunkCosts = MappingProxyType({}),
-        row_factor: int | None = 2,
-        columns: int = 64,
         options: Options = Options(),
     ) -> None:
         self.settings = {setting.name: setting for setting in settings}
-        self._every = shapes_of(settings, rows, row_factor, columns)
-        if not options.packing:
-            widest = {(s.setting, s.rows): s for s in sorted(self._every)}
-            self._every = sorted(widest.values())
-        self._shapes = [shape for shape in self._every if shape in costs]
-        self.costs = StepCosts({shape: costs[shape] for shape in self._shapes})
+        self.costs, self._shapes = StepCosts(costs), sorted(costs)
         self.acceptance = Acceptance(
             [s for s in settings if s.nodes], options.survival, options.censoring
         )
@@ -141,9 +131,8 @@ class Controller(Policy):
           catch_up: as of the constructor, of all programs there are.
           chunks: of prompts, their costs.
         """
-        known = {shape: costs[shape] for shape in self._every if shape in costs}
-        self.costs.join(known)
-        self._shapes = [shape for shape in self._every if shape in self.costs.measured]
+        self.costs.join(costs)
+        self._shapes = sorted(self.costs.measured)
         self._forecaster.join(self._shapes, catch_up)
         self._forecaster.prompts.use(chunks)
 

@@ -141,6 +141,7 @@ def requests_of(
         given["stop_token_ids"] = ends
     if body.seed == ANY_SEED:
         del given["seed"]
+    given["has_stop_strings"] = bool(stops_of(body))
     return [
         Request(prompt=prompt, logit_bias=bias, choice=choice, **given, **more)
         for choice in range(body.n or 1)
