@@ -321,7 +321,7 @@ def test_a_burst_has_as_many_steps_as_there_is_time_for_and_as_its_rows_need():
     assert at.burst(0.009) == 2
     assert at.burst(0.03) == 1
     row.sequence.first_token = 1.0
-    row.sequence.statistics.count_step(4, 7, 0)
+    row.sequence.statistics.count_steps([4], [7], [0])
     at.postprocess(row, [5, 6, 7, 8])
     assert at.burst(0.001) == 4  # of four tokens each, as the first
     at.step(1, 3)
@@ -349,7 +349,7 @@ def test_a_burst_is_a_small_part_of_what_may_end_at_any_time():
     assert at.burst(0.001) == 8  # of the 128 steps that are believed at first
     for _ in range(30):
         for _ in range(32):
-            row.sequence.statistics.count_step(1, 0, 0)
+            row.sequence.statistics.count_steps([1], [0], [0])
         at.free(row)
         row = begun()
     assert at.burst(0.001) == 2

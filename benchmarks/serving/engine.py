@@ -4,8 +4,9 @@
     python -m benchmarks.serving.engine --inflate 8B --dtype bfloat16 --rows 32 --clients 1 8 32
 
 Clients run in a closed loop: each has texts of its own continued, one after the other; `generate`
-continues the same texts in batches of as many rows. Both take turns; figures are medians, ratios
-those of the two in a turn. No HTTP here: `benchmarks.serving.server` has it.
+continues such texts in batches of as many rows. Each begins with a token of its own, so that none
+takes over what another read. Both take turns; figures are medians, ratios those of the two in a
+turn. No HTTP here: `benchmarks.serving.server` has it.
 """
 
 import asyncio
@@ -34,6 +35,9 @@ _LONG, _SHORT, _MATES = 1500, 200, 3
 """Tokens of the prompt that is read beside others, of other prompts at most, and how many those
 are.
 """
+_seeds = itertools.count()
+"""Of what `generate` draws: as the engine's, no two of its texts are the same."""
+_drawn = np.random.default_rng(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +79,9 @@ def generated(
 ) -> float:
     """Tokens a second of `generate`, which continues a batch after the other."""
     start = time.perf_counter()
-    for number, batch in enumerate(batches):
+    for batch in batches:
         specjax.generate(
-            jax.random.key(number), pair.target, drafter, batch, max_new_tokens=new,
+            jax.random.key(next(_seeds)), pair.target, drafter, batch, max_new_tokens=new,
             sampling=specjax.Sampling(temperature), stop_at_eos=False,
         )  # fmt: skip
     return sum(map(len, batches)) * new / (time.perf_counter() - start)
@@ -105,9 +109,15 @@ class Case:
     texts: list[list[int]]
 
     def batches(self, count: int) -> list[list[list[int]]]:
-        """Of so many clients the texts that they have continued at a time."""
+        """Of so many clients the texts that they have continued at a time, each behind a token that
+        is drawn.
+        """
         texts = itertools.cycle(self.texts)
-        return [list(itertools.islice(texts, count)) for _ in range(self.bench.texts)]
+        return [
+            [[int(_drawn.integers(self.engine.vocab_size)), *text] for text in own]
+            for _ in range(self.bench.texts)
+            if (own := itertools.islice(texts, count))
+        ]
 
     def request(self, tokens: list[int], temperature: float, new: int) -> specjax.Request:
         """A text's continuation by so many tokens, whatever ends it."""

@@ -3,8 +3,7 @@
     python -m benchmarks.serving.pages --clients 8 --page-sizes 0 64 128
 
 Clients run in a closed loop, as in `benchmarks.serving.engine`; ratios are those to the first size
-in the same turn, 0 being rows that have no pages. Each request begins with a token of its own, so
-that none takes over what another read.
+in the same turn, 0 being rows that have no pages.
 """
 
 import asyncio
@@ -29,18 +28,6 @@ class Pages(Bench):
     """Slots of a page in each engine."""
 
 
-class Apart(Case):
-    """Requests that do not begin alike."""
-
-    def request(self, tokens: list[int], temperature: float, new: int) -> specjax.Request:
-        """A text's continuation, behind a token that is drawn."""
-        first = int(_drawn.integers(self.engine.vocab_size))
-        return super().request([first, *tokens], temperature, new)
-
-
-_drawn = np.random.default_rng(0)
-
-
 def main() -> None:
     """Measures and prints it."""
     bench = tyro.cli(Pages, config=(tyro.conf.FlagCreatePairsOff,))
@@ -54,7 +41,7 @@ def main() -> None:
                 engine = specjax.Engine(pair.target, drafter, rows=bench.rows, page_size=size)
                 engine.start()
                 open_engines.callback(engine.close)
-                cases.append(Apart(bench, engine, pair, drafter, texts))
+                cases.append(Case(bench, engine, pair, drafter, texts))
             count, temperature = bench.clients[0], bench.temperatures[0]
             turns = range(bench.turns + 1)
             found = np.array(

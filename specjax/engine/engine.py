@@ -542,7 +542,7 @@ class Engine:
         if self._in_flight is None:  # chunks alone: no more of them is handed over than one
             self._device.wait()
         reads = self._reads_beside()
-        behind = self._scheduler.falls_behind(self._mixed) and not self._is_in_time()
+        behind = self._scheduler.falls_behind(self._mixed) and not self._scheduler.is_in_time
         if not reads or behind:
             self._read_chunks()
         step = self._step(reads)
@@ -636,10 +636,6 @@ class Engine:
         """Tokens that the rows which decode hold."""
         return sum(len(row.tokens) for row in self._scheduler.decoding)
 
-    def _is_in_time(self) -> bool:
-        """Whether a row decodes that wants its tokens in time."""
-        return any(row.is_in_time for row in self._scheduler.decoding)
-
     def _read_chunks(self) -> None:
         """Reads a chunk of prompts; more of them where rows decode that a burst would keep waiting.
 
@@ -647,7 +643,7 @@ class Engine:
         """
         most = reading_seconds(self._step_seconds)
         while (taken := self._read_chunk()) and self._scheduler.decoding:
-            if self._chunk_seconds + taken > most or self._is_in_time():
+            if self._chunk_seconds + taken > most or self._scheduler.is_in_time:
                 return
 
     def _read_chunk(self) -> float:
@@ -814,8 +810,7 @@ class Engine:
                     outputs.append((sequence, self._output(row, sequence, own, setting)))
                     sequence.all_read.clear()
         hand_over(outputs)
-        for step in gave:
-            self._learn(burst, step, timed)
+        self._learn(burst, gave, timed)
 
     def _correct_mixed(self, burst: _InFlight, taken: float) -> None:
         """Learns what prompts add to a step from a burst that nothing else was done beside."""
@@ -832,17 +827,18 @@ class Engine:
         self._device.mixed_seconds = {**known, shape: new}
 
     def _learn(
-        self, burst: _InFlight, gave: list[tuple[Sequence, RowResult]], timed: Timed | None
+        self, burst: _InFlight, gave: list[list[tuple[Sequence, RowResult]]], timed: Timed | None
     ) -> None:
-        """Learns from a step."""
+        """Learns from the steps of a burst."""
         if timed is not None and burst.decision.forecast is None:
             assert self._costs is not None
             self._costs.observe(burst.decision.shape, burst.cached, timed.seconds, timed.share)
         with self._lock:
-            self.speculation.observe_step(burst.decision, gave, timed, burst.cached)
-            for sequence, result in gave:
-                if result.done:
-                    self.speculation.ended(sequence)
+            for step in gave:
+                self.speculation.observe_step(burst.decision, step, timed, burst.cached)
+                for sequence, result in step:
+                    if result.done:
+                        self.speculation.ended(sequence)
 
     def _output(
         self, row: Row, sequence: Sequence, results: list[RowResult], setting: str
@@ -853,12 +849,13 @@ class Engine:
         sequence.first_token = sequence.first_token or self._last_output
         ids: list[int] = []
         logprobs: list[Logprob] = []
+        counts = [len(result.tokens) for result in results]
+        drafted = [result.nodes for result in results]
+        accepted = [min(each.accepted, own) for each, own in zip(results, counts, strict=True)]
+        for each in (sequence.statistics, self._totals):
+            each.count_steps(counts, drafted, accepted)
         for result in results:
             sequence.recent.note(result.tokens, result.accepted, setting, result.tree)
-            for each in (sequence.statistics, self._totals):
-                each.count_step(
-                    len(result.tokens), result.nodes, min(result.accepted, len(result.tokens))
-                )
             ids += result.tokens
             if request.logprobs is not None:
                 logprobs += (each.of_likeliest(request.logprobs) for each in result.logprobs)

@@ -107,14 +107,17 @@ class Statistics:
     tpot_targets: int = 0
     tpot_met: int = 0
 
-    def count_step(self, tokens: int, drafted: int, accepted: int) -> None:
-        """Counts what a step of a row gave, drafted and accepted."""
-        self.steps += 1
-        self.generated_tokens += tokens
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        for depth in range(accepted):
-            self.accepted_at[depth] += 1
+    def count_steps(
+        self, tokens: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """Counts what steps of a row gave, drafted and accepted."""
+        self.steps += len(tokens)
+        self.generated_tokens += sum(tokens)
+        self.draft_tokens += sum(drafted)
+        self.accepted_tokens += sum(accepted)
+        for deepest in filter(None, accepted):
+            for depth in range(deepest):
+                self.accepted_at[depth] += 1
 
     def count_target(self, tpot_ms: float, most: float | None) -> None:
         """Counts a request that ended, if it asked for so many milliseconds a token at most."""

@@ -344,9 +344,9 @@ class Scheduler:
             return None
         row = self._prefilling[0]
         assert row.sequence is not None
-        beside = step_seconds if any(each.decoding for each in self.rows) else math.inf
+        beside = step_seconds if self.decoding else math.inf
         start, prompt = row.sequence.prefilled, row.sequence.request.prompt
-        size = fastest(len(prompt) - start, allowed(costs, start, beside))[1]
+        size = fastest(len(prompt) - start, allowed(costs, start, beside, self.is_in_time))[1]
         return Chunk(row, start, list(prompt[start : start + size]), size)
 
     def together(
@@ -363,10 +363,10 @@ class Scheduler:
           seconds: how long it takes.
           step_seconds: how long a step takes.
         """
-        decodes = any(row.decoding for row in self.rows)
+        decodes = bool(self.decoding)
         if batch is None or len(self._prefilling) < 2:
             return []
-        if decodes and seconds > longest(step_seconds):
+        if decodes and seconds > longest(step_seconds, self.is_in_time):
             return []
         sizes = {size: own for size, (own, _) in costs.items()}
         chunks: list[Chunk] = []
@@ -484,7 +484,14 @@ class Scheduler:
     @property
     def decoding(self) -> tuple[Row, ...]:
         """The rows of the next step."""
-        return tuple([row for row in self.rows if row.decoding])
+        return tuple(
+            [row for row in self.rows if (own := row.sequence) is not None and own.decoding]
+        )
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether a row of the next step wants its tokens in time."""
+        return any(row.is_in_time for row in self.decoding)
 
     def burst(self, step_seconds: float, most: int = BURST, mixed: bool = False) -> int:
         """How many steps the next burst has: one while a first token is due, or a prompt is read

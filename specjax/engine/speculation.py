@@ -300,17 +300,18 @@ class Speculation:
         assert self.policy is not None
         self._note_caught_up()
         self.steps += 1
-        setting = self.settings[decision.shape.setting]
-        chosen = bool(setting.nodes) and not setting.drawn
-        outcomes = [
-            Outcome(
-                request, len(found.tokens), found.nodes, min(found.accepted, len(found.tokens)),
-                found.done, found.seen if chosen else None,
-            )
-            for request, found in results
-        ]  # fmt: skip
-        self.policy.observe_step(decision, outcomes, timed, cached)
-        self._sum_up(decision, outcomes, None if timed is None else timed.seconds)
+        if not isinstance(self.policy, FixedPolicy):
+            setting = self.settings[decision.shape.setting]
+            chosen = bool(setting.nodes) and not setting.drawn
+            outcomes = [
+                Outcome(
+                    request, len(found.tokens), found.nodes, min(found.accepted, len(found.tokens)),
+                    found.done, found.seen if chosen else None,
+                )
+                for request, found in results
+            ]  # fmt: skip
+            self.policy.observe_step(decision, outcomes, timed, cached)
+        self._sum_up(decision, results, None if timed is None else timed.seconds)
 
     def _note_caught_up(self) -> None:
         """Tells the policy what the draft has read by now."""
@@ -332,7 +333,10 @@ class Speculation:
             self.policy.ended(request)
 
     def _sum_up(
-        self, decision: Decision, outcomes: Sequence[Outcome], seconds: float | None
+        self,
+        decision: Decision,
+        results: Sequence[tuple[Hashable, RowResult]],
+        seconds: float | None,
     ) -> None:
         now = time.time()
         if not self.spans or now - self.spans[-1].began > _SPAN_SECONDS:
@@ -341,10 +345,10 @@ class Speculation:
         self.seconds += taken
         span.seconds += taken
         span.steps += 1
-        span.rows, span.width = len(outcomes), decision.shape.width
-        span.nodes += sum(each.nodes for each in outcomes)
+        span.rows, span.width = len(results), decision.shape.width
+        span.nodes += sum([found.nodes for _, found in results])
         if seconds is not None:
-            span.tokens += sum(each.tokens for each in outcomes)
+            span.tokens += sum([len(found.tokens) for _, found in results])
         for name, forecast in (("predicted", decision.forecast), ("plain", decision.plain)):
             if forecast is not None and seconds is not None:
                 for field in ("tokens", "seconds"):

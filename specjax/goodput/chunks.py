@@ -1,6 +1,5 @@
 """Chunks of prompts beside steps: which sizes are allowed, and what they take of a token's time."""
 
-import bisect
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -27,9 +26,9 @@ class PrefillBatch(NamedTuple):
 
 
 _STEPS = 1.4
-"""How many steps' time a chunk of a prompt may take while other rows decode, however long they are.
-At 1, where a pass is bound by its weights, prompts would be read in the smallest chunks, as any
-larger one takes a little longer than a step."""
+"""How many steps' time a chunk of a prompt may always take while other rows decode. At 1, where a
+pass is bound by its weights, prompts would be read in the smallest chunks, as any larger one takes
+a little longer than a step."""
 
 _CLEARLY, _NEARLY = 0.9, 0.75
 """Times what a token takes in chunks for which steps must read one, and times their speed."""
@@ -42,23 +41,31 @@ _BEFORE = 256.0
 """Tokens without any prompt that are believed in at first."""
 
 
-def longest(step_seconds: float) -> float:
-    """How long a pass over prompts may take while other rows decode: 1.4 steps."""
-    return _STEPS * step_seconds
+def longest(step_seconds: float, in_time: bool = False) -> float:
+    """How long a pass over prompts may take while other rows decode.
+
+    1.4 steps, or as long as chunks between two steps may together, which is more where steps are
+    short; not where a row wants its tokens `in_time`.
+    """
+    always = _STEPS * step_seconds
+    return always if in_time else max(always, reading_seconds(step_seconds))
 
 
-def allowed(costs: ChunkCosts, filled: int, step_seconds: float) -> dict[int, float]:
+def allowed(
+    costs: ChunkCosts, filled: int, step_seconds: float, in_time: bool = False
+) -> dict[int, float]:
     """The sizes of chunks that may be read between steps, and their seconds.
 
-    None takes longer than 1.4 steps, unless it is the smallest.
+    None takes longer than a pass over prompts may, unless it is the smallest.
 
     Args:
       costs: of chunks.
       filled: tokens that the row holds.
       step_seconds: how long a step takes.
+      in_time: whether a row wants its tokens in time.
     """
     seconds = {size: own + filled * more for size, (own, more) in costs.items()}
-    least, most = min(seconds), longest(step_seconds)
+    least, most = min(seconds), longest(step_seconds, in_time)
     return {size: own for size, own in seconds.items() if own <= most or size == least}
 
 
@@ -76,7 +83,7 @@ def mixing_pays(mixed: tuple[int, float], chunk: tuple[int, float], step_seconds
     (tokens, more), (size, seconds) = mixed, chunk
     chunks = max(1, int(reading_seconds(step_seconds) / seconds))
     fast = tokens / (step_seconds + more)
-    cheap = more / tokens < _CLEARLY * seconds / size and more <= longest(step_seconds)
+    cheap = more / tokens < _CLEARLY * seconds / size and more <= _STEPS * step_seconds
     return cheap and (fast > _NEARLY * chunks * size / (step_seconds + chunks * seconds))
 
 
@@ -121,8 +128,7 @@ class PromptLoad:
     def use(self, costs: ChunkCosts) -> None:
         """Takes other costs of chunks."""
         self._costs = costs
-        self._limits = sorted(own / _STEPS for own, _ in costs.values())  # steps that allow a size
-        self._known: dict[int, float] = {}
+        self._known: dict[tuple[int, ...], float] = {}
 
     def observe_prompt(self, tokens: int, left: int) -> None:
         """Notes that so many tokens of a prompt were read between steps, of those that were left of
@@ -146,8 +152,8 @@ class PromptLoad:
         """Seconds of reading prompts for each token, beside steps that take so long."""
         if not self._costs or not self._read:
             return 0.0
-        count = bisect.bisect_right(self._limits, step_seconds)
-        if count not in self._known:
+        seconds = allowed(self._costs, 0, step_seconds)
+        if (sizes := (*seconds,)) not in self._known:
             left = max(round(self._left), 1)
-            self._known[count] = fastest(left, allowed(self._costs, 0, step_seconds))[0] / left
-        return self.share * self._known[count]
+            self._known[sizes] = fastest(left, seconds)[0] / left
+        return self.share * self._known[sizes]
