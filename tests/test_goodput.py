@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from benchmarks.simulation.simulator import all_costs
 from specjax.goodput.acceptance import Acceptance
-from specjax.goodput.chunks import PromptLoad, allowed
+from specjax.goodput.chunks import PromptLoad, allowed, longest
 from specjax.goodput.controller import Controller, Options
 from specjax.goodput.costs import Cost, StepCosts
 from specjax.goodput.forecast import Forecaster
@@ -326,7 +326,7 @@ CHUNKS = {8: (0.006, 1e-6), 32: (0.013, 1e-6), 128: (0.044, 1e-6)}
     ("step", "sizes"), [(0.001, [8]), (0.006, [8]), (0.0094, [8, 32]), (0.04, [8, 32, 128])]
 )
 def test_chunks_take_at_most_some_of_a_step(step, sizes):
-    assert sorted(allowed(CHUNKS, 0, step)) == sizes
+    assert sorted(allowed(CHUNKS, 0, longest(step))) == sizes
     assert sorted(allowed(CHUNKS, 0, math.inf)) == [8, 32, 128]
 
 

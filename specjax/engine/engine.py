@@ -41,7 +41,6 @@ from specjax.engine.sequence import Sequence, hand_over
 from specjax.engine.sizes import Sizes, default_page_size, paging_of, sizes_of, slots_of, texts_of
 from specjax.engine.speculation import Speculation
 from specjax.engine.watch import Watched
-from specjax.goodput.bursts import reading_seconds
 from specjax.goodput.chunks import PrefillBatch
 from specjax.goodput.controller import PAUSE, Options
 from specjax.goodput.costs import Cost, StepCosts
@@ -641,8 +640,8 @@ class Engine:
 
         Those that want their tokens in time wait for one.
         """
-        most = reading_seconds(self._step_seconds)
         while (taken := self._read_chunk()) and self._scheduler.decoding:
+            most = self._scheduler.reading_seconds(self._step_seconds)
             if self._chunk_seconds + taken > most or self._scheduler.is_in_time:
                 return
 

@@ -344,9 +344,9 @@ class Scheduler:
             return None
         row = self._prefilling[0]
         assert row.sequence is not None
-        beside = step_seconds if self.decoding else math.inf
         start, prompt = row.sequence.prefilled, row.sequence.request.prompt
-        size = fastest(len(prompt) - start, allowed(costs, start, beside, self.is_in_time))[1]
+        most = self.reading_seconds(step_seconds)
+        size = fastest(len(prompt) - start, allowed(costs, start, most))[1]
         return Chunk(row, start, list(prompt[start : start + size]), size)
 
     def together(
@@ -363,10 +363,9 @@ class Scheduler:
           seconds: how long it takes.
           step_seconds: how long a step takes.
         """
-        decodes = bool(self.decoding)
         if batch is None or len(self._prefilling) < 2:
             return []
-        if decodes and seconds > longest(step_seconds, self.is_in_time):
+        if seconds > self.reading_seconds(step_seconds):
             return []
         sizes = {size: own for size, (own, _) in costs.items()}
         chunks: list[Chunk] = []
@@ -384,6 +383,21 @@ class Scheduler:
         if len(chunks) < 2 or seconds >= alone:
             return []
         return chunks
+
+    @property
+    def _crowding(self) -> float:
+        """How many times as long prompts may be read before a step: as many rows wait for theirs as
+        there are for each that decodes and waits for that. Once, where one of these wants its
+        tokens in time.
+        """
+        count = len(self.decoding)
+        if not count:
+            return math.inf
+        return 1.0 if self.is_in_time else max(1.0, len(self._prefilling) / count)
+
+    def reading_seconds(self, step_seconds: float) -> float:
+        """How long prompts may be read before the next step, if that takes so long."""
+        return self._crowding * longest(step_seconds, self.is_in_time)
 
     def falls_behind(self, batch: PrefillBatch | None) -> bool:
         """Whether so many rows wait for their prompts that steps which read a `batch` of them are

@@ -51,21 +51,16 @@ def longest(step_seconds: float, in_time: bool = False) -> float:
     return always if in_time else max(always, reading_seconds(step_seconds))
 
 
-def allowed(
-    costs: ChunkCosts, filled: int, step_seconds: float, in_time: bool = False
-) -> dict[int, float]:
-    """The sizes of chunks that may be read between steps, and their seconds.
-
-    None takes longer than a pass over prompts may, unless it is the smallest.
+def allowed(costs: ChunkCosts, filled: int, most: float) -> dict[int, float]:
+    """The sizes of chunks that take `most` seconds at most, or the smallest, and their seconds.
 
     Args:
       costs: of chunks.
       filled: tokens that the row holds.
-      step_seconds: how long a step takes.
-      in_time: whether a row wants its tokens in time.
+      most: how long a pass over prompts may take.
     """
     seconds = {size: own + filled * more for size, (own, more) in costs.items()}
-    least, most = min(seconds), longest(step_seconds, in_time)
+    least = min(seconds)
     return {size: own for size, own in seconds.items() if own <= most or size == least}
 
 
@@ -152,7 +147,7 @@ class PromptLoad:
         """Seconds of reading prompts for each token, beside steps that take so long."""
         if not self._costs or not self._read:
             return 0.0
-        seconds = allowed(self._costs, 0, step_seconds)
+        seconds = allowed(self._costs, 0, longest(step_seconds))
         if (sizes := (*seconds,)) not in self._known:
             left = max(round(self._left), 1)
             self._known[sizes] = fastest(left, seconds)[0] / left
