@@ -253,7 +253,7 @@ def main() -> None:
     print(json.dumps(dataclasses.asdict(bench)), jax.__version__, flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "target"
-        save_model(pair.target, folder, tokenizer=pair.tokenizer, dtype=bench.dtype)
+        save_model(pair.target, folder, tokenizer=pair.tokenizer)  # of 16 bits, as ours are
         drafts = "--draft", "bundled"
         with server(folder, bench, bench.rows, *drafts, "--method", bench.method) as url:
             one_client(url, pair, drafter, texts, bench.turns)
