@@ -429,8 +429,9 @@ class Engine:
             if request.seed is None:
                 parameters = replace(parameters, key=key_of(secrets.randbits(64))[None])
             sequence = Sequence(
-                request, parameters, loop=loop, queue=asyncio.Queue(), abort=self._abort
-            )
+                request, parameters, loop=loop, queue=asyncio.Queue(), abort=self._abort,
+                all_read=threading.Event() if request.has_stop_strings else None,
+            )  # fmt: skip
             sequence.statistics.accepted_at = [0] * (self._window - 1)
             found.append(sequence)
         return found
@@ -557,7 +558,7 @@ class Engine:
             return
         end = time.monotonic() + _READING * burst.steps * self._step_seconds
         for _, sequence in burst.scheduled:
-            if sequence.request.has_stop_strings and not sequence.finished:
+            if sequence.all_read is not None and not sequence.finished:
                 sequence.all_read.wait(max(end - time.monotonic(), 0.0))
 
     def _has_work(self) -> bool:
@@ -807,7 +808,8 @@ class Engine:
                 if own and not sequence.finished:
                     setting = burst.decision.shape.setting
                     outputs.append((sequence, self._output(row, sequence, own, setting)))
-                    sequence.all_read.clear()
+                    if sequence.all_read is not None:
+                        sequence.all_read.clear()
         hand_over(outputs)
         self._learn(burst, gave, timed)
 

@@ -1,7 +1,6 @@
 """A request in flight: what it asks for, how far it is, and its tokens on their way to a caller."""
 
 import secrets
-import threading
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,7 @@ from specjax.engine.watch import Recent, Watched
 
 if TYPE_CHECKING:
     import asyncio
+    import threading
 
     from specjax.engine.programs import Parameters
 
@@ -26,6 +26,8 @@ class Sequence:
       loop: the event loop in which its tokens are waited for; None where nobody waits.
       queue: holds those that are not taken yet.
       abort: frees the row or the place in the queue of this sequence.
+      all_read: is set while whoever reads it waits for more than it was given, or has aborted it;
+        None where nobody waits for that.
 
     Attributes:
       id: names it where it is shown.
@@ -41,7 +43,6 @@ class Sequence:
       prefix_checked: whether other rows were searched for its beginning when its turn to be read
         came.
       finished: whether it gets no more tokens; read and set under the engine's lock.
-      all_read: is set while whoever reads it waits for more than it was given, or has aborted it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Sequence:
         loop: "asyncio.AbstractEventLoop | None" = None,
         queue: "asyncio.Queue[Tokens] | None" = None,
         abort: "Callable[[Sequence], None] | None" = None,
+        all_read: "threading.Event | None" = None,
     ) -> None:
         self.request, self.parameters = request, parameters
         self.id = f"req-{secrets.token_hex(6)}"
@@ -62,7 +64,7 @@ class Sequence:
         self.prefilled, self.left = 0, request.max_new_tokens
         self.in_flight = self.tokens_in_flight = 0
         self.prefix_checked = self.finished = False
-        self.all_read = threading.Event()
+        self.all_read = all_read
         self._prompt_logprobs: list[Logprob | None] = [None]
         self._loop, self._queue, self._abort = loop, queue, abort
         self._exhausted = False
@@ -73,7 +75,7 @@ class Sequence:
     async def __anext__(self) -> Tokens:
         if self._exhausted or self._queue is None:
             raise StopAsyncIteration
-        if self._queue.empty():
+        if self.all_read is not None and self._queue.empty():
             self.all_read.set()
         tokens = await self._queue.get()
         self._exhausted = tokens.finish_reason is not None
@@ -83,7 +85,8 @@ class Sequence:
         """Ends it with the reason "abort", if it has not finished; its row is free then."""
         if self._abort is not None:
             self._abort(self)
-        self.all_read.set()
+        if self.all_read is not None:
+            self.all_read.set()
 
     @property
     def prompt_logprobs(self) -> list[Logprob | None] | None:
