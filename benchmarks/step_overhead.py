@@ -30,7 +30,8 @@ from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Drafter
 from specjax.draft.best_first import BestFirstDrafter, ModelSource
-from specjax.draft.static import ExpansionDrafter, ModelState, prefill
+from specjax.draft.reading import ModelState, prefill
+from specjax.draft.static import ExpansionDrafter
 from specjax.measure import timing
 from specjax.methods import registry
 from specjax.models.transformer import Model, trunk, unembed
@@ -80,8 +81,7 @@ class PassesOnly(Drafter):
 
     def init(self, prompt, length, slots, seen):
         """Reads the prompts."""
-        del seen
-        return prefill(self.model, prompt, length, slots)
+        return prefill(self.model, prompt, length, slots, seen.hidden_states, ())
 
     def propose(self, key, position, state, last, sampling):
         """Runs the passes of a tree."""

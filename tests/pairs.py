@@ -3,12 +3,16 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import specjax
 from specjax.base.pytree import replace
+from specjax.decoding.stepping import by_token
 from specjax.draft import ExpansionDrafter, Seen, Wants
+from specjax.draft.reading import run
 from specjax.models import transformer
-from specjax.models.config import MATRICES
+from specjax.models.config import MATRICES, Features
+from specjax.models.features import projected
 from specjax.models.quantized import packed, with_activations
 from specjax.models.transformer import Model
 from tests.conftest import tiny_model
@@ -36,6 +40,42 @@ def near(target: Model, seed: int, noise: float = 0.15) -> Model:
         return jnp.asarray(own + noise * own.std() * drawn.standard_normal(own.shape, own.dtype))
 
     return jax.tree.map(changed, target)
+
+
+def head(target: Model, seed: int, known: int | None = None, steps: int = 200) -> Model:
+    """A draft that reads hidden states of a target, fitted to it; perhaps of few tokens."""
+    size, vocabulary = target.config.hidden_size, target.config.vocab_size
+    read = Features((0, target.config.num_layers), size, shares_embedding=False)
+    own = varied_model(
+        seed, hidden_size=size, vocab_size=vocabulary, features=read, draft_vocab_size=known,
+        eos_ids=(),
+    )  # fmt: skip
+    optimizer = optax.adam(0.01)
+
+    def of_tokens(model: Model, tokens: jax.Array) -> jax.Array:
+        at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+        made = transformer.trunk(target, tokens, at, None, None, hidden_layers=read.layers)
+        logits = transformer.unembed(target, made.x).T.reshape(*tokens.shape, -1)
+        features = projected(model, by_token(made.hidden, tokens.shape))[:, :-1]
+        after = run(model, tokens[:, 1:], at[:, :-1], None, None, features=features)
+        q = transformer.unembed(model, after.x).T.reshape(*logits[:, 1:].shape)
+        p = jax.nn.softmax(logits[:, 1:])
+        return -(p * jnp.maximum(jax.nn.log_softmax(q), -30.0)).sum(axis=-1).mean()
+
+    rows = own.row_of
+    floats = replace(own, row_of=None)
+
+    @jax.jit
+    def step(floats, state, key):
+        tokens = jax.random.randint(key, (32, 8), 0, vocabulary)
+        grads = jax.grad(lambda held: of_tokens(replace(held, row_of=rows), tokens))(floats)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(floats, updates), state
+
+    state = optimizer.init(floats)
+    for key in jax.random.split(jax.random.key(seed), steps):
+        floats, state = step(floats, state, key)
+    return replace(floats, row_of=rows)
 
 
 def broken(target: Model, value: float) -> Model:

@@ -34,7 +34,7 @@ from specjax.trees.tree import TreeShape, root_only
 from specjax.verify import rules, token_wise
 from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, ONE_HOT, RECURSIVE, TRAVERSAL
 from tests.cases import slow_but
-from tests.pairs import alone, broken, near, varied_model, with_activations_of
+from tests.pairs import alone, broken, head, near, varied_model, with_activations_of
 
 pytestmark = pytest.mark.long_running
 PROMPT = [7, 41, 3, 19]
@@ -105,6 +105,16 @@ CASES = {
     "pruned, a block": (lambda target: alone(some_tokens(target), (1, 1)), BLOCK),
     "pruned, chosen": (
         lambda target: replace(best_first(target), model=some_tokens(target)),
+        ONE_HOT,
+    ),
+    "a head": (lambda target: alone(head(target, 3, 40), (1, 1)), BLOCK),
+    "a head's tree": (lambda target: alone(head(target, 3), (2, 1)), MULTI_STEP),
+    "a head's tree, from the leaves": (
+        lambda target: alone(head(target, 3, 40), (2, 1), children=DISTINCT),
+        TRAVERSAL,
+    ),
+    "a head, best first": (
+        lambda target: replace(best_first(target), model=head(target, 3)),
         ONE_HOT,
     ),
     "pruned beside a whole one": (

@@ -155,7 +155,7 @@ class Beside:
 
     def _layer_of(self, name: str) -> int | None:
         """The number of a tensor's layer, where the model has so many no more."""
-        before, after = map(re.escape, self._family.layer_prefix.split("{index}"))
+        before, _, after = map(re.escape, self._family.layer_prefix.partition("{index}"))
         found = re.match(rf"{before}(\d{{1,9}}){after}", name)
         return int(found[1]) if found and int(found[1]) >= self._layers else None
 

@@ -36,6 +36,7 @@ from specjax.checkpoints.tokenizers import save_tokenizer
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
+from specjax.models.families.eagle import NORMS
 from specjax.models.placement import Placement
 from specjax.models.quantized import (
     TABLES,
@@ -283,6 +284,9 @@ def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
             yield stored.name, leaves[0]
         else:
             yield stored.name, np.ascontiguousarray(stored.join(list(map(np.asarray, leaves))))
+    if model.feature_norms is not None:
+        for number, norm in enumerate(np.asarray(model.feature_norms)):
+            yield f"{NORMS}{number}.weight", norm
 
 
 def described(folder: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pallas_kernels.cpu import unable_here
 from specjax.base.progress import counted, working
 from specjax.checkpoints import ngram_files, quantized, self_drafts
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
+from specjax.checkpoints.feature_drafts import is_head, load_head
 from specjax.checkpoints.files import Files, config_of, find
 from specjax.checkpoints.load import (
     STAGES,
@@ -218,7 +219,8 @@ def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
     """The pair with the drafts, the n-gram model and the smaller draft that are named."""
     target = vocabulary_of(found.target, pair.target.config)
     drafts = [
-        _draft(target, files, f"draft {number}", mesh) for number, files in enumerate(found.drafts)
+        _draft(target, files, f"draft {number}", mesh, pair.target)
+        for number, files in enumerate(found.drafts)
     ]
     first = None if not found.drafts else _acceptance(pair.target, found.drafts[0].path)
     pair = pair._replace(drafts=drafts, acceptance=first)
@@ -240,12 +242,20 @@ def _acceptance(target: Model, folder: Path) -> Acceptance | None:
     return known if is_it else None
 
 
-def _draft(target: Vocabulary, files: Files, name: str, mesh: Mesh | None) -> Model:
+def _draft(
+    target: Vocabulary, files: Files, name: str, mesh: Mesh | None, of: Model | None = None
+) -> Model:
     """A draft whose tokens are those of the target; tables may have other numbers of rows.
 
+    One that reads hidden states is a head `of` the target.
+
     Raises:
-      ValueError: they are not.
+      ValueError: they are not, or it is the head of another.
     """
+    if is_head(files):
+        if of is None:
+            raise ValueError(f"{name} ({files.path}) reads hidden states of a target.")
+        return load_head(files, of, mesh=mesh)
     model = load_draft(files, mesh=mesh)
     verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:

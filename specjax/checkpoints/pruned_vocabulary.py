@@ -33,13 +33,12 @@ def check_none(config: ModelConfig, what: str) -> None:
         )
 
 
-def read(model: Model, files: Files) -> Model:
-    """The draft with the map of its files.
+def ids_in(files: Files, config: ModelConfig) -> np.ndarray:
+    """The target's tokens that a draft knows, in its order, int64 [D].
 
     Raises:
-      CheckpointError: there is none, or it is not one of so many tokens.
+      CheckpointError: the files have no map, or not one of so many tokens.
     """
-    config = model.config
     found = next((each for each in tensors(files) if each[0] == OFFSETS), None)
     if found is None:
         raise CheckpointError(
@@ -52,11 +51,20 @@ def read(model: Model, files: Files) -> Model:
             f"{OFFSETS} in {file} is {offsets.dtype} of shape {offsets.shape}; draft_vocab_size "
             f"asks for integers of shape {(config.draft_vocab_size,)}."
         )
+    return np.arange(len(offsets)) + offsets.astype(np.int64)
+
+
+def read(model: Model, files: Files) -> Model:
+    """The draft with the map of its files.
+
+    Raises:
+      CheckpointError: there is none, or it is not one of so many tokens.
+    """
+    ids = ids_in(files, model.config)
     try:
-        ids = np.arange(len(offsets)) + offsets.astype(np.int64)
-        return pruning.with_rows(model, ids, config.vocab_size)
+        return pruning.with_rows(model, ids, model.config.vocab_size)
     except ValueError as error:
-        raise CheckpointError(f"{OFFSETS} in {file}: {error}") from error
+        raise CheckpointError(f"{OFFSETS} in {files.path}: {error}") from error
 
 
 def written(model: Model) -> dict[str, np.ndarray]:
@@ -64,4 +72,7 @@ def written(model: Model) -> dict[str, np.ndarray]:
     if model.row_of is None or model.config.draft_vocab_size is None:
         return {}
     ids = pruning.ids_of(np.asarray(model.row_of), model.config.draft_vocab_size)
-    return {OFFSETS: ids - np.arange(len(ids))}
+    made: dict[str, np.ndarray] = {OFFSETS: ids - np.arange(len(ids))}
+    if model.config.features is not None:  # as others' programs read heads
+        made[IS_KNOWN] = np.isin(np.arange(model.config.vocab_size), ids)
+    return made

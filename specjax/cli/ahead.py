@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from specjax.checkpoints import quantized
+from specjax.checkpoints.feature_drafts import draft_config
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import default_dtype, read_config
 from specjax.checkpoints.pair import named
@@ -46,7 +47,7 @@ def compile_for(options: Info) -> int:
     on_a_cpu(options)
     found = named(options.model, options.draft)
     target = read_config(found.target.path, options.positions)[0]
-    drafts = [read_config(each.path)[0] for each in found.drafts]
+    drafts = [draft_config(each, target) for each in found.drafts]
     length = length_of(options.length, target)
     if options.serve:
         report = _steps_for(options, found.target, target, drafts, length)

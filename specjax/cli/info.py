@@ -13,13 +13,14 @@ from jax.sharding import Mesh
 
 from pallas_kernels.cpu import products
 from specjax.checkpoints import gguf, huggingface
-from specjax.checkpoints.files import Files
+from specjax.checkpoints.feature_drafts import draft_config
+from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.load import check_activations_for
 from specjax.checkpoints.offload.load import check_offload
 from specjax.checkpoints.offload.memory import Division, division, dtype_of_layers
 from specjax.checkpoints.pair import Pair, named, own_by_default
 from specjax.checkpoints.self_drafts import self_bytes
-from specjax.checkpoints.tokenizers import compared, vocabulary_of
+from specjax.checkpoints.tokenizers import VocabularyMatch, compared, vocabulary_of
 from specjax.cli.ahead import NEW, check_serve, compile_for, compiled_for, length_of, on_a_cpu, said
 from specjax.cli.loading import pair_of
 from specjax.cli.options import CheckPair, Info
@@ -28,7 +29,7 @@ from specjax.decoding.request import PROMPT_BUCKETS, room
 from specjax.methods import records
 from specjax.methods.choice import Asked, choose
 from specjax.models import memory
-from specjax.models.config import ModelConfig
+from specjax.models.config import Features, ModelConfig
 from specjax.models.memory import Load, Plan, readable
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import quantized_as
@@ -55,7 +56,7 @@ def info(options: Info) -> int:
     mesh = devices_for(options.mesh, options.distributed)
     found = named(options.model, options.draft, lora=options.lora)
     target = huggingface.read_config(found.target.path, options.positions)[0]
-    drafts = [huggingface.read_config(each.path)[0] for each in found.drafts]
+    drafts = [draft_config(each, target) for each in found.drafts]
     pairs = list(zip(found.drafts, drafts, strict=True))
     loads = _loads((found.target, target), pairs, options.dtype, mesh)
     streamed, own = None, found.own
@@ -255,15 +256,28 @@ def check_pair(options: CheckPair) -> int:
     if options.offloaded:
         held = _offloaded(options, found.target, target, mesh)[0]
     for files in found.drafts:
-        draft = huggingface.read_config(files.path)[0]
+        try:
+            draft = draft_config(files, target)
+        except CheckpointError:
+            raise
+        except ValueError as error:  # it is a head of another target
+            found_wrong = Finding("target", str(error), True)._asdict()
+            report["drafts"].append(
+                {"draft": str(files.path), "works": False, "findings": [found_wrong]}
+            )
+            continue
         _, own = _loads((found.target, target), [(files, draft)], kind, mesh)
-        verdict = compared(vocabulary, vocabulary_of(files, draft))
-        findings = [
-            Finding("vocabulary", verdict.reason, not verdict.same),
-            _on_ends(target, draft),
-            _on_context(target, draft),
-            *_on_windows(draft),
-        ]
+        if draft.features is not None:
+            verdict = VocabularyMatch(True, "", target.vocab_size)
+            findings = [*_on_features(draft, draft.features), _on_context(target, draft)]
+        else:
+            verdict = compared(vocabulary, vocabulary_of(files, draft))
+            findings = [
+                Finding("vocabulary", verdict.reason, not verdict.same),
+                _on_ends(target, draft),
+                _on_context(target, draft),
+                *_on_windows(draft),
+            ]
         if options.compile_for is None:
             findings.append(_on_memory((held, own), _most(target)))
         elif verdict.same:
@@ -300,6 +314,18 @@ def _on_context(target: ModelConfig, draft: ModelConfig) -> Finding:
         "context",
         f"{draft.max_positions:,} positions for {target.max_positions:,}: past them the draft "
         "guesses poorly; the text stays the model's own",
+    )
+
+
+def _on_features(draft: ModelConfig, read: Features) -> Iterator[Finding]:
+    """What a head reads of the target, and which of its tokens it knows."""
+    layers = ", ".join(map(str, read.layers))
+    yield Finding("hidden states", f"those after {layers} layers, {read.size:,} numbers each")
+    known = draft.draft_vocab_size or draft.vocab_size
+    whose = "the model's" if read.shares_embedding else "its own"
+    yield Finding(
+        "vocabulary",
+        f"it knows {known:,} of {draft.vocab_size:,} tokens; the embedding is {whose}",
     )
 
 

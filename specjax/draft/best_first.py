@@ -1,5 +1,7 @@
 """Best-first trees of one draft (SpecExec, arXiv 2406.02532)."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
@@ -23,10 +25,10 @@ from specjax.draft.growth import (
     tree_of,
 )
 from specjax.draft.limits import check_depth
+from specjax.draft.reading import ModelState, catch_up, prefill, read_by, run, shorter
 from specjax.draft.staged import TableStage, below_roots
-from specjax.draft.static import ModelState, catch_up, prefill, shorter
 from specjax.models.kv_cache import NewKV
-from specjax.models.transformer import Model, trunk, unembed
+from specjax.models.transformer import Model, unembed
 from specjax.trees.construction import TOP_K, Construction
 from specjax.trees.tree import TokenTree
 
@@ -52,9 +54,18 @@ def visible_to(nodes: Nodes, scored: ScoredNodes) -> Bool[Array, "B Q M"]:
     return inherited(scored, own[:, count:], above)
 
 
+class Made(NamedTuple):
+    """What a draft made of nodes: keys and values, and features for their children if it reads some
+    (`[B, 1, T, E]`).
+    """
+
+    new: NewKV
+    features: Float[Array, "B 1 T E"] | None
+
+
 @pytree
 class ModelSource(Source):
-    """A draft that has read the text; it holds the keys and values of expanded nodes."""
+    """A draft that has read the text; it holds what it made of expanded nodes, by slot."""
 
     model: Model
     held: ModelState
@@ -63,16 +74,25 @@ class ModelSource(Source):
     table: TableStage | None
     width: int = static()
 
-    def after(self, nodes: Nodes, scored: ScoredNodes, carry: NewKV) -> tuple[Likely, NewKV]:
+    def after(self, nodes: Nodes, scored: ScoredNodes, carry: Made) -> tuple[Likely, Made]:
         """One pass over the scored nodes and guesses."""
         at = jnp.maximum(scored.slots, 0)
         tokens = jnp.take_along_axis(nodes.tokens, at, axis=1)
         tokens = jnp.concatenate([tokens, scored.guesses], axis=1)
-        return self._run(tokens, visible_to(nodes, scored), carry)
+        above = self._above(nodes, at, carry)
+        return self._run(tokens, visible_to(nodes, scored), carry, above)
 
-    def after_guesses(
-        self, nodes: Nodes, scored: ScoredNodes, carry: NewKV
-    ) -> tuple[Likely, NewKV]:
+    def _above(
+        self, nodes: Nodes, slots: Int32[Array, "B n"], carry: Made
+    ) -> Float[Array, "B n E"] | None:
+        """What nodes read of their parents, if this draft reads features."""
+        if carry.features is None or self.held.features is None:
+            return None
+        parents = jnp.take_along_axis(nodes.parents, slots, axis=1)[:, :, None]
+        own = jnp.take_along_axis(carry.features[:, 0], jnp.maximum(parents, 0), axis=1)
+        return jnp.where(parents < 0, self.held.features[:, None], own)
+
+    def after_guesses(self, nodes: Nodes, scored: ScoredNodes, carry: Made) -> tuple[Likely, Made]:
         """One pass over guesses below the roots, which are all that stands."""
         tree_mask, budget = visible_to(nodes, scored), nodes.tokens.shape[1]
         tree_mask = jnp.concatenate(
@@ -81,22 +101,27 @@ class ModelSource(Source):
         return self._run(jnp.maximum(scored.guesses, 0), tree_mask, carry)
 
     def _run(
-        self, tokens: Int32[Array, "B n"], tree_mask: Bool[Array, "B n M"], carry: NewKV
-    ) -> tuple[Likely, NewKV]:
+        self,
+        tokens: Int32[Array, "B n"],
+        tree_mask: Bool[Array, "B n M"],
+        carry: Made,
+        above: Float[Array, "B n E"] | None = None,
+    ) -> tuple[Likely, Made]:
         """A pass over nodes, each of which sees its ancestors and itself."""
         depth = tree_mask.sum(axis=2, dtype=jnp.int32)
-        positions = self.held.cache.length[:, None] + depth - 1
-        x, made, *_ = trunk(self.model, tokens, positions, self.held.cache, tree_mask, carry)
+        held, positions = self.held.cache, self.held.cache.length[:, None] + depth - 1
+        x, new, own = run(self.model, tokens, positions, held, tree_mask, carry.new, above)
         logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
+        made = Made(new, None if own is None else own[:, None])
         return likely_of(logits, self.sharpness, self.width), made
 
     def guess(self, nodes: Nodes, scored: ScoredNodes) -> ScoredNodes:
         """The nodes of a round, with what the table expects below them."""
         return scored if self.table is None else self.table.guess(nodes, scored, self.last)
 
-    def hold(self, carry: NewKV, made: NewKV, slots: Int32[Array, "B Q"]) -> NewKV:
-        """Keys and values by slot."""
-        own = slots[:, :, None] == jnp.arange(carry[0][0].shape[2])
+    def hold(self, carry: Made, made: Made, slots: Int32[Array, "B Q"]) -> Made:
+        """What was made, by slot."""
+        own = slots[:, :, None] == jnp.arange(carry.new[0][0].shape[2])
         came, which = own.any(axis=1)[:, None, :, None], own.argmax(axis=1)[:, None, :, None]
 
         def put(old: Array, new: Array) -> Array:
@@ -107,13 +132,13 @@ class ModelSource(Source):
 
 @pytree
 class BestFirstState:
-    """A draft caught up with the text, and the keys and values of its last tree by slot.
+    """A draft caught up with the text, and what it made of its last tree, by slot.
 
     `slots` are the slots of the tree's nodes, the root left out; `second` is the second stage's.
     """
 
     held: ModelState
-    block: NewKV
+    block: Made
     slots: Int32[Array, "B K"]
     second: DraftState
 
@@ -142,11 +167,18 @@ class BestFirstDrafter(Drafter):
             raise ValueError("growth by level takes no second stage, whose nodes span levels.")
         if isinstance(self.model, Model):  # a setting that shares a draft stands without it
             check_depth(self.model.config, self.growth.levels)
+            staged = self.table is not None or self.second is not None
+            if staged and self.model.config.features is not None:
+                raise ValueError(
+                    "a draft that reads hidden states takes no second stage: what it reads of a "
+                    "node's parent is not there in the pass that scores both."
+                )
 
     @property
     def wants(self) -> Wants:
-        """What the second stage wants to see."""
-        return Wants() if self.second is None else self.second.wants
+        """What the draft and the second stage want to see."""
+        own = Wants(hidden_layers=read_by([self.model]) if isinstance(self.model, Model) else ())
+        return own if self.second is None else self.second.wants
 
     @property
     def window(self) -> int:
@@ -176,7 +208,8 @@ class BestFirstDrafter(Drafter):
         seen: Seen,
     ) -> BestFirstState:
         """The draft's state after the prompts, and room for a tree."""
-        begun = self.begun(prefill(self.model, prompt, length, slots))
+        layers = self.wants.hidden_layers
+        begun = self.begun(prefill(self.model, prompt, length, slots, seen.hidden_states, layers))
         second = () if self.second is None else self.second.init(prompt, length, slots, seen)
         return replace(begun, second=second)
 
@@ -185,7 +218,10 @@ class BestFirstDrafter(Drafter):
         rows, budget, config = held.logits.shape[0], self.growth.budget, self.model.config
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
-        block = tuple((empty, empty) for _ in self.model.layers)
+        new, features = tuple((empty, empty) for _ in self.model.layers), None
+        if held.features is not None:
+            features = jnp.zeros((rows, 1, budget, config.hidden_size))
+        block = Made(new, features)
         return BestFirstState(held, block, jnp.zeros((rows, budget), jnp.int32), ())
 
     def propose(
@@ -233,8 +269,11 @@ class BestFirstDrafter(Drafter):
         """The draft caught up: keys of expanded nodes are kept, the last two tokens run anew.
 
         A node with an accepted child was expanded, so that all but the last node of the path
-        have keys and values of their own.
+        have keys and values of their own. Of a draft that reads hidden states all tokens are run:
+        what it had were its own.
         """
+        if state.held.features is not None:
+            return self.follow(state, step)
         return self.caught_up(state, step, jnp.maximum(step.count - 2, 0), 2)
 
     def caught_up(
@@ -247,15 +286,19 @@ class BestFirstDrafter(Drafter):
         held = state.held
         path = jnp.maximum(step.accepted.path[:, 1:] - 1, 0)
         slots = jnp.take_along_axis(state.slots, path, axis=1)
-        held = replace(held, cache=held.cache.keep(state.block, slots, kept))
+        held = replace(held, cache=held.cache.keep(state.block.new, slots, kept))
         ahead = jnp.minimum(kept[:, None] + jnp.arange(anew), step.tokens.shape[1] - 1)
         tokens = jnp.take_along_axis(step.tokens, ahead, axis=1)
-        held = catch_up(self.model, held, tokens, step.count - kept)
+        none = step.seen.hidden_states[:, :anew]
+        held = catch_up(self.model, held, tokens, step.count - kept, none, ())
         return replace(state, held=held, second=self._second_after(state, step))
 
     def follow(self, state: BestFirstState, step: Step) -> BestFirstState:
         """The draft caught up: the path is not one of its own tree, so all tokens are run."""
-        held = catch_up(self.model, state.held, step.tokens, step.count)
+        held = catch_up(
+            self.model, state.held, step.tokens, step.count, step.hidden_states,
+            self.wants.hidden_layers,
+        )  # fmt: skip
         return replace(state, held=held, second=self._second_after(state, step))
 
     def truncate(self, state: BestFirstState, length: Int32[Array, " B"]) -> BestFirstState | None:
@@ -263,7 +306,7 @@ class BestFirstDrafter(Drafter):
         second = () if self.second is None else self.second.truncate(state.second, length)
         if second is None:
             return None
-        return replace(state, held=shorter(state.held, length), second=second)
+        return replace(state, held=shorter(self.model, state.held, length), second=second)
 
     def _second_after(self, state: BestFirstState, step: Step) -> DraftState:
         """The second stage's state; what it proposed is not what the target scored."""

@@ -75,6 +75,12 @@ class Step:
     logprobs: "TokenLogprobs | None" = None
     probs: Float[Array, "B W"] | None = None
 
+    @property
+    def hidden_states(self) -> Float[Array, "B W H"]:
+        """What was seen of the target's hidden states before each of the tokens."""
+        path = self.accepted.path[:, :, None]
+        return jnp.take_along_axis(self.seen.hidden_states, path, axis=1)
+
 
 @pytree
 class TokenLogprobs:

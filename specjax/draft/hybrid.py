@@ -40,7 +40,7 @@ class HybridDrafter(Drafter):
 
     @property
     def wants(self) -> Wants:
-        """What the draft's second stage wants to see."""
+        """What the draft wants to see."""
         return self.draft.wants
 
     @property
@@ -96,6 +96,8 @@ class HybridDrafter(Drafter):
 
     def commit(self, state: HybridState, step: Step) -> HybridState:
         """Both states after the step's tokens; nodes of the path without keys are run anew."""
+        if state.draft.held.features is not None:
+            return self.follow(state, step)
         path = jnp.maximum(step.accepted.path[:, 1:] - 1, 0)
         has = jnp.take_along_axis(state.keyed, path, axis=1)
         place = jnp.arange(has.shape[1])

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.platform import platform
 from specjax.base.axes import Key
-from specjax.base.pytree import pytree, replace, static
+from specjax.base.pytree import pytree, static
 from specjax.base.sampling import (
     GREEDY,
     Purpose,
@@ -25,22 +25,14 @@ from specjax.base.sampling import (
     most_likely,
     sampled_probs,
 )
-from specjax.draft.drafter import Drafter, Seen, Step
+from specjax.draft.drafter import Drafter, Seen, Step, Wants
 from specjax.draft.limits import check_depth
-from specjax.models.kv_cache import KVCache, cache_dtype, empty_cache
-from specjax.models.transformer import Model, trunk, unembed
+from specjax.draft.reading import ModelState, catch_up, prefill, read_by, run, shorter
+from specjax.models.transformer import Model, unembed
 from specjax.parallel.mesh import DATA, DRAFT, gathered, mesh_of, place_along, size_of, stacked
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K, Construction
 from specjax.trees.tree import NO_PARENT, Draws, TokenTree, TreeShape, merge, unmerged
 from specjax.trees.widths import Widths
-
-
-@pytree
-class ModelState:
-    """A draft model's cache, root included, and its logits after the root."""
-
-    cache: KVCache
-    logits: Float[Array, "*G B V"]
 
 
 @pytree
@@ -95,7 +87,7 @@ class ExpansionDrafter(Drafter):
         alike: list[tuple[TreeShape, list[Model]]] = []
         for model, shape in zip(models, shapes, strict=True):
             group = next(
-                (g for s, g in alike if stack and s == shape and g[0].config == model.config), None
+                (g for s, g in alike if stack and s == shape and _may_join(model, g[0])), None
             )
             if group is None:
                 alike.append((shape, [model]))
@@ -110,6 +102,11 @@ class ExpansionDrafter(Drafter):
         groups = tuple(g[0] if len(g) == 1 else stacked(g, mesh, axis) for _, g in alike)
         sizes, shapes = tuple(len(g) for _, g in alike), tuple(s for s, _ in alike)
         return cls(groups, sizes, shapes, children, axis)
+
+    @property
+    def wants(self) -> Wants:
+        """The hidden states that its drafts read."""
+        return Wants(hidden_layers=read_by(self.groups))
 
     @property
     def construction(self) -> Construction:
@@ -151,10 +148,10 @@ class ExpansionDrafter(Drafter):
         seen: Seen,
     ) -> tuple[ModelState, ...]:
         """Every draft's state after the prompts."""
-        del seen
+        hidden = seen.hidden_states
 
         def one(model: Model) -> ModelState:
-            return prefill(model, prompt, length, slots)
+            return prefill(model, prompt, length, slots, hidden, self.wants.hidden_layers)
 
         return self._each(one, ())
 
@@ -230,7 +227,9 @@ class ExpansionDrafter(Drafter):
         """Every draft caught up with the step's tokens, in one pass each."""
 
         def one(model: Model, held: ModelState) -> ModelState:
-            return catch_up(model, held, step.tokens, step.count)
+            return catch_up(
+                model, held, step.tokens, step.count, step.hidden_states, self.wants.hidden_layers
+            )
 
         return self._each(one, (state,))
 
@@ -239,8 +238,8 @@ class ExpansionDrafter(Drafter):
     ) -> tuple[ModelState, ...]:
         """Every draft's state with shorter caches."""
 
-        def one(_: Model, held: ModelState) -> ModelState:
-            return shorter(held, length)
+        def one(model: Model, held: ModelState) -> ModelState:
+            return shorter(model, held, length)
 
         return self._each(one, (state,))
 
@@ -253,6 +252,13 @@ class ExpansionDrafter(Drafter):
         )
 
 
+def _may_join(model: Model, first: Model) -> bool:
+    """Whether a model may be stacked with another; heads share an embedding, which would be copied
+    for each.
+    """
+    return first.config == model.config and model.config.features is None
+
+
 def _shapes(widths: Widths | tuple[Widths, ...], models: int) -> list[TreeShape]:
     """One tree a model; a tree's own first level is a number, as there is one root."""
     if widths and isinstance(widths[0], int):
@@ -261,45 +267,6 @@ def _shapes(widths: Widths | tuple[Widths, ...], models: int) -> list[TreeShape]
     if len(own) != models or len(own) != len(widths):
         raise ValueError(f"{len(widths)} trees are named for {models} drafts; each needs its own.")
     return [TreeShape(each) for each in own]
-
-
-def prefill(
-    model: Model, prompt: Int32[Array, "B T"], length: Int32[Array, " B"], slots: int
-) -> ModelState:
-    """A draft's state after each row's first `length` tokens, with room for `slots`."""
-    rows, tokens = prompt.shape
-    positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (rows, tokens))
-    x, new, *_ = trunk(model, prompt, positions, None, None)
-    dtype = cache_dtype(model.embedding.dtype)
-    cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads).keep(new, None, length)
-    return ModelState(cache, _logits_at(model, x, length - 1, tokens))
-
-
-def shorter(held: ModelState, length: Int32[Array, " B"]) -> ModelState:
-    """A draft's state with caches of `length` tokens."""
-    return replace(held, cache=replace(held.cache, length=length))
-
-
-def catch_up(
-    model: Model, held: ModelState, tokens: Int32[Array, "B W"], count: Int32[Array, " B"]
-) -> ModelState:
-    """The state after the first `count` of `tokens`; a row with no new token keeps its logits."""
-    rows, window = tokens.shape
-    steps = jnp.arange(window, dtype=jnp.int32)
-    tree_mask = jnp.broadcast_to(steps <= steps[:, None], (rows, window, window))
-    positions = held.cache.length[:, None] + steps
-    x, new, *_ = trunk(model, tokens, positions, held.cache, tree_mask)
-    logits = _logits_at(model, x, jnp.maximum(count - 1, 0), window)
-    logits = jnp.where(count[:, None] > 0, logits, held.logits)
-    return ModelState(held.cache.keep(new, None, count), logits)
-
-
-def _logits_at(
-    model: Model, x: Float[Array, "E C"], index: Int32[Array, " B"], tokens: int
-) -> Float[Array, "B V"]:
-    """Logits after token `index` of each row."""
-    rows = jnp.arange(index.shape[0], dtype=jnp.int32)
-    return unembed(model, jnp.take(x, rows * tokens + index, axis=1)).T
 
 
 def expand(
@@ -319,6 +286,7 @@ def expand(
     rows, made, distributions = held.logits.shape[0], [], []
     noise = _uniforms(key, shape, distinct, held.logits.dtype)
     level_logits, block = held.logits[:, None], None
+    features = None if held.features is None else held.features[:, None]
     tree_mask = np.zeros((1, 0), bool)
     for level in range(shape.depth):
         _, counts = shape.expanded(level)
@@ -339,16 +307,22 @@ def expand(
         inner, _ = shape.expanded(level + 1)
         above = np.repeat(tree_mask, counts, axis=0)[inner]
         tree_mask = np.concatenate([above, np.eye(inner.size, dtype=bool)], 1)
-        x, new, *_ = trunk(
+        if features is not None:
+            features = features[:, np.repeat(np.arange(counts.size), counts)[inner]]
+        after = run(
             model,
             _at(tokens, inner),
             jnp.broadcast_to(held.cache.length[:, None] + level, (rows, inner.size)),
             held.cache,
             jnp.asarray(np.broadcast_to(tree_mask, (rows, *tree_mask.shape))),
             block,
+            features,
         )
-        level_logits = unembed(model, x).T.reshape(rows, inner.size, -1)
-        block = new if block is None else jax.tree.map(_append, block, new)
+        level_logits, features = (
+            unembed(model, after.x).T.reshape(rows, inner.size, -1),
+            after.features,
+        )
+        block = after.new if block is None else jax.tree.map(_append, block, after.new)
     return jnp.concatenate(made, axis=1), jnp.concatenate(distributions, axis=1)
 
 

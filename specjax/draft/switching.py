@@ -22,7 +22,8 @@ from specjax.draft.drafter import Drafter, DraftState, Seen, Step, Wants
 from specjax.draft.hybrid import HybridDrafter, HybridState
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
-from specjax.draft.static import ExpansionDrafter, ModelState
+from specjax.draft.reading import ModelState
+from specjax.draft.static import ExpansionDrafter
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layers import write_window
 from specjax.models.transformer import Model, trunk, unembed

@@ -54,6 +54,8 @@ def _needs_table(pair: Pair) -> str | None:
 def _needs_stage(pair: Pair) -> str | None:
     if missing := _needs_draft(pair):
         return missing
+    if pair.drafts[0].config.features is not None:
+        return "a draft that is a model of its own; the first one reads hidden states"
     if pair.table is None and pair.smaller is None:
         return f"a second stage; name an n-gram or model folder with --stage, or {_MAKE}"
     return None

@@ -21,6 +21,9 @@ PRE_NORMS = ("attention_norm", "mlp_norm")
 NORM_KINDS = ("rms", "offset_rms", "layer")
 """By root mean square, so with weights that are offsets from 1, or of mean and variance, biased."""
 
+FEATURE_NORMS = (None, "each", "whole")
+"""Of hidden states of a target: none, of each of them, or of all of them together."""
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
@@ -33,6 +36,37 @@ def check_size(field: str, key: str, value: object) -> None:
     most = _MOST_LAYERS if field == "num_layers" else _MOST
     if type(value) is not int or not 0 < value <= most:
         raise ValueError(f"{key} is {value!r}; it must be an integer from 1 to {most}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Features:
+    """What a draft reads of its target beside tokens: hidden states (EAGLE-3, arXiv 2503.01840).
+
+    `layers` are those states by the number of the target's layers before them, and `size` is how
+    many numbers each has. They are projected together to the draft's own size, after a norm of
+    `norms`: None, one of "each" or one of the "whole". The first layer reads the token's embedding
+    and the projection, each normed, beside each other; the projection is what the layer's outputs
+    are added to, normed if `normed_residual`. Where the target has read nothing, what left the
+    draft's layer stands for the projection, through the last norm if `normed_output`. With
+    `shares_embedding` the draft has the target's.
+    """
+
+    layers: tuple[int, ...]
+    size: int
+    norms: str | None = None
+    normed_residual: bool = False
+    normed_output: bool = False
+    shares_embedding: bool = True
+
+    def __post_init__(self) -> None:
+        check_size("size", "the target's hidden size", self.size)
+        if self.norms not in FEATURE_NORMS:
+            raise ValueError(f"there is no norm of features {self.norms!r}.")
+
+    @property
+    def width(self) -> int:
+        """Numbers of all hidden states of a token."""
+        return len(self.layers) * self.size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +93,8 @@ class ModelConfig:
     tokens past the first `num_known` they are the lowest there is (None: there are none).
 
     Drafts may know only `draft_vocab_size` of their target's `vocab_size` tokens; they never
-    propose others. Their tables have a row for each, and one for all the others together.
+    propose others. Their tables have a row for each, and one for all the others together. Those
+    that read hidden states of the target have `features`, one layer, and embeddings of all tokens.
     """
 
     vocab_size: int
@@ -93,6 +128,7 @@ class ModelConfig:
     position_offset: int | None = None
     num_known: int | None = None
     draft_vocab_size: int | None = None
+    features: Features | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -119,6 +155,11 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim} and rotary_dim {self.rotary_dim}; rotary embedding "
                 "turns an even number of a head's features."
+            )
+        if self.features is not None and (self.num_layers != 1 or self.tie_embeddings):
+            raise ValueError(
+                "a draft that reads hidden states has one layer and an unembedding of its own; "
+                f"this one has {self.num_layers} layers, tied: {self.tie_embeddings}."
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
@@ -157,9 +198,10 @@ class ModelConfig:
         """The shape of every leaf that a layer has, by its name in `LayerWeights`."""
         d, f = self.hidden_size, self.intermediate_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        read = d if self.features is None else 2 * d
         shapes: dict[str, Shape] = {
-            "query": (heads, d), "key": (kv_heads, d), "value": (kv_heads, d), "output": (d, heads),
-            "gate": (f, d), "up": (f, d), "down": (d, f),
+            "query": (heads, read), "key": (kv_heads, read), "value": (kv_heads, read),
+            "output": (d, heads), "gate": (f, d), "up": (f, d), "down": (d, f),
         }  # fmt: skip
         if not self.gated:
             del shapes["gate"]
@@ -174,11 +216,25 @@ class ModelConfig:
     @property
     def outer_shapes(self) -> dict[str, Shape]:
         """The shape of every leaf outside the layers, by its name in `Model`."""
-        own = self.draft_vocab_size
-        table = self.vocab_size if own is None else own + 1, self.hidden_size
+        own, read, d = self.draft_vocab_size, self.features, self.hidden_size
+        table = self.vocab_size if own is None else own + 1, d
         shapes: dict[str, Shape] = {"embedding": table, **self._norm_shapes(("final_norm",))}
+        if read is not None:
+            shapes |= {
+                "feature_projection": (d, read.width),
+                **self._norm_shapes(("feature_norm",)),
+            }
+            if read.norms == "whole":
+                shapes["feature_input_norm"] = (read.width,)
+            if read.norms == "each":
+                shapes["feature_norms"] = len(read.layers), read.size
+            shapes["embedding"] = self.vocab_size, d
+            if read.shares_embedding:
+                del shapes["embedding"]
         if not self.tie_embeddings:
             shapes["unembedding"] = table
+        if read is not None:
+            shapes["unembedding"] = self.vocab_size if own is None else own, d
         if self.position_offset is not None:
             rows = self.max_positions + self.position_offset
             shapes["position_embedding"] = (rows, self.hidden_size)

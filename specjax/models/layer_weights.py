@@ -14,12 +14,15 @@ from specjax.parallel.mesh import all_sum
 
 @pytree
 class LayerWeights:
-    """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None."""
+    """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None.
+
+    Attention reads `R` numbers of each token: `E`, or twice as many in a draft that reads features.
+    """
 
     attention_norm: Float[Array, " E"] | None
-    query: Float[Array, "HD E"] | PackedWeight
-    key: Float[Array, "KD E"] | PackedWeight
-    value: Float[Array, "KD E"] | PackedWeight
+    query: Float[Array, "HD R"] | PackedWeight
+    key: Float[Array, "KD R"] | PackedWeight
+    value: Float[Array, "KD R"] | PackedWeight
     output: Float[Array, "E HD"] | PackedWeight
     mlp_norm: Float[Array, " E"] | None
     gate: Float[Array, "F E"] | PackedWeight | None

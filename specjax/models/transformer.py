@@ -17,6 +17,7 @@ from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
 from specjax.models.config import MATRICES, ModelConfig, Shape
+from specjax.models.features import joined
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
 from specjax.models.layer_weights import LayerWeights, layer_of, product, products
 from specjax.models.mlp import mlp
@@ -53,7 +54,8 @@ class Model:
     `config` counts the key/value heads that are held, `repeats` times as many as the checkpoint's.
 
     `row_of` says which row of its tables a token has, where they have fewer rows than there are
-    tokens (see `specjax.models.pruning`): the last one is of all that have none of their own.
+    tokens (see `specjax.models.pruning`): the last one is of all that have none of their own. A
+    draft that reads hidden states of its target (`config.features`) has embeddings of all of them.
 
     Where its layers come from is asked of it alone (`is_whole`, `is_offloaded`, `layer`, ...): see
     `specjax.models.streamed` for models whose layers are not in memory.
@@ -62,12 +64,16 @@ class Model:
     embedding: Float[Array, "V E"] | PackedWeight
     layers: tuple[LayerWeights, ...]
     final_norm: Float[Array, " E"]
-    unembedding: Float[Array, "V E"] | PackedWeight | None
+    unembedding: Float[Array, "D E"] | PackedWeight | None
     config: ModelConfig = static()
     final_norm_bias: Float[Array, " E"] | None = None
     position_embedding: Float[Array, "P E"] | None = None
     stack: LayerWeights | None = None
     row_of: Int32[Array, " U"] | None = None
+    feature_projection: Float[Array, "E F"] | PackedWeight | None = None
+    feature_norm: Float[Array, " E"] | None = None
+    feature_input_norm: Float[Array, " F"] | None = None
+    feature_norms: Float[Array, "k T"] | None = None
     axis: str | None = static(default=None)
     repeats: int = static(default=1)
 
@@ -156,17 +162,19 @@ def assemble(
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
     """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers).
 
-    Biases are 0 and norms do nothing. A draft of some tokens knows the first ones.
+    Biases are 0 and norms do nothing. A draft of some tokens knows the first ones. One that reads
+    hidden states has an embedding of its own.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     keys = iter(jax.random.split(key, 2 + len(MATRICES) * config.num_layers))
 
     def leaf(name: str, shape: Shape) -> Array:
-        if len(shape) == 1:
+        if len(shape) == 1 or name == "feature_norms":
             zero = name.endswith("_bias") or config.norm == "offset_rms"
             return jnp.zeros(shape, dtype) if zero else jnp.ones(shape, dtype)
         scale = out_scale if name in ("output", "down") else 0.02
-        own = jax.random.fold_in(key, 0) if name == "position_embedding" else next(keys)
+        others = ("position_embedding", "feature_projection")
+        own = jax.random.fold_in(key, others.index(name)) if name in others else next(keys)
         return scale * jax.random.normal(own, shape, dtype)
 
     def leaves(shapes: Mapping[str, Shape]) -> dict[str, Array]:
@@ -243,7 +251,7 @@ class Group(NamedTuple):
 def attend(
     model: Model,
     weights: LayerWeights,
-    x: Float[Array, "E C"],
+    x: Float[Array, "R C"],
     groups: Sequence[Group],
     dtype: jnp.dtype | None,
 ) -> tuple[Float[Array, "HD C"], tuple[tuple[Array, Array], ...]]:
@@ -314,18 +322,20 @@ def apply_layer(
     groups: Sequence[Group],
     dtype: jnp.dtype | None = None,
     inputs: dict[str, Array] | None = None,
+    entering: Float[Array, "R C"] | None = None,
 ) -> tuple[Float[Array, "E C"], tuple[tuple[Array, Array], ...]]:
     """One decoder layer over flat columns, and the keys and values `[B, K, T, D]` of each group.
 
-    `inputs`, where given, takes the columns that matrices are multiplied with: those of "query"
-    are the key's and the value's too, and those of "up" the gate's.
+    `entering` is what attention reads, by default the columns normed. `inputs`, where given, takes
+    the columns that matrices are multiplied with: those of "query" are the key's and the value's
+    too, and those of "up" the gate's.
     """
     config = model.config
 
     def norm(name: str, x: Array) -> Array:
         return _norm(config, weights, name, x) if name in config.norms else x
 
-    before, seen = x, norm("attention_norm", x)
+    before, seen = x, norm("attention_norm", x) if entering is None else entering
     mixed, new = attend(model, weights, seen, groups, dtype)
     x = x + norm("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
@@ -383,13 +393,15 @@ def trunk(
     slots: int | None = None,
     hidden_layers: tuple[int, ...] = (),
     beside: Columns | None = None,
+    features: Float[Array, "E C"] | None = None,
 ) -> Pass:
     """All layers: the normed hidden columns and the new keys and values.
 
     Columns are `C = B·T`, row-major, or those of `packing`; behind them are those of rows `beside`,
     which see nothing of the others. With `slots` the new keys and values of stacked layers lie as
     in a cache of so many, of which they are the first. `hidden_layers` are the hidden states to
-    keep, by the number of layers before them.
+    keep, by the number of layers before them. `features` are what a draft that reads hidden states
+    reads beside the columns' tokens (see `specjax.models.features`).
     """
     config = model.config
     parts = [Columns(tokens, positions, cache, tree_mask, packing)]
@@ -399,6 +411,9 @@ def trunk(
         for part in parts
     ]
     x = embed(model, *(jnp.concatenate(own, axis=1) for own in zip(*columns, strict=True)))
+    entering = None
+    if features is not None:
+        x, entering = joined(model, x, features)
     windows = config.windows or (None,) * config.num_layers
     views = {window: [_view(config, window, part) for part in parts] for window in set(windows)}
     caches = [part.cache for part in parts]
@@ -414,7 +429,9 @@ def trunk(
             held = None if cache is None else (cache.keys[index], cache.values[index])
             earlier = None if block is None else block[index]
             groups = _of_layer(views[windows[index]], caches, held, earlier)
-            x, new = apply_layer(model, weights, x, groups, dtype)
+            x, new = apply_layer(
+                model, weights, x, groups, dtype, entering=None if index else entering
+            )
             by_layer.append(new)
             if index + 1 in hidden_layers:
                 states[index + 1] = x
@@ -552,7 +569,7 @@ def embed(
 def _rows_of(model: Model, tokens: Int32[Array, "B T"]) -> Float[Array, "E C"]:
     """The tokens' embeddings; a device gives those of its part of the vocabulary."""
     held = model.embedding.shape[0]
-    if model.row_of is not None:
+    if model.row_of is not None and model.config.features is None:
         return layers.embed(model.embedding, model.row_of[tokens])
     if held == model.config.vocab_size:
         return layers.embed(model.embedding, tokens)
@@ -578,6 +595,8 @@ def unembed(
     logits = layers.capped(layers.linear(table, x, dtype), model.config.logit_cap)
     if model.row_of is not None:
         lowest = jnp.finfo(logits.dtype).min
+        if model.config.features is not None:  # what it does not know has no row
+            logits = jnp.pad(logits, ((0, 1), (0, 0)))
         return logits.at[-1].set(lowest).at[model.row_of].get(mode="promise_in_bounds")
     if table.shape[0] < model.config.vocab_size:
         logits = gathered(logits, model.axis)

@@ -5,6 +5,7 @@ from typing import Any
 
 from specjax.models.config import ModelConfig, check_size
 from specjax.models.families import rotary
+from specjax.models.families.eagle import EAGLE3, is_eagle3
 from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
 from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
@@ -16,6 +17,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
         *(GPT2, OPT, NEOX),
+        EAGLE3,
     )
 }
 
@@ -29,6 +31,8 @@ def family_of(config: Json) -> Family:
     Raises:
       ValueError: its `model_type` has no table.
     """
+    if is_eagle3(config):
+        return EAGLE3
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(

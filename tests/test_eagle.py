@@ -1,0 +1,263 @@
+"""EAGLE-3 heads: files of every dialect, what they compute, the trees over them, and texts."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.__main__ import main
+from specjax.checkpoints.feature_drafts import is_head, load_head
+from specjax.checkpoints.files import CheckpointError, Files
+from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.pair import load_pair
+from specjax.draft.best_first import BestFirstDrafter
+from specjax.draft.drafter import Seen
+from specjax.draft.growth import Growth
+from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.reading import catch_up, prefill, read_by
+from specjax.draft.static import ExpansionDrafter
+from specjax.engine.request import Request
+from specjax.methods.choice import shipped
+from specjax.methods.registry import build, lacking, setting_of
+from specjax.models.transformer import Model, trunk
+from specjax.trees.construction import DISTINCT, TOP_K
+from tests.eagle_twin import DIALECTS, Dialect, Twin, head_of, write
+from tests.engines import ids_of, running, served
+from tests.folders import VOCABULARY, target_folder
+from tests.pairs import NEW, PROMPTS, generate, varied_model
+
+LAYERS = 7
+TEXT = [5, 9, 2, 33, 33, 60, 1, 17]
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return varied_model(num_layers=LAYERS, hidden_size=32)
+
+
+def loaded(target: Model, folder, dialect: Dialect, seed: int = 0) -> tuple[Model, Twin]:
+    """A head, and its twin."""
+    config = target.config
+    tensors = head_of(dialect, config.vocab_size, config.hidden_size, seed)
+    write(folder, dialect, tensors, config.vocab_size, config.hidden_size)
+    files = Files(folder)
+    assert is_head(files)
+    head = load_head(files, target, dtype="float32")
+    return head, Twin(dialect, tensors, np.asarray(target.embedding))
+
+
+def hidden_of(target: Model, tokens: list[int], layers: tuple[int, ...]) -> np.ndarray:
+    """The target's hidden states along a text, those of each token behind one another."""
+    at = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    made = trunk(target, jnp.asarray([tokens], jnp.int32), at, None, None, hidden_layers=layers)
+    return np.concatenate([np.asarray(each).T for each in made.hidden], axis=1)
+
+
+def log_softmax(logits) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
+
+
+def check_close(logits, expected: np.ndarray) -> None:
+    """Log probabilities over tokens that a head knows; those of others are next to nothing."""
+    found, known = log_softmax(logits), np.isfinite(expected)
+    np.testing.assert_allclose(found[known], expected[known], rtol=1e-4, atol=1e-4)
+    assert (found[~known] < -1e6).all()
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_head_computes_what_its_definition_says(name, target, tmp_path):
+    """After prompts of unequal lengths, and after what steps added to them."""
+    dialect = DIALECTS[name]
+    head, twin = loaded(target, tmp_path, dialect)
+    layers = read_by([head])
+    assert layers == dialect.layers
+    hidden = hidden_of(target, TEXT, layers)
+    lengths = [1, 2, 5]
+    seen = jnp.broadcast_to(jnp.asarray(hidden[:5]), (3, 5, hidden.shape[1]))
+    prompts = jnp.broadcast_to(jnp.asarray(TEXT[:5], jnp.int32), (3, 5))
+    held = prefill(head, prompts, jnp.asarray(lengths), 32, seen, layers)
+    assert held.cache.length.tolist() == [0, 1, 4]
+    for row, length in enumerate(lengths[1:], 1):
+        slots = twin.read(TEXT[:length], hidden)
+        handed, likely = twin.run(slots, [list(range(n + 1)) for n in range(len(slots))])
+        check_close(held.logits[row], likely[-1])
+        assert held.features is not None
+        np.testing.assert_allclose(held.features[row], handed[-1], rtol=1e-4, atol=1e-4)
+    # Three tokens more, of which the first row takes none, the second one and the third three.
+    tokens = jnp.asarray([TEXT[n : n + 3] for n in lengths], jnp.int32)
+    before = jnp.asarray(np.stack([hidden[n - 1 : n + 2] for n in lengths]))
+    later = catch_up(head, held, tokens, jnp.asarray([0, 1, 3]), before, layers)
+    assert later.cache.length.tolist() == [0, 2, 7]
+    np.testing.assert_array_equal(later.logits[0], held.logits[0])
+    for row, length in ((1, 3), (2, 8)):
+        slots = twin.read(TEXT[:length], hidden)
+        _, likely = twin.run(slots, [list(range(n + 1)) for n in range(len(slots))])
+        check_close(later.logits[row], likely[-1])
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "3.1", "speculators"])
+def test_eagle2s_tree_is_that_of_the_published_algorithm(name, target, tmp_path):
+    dialect = DIALECTS[name]
+    head, twin = loaded(target, tmp_path, dialect)
+    total, depth, width = 24, 4, 4
+    # A tree's first level comes from the text; `depth` rounds follow.
+    growth = Growth(
+        budget=total - 1, beams=width, width=width, depth=depth + 1, decay=0.9999, by_level=True
+    )
+    drafter = BestFirstDrafter(head, jnp.ones(2), growth)
+    hidden = hidden_of(target, TEXT, drafter.wants.hidden_layers)
+    prompt, length = jnp.asarray([TEXT], jnp.int32), jnp.asarray([len(TEXT)])
+    state = drafter.init(prompt, length, 64, Seen(jnp.zeros((1, len(TEXT), 0), jnp.int32),
+                                                  jnp.asarray(hidden)[None]))  # fmt: skip
+    asked = specjax.Sampling(0.0).rows(1)
+    last = jnp.asarray([TEXT[-1]], jnp.int32)
+    tree, _ = drafter.propose(jax.random.key(0)[None], length - 1, state, last, asked)
+    paths: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, tree.tokens.shape[1]):
+        if tree.valid[0, node]:
+            above = paths[int(tree.parents[0, node])]
+            paths[node] = (*above, int(tree.tokens[0, node]))
+    assert set(paths.values()) - {()} == twin.eagle2(TEXT, hidden, total, depth, width)
+
+
+def drafters(head: Model, other: Model, draft: Model) -> dict:
+    grown = Growth(budget=7, beams=3, width=3)
+    tree = BestFirstDrafter(head, jnp.ones(2), grown)
+    return {
+        "chain": ExpansionDrafter.of([head], (1, 1, 1)),
+        "tree": ExpansionDrafter.of([head], (2, 2, 1)),
+        "distinct": ExpansionDrafter.of([head], (3, 1), DISTINCT),
+        "likeliest": ExpansionDrafter.of([head], (2, 1), TOP_K),
+        "pool": ExpansionDrafter.of([head, other], (2, 1)),
+        "head and draft": ExpansionDrafter.of([head, draft], (1, 1)),
+        "specexec": tree,
+        "eagle": BestFirstDrafter(head, jnp.ones(2), Growth(12, 3, 3, 4, 0.9999, by_level=True)),
+        "hybrid": HybridDrafter(tree, jnp.asarray([0.0, 0.4, 0.6]), None),
+    }
+
+
+NAMES = ("chain", "tree", "distinct", "likeliest", "pool", "head and draft", "specexec", "eagle",
+         "hybrid")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(target, tmp_path_factory) -> dict:
+    head, _ = loaded(target, tmp_path_factory.mktemp("one"), DIALECTS["SpecForge"])
+    other, _ = loaded(target, tmp_path_factory.mktemp("two"), DIALECTS["speculators"], 1)
+    draft = varied_model(1, hidden_size=32)
+    return drafters(head, other, draft)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_are_those_of_plain_decoding(name, target, made):
+    """Longer than the head's context of 16 tokens, and from a lone token on."""
+    found = generate(target, made[name])
+    np.testing.assert_array_equal(found.tokens, generate(target, None).tokens)
+    assert max(map(len, PROMPTS)) + NEW > 16
+
+
+@pytest.mark.parametrize("name", ["chain", "eagle", "pool"])
+def test_an_engine_gives_the_texts_of_plain_decoding(name, target, made):
+    """In rows that come and go, and take over what others hold."""
+    drawn = np.random.default_rng(0)
+    begun = drawn.integers(0, 64, 40).tolist()
+    prompts = [begun, [*begun[:35], 3], [*begun[:20], 7, 9], [5]]
+    asked = [Request(prompt=prompt, max_new_tokens=NEW, ignore_eos=True) for prompt in prompts]
+    with running(target, made[name], rows=2) as engine:
+        found = [served(engine, [each])[0] for each in asked] + served(engine, asked)
+        assert engine.statistics().cached_tokens > 0
+    plain = generate(target, None, prompts).tokens.tolist()
+    assert list(map(ids_of, found)) == plain * 2
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_head_is_written_as_specforge_does_and_read_again(name, target, tmp_path):
+    head, _ = loaded(target, tmp_path / "one", DIALECTS[name])
+    save_model(head, tmp_path / "two", dtype="float32")
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLMEagle3"], "llama")
+    ids = [layer - 1 for layer in DIALECTS[name].layers]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
+    again = load_head(Files(tmp_path / "two"), target, dtype="float32")
+    assert again.config == head.config
+    for one, other in zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def changed(folder: Path, **changes: object) -> Files:
+    """A head's folder with other keys; None takes one out."""
+    file = folder / "config.json"
+    found = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in found.items() if value is not None}))
+    return Files(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": 65}, "for a target of 65 tokens; the model has 64"),
+        ({"target_hidden_size": 48}, "hidden states of 48 numbers; the model's have 32"),
+        ({"num_hidden_layers": 2}, "has one layer .* this one has 2 layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 7]}},
+         "after 1, 4, 8 layers; the model has 7"),
+        ({"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]},
+         "cannot be told whether these are hidden states or layers' outputs"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "all"}}, "must be a list of layers"),
+        ({"draft_vocab_size": 41}, r"lm_head.weight .* has shape \(40, 32\).* asks for \(41, 32\)"),
+    ],
+)  # fmt: skip
+def test_heads_of_other_targets_are_refused(changes, sentence, target, tmp_path):
+    loaded(target, tmp_path, DIALECTS["SpecForge"])
+    with pytest.raises((ValueError, CheckpointError), match=sentence):
+        load_head(changed(tmp_path, **changes), target)
+
+
+def test_a_head_has_no_second_stage(target, made):
+    growth = Growth(budget=7, beams=3, width=3)
+    with pytest.raises(ValueError, match="reads hidden states takes no second stage"):
+        BestFirstDrafter(made["specexec"].model, jnp.ones(2), growth, None, made["chain"])
+
+
+def test_a_pair_drafts_with_a_head(tmp_path):
+    """By name, as every other draft; with the methods that take it."""
+    folder = target_folder(tmp_path / "target", 3, num_layers=LAYERS)
+    head = head_of(DIALECTS["EAGLE"], VOCABULARY, 32)
+    write(tmp_path / "head", DIALECTS["EAGLE"], head, VOCABULARY, 32)
+    pair = load_pair(str(folder), str(tmp_path / "head"), dtype="float32")
+    assert pair.drafts[0].embedding is pair.target.embedding
+    plain = generate(pair.target, None).tokens
+    for name in ("chain:3", "specexec:7"):
+        drafter = build(setting_of(name), pair)
+        np.testing.assert_array_equal(generate(pair.target, drafter).tokens, plain)
+    assert lacking("staged", pair) == (
+        "a draft that is a model of its own; the first one reads hidden states"
+    )
+    assert shipped(pair, 0.8, 1).setting.method == "chain"
+
+
+def test_what_the_commands_say_of_a_head(tmp_path, capsys):
+    """Before its weights are read: what it reads and knows, what it takes, whose it is."""
+    folder = target_folder(tmp_path / "target", 3, num_layers=LAYERS)
+    head = tmp_path / "head"
+    write(head, DIALECTS["EAGLE"], head_of(DIALECTS["EAGLE"], VOCABULARY, 32), VOCABULARY, 32)
+    pair = ["--model", str(folder), "--draft", str(head)]
+
+    def said(*arguments: str) -> dict:
+        assert main([*arguments, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    found = said("check-pair", str(folder), str(head))
+    findings = {each["what"]: each["said"] for each in found["drafts"][0]["findings"]}
+    assert found["works"]
+    assert findings["hidden states"] == "those after 2, 3, 4 layers, 32 numbers each"
+    assert findings["vocabulary"] == "it knows 40 of 272 tokens; the embedding is the model's"
+    assert said("info", *pair)["draft_weights_bytes"] > 0
+    text = said("generate", "def add", *pair, "--max-new-tokens", "9")
+    assert text["method"].startswith("specexec")
+    smaller = target_folder(tmp_path / "smaller", 3, num_layers=2)
+    assert main(["check-pair", str(smaller), str(head), "--json"]) == 1
+    assert "after 2, 1, -1 layers; the model has 2" in capsys.readouterr().out
