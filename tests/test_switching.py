@@ -10,11 +10,11 @@ import pytest
 
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, sampled_probs
-from specjax.draft import static
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.drafter import Step, Wants
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
+from specjax.draft.reading import ModelState, prefill
 from specjax.draft.switching import UNKNOWN, SwitchingDrafter
 from specjax.engine import engine as engines
 from specjax.engine.engine import Engine
@@ -116,10 +116,10 @@ def test_states_of_their_own_follow_what_other_settings_committed(target):
                 np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4)
 
 
-def held(state) -> list[static.ModelState]:
+def held(state) -> list[ModelState]:
     """The states of draft models within a state."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, static.ModelState))
-    return [leaf for leaf in leaves if isinstance(leaf, static.ModelState)]
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ModelState))
+    return [leaf for leaf in leaves if isinstance(leaf, ModelState)]
 
 
 @pytest.mark.slow
@@ -225,7 +225,7 @@ def caught_up(target):
 def test_a_draft_that_caught_up_is_one_that_read_the_text(caught_up):
     draft, text, start, made, _, _, state, _ = caught_up
     length = start + made
-    expected = static.prefill(draft, text, length, 32)
+    expected = prefill(draft, text, length, 32, jnp.zeros((*text.shape, 0)), ())
     np.testing.assert_array_equal(state.held.cache.length, length)
     np.testing.assert_allclose(state.held.logits, expected.logits, atol=1e-4)
     for found, wanted in zip(state.held.cache.keys, expected.cache.keys, strict=True):

@@ -26,7 +26,7 @@ from specjax.models.transformer import Model, assemble
 
 def is_head(files: Files) -> bool:
     """Whether a folder is of an EAGLE-3 head, by its configuration or, as EAGLE writes it, its
-    tensors.
+    tensors; of one without weights its configuration alone tells.
 
     Raises:
       CheckpointError: it is of no model.
@@ -34,8 +34,12 @@ def is_head(files: Files) -> bool:
     config = config_of(files.path)
     if is_eagle3(config):
         return True
-    one_layer = config.get("num_hidden_layers") == 1 and config.get("model_type") == "llama"
-    return one_layer and any(name == EAGLE3.outer["feature_projection"] for name in _names(files))
+    if config.get("num_hidden_layers") != 1 or config.get("model_type") != "llama":
+        return False
+    try:
+        return EAGLE3.outer["feature_projection"] in _names(files)
+    except CheckpointError:  # which reading the weights says, if they are read
+        return False
 
 
 def layers_read(num_layers: int) -> tuple[int, ...]:

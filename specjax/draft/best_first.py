@@ -177,7 +177,7 @@ class BestFirstDrafter(Drafter):
     @property
     def wants(self) -> Wants:
         """What the draft and the second stage want to see."""
-        own = Wants(hidden_layers=read_by([self.model]) if isinstance(self.model, Model) else ())
+        own = Wants(hidden_layers=read_by([self.model]))
         return own if self.second is None else self.second.wants
 
     @property

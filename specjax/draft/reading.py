@@ -37,9 +37,12 @@ class Run(NamedTuple):
     features: Float[Array, "B T E"] | None
 
 
-def read_by(models: Iterable[Model]) -> tuple[int, ...]:
-    """The hidden states that models read, by the number of the target's layers before them."""
-    read = (model.config.features for model in models)
+def read_by(models: Iterable[Model | None]) -> tuple[int, ...]:
+    """The hidden states that models read, by the number of the target's layers before them.
+
+    One that stands without weights, as in a setting that shares them (see `switching`), is None.
+    """
+    read = (model.config.features for model in models if model is not None)
     return tuple(sorted({layer for each in read if each is not None for layer in each.layers}))
 
 

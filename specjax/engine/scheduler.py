@@ -386,9 +386,9 @@ class Scheduler:
 
     @property
     def _crowding(self) -> float:
-        """How many times as long prompts may be read before a step: as many rows wait for theirs as
-        there are for each that decodes and waits for that. Once, where one of these wants its
-        tokens in time.
+        """How many times as long as usual prompts may be read before a step: rows that wait for
+        theirs over rows that decode, and once at least. Once, where one of these wants its tokens
+        in time.
         """
         count = len(self.decoding)
         if not count:
