@@ -204,13 +204,13 @@ def test_few_beams_may_find_another_tree_but_of_the_same_draft():
 def passes_of(drafter: BestFirstDrafter, monkeypatch, texts=PROMPTS) -> tuple[int, list]:
     """How often `propose` runs the draft, and the trees."""
     ran = []
-    real = best_first.trunk
+    real = best_first.run
 
     def counted(*arguments):
         jax.debug.callback(lambda: ran.append(1))
         return real(*arguments)
 
-    monkeypatch.setattr(best_first, "trunk", counted)
+    monkeypatch.setattr(best_first, "run", counted)
     through = jax.jit(lambda drafter, *rest: drafter.propose(*rest))  # its own: traced afresh
     tree, _ = propose(drafter, start(drafter, texts), texts, Sampling(temperature=0.0), through)
     jax.effects_barrier()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.base.sampling import Purpose, Sampling, draw, fold, process
-from specjax.draft import ExpansionDrafter, Step, static
+from specjax.draft import ExpansionDrafter, Step, reading
 from specjax.measure import distribution_tests
 from specjax.models.transformer import Model, trunk
 from specjax.trees.accepted import Accepted
@@ -130,11 +130,11 @@ def test_stacked_drafts_may_have_a_tree_whose_nodes_differ():
 def test_a_pass_runs_only_the_nodes_that_have_children(monkeypatch):
     passes = []
 
-    def counted(model, tokens, *rest):
+    def counted(model, tokens, *rest, **more):
         passes.append(tokens.shape[1])
-        return trunk(model, tokens, *rest)
+        return trunk(model, tokens, *rest, **more)
 
-    monkeypatch.setattr(static, "trunk", counted)
+    monkeypatch.setattr(reading, "trunk", counted)
     drafter = ExpansionDrafter.of([tiny_model(1)], (3, (2, 0, 1), (0, 1, 2), (1, 0, 0)))
     one, own = jnp.ones(1, jnp.int32), Sampling().rows(1)
 
