@@ -108,7 +108,7 @@ class RandomPolicy(Policy):
 
 
 class TurnsPolicy(Policy):
-    """Takes settings in turns, whole trees; notes what every step of a request accepted."""
+    """Takes settings in turns, two steps at most and whole trees; notes what each step accepted."""
 
     def __init__(self, speculation: Speculation, rows: int, turns: list[str]) -> None:
         self._shapes = [s for s in speculation.shapes if s.setting in turns]
@@ -124,7 +124,7 @@ class TurnsPolicy(Policy):
         setting = self._turns[self._step % len(self._turns)]
         size = step_rows(len(rows), self._rows, 2)
         shape = max(s for s in self._shapes if (s.setting, s.rows) == (setting, size))
-        return Decision(shape, (1 << 20,) * len(rows))
+        return Decision(shape, (1 << 20,) * len(rows), most_steps=2)
 
     def observe_step(self, decision, outcomes, seconds, cached) -> None:
         for each in outcomes:
