@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.checkpoints import pruned_vocabulary
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import checked, default_draft_dtype, leaves_of, read_config
-from specjax.models import families, pruning
+from specjax.models import families
 from specjax.models.config import Features, ModelConfig
 from specjax.models.families.eagle import EAGLE3, NORMS, is_eagle3
 from specjax.models.placement import placement
@@ -70,14 +70,7 @@ def load_head(
     if read.shares_embedding:
         outer["embedding"] = _whole(target, mesh)
     model = assemble(config, outer, [layer])
-    if config.draft_vocab_size is None:
-        return model
-    ids = pruned_vocabulary.ids_in(files, config)
-    try:
-        rows = pruning.rows_of(ids, config.vocab_size)
-    except ValueError as error:
-        raise CheckpointError(f"{pruned_vocabulary.OFFSETS} in {files.path}: {error}") from error
-    return dataclasses.replace(model, row_of=jnp.asarray(rows))
+    return model if config.draft_vocab_size is None else pruned_vocabulary.read(model, files)
 
 
 def _norms(files: Files, read: Features) -> np.ndarray:

@@ -5,8 +5,10 @@ tensor `d2t` which: its token d is the target's token `d + d2t[d]`. Tables have 
 all other tokens.
 """
 
+import jax.numpy as jnp
 import numpy as np
 
+from specjax.base.pytree import replace
 from specjax.checkpoints.files import CheckpointError, Files, tensors
 from specjax.models import pruning
 from specjax.models.config import ModelConfig
@@ -33,7 +35,7 @@ def check_none(config: ModelConfig, what: str) -> None:
         )
 
 
-def ids_in(files: Files, config: ModelConfig) -> np.ndarray:
+def _ids_in(files: Files, config: ModelConfig) -> np.ndarray:
     """The target's tokens that a draft knows, in its order, int64 [D].
 
     Raises:
@@ -57,12 +59,16 @@ def ids_in(files: Files, config: ModelConfig) -> np.ndarray:
 def read(model: Model, files: Files) -> Model:
     """The draft with the map of its files.
 
+    A head's tables have no row for what it does not know.
+
     Raises:
       CheckpointError: there is none, or it is not one of so many tokens.
     """
-    ids = ids_in(files, model.config)
+    ids, size = _ids_in(files, model.config), model.config.vocab_size
     try:
-        return pruning.with_rows(model, ids, model.config.vocab_size)
+        if model.config.features is not None:
+            return replace(model, row_of=jnp.asarray(pruning.rows_of(ids, size)))
+        return pruning.with_rows(model, ids, size)
     except ValueError as error:
         raise CheckpointError(f"{OFFSETS} in {files.path}: {error}") from error
 

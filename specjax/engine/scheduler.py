@@ -498,9 +498,7 @@ class Scheduler:
     @property
     def decoding(self) -> tuple[Row, ...]:
         """The rows of the next step."""
-        return tuple(
-            [row for row in self.rows if (own := row.sequence) is not None and own.decoding]
-        )
+        return tuple([row for row in self.rows if row.decoding])
 
     @property
     def is_in_time(self) -> bool:
