@@ -78,7 +78,7 @@ def _covered(measuring: Measuring, text: Text, temperature: float) -> Json:
     width = bucket(len(text.tokens) + new, PROMPT_BUCKETS)
     same = np.array([temperature], np.float32)
     listed = joined([list(text.tokens)], made.tokens, made.lengths, same, width)
-    tops = [view(draft, listed).top for draft in pair.drafts]
+    tops = [view(draft, listed, pair.target).top for draft in pair.drafts]
     members = [(f"draft {number}", [top]) for number, top in enumerate(tops)]
     union = [("all drafts", tops)] if len(tops) > 1 else []
     shares = {

@@ -19,10 +19,11 @@ from train.boost import BoostData, boost_filter, seen, weighted
 from train.collect import Collected
 from train.config import Boost
 from train.heldout import (
+    probs_at,
     rank,
     view,
 )
-from train.labels import Labelled, _top_of_probs, probs_at
+from train.labels import Labelled, _top_of_probs
 from train.marking import (
     BY_NOTHING,
     NAMES,

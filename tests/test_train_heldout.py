@@ -28,7 +28,7 @@ matrices = hnp.arrays(bool, st.tuples(st.integers(1, 3), st.integers(8, 14)))
 
 @given(matrices, st.integers(1, 8))
 def test_matched_run_and_walk_are_a_greedy_chain(match, depth):
-    runs, tokens, steps = matched_run(match, depth), 0, 0
+    runs, tokens, steps = matched_run([match] * depth), 0, 0
     for row, start in np.ndindex(match.shape):
         wanted = len(list(itertools.takewhile(bool, match[row, start : start + depth])))
         assert runs[row, start] == wanted
@@ -48,7 +48,7 @@ def test_sampled_chain_is_the_expectation_over_all_paths():
     paths = list(itertools.product(range(8), repeat=depth))  # 8 draws of equal probability
     token = np.repeat(np.arange(4), (p * 8).astype(int))[np.array(paths)]
     length = np.full(len(token), depth)
-    one, chain = sampled_chain(np.log(p)[token], np.log(q)[token], length, depth)
+    one, chain = sampled_chain(np.log(p)[token], [np.log(q)[token]] * depth, length)
     wanted = 1 + low.sum() + sum(low[a] * low[b] for a, b in itertools.product(range(4), repeat=2))
     assert one == pytest.approx(low.sum())
     assert chain == pytest.approx(wanted)

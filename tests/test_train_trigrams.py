@@ -1,6 +1,7 @@
 """The stage that counts what a target says: what it counts, leaves, and says of itself."""
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from train.checks import check, check_for
 from train.chunks import make_chunks
 from train.config import Labels, Trigrams, load_recipe
 from train.heldout import view
-from train.labels import label_collected, load_labels
+from train.labels import collected_texts, label, load_labels
 from train.loop import Log
 from train.trigrams import agreement, is_made, made_in, make_trigrams, target_occurrences
 
@@ -39,13 +40,13 @@ def labelled(target, rows, log, tmp_path_factory):
     for part in parts:
         del part["steps"]
     make_chunks("collect", collected, 2, parts.__getitem__, log)
-    label_collected(folder, target, collected, 2, LABELS, log)
+    label(folder, target, partial(collected_texts, collected), 2, LABELS, log)
     return load_labels(folder, 2)[0]
 
 
 @pytest.fixture(scope="module")
 def said(rows, labelled):
-    corpus = type(labelled)(*(field[:2] for field in labelled))
+    corpus = labelled.of(slice(2))
     return target_occurrences(rows, labelled, corpus)
 
 
@@ -76,7 +77,7 @@ def test_own_text_and_likeliest_tokens_are_counted(target, rows, said):
 
 def test_nothing_is_counted_after_a_row_has_ended(rows, labelled):
     short = rows._replace(length=np.full_like(rows.length, 2))
-    none = type(labelled)(*(field[:0] for field in labelled))
+    none = labelled.of(slice(0))
     assert len(target_occurrences(short, labelled, none).token) == 24 * (2 + PROMPT + 1)
 
 

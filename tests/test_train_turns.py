@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -189,7 +190,9 @@ def test_settings_are_checked(tmp_path, target, corpus, capfd, change, sentence)
 def test_labels_made_while_collecting_are_those_of_a_pass(tmp_path, work):
     target, count = work.target, work.recipe.collect.prompts // work.recipe.collect.batch
     collected, settings = work.collected("collected"), work.recipe.labels
-    labels.label_collected(tmp_path, target, collected, count, settings, work.log)
+    labels.label(
+        tmp_path, target, partial(labels.collected_texts, collected), count, settings, work.log
+    )
     rows = load_collected("collect", collected, work.recipe.collect)
     (own, along), (passed, wanted) = (
         labels.load_labels(folder, count) for folder in (work.collected_labels, tmp_path)

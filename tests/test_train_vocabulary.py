@@ -1,5 +1,7 @@
 """Drafts that learn some of their target's tokens: which, in what rows, from what distributions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from train.chunks import make_chunks
 from train.collect import Collected
 from train.config import Labels
 from train.distil import distillation_loss
-from train.labels import NEVER, Labelled, label_collected, load_labels, passes
+from train.labels import NEVER, Labelled, collected_texts, label, load_labels, passes
 from train.loop import Log
 from train.loss import LOSSES
 from train.step import next_token_loss, sequence_logits
@@ -124,7 +126,8 @@ def test_labels_of_rows_of_other_lengths_are_those_of_each_row_alone(tmp_path):
     del held["steps"]
     make_chunks("collect", tmp_path / "collected", 1, lambda _: held, log)
     settings = Labels(top_k=4, tokens=40, dtype="float32")
-    label_collected(tmp_path / "labels", target, tmp_path / "collected", 1, settings, log)
+    texts = partial(collected_texts, tmp_path / "collected")
+    label(tmp_path / "labels", target, texts, 1, settings, log)
     labels, own = load_labels(tmp_path / "labels", 1)
     for row in range(6):
         end = int(short.prompt[row] + short.length[row])

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 from specjax.models.transformer import Model
 from train.collect import Collected
 from train.config import Boost
-from train.heldout import View, rank, view
-from train.labels import Labelled, probs_at
+from train.heldout import View, probs_at, rank, view
+from train.labels import Labelled
 from train.marking import BY_NOTHING, RESIDUAL, RULES, Seen, normalized, residual
 
 
@@ -18,21 +18,27 @@ class BoostData(NamedTuple):
     """What a pool learns from: collected rows, their labels, and corpus labels.
 
     `own` is the target's log probability of the collected rows' tokens (`View.log_probs`), from
-    products in `labels.dtype`.
+    products in `labels.dtype`; `target` itself is there for drafts that read its hidden states.
     """
 
     rows: Collected
     collected: Labelled
     corpus: Labelled
     own: Float[np.ndarray, "N S"]
+    target: Model | None = None
 
 
 def gather(
-    rows: Collected, collected: Labelled, own: Float[np.ndarray, "N T"], corpus: Labelled
+    rows: Collected,
+    collected: Labelled,
+    own: Float[np.ndarray, "N T"],
+    corpus: Labelled,
+    target: Model | None = None,
 ) -> BoostData:
     """The data of a pool; steps after a row's end weigh nothing."""
     along = np.take_along_axis(own, rows.columns - 1, axis=1)
-    return weighted(BoostData(rows, collected, corpus, along), rows.alive.astype(np.float32))
+    data = BoostData(rows, collected, corpus, along, target)
+    return weighted(data, rows.alive.astype(np.float32))
 
 
 def weighted(data: BoostData, weights: Float[np.ndarray, "N S"]) -> BoostData:
@@ -70,7 +76,7 @@ def boost_filter(
     if settings.rule == RESIDUAL:
         taught, marked = _residual(data, earlier, settings.keep)
     else:
-        known = [seen(data, view(draft, data.rows)) for draft in earlier]
+        known = [seen(data, view(draft, data.rows, data.target)) for draft in earlier]
         steps, marked = RULES[settings.rule](known, settings)
         taught = weighted(data, steps)
     return _quieter(taught, settings.elsewhere), marked
@@ -105,7 +111,7 @@ def _residual(data: BoostData, earlier: Sequence[Model], keep: float) -> tuple[B
         )
 
     p = along(part.log_p)
-    left, reached = residual(p, [along(probs_at(draft, part)) for draft in earlier])
+    left, reached = residual(p, [along(probs_at(draft, part, data.target)) for draft in earlier])
     rest = (1 - keep) * reached
     total = keep + rest
     probs = p + (rest / np.where(total > 0, total, 1))[..., None] * (left - p)

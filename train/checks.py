@@ -39,8 +39,9 @@ _LOWEST: dict[str, dict[str, int]] = {
     "trigrams": {"contexts": 0, "width": 1},
     "turns": {"tokens": 0, "free": 0, "batch": 1, "seed": 0},
     "vocabulary": {"size": 0},
+    "head": {"levels": 0},
 }
-_SHARES = ("corpus.test_share", "boost.keep")
+_SHARES = ("corpus.test_share", "boost.keep", "head.decay")
 _SCALES = ("boost.strength", "boost.elsewhere")
 _RATES = ("matrix_rate", "other_rate", "weight_decay")
 _OF_SCHEDULES = {"steps": 0, "batch": 1, "warmup_steps": 0, "decay_steps": 0, "save_every": 1,
@@ -140,6 +141,11 @@ def _pool(recipe: Recipe) -> None:
         )
     if not schedule.steps:
         raise ValueError("schedule.steps is 0; a draft learns from its target in at least 1.")
+    if recipe.head.levels and recipe.warm.steps:
+        raise ValueError(
+            f"warm.steps is {recipe.warm.steps} and head.levels {recipe.head.levels}; a head "
+            "learns nothing from a corpus alone, so warm.steps must be 0."
+        )
     limits = (
         ("boost.window", boost.window, "collect.new_tokens", recipe.collect.new_tokens),
         ("boost.cover", boost.cover, "the number of known ranks", TOP),
@@ -158,7 +164,18 @@ def check_for(recipe: Recipe, target: ModelConfig) -> None:
       ValueError: a draft's shape is impossible, or rows exceed the target's vocabulary or context.
     """
     for member in range(recipe.boost.drafts):
-        recipe.size_of(member).beside(target)
+        own = recipe.config_of(member, target)
+        if own.features is not None and own.hidden_size != target.hidden_size:
+            raise ValueError(
+                f"draft.hidden_size is {own.hidden_size}; a head has its target's embedding, whose "
+                f"hidden size is {target.hidden_size}."
+            )
+    if recipe.head.levels:
+        layers = recipe.layers_read(target)
+        if not 0 <= min(layers) <= max(layers) <= target.num_layers:
+            raise ValueError(
+                f"head.layers are {layers}; the target has {target.num_layers} layers."
+            )
     if recipe.labels.top_k >= target.vocab_size:
         raise ValueError(
             f"labels.top_k is {recipe.labels.top_k}; the target has {target.vocab_size} tokens."

@@ -4,9 +4,11 @@ import dataclasses
 import difflib
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
-from specjax.models.config import ModelConfig
+from specjax.checkpoints.feature_drafts import layers_read
+from specjax.models.config import Features, ModelConfig
+from specjax.models.families.eagle import EAGLE3
 
 TABLES = ("coverage", "width", "rules", "equal_nodes", "equal_time")
 """What `train.evaluate` measures."""
@@ -47,6 +49,21 @@ class Reading(Schedule):
 
 
 @dataclasses.dataclass(frozen=True)
+class Head:
+    """Drafts that read hidden states of their target, as EAGLE-3's heads do (arXiv 2503.01840).
+
+    A head learns at so many `levels` (section 3.2, training-time test): at the first it reads the
+    target's hidden states, at each later one what it made itself at the one before, and that weighs
+    `decay` times as much. 0 levels: drafts are models of their own. `layers` are the hidden states,
+    by the number of the target's layers before them (none: those that EAGLE-3 reads).
+    """
+
+    levels: int = 0
+    decay: float = 0.8
+    layers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Size:
     """A model's shape, apart from what drafts share with their target."""
 
@@ -64,6 +81,19 @@ class Size:
             max_positions=target.max_positions,
             eos_ids=target.eos_ids,
             **dataclasses.asdict(self),
+        )
+
+    def reading(self, target: ModelConfig, layers: tuple[int, ...], known: int) -> ModelConfig:
+        """The configuration of a head of this size that knows `known` tokens of `target`'s (0: all
+        of them).
+        """
+        return dataclasses.replace(
+            self.beside(target),
+            family=EAGLE3.model_type,
+            eos_ids=(),
+            tie_embeddings=False,
+            features=Features(layers, target.hidden_size),
+            draft_vocab_size=known or None,
         )
 
 
@@ -237,10 +267,24 @@ class Recipe:
     trigrams: Trigrams = Trigrams()
     turns: Turns = Turns()
     vocabulary: Vocabulary = Vocabulary()
+    head: Head = Head()
 
     def size_of(self, member: int) -> Size:
         """The size of a member of the pool."""
         return self.boost.sizes[member] if self.boost.sizes else self.draft
+
+    def layers_read(self, target: ModelConfig) -> tuple[int, ...]:
+        """The hidden states of the target that heads read."""
+        return self.head.layers or layers_read(target.num_layers)
+
+    def config_of(self, member: int, target: ModelConfig) -> ModelConfig:
+        """The configuration of a member of the pool, which may know fewer tokens while it is
+        trained.
+        """
+        size = self.size_of(member)
+        if not self.head.levels:
+            return size.beside(target)
+        return size.reading(target, self.layers_read(target), self.vocabulary.size)
 
 
 def load_recipe(path: str, overrides: tuple[str, ...] = ()) -> Recipe:
@@ -306,20 +350,21 @@ def _override(recipe: Recipe, text: str) -> Recipe:
         raise ValueError(f"no setting {text!r}; write group.field=value, for example {near}=...")
     part = getattr(recipe, group)
     try:
-        parsed = _parse(getattr(part, field), value)
+        parsed = _parse(known[name].type, value)
     except ValueError:
         kind = type(getattr(part, field)).__name__
         raise ValueError(f"{name} is {value!r}; it must be of type {kind}.") from None
     return dataclasses.replace(recipe, **{group: dataclasses.replace(part, **{field: parsed})})
 
 
-def _parse(current: Any, value: str) -> Any:
-    if isinstance(current, bool):
+def _parse(kind: Any, value: str) -> Any:
+    """A setting of a field's type, `tuple[int, ...]` for example."""
+    if kind is bool:
         known = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
         if value.lower() not in known:
             raise ValueError(value)
         return known[value.lower()]
-    if isinstance(current, tuple):
-        kind: type = type(current[0]) if current else str
-        return tuple(kind(item) for item in value.split(",") if item)
-    return type(current)(value)
+    if get_origin(kind) is tuple:
+        item = get_args(kind)[0]
+        return tuple(item(each) for each in value.split(",") if each)
+    return kind(value)

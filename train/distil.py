@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from specjax.models.transformer import Model
-from train.config import Distil, Schedule
+from train.config import Schedule
 from train.labels import Labelled
 from train.loop import Log, Metrics, fit
-from train.loss import DIVERGENCES, HARD, cross_entropy, lumped, with_tail
+from train.loss import HARD, cross_entropy, divergence
 from train.step import Loss, foreseen, sequence_logits
 from train.vocabulary import Rows
 
@@ -34,21 +35,20 @@ def distillation_loss(model: Model, batch: Batch, *, loss: str, dtype: str) -> F
 
 
 def _weighted_sum(model: Model, part: Labelled, loss: str, dtype: str) -> Float[Array, ""]:
-    tokens, k = jnp.asarray(part.tokens), part.ids.shape[-1]
+    tokens = jnp.asarray(part.tokens)
     logits = sequence_logits(model, tokens, jnp.dtype(dtype))
     if loss == HARD:
         following = jnp.roll(tokens, -1, axis=1)
         has_next = foreseen(model, following).at[:, -1].set(0)
         value = cross_entropy(logits, following.reshape(-1)) * has_next.reshape(-1)
     else:
-        ids = jnp.asarray(part.ids, jnp.int32).reshape(-1, k).T
-        log_p = with_tail(jnp.asarray(part.log_p, jnp.float32).reshape(-1, k).T)
-        value = DIVERGENCES[loss](log_p, lumped(logits, ids))
+        value = divergence(loss, logits, part.ids, part.log_p)
     return jnp.sum(value * jnp.asarray(part.weight).reshape(-1))
 
 
 @cache
-def _loss(loss: str, dtype: str) -> Loss:
+def loss_of(loss: str, dtype: str) -> Loss:
+    """`distillation_loss` of such a divergence; the same object for equal arguments."""
     return partial(distillation_loss, loss=loss, dtype=dtype)
 
 
@@ -108,7 +108,8 @@ def batches(
     ]
 
     def at(step: int) -> Batch:
-        found = (_taken(part, *order.at(step)) for part, order in chosen)
+        picked = ((part, *order.at(step)) for part, order in chosen)
+        found = (part.of(own, slice(width)) for part, own, width in picked)
         return tuple(found if rows is None else map(rows.labelled, found))
 
     return at
@@ -121,22 +122,20 @@ def _lengths(part: Labelled) -> Int[np.ndarray, " N"]:
     return np.where(weighs.any(axis=1), np.minimum(last + 1, weighs.shape[1]), 1)
 
 
-def _taken(part: Labelled, rows: Int[np.ndarray, " n"], width: int) -> Labelled:
-    return Labelled(*(field[rows, :width] for field in part))
-
-
 def distil(
     stage: str,
     folder: Path,
     first: Model,
-    batch: Callable[[int], Batch],
+    batch: Callable[[int], Any],
     schedule: Schedule,
-    settings: Distil,
+    loss: Loss,
     measure: Callable[[Model], Metrics],
     log: Log,
+    passes: int = 1,
 ) -> Model:
-    """The draft `first` after `schedule.steps` steps on the target's labels; float32 weights."""
+    """The draft `first` after `schedule.steps` steps on the target's labels; float32 weights.
+
+    `passes` is how many of the draft its loss has.
+    """
     own = jax.tree.map(jnp.copy, first)  # training donates the buffers it starts from
-    return fit(
-        stage, folder, own, schedule, batch, _loss(settings.loss, schedule.dtype), measure, log
-    )
+    return fit(stage, folder, own, schedule, batch, loss, measure, log, passes)

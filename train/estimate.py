@@ -91,7 +91,7 @@ def seconds_of(work: Work) -> dict[str, float]:
     tokens = _distilled(recipe)
     for member in range(recipe.boost.drafts):
         steps = recipe.schedule.steps - steps_done(work.drafted(member))
-        flops = flops_per_token(work.draft_config(member), width)
+        flops = flops_per_token(work.draft_config(member), width) * max(recipe.head.levels, 1)
         found["boost"] += _seconds(steps * tokens * flops, recipe.schedule.dtype)
     return found
 

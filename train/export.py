@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.acceptance import write_acceptance
+from specjax.checkpoints.feature_drafts import is_head, load_head
+from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.load import load_draft, load_model
 from specjax.checkpoints.ngram_files import load_ngram
@@ -132,11 +134,11 @@ def report(work: Work) -> None:
     recipe, places, out = work.recipe, _places(work), work.pair
     if (out / REPORT).is_file():  # a new export has none
         return
-    drafts = [load_model(out / "drafts" / str(n)) for n in range(recipe.boost.drafts)]
+    drafts = [_exported(work, number) for number in range(recipe.boost.drafts)]
     rows = load_collected("collect", work.collected("development"), recipe.evaluation)
     heldout, views, figures = hold_out(work.target, rows), list[View](), list[Metrics]()
     for draft in drafts:
-        own = view(draft, rows)
+        own = view(draft, rows, work.target, recipe.evaluation.depth)
         figures.append(estimates(heldout, own, views, recipe.evaluation.depth))
         views.append(own)
     found = {
@@ -161,12 +163,22 @@ def report(work: Work) -> None:
         work.log.write("report", draft=number, **numbers)
 
 
+def _exported(work: Work, number: int) -> Model:
+    """A member of the pool as exported."""
+    folder = work.pair / "drafts" / str(number)
+    if work.recipe.head.levels:
+        return load_head(Files(folder), work.target)
+    return load_model(folder)
+
+
 def tell_acceptance(target: Model, draft: Path, table: Path | None = None) -> None:
     """Writes into the folders of a draft and of an n-gram model what they give.
 
     So `auto` need not measure it.
     """
-    pair = Pair(target, tokenizer_of(draft, target.config.vocab_size), [load_draft(draft)])
+    files = Files(draft)
+    model = load_head(files, target) if is_head(files) else load_draft(files)
+    pair = Pair(target, tokenizer_of(draft, target.config.vocab_size), [model])
     told = {"chain": draft}
     if table is not None:
         told["ngram"] = table

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int, Int32, UInt16
 
 from specjax.base.sampling import largest
 from specjax.engine.request import MAX_LOGPROBS, Logprob
@@ -24,33 +24,86 @@ from train.step import log_probs_of, sequence_logits
 NEVER = -1e4
 """The log probability of what cannot be; half precision holds it."""
 
-_ROWS, _WIDTH = 16, 64
+_WIDTH = 64
 
 
 class Labelled(NamedTuple):
     """Rows with the target's `k` most likely tokens after each token and their log probabilities.
 
-    `weight` says how much a position counts in the loss.
+    `weight` says how much a position counts in the loss. `hidden` are hidden states of the target
+    after each token, where drafts read them (see `train.heads`).
     """
 
     tokens: Int[Array, "N T"] | Int[np.ndarray, "N T"]
     ids: Int[Array, "N T k"] | Int[np.ndarray, "N T k"]
     log_p: Float[Array, "N T k"] | Float[np.ndarray, "N T k"]
     weight: Float[Array, "N T"] | Float[np.ndarray, "N T"]
+    hidden: UInt16[Array, "N T F"] | UInt16[np.ndarray, "N T F"] | None = None
+
+    def of(self, *index: slice | Int[np.ndarray, " n"]) -> "Labelled":
+        """Some of the rows, and of their positions."""
+        hidden = None if self.hidden is None else self.hidden[index]
+        return Labelled(
+            self.tokens[index], self.ids[index], self.log_p[index], self.weight[index], hidden
+        )
 
 
-def label_collected(
-    folder: Path, target: Model, collected: Path, count: int, settings: Labels, log: Log
+class Texts(NamedTuple):
+    """Rows of tokens, of which `length` are some text's, drawn at a `temperature`."""
+
+    tokens: Int[np.ndarray, "N T"]
+    length: Int[np.ndarray, " N"]
+    temperature: Float[np.ndarray, " N"]
+
+
+def collected_texts(collected: Path, chunk: int) -> Texts:
+    """A chunk of what was collected."""
+    found = load_chunk("collect", collected, chunk)
+    return Texts(found["tokens"], found["prompt"] + found["length"], found["temperature"])
+
+
+def corpus_texts(streams: Streams, test_share: float, settings: Labels) -> Callable[[int], Texts]:
+    """Rows cut from the training corpus, by chunks."""
+    rows, length, pieces = settings.corpus_rows, settings.corpus_length, corpus_pieces(settings)
+    # a Mixture's rows are one token longer than what it is asked for
+    corpus = Mixture(streams, test_share, length - 1, rows, settings.seed).batch(0)
+
+    def texts(chunk: int) -> Texts:
+        own = corpus[pieces[chunk]]
+        return Texts(own, np.full(len(own), length), np.ones(len(own), np.float32))
+
+    return texts
+
+
+def label(
+    folder: Path,
+    target: Model,
+    texts: Callable[[int], Texts],
+    count: int,
+    settings: Labels,
+    log: Log,
 ) -> None:
-    """Fills `folder` with the target's distributions along the first `count` chunks of rows in
-    `collected`, a chunk for each: more that are collected later go on from them.
+    """Fills `folder` with the target's distributions along the first `count` chunks of texts, a
+    chunk for each: more texts later go on from them.
     """
+    spread = Spread()
+    placed = spread.everywhere(target)
 
-    def rows_of(chunk: int) -> _Rows:
-        found = load_chunk("collect", collected, chunk)
-        return _Rows(found["tokens"], found["prompt"] + found["length"], found["temperature"])
+    def make(chunk: int) -> Arrays:
+        rows = texts(chunk)
+        labels = _blank(rows.tokens, settings.top_k, target.config.vocab_size)
+        for chosen, size, width in passes(rows.length, rows.tokens.shape[1], settings.tokens):
+            tokens = np.zeros((size, width), np.int32)
+            tokens[: len(chosen)] = rows.tokens[chosen, :width]
+            temperature = np.resize(rows.temperature[chosen], size)
+            made = _top_of_probs(
+                placed, *spread.rows((tokens, temperature)), settings.top_k, settings.dtype
+            )
+            for name, part in zip(("ids", "log_p", "own"), made, strict=True):
+                labels[name][chosen, :width] = np.asarray(part)[: len(chosen)]
+        return labels
 
-    _label(folder, target, rows_of, count, settings, log)
+    make_chunks("label", folder, count, make, log)
 
 
 def label_as_collected(folder: Path, vocab_size: int, settings: Labels) -> Keep | None:
@@ -101,62 +154,10 @@ def _blank(tokens: Int[np.ndarray, "N T"], top_k: int, vocab_size: int) -> dict[
     }
 
 
-def label_corpus(
-    folder: Path, target: Model, streams: Streams, test_share: float, settings: Labels, log: Log
-) -> None:
-    """Fills `folder` with the target's distributions along rows cut from the training corpus."""
-    rows, length = settings.corpus_rows, settings.corpus_length
-    if not rows:
-        return
-    # a Mixture's rows are one token longer than what it is asked for
-    corpus = Mixture(streams, test_share, length - 1, rows, settings.seed).batch(0)
-    pieces = corpus_pieces(settings)
-
-    def rows_of(chunk: int) -> _Rows:
-        own = corpus[pieces[chunk]]
-        return _Rows(own, np.full(len(own), length), np.ones(len(own), np.float32))
-
-    _label(folder, target, rows_of, len(pieces), settings, log)
-
-
 def corpus_pieces(settings: Labels) -> list[slice]:
     """The rows of each chunk of the corpus' labels."""
     rows, size = settings.corpus_rows, max(1, settings.tokens // settings.corpus_length)
     return [slice(at, min(at + size, rows)) for at in range(0, rows, size)]
-
-
-class _Rows(NamedTuple):
-    tokens: Int[np.ndarray, "N T"]
-    length: Int[np.ndarray, " N"]
-    temperature: Float[np.ndarray, " N"]
-
-
-def _label(
-    folder: Path,
-    target: Model,
-    rows_of: Callable[[int], _Rows],
-    count: int,
-    settings: Labels,
-    log: Log,
-) -> None:
-    spread = Spread()
-    placed = spread.everywhere(target)
-
-    def make(chunk: int) -> Arrays:
-        rows = rows_of(chunk)
-        labels = _blank(rows.tokens, settings.top_k, target.config.vocab_size)
-        for chosen, size, width in passes(rows.length, rows.tokens.shape[1], settings.tokens):
-            tokens = np.zeros((size, width), np.int32)
-            tokens[: len(chosen)] = rows.tokens[chosen, :width]
-            temperature = np.resize(rows.temperature[chosen], size)
-            made = _top_of_probs(
-                placed, *spread.rows((tokens, temperature)), settings.top_k, settings.dtype
-            )
-            for name, part in zip(("ids", "log_p", "own"), made, strict=True):
-                labels[name][chosen, :width] = np.asarray(part)[: len(chosen)]
-        return labels
-
-    make_chunks("label", folder, count, make, log)
 
 
 def passes(
@@ -206,23 +207,3 @@ def _top_of_probs(
     following = jnp.roll(jnp.asarray(rows), -1, axis=1)
     own = log_probs_of(logits, following, jnp.asarray(temperature))
     return ids, log_p, own.at[:, -1].set(0)
-
-
-def probs_at(model: Model, labelled: Labelled) -> Float[np.ndarray, "N T k"]:
-    """`model`'s log probabilities of the labelled tokens, in float32."""
-    pieces = range(0, len(labelled.tokens), _ROWS)
-    found = [
-        _probs_at(model, labelled.tokens[at : at + _ROWS], labelled.ids[at : at + _ROWS])
-        for at in pieces
-    ]
-    return np.concatenate([np.asarray(part) for part in found])
-
-
-@jax.jit
-def _probs_at(
-    model: Model, tokens: Int32[np.ndarray, "B T"] | Int32[Array, "B T"], ids: Array | np.ndarray
-) -> Float[Array, "B T k"]:
-    logits = sequence_logits(model, jnp.asarray(tokens), jnp.dtype("float32")).T
-    logits = logits.reshape(*tokens.shape, -1)
-    chosen = jnp.take_along_axis(logits, jnp.asarray(ids, jnp.int32), axis=-1)
-    return chosen - jax.nn.logsumexp(logits, axis=-1, keepdims=True)

@@ -61,12 +61,14 @@ def fit(
     loss: Loss,
     measure: Callable[[Model], Metrics],
     log: Log,
+    passes: int = 1,
 ) -> Model:
     """`model` after `schedule.steps` steps on `batch(step)`, resumed from the last checkpoint.
 
     Equal arguments give equal weights, interrupted or not: batches depend on the step alone.
     `measure` gives the metrics printed every `evaluate_every` steps and at the end. With several
-    devices every one takes its share of a batch's rows.
+    devices every one takes its share of a batch's rows. `passes` is how many of the model a loss
+    has.
 
     Raises:
       ValueError: a loss, a weight or a moment is not finite. What was saved before stays.
@@ -82,7 +84,7 @@ def fit(
             task = progress.add_task(
                 stage, total=schedule.steps, completed=start, began=start, note=""
             )
-            pace = _Pace(stage, folder, model.config, schedule)
+            pace = _Pace(stage, folder, model.config, schedule, passes)
             for step in range(start, schedule.steps):
                 rows = batch(step)
                 if step == start and (sentence := spread.uneven(rows)):
@@ -127,9 +129,11 @@ def _check_finite(
 class _Pace:
     """Losses and speed since the last line of the log."""
 
-    def __init__(self, stage: str, folder: Path, config: ModelConfig, schedule: Schedule) -> None:
+    def __init__(
+        self, stage: str, folder: Path, config: ModelConfig, schedule: Schedule, passes: int
+    ) -> None:
         self._where, self._config, self._schedule = folder.name, config, schedule
-        self._stage = stage
+        self._stage, self._passes = stage, passes
         self.restart()
 
     def restart(self) -> None:
@@ -140,7 +144,7 @@ class _Pace:
         self._losses.append(loss)
         for length, tokens in token_counts(rows):
             self._tokens += tokens
-            self._flops += tokens * flops_per_token(self._config, length)
+            self._flops += self._passes * tokens * flops_per_token(self._config, length)
 
     def figures(self, step: int) -> Metrics:
         """What a line of the log says of the steps since the last: loss, speed, time left."""

@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int32
+import numpy as np
+from jaxtyping import Array, Float, Int, Int32, Integer
 
 _SMALLEST_TAIL = 1e-5
 """Lumped probabilities are at least this: half-precision labels may sum to slightly over 1."""
@@ -40,9 +41,9 @@ def total_variation(log_p: Float[Array, "K C"], log_q: Float[Array, "K C"]) -> F
 
 Divergence = Callable[[Float[Array, "K C"], Float[Array, "K C"]], Float[Array, " C"]]
 
-HARD = "cross_entropy"
+HARD, FORWARD = "cross_entropy", "forward_kl"
 DIVERGENCES: dict[str, Divergence] = {
-    "forward_kl": forward_kl,
+    FORWARD: forward_kl,
     "reverse_kl": reverse_kl,
     "total_variation": total_variation,
 }
@@ -50,11 +51,29 @@ LOSSES = (*DIVERGENCES, HARD)
 
 
 def lumped(logits: Float[Array, "V C"], ids: Int[Array, "k C"]) -> Float[Array, "k1 C"]:
-    """Log probabilities of the tokens `ids`, and, last, of all others together."""
-    return with_tail(jnp.take_along_axis(logits, ids, axis=0) - jax.nn.logsumexp(logits, axis=0))
+    """Log probabilities of the tokens `ids`, and, last, of all others together.
+
+    A token past those that there are logits of is never foreseen.
+    """
+    lowest = jnp.finfo(logits.dtype).min
+    chosen = jnp.take_along_axis(logits, ids, axis=0, mode="fill", fill_value=lowest)
+    return with_tail(chosen - jax.nn.logsumexp(logits, axis=0))
 
 
 def with_tail(log_p: Float[Array, "k C"]) -> Float[Array, "k1 C"]:
     """`log_p` with the log of what is missing to 1 as a last row."""
     tail = jnp.maximum(1 - jnp.exp(log_p).sum(axis=0), _SMALLEST_TAIL)
     return jnp.concatenate([log_p, jnp.log(tail)[None]])
+
+
+def divergence(
+    loss: str,
+    logits: Float[Array, "V C"],
+    ids: Integer[Array, "B T k"] | Integer[np.ndarray, "B T k"],
+    log_p: Float[Array, "B T k"] | Float[np.ndarray, "B T k"],
+) -> Float[Array, " C"]:
+    """The divergence of such a name from the teacher's likeliest tokens, `C = B·T` columns."""
+    k = ids.shape[-1]
+    own = jnp.asarray(ids, jnp.int32).reshape(-1, k).T
+    teacher = with_tail(jnp.asarray(log_p, jnp.float32).reshape(-1, k).T)
+    return DIVERGENCES[loss](teacher, lumped(logits, own))

@@ -22,7 +22,8 @@ class Spread:
 
     def uneven(self, tree: Any) -> str:
         """A sentence where the devices do not divide a leaf's rows; else nothing."""
-        rows = {leaf.shape[0] for leaf in jax.tree.leaves(tree)}
+        leaves = jax.tree.leaves(tree)
+        rows = {leaf.shape[0] for leaf in leaves if isinstance(leaf, np.ndarray)}
         bad = sorted(n for n in rows if self._mesh is not None and n % self._mesh.size)
         if not bad or self._mesh is None:
             return ""
@@ -38,12 +39,14 @@ class Spread:
         return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
 
     def rows(self, tree: _T) -> _T:
-        """`tree` with the first axis of every leaf split over the devices."""
+        """`tree` with the first axis of the host's leaves split over the devices."""
         if self._mesh is None:
             return tree
         mesh = self._mesh
 
         def place(leaf: Any) -> jax.Array:
+            if isinstance(leaf, jax.Array):
+                return leaf
             even = leaf.shape[0] % mesh.size == 0
             return jax.device_put(
                 leaf, NamedSharding(mesh, PartitionSpec("data") if even else PartitionSpec())

@@ -55,7 +55,8 @@ def flops_per_token(config: ModelConfig, length: int) -> float:
     Six a weight that is multiplied (the embedding only where it is tied), and six times the
     causal half of queries times keys and of weights times values.
     """
-    lookup = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    is_looked_up = not config.tie_embeddings and "embedding" in config.outer_shapes
+    lookup = config.vocab_size * config.hidden_size if is_looked_up else 0
     attention = config.num_layers * config.num_heads * config.head_dim * length
     return 6.0 * (config.num_parameters - lookup) + 6.0 * attention
 

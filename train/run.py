@@ -9,7 +9,10 @@ makes training on a CPU about 1.6 times faster (huge pages, and memory kept betw
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -19,18 +22,20 @@ from specjax.base.progress import reporting
 from specjax.measure import plots
 from specjax.methods.records import use_compilation_cache
 from specjax.models.transformer import Model
-from train import estimate, evaluate, labels, trigrams
+from train import estimate, evaluate, heads, labels, trigrams
 from train.boost import boost_filter, gather
 from train.checks import check
 from train.collect import collect, ended, has_all, load_collected, num_chunks
-from train.config import load_recipe
-from train.distil import batches, distil
+from train.config import Schedule, load_recipe
+from train.distil import batches, distil, loss_of
 from train.export import FOUND, check_place, export, report
 from train.heldout import View, estimates, hold_out, view
 from train.loop import Log, Metrics, steps_done
+from train.loss import HARD
 from train.marking import BY_NOTHING, verdict
 from train.pretrain import pretrain
 from train.report import machine, matmul_rate
+from train.step import Loss
 from train.work import Work
 
 
@@ -83,11 +88,19 @@ def run_label(work: Work) -> None:
     collected, count = work.collected("collected"), num_chunks(work.recipe.collect)
     if not has_all(collected, work.recipe.collect):
         load_collected("collect", collected, work.recipe.collect)  # says what is missing
-    labels.label_collected(work.collected_labels, work.target, collected, count, settings, work.log)
-    labels.label_corpus(
-        work.corpus_labels, work.target, work.streams, work.recipe.corpus.test_share, settings,
-        work.log,
-    )  # fmt: skip
+    found: list[tuple[Path, Callable[[int], labels.Texts], int]] = [
+        (work.collected_labels, partial(labels.collected_texts, collected), count)
+    ]
+    if pieces := labels.corpus_pieces(settings):
+        corpus = labels.corpus_texts(work.streams, work.recipe.corpus.test_share, settings)
+        found.append((work.corpus_labels, corpus, len(pieces)))
+    for folder, texts, chunks in found:
+        labels.label(folder, work.target, texts, chunks, settings, work.log)
+        if work.recipe.head.levels:
+            heads.keep_hidden(
+                work.hidden(folder), work.target, texts, chunks, work.layers_read, settings.tokens,
+                work.log,
+            )  # fmt: skip
 
 
 def run_warm(work: Work) -> None:
@@ -102,13 +115,25 @@ def run_warm(work: Work) -> None:
 def _labelled(
     work: Work,
 ) -> tuple[labels.Labelled, Float[np.ndarray, "N T"], labels.Labelled]:
-    """The collected rows' labels, the log probabilities of their tokens, and the corpus' labels."""
+    """The collected rows' labels, the log probabilities of their tokens, and the corpus' labels.
+
+    For heads with the target's hidden states.
+    """
     recipe = work.recipe
-    collected, own = labels.load_labels(work.collected_labels, num_chunks(recipe.collect))
-    pieces = labels.corpus_pieces(recipe.labels)
-    if not pieces:
-        return collected, own, labels.Labelled(*(field[:0] for field in collected))
-    return collected, own, labels.load_labels(work.corpus_labels, len(pieces))[0]
+    chunks, pieces = num_chunks(recipe.collect), labels.corpus_pieces(recipe.labels)
+    collected, own = labels.load_labels(work.collected_labels, chunks)
+    corpus = collected.of(slice(0))
+    if pieces:
+        corpus, _ = labels.load_labels(work.corpus_labels, len(pieces))
+    if not recipe.head.levels:
+        return collected, own, corpus
+    collected = collected._replace(
+        hidden=heads.load_hidden(work.hidden(work.collected_labels), chunks)
+    )
+    if pieces:
+        found = heads.load_hidden(work.hidden(work.corpus_labels), len(pieces))
+        corpus = corpus._replace(hidden=found)
+    return collected, own, corpus
 
 
 def run_boost(work: Work) -> None:
@@ -116,8 +141,8 @@ def run_boost(work: Work) -> None:
     recipe = work.recipe
     rows = load_collected("collect", work.collected("collected"), recipe.collect)
     development = load_collected("collect", work.collected("development"), recipe.evaluation)
-    data = gather(rows, *_labelled(work))
-    heldout = hold_out(work.target, development)
+    data = gather(rows, *_labelled(work), work.target)
+    heldout, depth = hold_out(work.target, development), recipe.evaluation.depth
     pool, views = list[Model](), list[View]()
     for member in range(recipe.boost.drafts):
         schedule, taught, folder = work.draft_schedule(member), data, work.drafted(member)
@@ -131,14 +156,27 @@ def run_boost(work: Work) -> None:
         parts = [(taught.collected, schedule.batch), (taught.corpus, recipe.distil.corpus_rows)]
 
         def measure(model: Model) -> Metrics:
-            own = view(work.whole(model), heldout.rows)
-            return estimates(heldout, own, views, recipe.evaluation.depth)
+            own = view(work.whole(model), heldout.rows, work.target, depth)
+            return estimates(heldout, own, views, depth)
 
-        batch = batches(parts, schedule.seed, work.rows)
-        trained = distil(f"draft {member}", folder, work.warm(member), batch, schedule,
-                         recipe.distil, measure, work.log)  # fmt: skip
+        batch, loss = _lessons(work, parts, schedule)
+        trained = distil(f"draft {member}", folder, work.warm(member), batch, schedule, loss,
+                         measure, work.log, max(recipe.head.levels, 1))  # fmt: skip
         pool.append(work.whole(trained))
-        views.append(view(pool[-1], heldout.rows))
+        views.append(view(pool[-1], heldout.rows, work.target, depth))
+
+
+def _lessons(
+    work: Work, parts: list[tuple[labels.Labelled, int]], schedule: Schedule
+) -> tuple[Callable[[int], Any], Loss]:
+    """What a draft learns from in each step, and its loss."""
+    name, head = work.recipe.distil.loss, work.recipe.head
+    if not head.levels:
+        return batches(parts, schedule.seed, work.rows), loss_of(name, schedule.dtype)
+    if name == HARD:
+        parts = [(heads.one_hot(part), count) for part, count in parts]
+    batch = batches(parts, schedule.seed, work.rows)
+    return heads.teaching(batch, work.target), heads.loss_of(name, schedule.dtype, head)
 
 
 def run_trigrams(work: Work) -> None:

@@ -89,7 +89,7 @@ def coverage(pair: Pair, task: Task) -> list[Row]:
     for temperature in TEMPERATURES:
         text = continuations(pair.target, task, temperature)
         for name, drafts in pair.pools.items():
-            tops = [view(draft, text).top for draft in drafts]
+            tops = [view(draft, text, pair.target).top for draft in drafts]
             members = [(f"draft {n}", [top]) for n, top in enumerate(tops)]
             for member, chosen in (*members, ("union", tops)):
                 found = cover(text.following, text.alive, chosen)
@@ -276,7 +276,7 @@ def best_member(target: Model, drafts: Sequence[Model], task: Task) -> int:
     held = hold_out(target, rows)
 
     def worth(draft: Model) -> float:
-        found = estimates(held, view(draft, rows), [], depth)
+        found = estimates(held, view(draft, rows, target, depth), [], depth)
         return float(found["tokens_per_step"]) + float(found["sampled_tokens_per_step"])
 
     return max(range(len(drafts)), key=lambda number: worth(drafts[number]))

@@ -39,7 +39,7 @@ class Rows:
 
     def __init__(self, ids: Int[np.ndarray, " D"], vocab_size: int) -> None:
         self._ids, self._vocab_size = ids, vocab_size
-        self._row_of = pruning.rows_of(ids, vocab_size)
+        self.row_of = pruning.rows_of(ids, vocab_size)
 
     def whole(self, model: Model) -> Model:
         """A draft in training as one of its target's tokens."""
@@ -47,17 +47,21 @@ class Rows:
 
     def tokens(self, tokens: Int[np.ndarray, "*S"]) -> Int[np.ndarray, "*S"]:
         """The rows of tokens."""
-        return self._row_of[tokens]
+        return self.row_of[tokens]
 
     def labelled(self, part: Labelled) -> Labelled:
         """Rows, and the target's distributions among the known tokens.
 
+        Rows with hidden states keep their tokens: a head has embeddings of all of them.
+
         A position counts as much as they are probable there: by the chain rule that is all of the
         forward divergence which a draft that foresees no other token can change.
         """
-        ids = self._row_of[part.ids].astype(np.min_scalar_type(len(self._ids)))
+        ids = self.row_of[part.ids].astype(np.min_scalar_type(len(self._ids)))
         log_p = np.asarray(part.log_p, np.float32)
         known = ids < len(self._ids)
         share = np.maximum(1 - np.exp(log_p).sum(axis=-1, where=~known), _LEAST)
         log_p = np.where(known, log_p - np.log(share)[..., None], NEVER)
-        return Labelled(self.tokens(np.asarray(part.tokens)), ids, log_p, part.weight * share)
+        tokens = np.asarray(part.tokens)
+        own = self.tokens(tokens) if part.hidden is None else tokens
+        return Labelled(own, ids, log_p, part.weight * share, part.hidden)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from tokenizers import Tokenizer
 
+from specjax.base.pytree import replace
 from specjax.checkpoints.files import Files, find
 from specjax.checkpoints.huggingface import read_config
 from specjax.checkpoints.load import load
@@ -23,6 +24,7 @@ from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import in_dtype, widened
 from specjax.models.transformer import Model, initialize
+from train import heads
 from train.checks import check_for
 from train.chunks import write_text
 from train.collect import Keep, load_collected, num_chunks
@@ -284,16 +286,28 @@ class Work:
         if member and boost.rule != BY_NOTHING:
             rule = dataclasses.replace(boost, drafts=0, own_start=False, sizes=())
             taught = [_plain(rule), self.drafted(member - 1).name]
+        read = [recipe.head, self.layers_read] if recipe.head.levels else []
         return self.place(
             "draft", self.labelled, self.warmed(member).name, self.draft_schedule(member),
-            recipe.distil, taught,
+            recipe.distil, taught, *read,
         )  # fmt: skip
 
     def draft_config(self, member: int) -> ModelConfig:
         """The shape of a member of the pool while it is trained."""
-        whole = self.recipe.size_of(member).beside(self.target_config)
+        whole = self.recipe.config_of(member, self.target_config)
         size = self.recipe.vocabulary.size
+        if self.recipe.head.levels:
+            return heads.in_training(whole)
         return in_training(whole, size) if size else whole
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The target's hidden states that heads read."""
+        return self.recipe.layers_read(self.target_config)
+
+    def hidden(self, labels: Path) -> Path:
+        """Where the target's hidden states lie along rows that are labelled in a folder."""
+        return self.place("hidden", labels.name, self.layers_read)
 
     @cached_property
     def rows(self) -> Rows | None:
@@ -317,6 +331,10 @@ class Work:
 
     def whole(self, draft: Model) -> Model:
         """A draft in training as one of its target's tokens."""
+        if self.recipe.head.levels:
+            head = heads.beside(draft, self.target.embedding)
+            rows = None if self.rows is None else jnp.asarray(self.rows.row_of)
+            return replace(head, row_of=rows)
         return draft if self.rows is None else self.rows.whole(draft)
 
     def warm_schedule(self, member: int) -> Any:

@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from specjax.models.transformer import Model
 
 
-def projected(model: "Model", hidden: Float[Array, "B T F"]) -> Float[Array, "B T E"]:
-    """What a draft reads of hidden states, one behind the other as its `config.features` names."""
+def projected(
+    model: "Model", hidden: Float[Array, "B T F"], dtype: jnp.dtype | None = None
+) -> Float[Array, "B T E"]:
+    """What a draft reads of hidden states, one behind the other as its `config.features` names.
+
+    `dtype` is that of the matrix product.
+    """
     x = hidden.reshape(-1, hidden.shape[-1]).T
     if model.feature_input_norm is not None:
         x = _normed(model, model.feature_input_norm, x)
@@ -25,7 +30,7 @@ def projected(model: "Model", hidden: Float[Array, "B T F"]) -> Float[Array, "B 
         parts = zip(jnp.split(x, len(model.feature_norms)), model.feature_norms, strict=True)
         x = jnp.concatenate([_normed(model, weight, part) for part, weight in parts])
     assert model.feature_projection is not None
-    return layers.linear(model.feature_projection, x).T.reshape(*hidden.shape[:2], -1)
+    return layers.linear(model.feature_projection, x, dtype).T.reshape(*hidden.shape[:2], -1)
 
 
 def joined(

@@ -162,8 +162,8 @@ def assemble(
 def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("float32")) -> Model:
     """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers).
 
-    Biases are 0 and norms do nothing. A draft of some tokens knows the first ones. One that reads
-    hidden states has an embedding of its own.
+    Biases are 0 and norms do nothing. A draft of some tokens knows the first ones. One that has its
+    target's embedding has a row in its place.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     keys = iter(jax.random.split(key, 2 + len(MATRICES) * config.num_layers))
@@ -181,7 +181,7 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
         return {name: leaf(name, shape) for name, shape in shapes.items()}
 
     outer = config.outer_shapes
-    first = leaves({"embedding": outer.pop("embedding")})
+    first = leaves({"embedding": outer.pop("embedding", (1, config.hidden_size))})
     layers = [leaves(config.layer_shapes) for _ in range(config.num_layers)]
     made = first | leaves(outer)
     if config.draft_vocab_size is not None:

@@ -1,0 +1,261 @@
+"""Drafts that learn to read hidden states of their target (EAGLE-3, arXiv 2503.01840).
+
+Such a draft, a head, has a slot for each token of a row but the first: in slot i are the embedding
+of token i + 1 and the target's hidden states after token i, and it says what follows token i + 1.
+While it drafts, what it made itself stands for hidden states that the target has not made yet. So
+it learns from both (training-time test, section 3.2): at level 0 each slot reads the target, at
+level l what the slot before it gave at level l - 1.
+
+In training a head holds neither its target's embedding nor which tokens its rows are; see `beside`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32, UInt16
+
+from specjax.base.pytree import replace
+from specjax.models.config import ModelConfig
+from specjax.models.features import handed_on, projected
+from specjax.models.kv_cache import NewKV
+from specjax.models.quantized import PackedWeight
+from specjax.models.transformer import Model, trunk, unembed
+from train.chunks import Arrays, load_chunks, make_chunks
+from train.config import Head
+from train.labels import Labelled, Texts, passes
+from train.loop import Log
+from train.loss import FORWARD, HARD, divergence
+from train.parallel import Spread
+from train.step import Loss, sequence_logits
+
+HIDDEN = jnp.dtype("bfloat16")
+"""Of hidden states that are kept; half precision would not hold the largest."""
+_BITS = np.uint16
+
+
+class Taught(NamedTuple):
+    """What heads learn from in a step: labelled rows with hidden states, and the target's
+    embedding.
+    """
+
+    parts: tuple[Labelled, ...]
+    embedding: Float[Array, "V E"] | PackedWeight
+
+
+def in_training(whole: ModelConfig) -> ModelConfig:
+    """The shape of a head in training: its tokens are the rows of its unembedding."""
+    known = whole.draft_vocab_size or whole.vocab_size
+    return dataclasses.replace(whole, vocab_size=known, draft_vocab_size=None)
+
+
+def beside(model: Model, embedding: Float[Array, "V E"] | PackedWeight) -> Model:
+    """A head with the embedding of its target.
+
+    One in training then reads its target's tokens, and says its own.
+    """
+    config, size = model.config, embedding.shape[0]
+    known = None if config.vocab_size == size else config.vocab_size
+    known = config.draft_vocab_size or known
+    own = dataclasses.replace(config, vocab_size=size, draft_vocab_size=known)
+    return replace(model, embedding=embedding, config=own)
+
+
+def levels(
+    model: Model,
+    tokens: Int32[Array, "B S"],
+    features: Float[Array, "B S E"],
+    count: int,
+    dtype: jnp.dtype,
+) -> Iterator[Float[Array, "E C"]]:
+    """What a head makes of its slots at each of `count` levels, normed, `C = B·S` columns.
+
+    At level l the first l slots have nothing before them, and mean nothing.
+
+    Args:
+      model: a head with an embedding.
+      tokens: that of each slot.
+      features: what the target's hidden states became, for each slot.
+      count: levels.
+      dtype: of the matrix products.
+    """
+    rows, slots = tokens.shape
+    at = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (rows, slots))
+    block: NewKV | None = None
+    for level in range(count):
+        mask = None if level == 0 else jnp.broadcast_to(
+            _seen(level, slots), (rows, slots, (level + 1) * slots)
+        )  # fmt: skip
+        beside = features.reshape(-1, features.shape[-1]).T
+        made = trunk(
+            model, tokens, at, None, mask, block, dtype, hidden_layers=(1,), features=beside
+        )
+        yield made.x
+        new = made.new if block is None else _joined(block, made.new)
+        out = handed_on(model, made.hidden[0], made.x).T.reshape(features.shape)
+        block, features = new, jnp.roll(out, 1, axis=1)
+
+
+def _seen(level: int, slots: int) -> Bool[np.ndarray, "S M"]:
+    """The slots of each level that a slot of the last one sees: of level 0 all up to the one that
+    its chain begins at, of each later level the one that its chain went through.
+    """
+    own = np.arange(slots)[:, None] - np.arange(slots)
+    return np.concatenate([own >= level, *(own == level - n for n in range(1, level + 1))], axis=1)
+
+
+def _joined(block: NewKV, new: NewKV) -> NewKV:
+    """Keys and values of earlier levels, and those of one more behind them."""
+    return tuple(
+        (jnp.concatenate([keys, own], axis=2), jnp.concatenate([values, others], axis=2))
+        for (keys, values), (own, others) in zip(block, new, strict=True)
+    )
+
+
+def _logits_of(
+    model: Model,
+    tokens: Int32[Array, "B T"],
+    hidden: Float[Array, "B T F"],
+    count: int,
+    dtype: jnp.dtype,
+) -> Iterator[Float[Array, "V C"]]:
+    """A head's logits after every token of whole sequences at each level, `C = B·T` columns.
+
+    After the first l + 1 tokens level l knows nothing, and what it says there means nothing.
+    """
+    features = projected(model, hidden[:, :-1].astype(jnp.float32), dtype)
+    for x in levels(model, tokens[:, 1:], features, count, dtype):
+        by_row = x.reshape(x.shape[0], tokens.shape[0], -1)
+        after = jnp.pad(by_row, ((0, 0), (0, 0), (1, 0)))
+        yield unembed(model, after.reshape(x.shape[0], -1), dtype)
+
+
+def logits_after(
+    model: Model, tokens: Int32[Array, "B T"], target: Model | None, depth: int
+) -> list[Float[Array, "V C"]]:
+    """Logits after every token of whole sequences, in float32, `C = B·T` columns.
+
+    Those of a head at `depth` levels, beside its target.
+    """
+    dtype = jnp.dtype("float32")
+    read = model.config.features
+    if read is None:
+        return [sequence_logits(model, tokens, dtype)]
+    assert target is not None
+    hidden = jnp.concatenate(_states(target, tokens, read.layers))
+    by_token = hidden.T.reshape(*tokens.shape, -1)
+    return list(_logits_of(model, tokens, by_token, depth, dtype))
+
+
+def head_loss(
+    model: Model, batch: Taught, *, loss: str, dtype: str, levels: int, decay: float
+) -> Float[Array, ""]:
+    """Mean weighted divergence a position and level, in nats a token.
+
+    A level weighs `decay` times as much as the one before, as EAGLE-3's do. Matrix products are in
+    `dtype`.
+    """
+    whole = beside(model, batch.embedding)
+    shares = [decay**level for level in range(levels)]
+    total = jnp.zeros(())
+    for part in batch.parts:
+        hidden = jax.lax.bitcast_convert_type(jnp.asarray(part.hidden), HIDDEN)
+        tokens, weight = jnp.asarray(part.tokens), jnp.asarray(part.weight)
+        known = jnp.arange(tokens.shape[1])
+        found = _logits_of(whole, tokens, hidden, levels, jnp.dtype(dtype))
+        for level, (share, logits) in enumerate(zip(shares, found, strict=True)):
+            value = divergence(loss, logits, part.ids, part.log_p)
+            counted = jnp.where(known > level, weight, 0)
+            total += share * jnp.sum(value * counted.reshape(-1))
+    return total / (sum(shares) * sum(part.weight.size for part in batch.parts))
+
+
+@cache
+def loss_of(loss: str, dtype: str, head: Head) -> Loss:
+    """`head_loss` of such a divergence; the same object for equal arguments."""
+    name = FORWARD if loss == HARD else loss
+    return partial(head_loss, loss=name, dtype=dtype, levels=head.levels, decay=head.decay)
+
+
+def one_hot(part: Labelled) -> Labelled:
+    """Rows whose labels are their own next tokens: their forward divergence is cross-entropy."""
+    following = np.roll(np.asarray(part.tokens), -1, axis=1)[..., None]
+    weight = np.array(part.weight)
+    weight[:, -1] = 0
+    return part._replace(ids=following, log_p=np.zeros(following.shape, np.float32), weight=weight)
+
+
+def teaching(
+    batch: Callable[[int], tuple[Labelled, ...]], target: Model
+) -> Callable[[int], Taught]:
+    """Batches of labelled rows as those of heads."""
+    embedding = Spread().everywhere(target.embedding)
+    return lambda step: Taught(batch(step), embedding)
+
+
+def keep_hidden(
+    folder: Path,
+    target: Model,
+    texts: Callable[[int], Texts],
+    count: int,
+    layers: tuple[int, ...],
+    tokens: int,
+    log: Log,
+) -> None:
+    """Fills `folder` with the target's hidden states along rows, a chunk for each of theirs.
+
+    Args:
+      folder: where they go.
+      target: whose they are.
+      texts: the rows of a chunk.
+      count: chunks.
+      layers: the hidden states, by the number of layers before them.
+      tokens: about so many are read in a pass.
+      log: of the run.
+    """
+    spread = Spread()
+    placed = spread.everywhere(target)
+
+    def make(chunk: int) -> Arrays:
+        rows = texts(chunk)
+        width = len(layers) * target.config.hidden_size
+        found = np.zeros((*rows.tokens.shape, width), _BITS)
+        for chosen, size, longest in passes(rows.length, rows.tokens.shape[1], tokens):
+            own = np.zeros((size, longest), np.int32)
+            own[: len(chosen)] = rows.tokens[chosen, :longest]
+            made = _hidden(placed, spread.rows(own), layers)
+            found[chosen, :longest] = np.asarray(made)[: len(chosen)]
+        return {"hidden": found, "tokens": rows.tokens}
+
+    make_chunks("hidden", folder, count, make, log)
+
+
+def load_hidden(folder: Path, count: int) -> UInt16[np.ndarray, "N T F"]:
+    """What `keep_hidden` left.
+
+    Raises:
+      ValueError: it has not finished.
+    """
+    return load_chunks("label", folder, count)["hidden"]
+
+
+@partial(jax.jit, static_argnames="layers")
+def _hidden(
+    target: Model, tokens: Int32[np.ndarray, "B T"] | Int32[Array, "B T"], layers: tuple[int, ...]
+) -> UInt16[Array, "B T F"]:
+    states = jnp.concatenate(_states(target, jnp.asarray(tokens), layers))
+    by_token = states.T.reshape(*tokens.shape, -1).astype(HIDDEN)
+    return jax.lax.bitcast_convert_type(by_token, jnp.uint16)
+
+
+def _states(
+    target: Model, tokens: Int32[Array, "B T"], layers: tuple[int, ...]
+) -> tuple[Float[Array, "E C"], ...]:
+    """The target's hidden states after every token of whole sequences, `C = B·T` columns."""
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return trunk(target, tokens, at, None, None, hidden_layers=layers).hidden
