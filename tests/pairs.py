@@ -42,10 +42,16 @@ def near(target: Model, seed: int, noise: float = 0.15) -> Model:
     return jax.tree.map(changed, target)
 
 
-def head(target: Model, seed: int, known: int | None = None, steps: int = 200) -> Model:
+def head(
+    target: Model,
+    seed: int,
+    known: int | None = None,
+    steps: int = 200,
+    layers: tuple[int, ...] = (),
+) -> Model:
     """A draft that reads hidden states of a target, fitted to it; perhaps of few tokens."""
     size, vocabulary = target.config.hidden_size, target.config.vocab_size
-    read = Features((0, target.config.num_layers), size, shares_embedding=False)
+    read = Features(layers or (0, target.config.num_layers), size, shares_embedding=False)
     own = varied_model(
         seed, hidden_size=size, vocab_size=vocabulary, features=read, draft_vocab_size=known,
         eos_ids=(),

@@ -47,6 +47,25 @@ def switching_of(draft: Model) -> SwitchingDrafter:
     )
 
 
+def switching_of_head(head: Model, other: Model) -> SwitchingDrafter:
+    """Settings of a draft that reads hidden states, beside others and another such draft."""
+    vocabulary = head.config.vocab_size
+    trust, growth = jnp.asarray([0.0, 0.4, 0.6]), Growth(budget=4, beams=2, width=2)
+    tree = BestFirstDrafter(head, jnp.ones(2), growth)
+    return SwitchingDrafter.of(
+        {
+            "none": PlainDrafter(vocabulary),
+            "chain:3": alone(head, (1, 1, 1)),
+            "tree:2,1": alone(head, (2, 1), children=DISTINCT),
+            "specexec:4": tree,
+            "hybrid:4": HybridDrafter(tree, trust, None),
+            "lookup:4": TextDrafter(trust, None, Growth(budget=4, depth=3), vocabulary),
+            "recycle:4": RecycleDrafter(jnp.asarray([0.5, 0.2]), TreeShape((2, 1)), vocabulary),
+            "pool:1,1": ExpansionDrafter.of([head, other], (1, 1)),
+        }
+    )
+
+
 def every_kind(draft: Model, other: Model) -> SwitchingDrafter:
     """Trees over the shared draft, drawn and chosen, and each kind with a state of its own."""
     vocabulary = draft.config.vocab_size

@@ -11,7 +11,7 @@ import pytest
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, sampled_probs
 from specjax.draft.best_first import BestFirstDrafter
-from specjax.draft.drafter import Step, Wants
+from specjax.draft.drafter import Seen, Step, Wants
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.reading import ModelState, prefill
@@ -22,14 +22,21 @@ from specjax.engine.request import Request
 from specjax.engine.speculation import Speculation
 from specjax.goodput.controller import Controller
 from specjax.goodput.policy import Decision, StepShape
+from specjax.models.transformer import Model, trunk
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.tree import NO_PARENT, chosen, root_only
 from tests.engines import alone as plain_texts
 from tests.engines import ids_of, random_request, running, served
-from tests.pairs import alone, broken, forward, near, nothing_seen, varied_model
+from tests.pairs import alone, broken, forward, head, near, nothing_seen, varied_model
 from tests.scripted_engine import until
-from tests.switched import TurnsPolicy, every_kind, running_at_random, switching_of
+from tests.switched import (
+    TurnsPolicy,
+    every_kind,
+    running_at_random,
+    switching_of,
+    switching_of_head,
+)
 
 VOCABULARY = 64
 
@@ -114,6 +121,68 @@ def test_states_of_their_own_follow_what_other_settings_committed(target):
             for found, wanted in models:
                 np.testing.assert_array_equal(found.cache.length, wanted.cache.length)
                 np.testing.assert_allclose(found.logits, wanted.logits, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def of_head() -> tuple[Model, SwitchingDrafter]:
+    """A target, and settings of heads that read two and three of its hidden states."""
+    target = varied_model(num_layers=3, hidden_size=32)
+    return target, switching_of_head(head(target, 1), head(target, 2, layers=(1, 2, 3)))
+
+
+def test_a_draft_that_reads_hidden_states_keeps_up_with_what_other_settings_committed(of_head):
+    """Then it is as if it had read the text."""
+    target, switch = of_head
+    assert switch.wants == Wants(2, (0, 1, 2, 3))
+    text, start = texts_of(2, 16), jnp.asarray([3, 5], jnp.int32)
+    made = jnp.asarray([4, 2], jnp.int32)
+    at = jnp.broadcast_to(jnp.arange(16, dtype=jnp.int32), text.shape)
+    layers = switch.wants.hidden_layers
+    states = trunk(target, text, at, None, None, hidden_layers=layers).hidden
+    hidden = jnp.concatenate(states).T.reshape(2, 16, -1)
+    top_tokens = jnp.zeros((2, 16, 2), jnp.int32)
+
+    def cut(whole: jax.Array, first: jax.Array, size: int) -> jax.Array:
+        return jax.vmap(lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, size))(whole, first)
+
+    # a chain below the root of which all is taken, and one token more
+    every = jnp.broadcast_to(jnp.arange(4, dtype=jnp.int32), (2, 4))
+    chain = chosen(
+        cut(text, start - 1, 4), every - 1, every, every >= 0, 0 * every, jnp.ones((2, 4)),
+        VOCABULARY,
+    )  # fmt: skip
+    seen = Seen(jnp.zeros((2, 4, 2), jnp.int32), cut(hidden, start - 1, 4))
+    accepted = Accepted(every, made, text[:, 0])
+    step = Step(cut(text, start, 4), made, made > 99, chain, accepted, seen)
+    state = switch.init(text, start, 32, Seen(top_tokens, hidden))
+    keys, sampling = jax.random.split(jax.random.key(0), 2), Sampling().rows(2)
+    whole = prefill(switch.model, text, start + made, 32, hidden, layers)
+    root = jnp.take_along_axis(text, start[:, None] - 1, axis=1)[:, 0]
+    for name in switch.settings:
+        used = switch.of_setting(name)
+        assert used.keeps_up
+        _, within = used.propose(keys, start, state, root, sampling)
+        after = used.commit(within, step) if name != "pool:1,1" else switch.follow(state, step)
+        np.testing.assert_array_equal(after.held.cache.length, whole.cache.length)
+        np.testing.assert_allclose(after.held.logits, whole.logits, atol=1e-4)
+        np.testing.assert_allclose(after.held.features, whole.features, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_texts_are_those_of_plain_decoding_whatever_each_step_drafts_with_a_head(
+    of_head, monkeypatch
+):
+    target, drafter = of_head
+    monkeypatch.setattr(engines, "CHUNKS", (16,))
+    drawn = np.random.default_rng(3)
+    requests = [random_request(drawn, VOCABULARY, 40) for _ in range(32)]
+    with running_at_random(target, drafter, 2, 48) as engine:
+        found = [ids_of(events) for events in served(engine, requests)]
+        policy = engine.speculation.policy
+        assert set(policy.taken) == set(policy.shapes), "every program was run"
+        assert engine.statistics().accepted_tokens > 0
+        assert not policy.chances, "nothing was read late"
+    assert found == plain_texts(target, requests)
 
 
 def held(state) -> list[ModelState]:

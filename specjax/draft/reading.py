@@ -132,17 +132,24 @@ def catch_up(
     return _chosen(count > 0, found, held)
 
 
+def of_layers(
+    hidden: Float[Array, "B T H"], layers: tuple[int, ...], wanted: tuple[int, ...]
+) -> Float[Array, "B T F"]:
+    """Of hidden states after `layers` those that are `wanted`, in that order."""
+    if wanted == layers:
+        return hidden
+    parts = jnp.split(hidden, len(layers), axis=2) if wanted else []
+    own = [parts[layers.index(layer)] for layer in wanted]
+    return jnp.concatenate(own, axis=2) if own else hidden[..., :0]
+
+
 def _own(
     model: Model, hidden: Float[Array, "B T H"], layers: tuple[int, ...]
 ) -> Float[Array, "B T F"]:
-    """Of hidden states after `layers` those that a draft reads, in its order."""
+    """Of hidden states after `layers` those that a draft reads."""
     read = model.config.features
     assert read is not None
-    if read.layers == layers:
-        return hidden
-    parts = hidden.reshape(*hidden.shape[:2], len(layers), read.size)
-    own = jnp.asarray([layers.index(layer) for layer in read.layers])
-    return parts[:, :, own].reshape(*hidden.shape[:2], read.width)
+    return of_layers(hidden, layers, read.layers)
 
 
 def _of_nothing(model: Model, cache: KVCache) -> ModelState:

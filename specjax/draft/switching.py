@@ -3,8 +3,9 @@
 Whatever a row was drafted by, it can be drafted by something else in the next step. Settings that
 need nothing but the row's text and one draft's cache share these. Those that do not run the draft
 let its cache fall behind; `catch_up` reads what it lacks, and says what the draft would have had
-accepted of it. Other settings have a state of their own, which follows the tokens of every step:
-one with a draft model of its own costs a pass of that in each.
+accepted of it. A draft that reads hidden states of the target keeps up, as these do not outlive a
+step: that costs a pass of it in each. Other settings have a state of their own, which follows the
+tokens of every step: one with a draft model of its own costs a pass of that in each, too.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from jaxtyping import Array, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.base.sampling import Sampling, is_greedy, most_likely, sampled_probs
+from specjax.draft import reading
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
 from specjax.draft.drafter import Drafter, DraftState, Seen, Step, Wants
 from specjax.draft.hybrid import HybridDrafter, HybridState
@@ -82,15 +84,10 @@ class SwitchingDrafter(Drafter):
         The first that drafts with a model that can be shared names it.
 
         Raises:
-          ValueError: one of them reads hidden states of the target, or has several settings itself.
+          ValueError: one of them has several settings itself.
         """
         model, held, share = None, [], []
         for name, drafter in drafters.items():
-            if drafter.wants.hidden_layers:
-                raise ValueError(
-                    f"the setting {name} reads hidden states of the target, for which no switch "
-                    "between settings is made."
-                )
             if len(drafter.settings) > 1:
                 raise ValueError(f"the setting {name} is a switch between settings itself.")
             own = _model_of(drafter)
@@ -117,9 +114,18 @@ class SwitchingDrafter(Drafter):
         return self.share[at] and isinstance(self.drafters[at], _Runs)
 
     @property
+    def keeps_up(self) -> bool:
+        """Whether the shared draft reads the tokens of every step in it, whatever drafted them."""
+        return bool(reading.read_by([self.model]))
+
+    @property
     def wants(self) -> Wants:
-        """What the settings with states of their own want: they learn from every step."""
-        return Wants(max(drafter.wants.top_tokens for drafter in self.drafters))
+        """What the shared draft and the settings with states of their own want: they learn from
+        every step.
+        """
+        layers = {*reading.read_by([self.model])}
+        layers = layers.union(*(drafter.wants.hidden_layers for drafter in self.drafters))
+        return Wants(max(each.wants.top_tokens for each in self.drafters), tuple(sorted(layers)))
 
     @property
     def state_specs(self) -> SharedState:
@@ -182,17 +188,21 @@ class SwitchingDrafter(Drafter):
         slots: int,
         seen: Seen,
     ) -> SharedState:
-        """The prompts, of which the shared draft has read nothing."""
+        """The prompts, of which the shared draft has read nothing unless it keeps up."""
         rows = prompt.shape[0]
         held = None
-        if self.model is not None:
+        if self.keeps_up:
+            assert self.model is not None
+            layers, room = self.wants.hidden_layers, slots + self._more
+            held = reading.prefill(self.model, prompt, length, room, seen.hidden_states, layers)
+        elif self.model is not None:
             dtype = cache_dtype(self.model.embedding.dtype)
             cache = empty_cache(self.model.config, rows, slots + self._more, dtype,
                                 self.model.kv_heads)  # fmt: skip
             held = ModelState(cache, jnp.zeros((rows, self.model.config.vocab_size)))
         text = read(prompt, length, slots)
         own = tuple(
-            () if share else drafter.init(prompt, length, slots, _seen_by(drafter, seen))
+            () if share else drafter.init(prompt, length, slots, self._seen_by(drafter, seen))
             for share, drafter in zip(self.share, self.drafters, strict=True)
         )
         return SharedState(text, jnp.full(text.tokens.shape, UNKNOWN), held, own)
@@ -225,28 +235,51 @@ class SwitchingDrafter(Drafter):
         States that are not shared follow.
         """
         at, drafter = self._at, self._drafter
-        own = drafter.commit(state.own, _shown(drafter, step))
+        own = drafter.commit(state.own, self._shown(drafter, step))
         after = self._followed(state.shared, step, at)
         if self.share[at]:
             return replace(after, held=_draft_of(drafter, own, after.held))
         return replace(after, own=(*after.own[:at], own, *after.own[at + 1 :]))
 
     def follow(self, state: SharedState, step: Step) -> SharedState:
-        """The text with tokens that came from elsewhere; the shared draft falls behind."""
+        """The text with tokens that came from elsewhere; the shared draft falls behind, or keeps
+        up.
+        """
         return self._followed(state, step)
 
     def _followed(self, state: SharedState, step: Step, but: int | None = None) -> SharedState:
         """The state with a step's tokens in its text and in states of their own, but one."""
         own = tuple(
-            held if share or at == but else drafter.follow(held, _shown(drafter, step))
+            held if share or at == but else drafter.follow(held, self._shown(drafter, step))
             for at, (share, drafter, held) in enumerate(
                 zip(self.share, self.drafters, state.own, strict=True)
             )
         )
-        return replace(_longer(state, step), own=own)
+        after = replace(_longer(state, step), own=own)
+        if not self.keeps_up or (but is not None and self.runs_draft):
+            return after
+        assert self.model is not None
+        assert state.held is not None
+        layers = self.wants.hidden_layers
+        held = reading.catch_up(
+            self.model, state.held, step.tokens, step.count, step.hidden_states, layers
+        )
+        return replace(after, held=held)
+
+    def _shown(self, drafter: Drafter, step: Step) -> Step:
+        """A step as a drafter is to see it."""
+        return replace(step, seen=self._seen_by(drafter, step.seen))
+
+    def _seen_by(self, drafter: Drafter, seen: Seen) -> Seen:
+        """What a drafter wants of what all want together."""
+        own, layers = drafter.wants, self.wants.hidden_layers
+        hidden = reading.of_layers(seen.hidden_states, layers, own.hidden_layers)
+        return Seen(seen.top_tokens[..., : own.top_tokens], hidden)
 
     def truncate(self, state: SharedState, length: Int32[Array, " B"]) -> SharedState | None:
-        """The state after fewer tokens; the draft reads the last of them anew, for its logits."""
+        """The state after fewer tokens; a draft that fell behind reads the last of them anew, for
+        its logits.
+        """
         held = state.held
         own = tuple(
             () if share else drafter.truncate(each, length)
@@ -254,7 +287,10 @@ class SwitchingDrafter(Drafter):
         )
         if any(each is None for each in own):
             return None
-        if held is not None:
+        if held is not None and self.keeps_up:
+            assert self.model is not None
+            held = reading.shorter(self.model, held, length)
+        elif held is not None:
             kept = jnp.minimum(held.cache.length, length - 1)
             held = replace(held, cache=replace(held.cache, length=kept))
         text, probs = replace(state.text, length=length), jnp.full_like(state.probs, UNKNOWN)
@@ -340,16 +376,6 @@ def _model_of(drafter: Drafter) -> Model | None:
         case HybridDrafter(draft=BestFirstDrafter(model=model, second=None)):
             return model
     return None
-
-
-def _seen_by(drafter: Drafter, seen: Seen) -> Seen:
-    """What a drafter wants of what all want together."""
-    return replace(seen, top_tokens=seen.top_tokens[..., : drafter.wants.top_tokens])
-
-
-def _shown(drafter: Drafter, step: Step) -> Step:
-    """A step as a drafter is to see it."""
-    return replace(step, seen=_seen_by(drafter, step.seen))
 
 
 def _with_model(drafter: Drafter, model: Model | None) -> Drafter:

@@ -99,6 +99,7 @@ class Speculation:
         options: Options = Options(),
     ) -> None:
         self._switch = drafter if isinstance(drafter, SwitchingDrafter) else None
+        self._keeps_up = self._switch is not None and self._switch.keeps_up
         self._rows, self._row_factor, self._columns = rows, row_factor, columns
         self._options = options
         self.settings = {name: setting_of(drafter, name) for name in drafter.settings}
@@ -176,7 +177,7 @@ class Speculation:
     @property
     def catch_ups(self) -> list[tuple[int, int]]:
         """Rows, and tokens that the draft reads of each, of every program for it."""
-        if not any(setting.runs_draft for setting in self.settings.values()):
+        if self._keeps_up or not any(each.runs_draft for each in self.settings.values()):
             return []
         counts = range(1, self._rows + 1)
         several = {step_rows(count, self._rows, self._row_factor) for count in counts} - {1}
@@ -237,6 +238,10 @@ class Speculation:
     def prepare(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
         """Lets the draft catch up with the rows of a step that runs it; whether it had to."""
         setting = self.settings[decision.shape.setting]
+        if self._keeps_up:
+            for row in rows:
+                row.current = True
+            return False
         if not setting.runs_draft:
             for row in rows:
                 row.leave_draft()
@@ -250,7 +255,9 @@ class Speculation:
     def probe(self, device: Device, decision: Decision, rows: Sequence[Row]) -> bool:
         """Lets the draft read a row's text though nothing is drafted, to see how it would fare."""
         assert self.policy is not None
-        if self._switch is None or self.settings[decision.shape.setting].runs_draft:
+        if self._switch is None or self._keeps_up:
+            return False
+        if self.settings[decision.shape.setting].runs_draft:
             return False
         if self.steps - self._looked < _LOOKED:
             return False

@@ -31,8 +31,8 @@ def switching(pair: Pair, names: Sequence[str] = (), verify: str = AUTO) -> Swit
       verify: the name of the rule that will verify the trees, or "auto".
 
     Raises:
-      ValueError: there is no such setting, the pair lacks what it needs, it reads hidden states of
-        the target, or the rule is not lossless for it.
+      ValueError: there is no such setting, the pair lacks what it needs, or the rule is not
+        lossless for it.
     """
     made: dict[str, Drafter] = {}
     for setting in dict.fromkeys(map(read, (PLAIN, *(names or SETTINGS)))):
