@@ -95,6 +95,10 @@ def test_plain_decoding_drafts_nothing():
         ("tree", {"widths": (2,), "budget": 3}, r"a tree \(2\) and a budget \(3\) are named"),
         ("specexec", {"widths": (2, 1)}, "specexec grows trees of its own, not 2,1"),
         ("hybrid", {"budget": 0}, "the budget is 0; it must be at least 1 node"),
+        ("eagle:60", {"budget": 6}, r"eagle:60 has a size, and a budget \(6\) is named beside it"),
+        ("eagle:60,8,10,2", {}, "a number of nodes, 1 to 8192, perhaps with levels and top-k"),
+        ("eagle:60,0", {}, "size of 'eagle:60,0' is '60,0'"),
+        ("specexec:60,8", {}, "is '60,8'; it must be a number of nodes, 1 to 8192."),
     ],
 )
 def test_what_a_method_does_not_take_is_said(method, named, sentence):
@@ -102,7 +106,27 @@ def test_what_a_method_does_not_take_is_said(method, named, sentence):
         registry.setting_of(method, **named)
 
 
-@pytest.mark.parametrize("method", ["tree", "specexec", "hybrid", "staged"])
+@pytest.mark.parametrize(
+    ("text", "name", "sizes"),
+    [
+        ("eagle", "eagle:59", (59, 8, 10)),
+        ("eagle:60", "eagle:60", (60, 8, 10)),
+        ("eagle:60,8,10", "eagle:60", (60, 8, 10)),
+        ("eagle:60,5", "eagle:60,5", (60, 5, 10)),
+        ("eagle:15,8,4", "eagle:15,8,4", (15, 8, 4)),
+    ],
+)
+def test_a_tree_that_grows_by_level_names_nodes_levels_and_children(text, name, sizes):
+    setting = registry.setting_of(text)
+    growth = setting.growth
+    assert growth is not None
+    assert (growth.budget, growth.depth, growth.width, growth.beams) == (*sizes, sizes[2])
+    assert growth.by_level
+    assert setting.name == name
+    assert registry.setting_of(name) == setting
+
+
+@pytest.mark.parametrize("method", ["tree", "specexec", "eagle", "hybrid", "staged"])
 def test_what_a_method_lacks_is_said(method):
     with pytest.raises(ValueError, match=f"the method {method} needs a draft model"):
         registry.build(registry.setting_of(method), PAIR._replace(drafts=[]))

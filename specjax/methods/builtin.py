@@ -18,6 +18,7 @@ from specjax.draft.token_recycling import RecycleDrafter
 from specjax.methods import defaults
 from specjax.methods.method import (
     DRAFT,
+    GROWTH,
     LEVELS,
     NO_SIZE,
     PLAIN,
@@ -126,6 +127,16 @@ def _grown(
     return lambda size: Setting(
         method, growth=growth_of(_budget_of(size)), temperatures=temperatures
     )
+
+
+def _eagle(size: Size) -> Setting:
+    """EAGLE-2's tree, as its released code grows it where nothing is named."""
+    width = size.top_k or defaults.EAGLE_TOP_K
+    growth = Growth(
+        size.budget or defaults.EAGLE_NODES, width, width, size.levels or defaults.EAGLE_LEVELS,
+        defaults.NO_DECAY, by_level=True,
+    )  # fmt: skip
+    return Setting("eagle", growth=growth, temperatures=(1.0, 1.0))
 
 
 def _staged(size: Size) -> Setting:
@@ -261,6 +272,16 @@ _BUILTIN = (
         build=_build_specexec,
         lacks=_needs_draft,
         takes_widths=False,
+    ),
+    Method(
+        name="eagle",
+        summary="the likeliest nodes of one draft, grown level by level",
+        source="EAGLE-2 (2406.16858)",
+        setting=_eagle,
+        build=_build_specexec,
+        lacks=_needs_draft,
+        takes_widths=False,
+        size=GROWTH,
     ),
     Method(
         name="staged",

@@ -52,6 +52,9 @@ tokens per step of best-first trees, naive rule, bundled, 2026-11-21. Greedy row
 0.45 / 0.55: 6.87 / 7.03 / 6.83 / 6.41 with 15 nodes and 7.98 / 8.28 / 8.11 / 7.49 with 31. Rows at
 0.8, 0.6 / 0.8 / 1 / 1.25: 2.15 / 2.17 / 2.16 / 2.14 and 2.27 / 2.32 / 2.31 / 2.28."""
 
+NO_DECAY = 0.9999
+"""The least that a level costs: a child's score is below its parent's."""
+
 DECAY = 0.999
 """What a level costs a node's score: with 0.9 greedy rows of the run above gave 7.00 / 7.09 /
 6.63 / 6.11 tokens per step with 15 nodes."""
@@ -71,6 +74,10 @@ temperatures 0 and 0.8, 2026-11-22: specexec 0.935, 0.934, 0.945, 0.936 and hybr
 HumanEval. With 31 nodes 0.981, 0.981, 1.083 (Spec-Bench at 0)."""
 LARGEST_GROWTH = (128, 32, 32)
 """Beams, width and depth above the last of these budgets (SpecExec's sizes)."""
+
+EAGLE_NODES, EAGLE_LEVELS, EAGLE_TOP_K = 59, 8, 10
+"""Nodes below the root, levels, and children of a node and nodes of a level that are expanded, of
+EAGLE-2's released code: a total of 60 with the root, and 7 rounds after the first level."""
 
 STAGED_BEAMS = 4
 STAGED_TREE: Widths = (1, 1)

@@ -19,9 +19,11 @@ from specjax.trees.widths import MOST_NODES, Widths, read, spelled
 
 TABLE, DRAFT = "ngram", "draft"
 """What may draft for a staged draft: an n-gram table, or a smaller draft."""
-NODES, LEVELS, WIDTHS, NO_SIZE = "nodes", "levels", "widths", ""
+NODES, LEVELS, WIDTHS, GROWTH, NO_SIZE = "nodes", "levels", "widths", "growth", ""
 """What the SIZE of `METHOD:SIZE` is: the most nodes of a tree, the levels of a chain, the children
-of each level (see `specjax.trees.widths`), or nothing."""
+of each level (see `specjax.trees.widths`), nodes with perhaps levels and top-k behind them, or
+nothing."""
+_MOST_NUMBERS = 3
 _NAME, _COUNT = re.compile("[a-zA-Z][a-zA-Z0-9_-]*"), re.compile("[1-9][0-9]{0,8}")
 
 
@@ -67,6 +69,12 @@ class Setting:
         method = METHODS.get(self.method)
         by_widths = self.growth is None and (method is None or method.size == WIDTHS)
         size = spelled(self.widths) if by_widths else str(self.nodes or "")
+        if self.growth is not None and method is not None and method.size == GROWTH:
+            whole = self.growth.depth, self.growth.width
+            usual = method.setting(Size(budget=self.nodes)).growth
+            assert usual is not None
+            shown = 2 if usual.width != whole[1] else 1 if usual.depth != whole[0] else 0
+            size = ",".join(map(str, (self.nodes, *whole[:shown])))
         return f"{self.method}:{size}" if size else self.method
 
     @property
@@ -84,12 +92,16 @@ class Size:
       budget: most nodes below the root, or None; never beside `widths`.
       batch: rows of a batch.
       drafts: drafts that share the budget.
+      levels: of a tree that grows, or None.
+      top_k: likeliest children that are looked at of a node, or None.
     """
 
     widths: Widths | None = None
     budget: int | None = None
     batch: int = 1
     drafts: int = 1
+    levels: int | None = None
+    top_k: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +117,7 @@ class Method:
       lacks: what the method needs and the pair has not, as the end of a sentence, or None.
       takes_widths: whether a tree may be named level by level.
       takes_budget: whether its nodes may be bounded.
-      size: what the SIZE of `METHOD:SIZE` is: `NODES`, `LEVELS`, `WIDTHS` or `NO_SIZE`.
+      size: what the SIZE of `METHOD:SIZE` is: `NODES`, `LEVELS`, `WIDTHS`, `GROWTH` or `NO_SIZE`.
     """
 
     name: str
@@ -141,11 +153,15 @@ def register_method(method: Method) -> None:
 
 
 class Named(NamedTuple):
-    """What a text says of a setting: the method, and its size as widths or as a budget of nodes."""
+    """What a text says of a setting: the method, and its size as widths or as a budget of nodes,
+    perhaps with the levels and the top-k of a tree that grows.
+    """
 
     method: str
     widths: Widths | None = None
     budget: int | None = None
+    levels: int | None = None
+    top_k: int | None = None
 
 
 def parsed(text: str, *others: str) -> Named:
@@ -169,14 +185,17 @@ def parsed(text: str, *others: str) -> Named:
         raise ValueError(f"the method {method} takes no size, not {reprlib.repr(size)}.")
     if kind == WIDTHS:
         return Named(method, widths=read(size, f"the size of {reprlib.repr(text)}"))
-    if not (_COUNT.fullmatch(size) and int(size) <= MOST_NODES):
+    numbers = size.split(",") if kind == GROWTH else [size]
+    able = all(_COUNT.fullmatch(each) and int(each) <= MOST_NODES for each in numbers)
+    if not able or len(numbers) > _MOST_NUMBERS:
+        behind = ", perhaps with levels and top-k behind it" if kind == GROWTH else ""
         raise ValueError(
             f"the size of {reprlib.repr(text)} is {reprlib.repr(size)}; it must be a number of "
-            f"nodes, 1 to {MOST_NODES}."
+            f"nodes, 1 to {MOST_NODES}{behind}."
         )
     if kind == LEVELS:
         return Named(method, widths=(1,) * int(size))
-    return Named(method, budget=int(size))
+    return Named(method, None, *map(int, numbers))
 
 
 def listed(text: str) -> list[str]:

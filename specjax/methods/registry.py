@@ -71,7 +71,7 @@ def setting_of(
 
     Args:
       method: a name in `METHODS`, perhaps with a size, as `Setting.name` spells it: "chain:7",
-        "tree:2,1,1", "specexec:15". What the size is, the method's record says.
+        "tree:2,1,1", "specexec:15", "eagle:60,8,10". What the size is, the method's record says.
       widths: children per level of a static tree (see `TreeShape`).
       budget: most nodes of a tree below its root.
       batch: rows of a batch; smaller trees are the default for several.
@@ -85,11 +85,11 @@ def setting_of(
         twice.
     """
     named = parsed(method)
-    if named != (named.method, None, None):
-        if (widths, budget) != (None, None):
-            other = f"a tree ({spelled(widths)})" if budget is None else f"a budget ({budget})"
-            raise ValueError(f"{method} has a size, and {other} is named beside it; name one.")
-        method, widths, budget = named
+    if (named.widths, named.budget) != (None, None) != (widths, budget):
+        other = f"a tree ({spelled(widths)})" if budget is None else f"a budget ({budget})"
+        raise ValueError(f"{method} has a size, and {other} is named beside it; name one.")
+    method, *_, levels, top_k = named
+    widths, budget = named.widths or widths, named.budget or budget
     found = METHODS[method]
     if not (found.takes_widths or found.takes_budget) and (widths, budget) != (None, None):
         raise ValueError(f"the method {method} drafts nothing; it takes no tree and no budget.")
@@ -108,7 +108,8 @@ def setting_of(
         )
     if budget is not None and not found.takes_budget:
         raise ValueError(f"the method {method} takes no budget of nodes, and {budget} is named.")
-    return found.setting(Size(None if widths is None else canonical(widths), budget, batch, drafts))
+    widths = None if widths is None else canonical(widths)
+    return found.setting(Size(widths, budget, batch, drafts, levels, top_k))
 
 
 def build(setting: Setting, pair: Pair, *, verify: str = AUTO) -> Drafter:
