@@ -12,6 +12,7 @@ from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.drafter import Drafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.lookahead import LookaheadDrafter, Window
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.switching import SwitchingDrafter
@@ -84,6 +85,7 @@ def every_kind(draft: Model, other: Model) -> SwitchingDrafter:
             "pool:2,1": ExpansionDrafter.of([draft, other], (2, 1)),
             "staged:6": tree(alone(other, (1, 1), children=TOP_K)),
             "recycle:4": RecycleDrafter(jnp.asarray([0.5, 0.2]), TreeShape((2, 1)), vocabulary),
+            "lookahead:2,3,2": LookaheadDrafter(jnp.float32(0.5), Window(2, 3, 2), vocabulary),
         }
     )
 

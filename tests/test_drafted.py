@@ -23,8 +23,9 @@ from specjax.methods.replay import Text
 from specjax.models.pruning import with_rows
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
-from tests.pairs import forward
+from tests.pairs import forward, head
 from train.export import tell_acceptance
+from train.heads import logits_after
 
 __all__ = ["own_cache"]
 TARGET, DRAFT = tiny_model(), tiny_model(1, num_layers=1)
@@ -48,10 +49,10 @@ def test_overlaps_are_those_of_the_two_distributions(is_pruned):
     places = range(7, 39, 4)
     same = p.argmax(1) == q.argmax(1)
     found = pass_times.overlaps(TARGET, draft, TOKENS, places, 0.0)
-    np.testing.assert_array_equal(found, same[jnp.asarray(places)])
+    np.testing.assert_array_equal(found, same[None, jnp.asarray(places)])
     shared = jnp.minimum(jax.nn.softmax(p / 0.8, 1), jax.nn.softmax(q / 0.8, 1)).sum(1)
     found = pass_times.overlaps(TARGET, draft, TOKENS, places, 0.8)
-    np.testing.assert_allclose(found, shared[jnp.asarray(places)], rtol=1e-4)
+    np.testing.assert_allclose(found, shared[None, jnp.asarray(places)], rtol=1e-4)
     np.testing.assert_allclose(
         pass_times.overlaps(TARGET, TARGET, TOKENS, places, 0.8), 1, rtol=1e-4
     )
@@ -59,10 +60,29 @@ def test_overlaps_are_those_of_the_two_distributions(is_pruned):
 
 def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
     right = np.array([1, 1, 0, 1, 1, 1, 0, 1], np.float32)
-    monkeypatch.setattr(drafted, "overlaps", lambda target, draft, text, columns, t: right)
+    monkeypatch.setattr(drafted, "overlaps", lambda *of: right[None])
     found = drafted._of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(10)), 2)], 0.0, 3)
     # One deep 6 of 8 are right, two deep 3 of the 7 that are followed by another, three 1 of 6.
     assert found == pytest.approx((1 + 6 / 8, 1 + 6 / 8 + 3 / 7, 1 + 6 / 8 + 3 / 7 + 1 / 6))
+
+
+def test_tokens_per_step_of_a_head_are_of_the_level_that_each_token_has(monkeypatch):
+    right = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 0]], np.float32)
+    monkeypatch.setattr(drafted, "overlaps", lambda *of: right)
+    found = drafted._of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(6)), 2)], 0.0, 3)
+    # One deep 3 of 4 are right, two deep 2 of the 3 that are followed by another, three 1 of 2.
+    assert found == pytest.approx((1 + 3 / 4, 1 + 3 / 4 + 2 / 3, 1 + 3 / 4 + 2 / 3 + 1 / 2))
+
+
+def test_overlaps_of_a_head_are_those_of_what_it_says_at_each_level():
+    draft, places = head(TARGET, 1, steps=1), range(7, 39, 4)
+    p, tokens = logits(TARGET, TOKENS), jnp.asarray([TOKENS], jnp.int32)
+    found = pass_times.overlaps(TARGET, draft, TOKENS, places, 0.8, 3)
+    for own, said in zip(found, logits_after(draft, tokens, TARGET, 3), strict=True):
+        q = jax.nn.softmax(said.T / 0.8, 1)
+        shared = jnp.minimum(jax.nn.softmax(p / 0.8, 1), q).sum(1)
+        np.testing.assert_allclose(own, shared[jnp.asarray(places)], rtol=1e-3)
+    assert not np.allclose(found[0], found[1])
 
 
 @pytest.mark.parametrize(("where", "taken"), [("cpu", {1: 7, 3: 9}), ("gpu", {1: 11, 3: 13})])

@@ -96,7 +96,7 @@ def test_plain_decoding_drafts_nothing():
         ("specexec", {"widths": (2, 1)}, "specexec grows trees of its own, not 2,1"),
         ("hybrid", {"budget": 0}, "the budget is 0; it must be at least 1 node"),
         ("eagle:60", {"budget": 6}, r"eagle:60 has a size, and a budget \(6\) is named beside it"),
-        ("eagle:60,8,10,2", {}, "a number of nodes, 1 to 8192, perhaps with levels and top-k"),
+        ("eagle:60,8,10,2", {}, "it must be nodes,levels,top-k, each 1 to 8192"),
         ("eagle:60,0", {}, "size of 'eagle:60,0' is '60,0'"),
         ("specexec:60,8", {}, "is '60,8'; it must be a number of nodes, 1 to 8192."),
     ],
@@ -179,7 +179,9 @@ def test_trees_deeper_than_a_drafts_sliding_window_are_refused_where_they_are_bu
 
 
 def test_all_are_the_methods_that_a_pair_can_do():
-    assert registry.names_of("all", PAIR._replace(drafts=[])) == ["lookup", "recycle"]
+    assert registry.names_of("all", PAIR._replace(drafts=[])) == [
+        "lookup", "recycle", "lookahead",
+    ]  # fmt: skip
     assert not {"staged", "ngram"} & set(registry.names_of("all", PAIR))
     assert registry.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS)[1:]
     assert registry.names_of("chain, none", PAIR) == ["chain", "none"]

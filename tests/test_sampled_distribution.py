@@ -24,6 +24,7 @@ from specjax.draft import ExpansionDrafter, static
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.lookahead import LookaheadDrafter, Window
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure.distribution_tests import g_test
@@ -68,6 +69,11 @@ def recycled(target: Model) -> RecycleDrafter:
     return RecycleDrafter(jnp.full(2, 0.4), TreeShape((2, (1, 0))), target.config.vocab_size)
 
 
+def lookahead(target: Model) -> LookaheadDrafter:
+    """Of several equal siblings: a guess may say what a candidate does."""
+    return LookaheadDrafter(jnp.float32(0.5), Window(2, 3, 2), target.config.vocab_size)
+
+
 def some_tokens(target: Model) -> Model:
     """A draft that knows two tokens of three; 0.77 of the target's texts have one of the others."""
     whole = near(target, 1, 0.3)
@@ -85,6 +91,8 @@ CASES = {
     "best first": (best_first, ONE_HOT),
     "hybrid": (hybrid, ONE_HOT),
     "recycled": (recycled, NAIVE),
+    "lookahead": (lookahead, NAIVE),
+    "lookahead, one-hot": (lookahead, ONE_HOT),
     "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
     "not a number, from the leaves": (
         lambda target: alone(broken(target, np.nan), (2, 1), children=DISTINCT),

@@ -14,6 +14,7 @@ from specjax.methods.method import (
     METHODS,
     NO_SIZE,
     WIDTHS,
+    WINDOW,
     Setting,
     listed,
     register_method,
@@ -54,6 +55,9 @@ def named(draw):
     name = draw(st.sampled_from(list(METHODS)))
     if METHODS[name].size == NO_SIZE:
         return name, None
+    if METHODS[name].size == WINDOW:
+        sizes = draw(st.tuples(st.integers(1, 9), st.integers(2, 5), st.integers(0, 9)))
+        return name, ",".join(map(str, sizes))
     if METHODS[name].size != WIDTHS:
         return name, draw(st.integers(1, 300))
     levels, nodes = [], 1

@@ -43,7 +43,7 @@ def test_every_registered_method_can_be_among_the_settings():
     found = switching(pair, names)
     assert found.settings == names
     own = {name for name, shares in zip(names, found.share, strict=True) if not shares}
-    assert {name.partition(":")[0] for name in own} == {"pool", "recycle"}, "others share"
+    assert {name.partition(":")[0] for name in own} == {"pool", "recycle", "lookahead"}
     assert found.wants.top_tokens == TreeShape(setting_of("recycle").widths).widest
 
 

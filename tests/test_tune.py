@@ -21,7 +21,7 @@ from specjax.methods.setting import from_json
 from specjax.methods.tuned import Entry
 from specjax.verify import token_wise
 from tests.folders import answer, own_cache, pair_flags
-from tests.pairs import PROMPTS, near, varied_model
+from tests.pairs import PROMPTS, head, near, varied_model
 
 __all__ = ["own_cache"]
 FLAGS = ("--limit", "2", "--max-new-tokens", "12", "--budgets", "3")
@@ -69,14 +69,14 @@ def test_without_a_draft_chains_of_the_model_itself_are_tried(monkeypatch):
 
     monkeypatch.setattr("specjax.checkpoints.pair.unable_here", lambda columns: None)
     own = [("self:4bit", "chain"), ("self:8bit", "chain")]
-    assert tried("all") == [(None, "lookup,recycle"), *own]
+    assert tried("all") == [(None, "lookup,recycle,lookahead"), *own]
     assert tried("chain") == own
     assert tried("lookup") == [(None, "lookup")]
-    assert tried("all", inflate="1M") == [(None, "lookup,recycle")]
-    assert tried("all", load_pair(target, "none")) == [(None, "lookup,recycle")]
+    assert tried("all", inflate="1M") == [(None, "lookup,recycle,lookahead")]
+    assert tried("all", load_pair(target, "none")) == [(None, "lookup,recycle,lookahead")]
     assert tried("chain", load_pair(*pair_flags()[1::2])) == [(None, "chain")]
     monkeypatch.setattr("specjax.checkpoints.pair.unable_here", lambda columns: "XLA's")
-    assert tried("all") == [(None, "lookup,recycle")]
+    assert tried("all") == [(None, "lookup,recycle,lookahead")]
 
 
 @pytest.mark.slow
@@ -228,7 +228,7 @@ def test_survival_is_what_block_verification_keeps():
         nodes = [0, 1 + text[0], 4 + 3 * text[0] + text[1]]
         of_p, of_q = (np.array([probs[n, t] for n, t in zip(nodes, text, strict=True)])
                       for probs in (p, q))  # fmt: skip
-        found += of_p.prod() * acceptance._survival(of_q / of_p, 3)[0]
+        found += of_p.prod() * acceptance._survival([of_q / of_p], 3)[0]
         weight, weights = 1.0, []
         for ratio in of_p / of_q:
             weight = min(weight * ratio, 1)
@@ -243,7 +243,7 @@ def test_survival_is_what_block_verification_keeps():
 def test_steps_begin_where_a_chain_ends():
     """At temperature 0 there is one way: 2 tokens kept, 1 given, 7 kept, 1 given, 0 kept, ..."""
     right = [1, 1, 0, *[1] * 9, 0, 0, 1]
-    survival = acceptance._survival(np.array(right, float), 8)
+    survival = acceptance._survival([np.array(right, float)], 8)
     begins = acceptance._begins(survival[:, :7])
     assert np.flatnonzero(begins > 0.5).tolist() == [0, 3, 11, 13, 14]
     assert np.isnan(survival[8, 7])
@@ -263,7 +263,7 @@ def test_survival_is_that_of_plain_passes():
         np.asarray(process(jax.numpy.asarray(own)[:, None], rows))[:, 0] for own in logits
     ]
     p, q = (own[np.arange(len(prefixes)), text[start:]] for own in distributions)
-    least = np.insert(acceptance._survival(q / p, 4), 0, 1, axis=1)
+    least = np.insert(acceptance._survival([q / p], 4), 0, 1, axis=1)
     begins, expected = acceptance._begins(least[:, 1:]), 1.0
     for depth in range(1, 5):
         there = np.isfinite(least[:, depth])
@@ -274,6 +274,26 @@ def test_survival_is_that_of_plain_passes():
     np.testing.assert_allclose(np.cumprod(rows[:, 0]), found.survival)
     assert (rows >= 0).all()
     assert (rows.sum(axis=1) <= 1 + 1e-6).all()
+
+
+def test_survival_of_a_head_is_of_the_level_that_each_token_has():
+    ratios = [np.array([1.0, 0.5, 1.0, 1.0]), np.array([0.0, 0.5, 0.25, 1.0])]
+    found = acceptance._survival(ratios, 3)
+    expected = [  # the third token is of the last level that there is
+        [1, 0.5, 0.5 * 0.25], [0.5, 0.5 * 0.25, 0.5 * 0.25 * 1], [1, 1, np.nan],
+        [1, np.nan, np.nan],
+    ]  # fmt: skip
+    np.testing.assert_allclose(found, expected)
+
+
+def test_a_head_is_tuned_as_a_draft_is():
+    """A head that is right about nothing but what it reads: survival falls with the level."""
+    target = varied_model(1, num_layers=3, hidden_size=32)
+    text, start = [*PROMPTS[0], 7, 3, 9, 11, 2, 40], len(PROMPTS[0])
+    found = acceptance.measured(target, head(target, 1), [text], [start], 0.7, 4)
+    assert 0 < found.survival[0] <= 1
+    assert (np.diff(found.survival) <= 0).all()
+    assert 0 < found.by_rank[0] <= 1
 
 
 def test_depths_that_no_text_has_survive_never():

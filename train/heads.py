@@ -1,16 +1,13 @@
 """Drafts that learn to read hidden states of their target (EAGLE-3, arXiv 2503.01840).
 
-Such a draft, a head, has a slot for each token of a row but the first: in slot i are the embedding
-of token i + 1 and the target's hidden states after token i, and it says what follows token i + 1.
-While it drafts, what it made itself stands for hidden states that the target has not made yet. So
-it learns from both (training-time test, section 3.2): at level 0 each slot reads the target, at
-level l what the slot before it gave at level l - 1.
+Such a draft, a head, learns at each of several levels below what the target has read
+(training-time test, section 3.2; see `specjax.draft.levels`).
 
 In training a head holds neither its target's embedding nor which tokens its rows are; see `beside`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -18,14 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int32, UInt16
+from jaxtyping import Array, Float, Int32, UInt16
 
 from specjax.base.pytree import replace
+from specjax.draft.levels import logits_by_level
 from specjax.models.config import ModelConfig
-from specjax.models.features import handed_on, projected
-from specjax.models.kv_cache import NewKV
 from specjax.models.quantized import PackedWeight
-from specjax.models.transformer import Model, trunk, unembed
+from specjax.models.transformer import Model, trunk
 from train.chunks import Arrays, load_chunks, make_chunks
 from train.config import Head
 from train.labels import Labelled, Texts, passes
@@ -66,75 +62,6 @@ def beside(model: Model, embedding: Float[Array, "V E"] | PackedWeight) -> Model
     return replace(model, embedding=embedding, config=own)
 
 
-def levels(
-    model: Model,
-    tokens: Int32[Array, "B S"],
-    features: Float[Array, "B S E"],
-    count: int,
-    dtype: jnp.dtype,
-) -> Iterator[Float[Array, "E C"]]:
-    """What a head makes of its slots at each of `count` levels, normed, `C = B·S` columns.
-
-    At level l the first l slots have nothing before them, and mean nothing.
-
-    Args:
-      model: a head with an embedding.
-      tokens: that of each slot.
-      features: what the target's hidden states became, for each slot.
-      count: levels.
-      dtype: of the matrix products.
-    """
-    rows, slots = tokens.shape
-    at = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (rows, slots))
-    block: NewKV | None = None
-    for level in range(count):
-        mask = None if level == 0 else jnp.broadcast_to(
-            _seen(level, slots), (rows, slots, (level + 1) * slots)
-        )  # fmt: skip
-        beside = features.reshape(-1, features.shape[-1]).T
-        made = trunk(
-            model, tokens, at, None, mask, block, dtype, hidden_layers=(1,), features=beside
-        )
-        yield made.x
-        new = made.new if block is None else _joined(block, made.new)
-        out = handed_on(model, made.hidden[0], made.x).T.reshape(features.shape)
-        block, features = new, jnp.roll(out, 1, axis=1)
-
-
-def _seen(level: int, slots: int) -> Bool[np.ndarray, "S M"]:
-    """The slots of each level that a slot of the last one sees: of level 0 all up to the one that
-    its chain begins at, of each later level the one that its chain went through.
-    """
-    own = np.arange(slots)[:, None] - np.arange(slots)
-    return np.concatenate([own >= level, *(own == level - n for n in range(1, level + 1))], axis=1)
-
-
-def _joined(block: NewKV, new: NewKV) -> NewKV:
-    """Keys and values of earlier levels, and those of one more behind them."""
-    return tuple(
-        (jnp.concatenate([keys, own], axis=2), jnp.concatenate([values, others], axis=2))
-        for (keys, values), (own, others) in zip(block, new, strict=True)
-    )
-
-
-def _logits_of(
-    model: Model,
-    tokens: Int32[Array, "B T"],
-    hidden: Float[Array, "B T F"],
-    count: int,
-    dtype: jnp.dtype,
-) -> Iterator[Float[Array, "V C"]]:
-    """A head's logits after every token of whole sequences at each level, `C = B·T` columns.
-
-    After the first l + 1 tokens level l knows nothing, and what it says there means nothing.
-    """
-    features = projected(model, hidden[:, :-1].astype(jnp.float32), dtype)
-    for x in levels(model, tokens[:, 1:], features, count, dtype):
-        by_row = x.reshape(x.shape[0], tokens.shape[0], -1)
-        after = jnp.pad(by_row, ((0, 0), (0, 0), (1, 0)))
-        yield unembed(model, after.reshape(x.shape[0], -1), dtype)
-
-
 def logits_after(
     model: Model, tokens: Int32[Array, "B T"], target: Model | None, depth: int
 ) -> list[Float[Array, "V C"]]:
@@ -149,7 +76,7 @@ def logits_after(
     assert target is not None
     hidden = jnp.concatenate(_states(target, tokens, read.layers))
     by_token = hidden.T.reshape(*tokens.shape, -1)
-    return list(_logits_of(model, tokens, by_token, depth, dtype))
+    return list(logits_by_level(model, tokens, by_token, depth, dtype))
 
 
 def head_loss(
@@ -167,7 +94,7 @@ def head_loss(
         hidden = jax.lax.bitcast_convert_type(jnp.asarray(part.hidden), HIDDEN)
         tokens, weight = jnp.asarray(part.tokens), jnp.asarray(part.weight)
         known = jnp.arange(tokens.shape[1])
-        found = _logits_of(whole, tokens, hidden, levels, jnp.dtype(dtype))
+        found = logits_by_level(whole, tokens, hidden, levels, jnp.dtype(dtype))
         for level, (share, logits) in enumerate(zip(shares, found, strict=True)):
             value = divergence(loss, logits, part.ids, part.log_p)
             counted = jnp.where(known > level, weight, 0)

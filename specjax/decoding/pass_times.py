@@ -9,11 +9,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels.platform import platform
 from specjax.base.pytree import replace
-from specjax.decoding.streamed import logits_by_layers, run_layer
+from specjax.decoding.streamed import hidden_by_layers, logits_by_layers, run_layer
+from specjax.draft.levels import logits_by_level
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layer_weights import LayerWeights
@@ -195,19 +196,36 @@ def overlaps(
     text: Sequence[int] | Int[np.ndarray, " T"],
     columns: Sequence[int],
     temperature: float,
-) -> Float[Array, " n"]:
+    levels: int = 1,
+) -> Float[Array, "l n"]:
     """How much of the target's distributions after some tokens of a text a draft's have.
 
     That is how often a token drawn from the one is accepted for the other; at temperature 0 it is 1
-    where both have the same most likely token. A layer is compiled, and not the model.
+    where both have the same most likely token. A layer is compiled, and not the model. Of a draft
+    that reads hidden states at so many `levels` (see `specjax.draft.levels`), of another one once.
     """
     tokens, every = jnp.asarray(text, jnp.int32)[None], jnp.arange(len(text), dtype=jnp.int32)[None]
-    p, q = (logits_by_layers(each, tokens, every)[0] for each in (target, draft))
-    if temperature == 0:
-        shared = (p.argmax(axis=1) == q.argmax(axis=1)).astype(jnp.float32)
+    p, at = logits_by_layers(target, tokens, every)[0], jnp.asarray(columns)
+    if draft.config.features is None:
+        said = [logits_by_layers(draft, tokens, every)[0]]
     else:
-        shared = _shared(p, q, jnp.float32(temperature))
-    return shared[jnp.asarray(columns)]
+        hidden = hidden_by_layers(target, tokens, draft.config.features.layers)
+        said = [each.T for each in _by_level(draft, tokens, hidden, levels)]
+    found = []
+    for q in said:
+        if temperature == 0:
+            shared = (p.argmax(axis=1) == q.argmax(axis=1)).astype(jnp.float32)
+        else:
+            shared = _shared(p, q, jnp.float32(temperature))
+        found.append(shared[at])
+    return jnp.stack(found)
+
+
+@partial(jax.jit, static_argnames="levels")
+def _by_level(
+    draft: Model, tokens: Int32[Array, "1 T"], hidden: Float[Array, "1 T H"], levels: int
+) -> list[Float[Array, "V T"]]:
+    return list(logits_by_level(draft, tokens, hidden, levels))
 
 
 @jax.jit

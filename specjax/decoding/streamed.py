@@ -92,12 +92,30 @@ def logits_by_layers(
     Raises:
       ValueError: a layer could not be read.
     """
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    x = embed(target.outer, tokens, positions)
-    x = _layers(target, target.outer, x, positions, None, None).x
+    x = _of_sequences(target, tokens).x
     flat = jnp.arange(tokens.shape[0])[:, None] * tokens.shape[1] + columns
     x = final_norm(target.outer, x)[:, flat.reshape(-1)]
     return unembed(target.outer, x).T.reshape(*columns.shape, -1)
+
+
+def hidden_by_layers(
+    target: Model, tokens: Int32[Array, "B T"], layers: tuple[int, ...]
+) -> Float[Array, "B T H"]:
+    """The hidden states after `layers` of whole sequences, one behind the other, a layer at a time.
+
+    Raises:
+      ValueError: a layer could not be read.
+    """
+    hidden = jnp.concatenate(_of_sequences(target, tokens, layers).hidden)
+    return hidden.T.reshape(*tokens.shape, -1)
+
+
+def _of_sequences(
+    target: Model, tokens: Int32[Array, "B T"], hidden_layers: tuple[int, ...] = ()
+) -> Pass:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    x = embed(target.outer, tokens, positions)
+    return _layers(target, target.outer, x, positions, None, None, hidden_layers)
 
 
 def _layers(

@@ -1,6 +1,6 @@
 """How often children are accepted, by rank and by depth, measured on texts of the target."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +12,8 @@ from jaxtyping import Array, Float, Int32
 from specjax.base.sampling import Sampling, most_likely, process
 from specjax.decoding.logits import logits_at
 from specjax.decoding.request import PROMPT_BUCKETS, bucket
+from specjax.decoding.streamed import hidden_by_layers
+from specjax.draft.levels import logits_by_level
 from specjax.models.transformer import Model, forward
 
 _SMALL = 1e-30
@@ -70,12 +72,16 @@ def measured(
     for text, start in zip(texts, starts, strict=True):
         padded = np.zeros((1, size), np.int32)
         padded[0, : len(text)] = text
-        of_target = logits_at(target, jnp.asarray(padded), every)
-        chance, ratio = _accepted(of_target, draft, jnp.asarray(padded), temperature, ranks)
+        tokens = jnp.asarray(padded)
+        of_target = logits_at(target, tokens, every)
+        found = [
+            _accepted(of_target, of_draft, tokens, temperature, ranks)
+            for of_draft in _said(draft, target, tokens, levels)
+        ]
         wanted = slice(start - 1, len(text) - 1)
-        ranked += np.asarray(chance)[wanted].sum(axis=0)
+        ranked += np.asarray(found[0][0])[wanted].sum(axis=0)
         count += len(text) - start
-        survival = _survival(np.asarray(ratio, float)[wanted], levels)
+        survival = _survival([np.asarray(ratio, float)[wanted] for _, ratio in found], levels)
         begins = _begins(survival[:, :_CHAIN])[:, None] * np.isfinite(survival)
         kept += np.nansum(begins * survival, axis=0)
         one_less = np.concatenate([np.ones((len(survival), 1)), survival[:, :-1]], axis=1)
@@ -84,13 +90,29 @@ def measured(
     return Measured(ranked / max(count, 1), np.cumprod(going_on))
 
 
-def _survival(ratio: Float[np.ndarray, " T"], levels: int) -> Float[np.ndarray, "T d"]:
-    """The least product of ratios along so many tokens from every place; NaN past the end."""
+def _said(
+    draft: Model, target: Model, tokens: Int32[Array, "1 T"], levels: int
+) -> Iterator[Float[Array, "1 T V"]]:
+    """A draft's logits after every token, of one that reads hidden states those at each level."""
+    read = draft.config.features
+    if read is None:
+        yield _forward(draft, tokens)
+        return
+    hidden = hidden_by_layers(target, tokens, read.layers)
+    for logits in logits_by_level(draft, tokens, hidden, levels):
+        yield logits.T[None]
+
+
+def _survival(ratio: Sequence[Float[np.ndarray, " T"]], levels: int) -> Float[np.ndarray, "T d"]:
+    """The least product of ratios along so many tokens from every place; NaN past the end.
+
+    Those of a token further down are the next ones, or the last.
+    """
     with np.errstate(divide="ignore"):  # what the draft cannot say survives with probability 0
-        log = np.log(ratio)
-    ahead = np.full((len(log), levels), np.nan)
-    for depth in range(min(levels, len(log))):
-        ahead[: len(log) - depth, depth] = log[depth:]
+        log = [np.log(own) for own in ratio]
+    ahead = np.full((len(log[0]), levels), np.nan)
+    for depth in range(min(levels, len(log[0]))):
+        ahead[: len(log[0]) - depth, depth] = log[min(depth, len(log) - 1)][depth:]
     return np.exp(np.minimum.accumulate(np.cumsum(ahead, axis=1), axis=1).clip(max=0))
 
 
@@ -115,7 +137,7 @@ def _forward(model: Model, tokens: Int32[Array, "1 T"]) -> Float[Array, "1 T V"]
 @partial(jax.jit, static_argnames="ranks")
 def _accepted(
     of_target: Float[Array, "1 T V"],
-    draft: Model,
+    of_draft: Float[Array, "1 T V"],
     tokens: Int32[Array, "1 T"],
     temperature: Float[Array, ""] | float,
     ranks: int,
@@ -124,7 +146,6 @@ def _accepted(
 
     At temperature 0 the ratio is 1 where the draft's first choice is the target's, else 0.
     """
-    of_draft = _forward(draft, tokens)
     sampling = Sampling(jnp.asarray(temperature, jnp.float32)[None], *_off())
     p, q = process(of_target, sampling)[0], process(of_draft, sampling)[0]
     greedy, sampled = _by_rank(of_target[0], of_draft[0], ranks), _by_trial(p, q, ranks)

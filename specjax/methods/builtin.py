@@ -11,6 +11,7 @@ from specjax.draft import Drafter, ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
+from specjax.draft.lookahead import LookaheadDrafter, Window
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.staged import TableStage
@@ -24,6 +25,7 @@ from specjax.methods.method import (
     PLAIN,
     TABLE,
     WIDTHS,
+    WINDOW,
     Method,
     Setting,
     Size,
@@ -131,12 +133,25 @@ def _grown(
 
 def _eagle(size: Size) -> Setting:
     """EAGLE-2's tree, as its released code grows it where nothing is named."""
-    width = size.top_k or defaults.EAGLE_TOP_K
+    usual = defaults.EAGLE_LEVELS, defaults.EAGLE_TOP_K
+    levels, width = (*size.numbers, *usual[len(size.numbers) :])
     growth = Growth(
-        size.budget or defaults.EAGLE_NODES, width, width, size.levels or defaults.EAGLE_LEVELS,
-        defaults.NO_DECAY, by_level=True,
-    )  # fmt: skip
+        size.budget or defaults.EAGLE_NODES, width, width, levels, defaults.NO_DECAY, by_level=True
+    )
     return Setting("eagle", growth=growth, temperatures=(1.0, 1.0))
+
+
+def _lookahead(size: Size) -> Setting:
+    """Windows as named, or as many columns as candidates of the n-grams that a budget has."""
+    usual = Window(*(defaults.LOOKAHEAD if size.batch == 1 else defaults.LOOKAHEAD_OF_MANY))
+    window = Window(*size.numbers) if size.numbers else usual
+    if size.budget is not None:
+        rows = min(usual.rows, max(1, size.budget // 4))
+        candidates = size.budget // rows // 2
+        window = Window(size.budget // rows - candidates, rows + 1, candidates)
+    if window.tokens < 2:
+        raise ValueError(f"n-grams of {window.tokens} tokens have none to draft; name 2 or more.")
+    return Setting("lookahead", window=window)
 
 
 def _staged(size: Size) -> Setting:
@@ -174,6 +189,12 @@ def _build_recycle(setting: Setting, pair: Pair, verify: str) -> Drafter:
     known = defaults.RECYCLED[: shape.widest]
     chance = jnp.zeros(shape.widest).at[: len(defaults.RECYCLED)].set(jnp.asarray(known))
     return RecycleDrafter(chance, shape, pair.target.config.vocab_size)
+
+
+def _build_lookahead(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    window, chance = _needed(setting, "window"), jnp.asarray(defaults.LOOKED_AHEAD, jnp.float32)
+    return LookaheadDrafter(chance, window, pair.target.config.vocab_size)
 
 
 def _build_text(setting: Setting, pair: Pair, verify: str) -> Drafter:
@@ -315,6 +336,15 @@ _BUILTIN = (
         source="Token Recycling (2408.08696)",
         setting=_recycle,
         build=_build_recycle,
+    ),
+    Method(
+        name="lookahead",
+        summary="n-grams of the target's own guesses, which each pass makes longer",
+        source="Lookahead decoding (2402.02057)",
+        setting=_lookahead,
+        build=_build_lookahead,
+        takes_widths=False,
+        size=WINDOW,
     ),
     Method(
         name="hybrid",

@@ -79,6 +79,12 @@ EAGLE_NODES, EAGLE_LEVELS, EAGLE_TOP_K = 59, 8, 10
 """Nodes below the root, levels, and children of a node and nodes of a level that are expanded, of
 EAGLE-2's released code: a total of 60 with the root, and 7 rounds after the first level."""
 
+LOOKAHEAD, LOOKAHEAD_OF_MANY = (5, 4, 5), (2, 3, 2)
+"""Columns, tokens of an n-gram and candidates of lookahead decoding, for one row and for several:
+not measured against others."""
+LOOKED_AHEAD = 0.4
+"""How likely a token of a candidate is taken to be right."""
+
 STAGED_BEAMS = 4
 STAGED_TREE: Widths = (1, 1)
 STAGED_FAN = 2

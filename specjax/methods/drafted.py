@@ -210,10 +210,11 @@ def _of_chains(
     reached: list[Float[np.ndarray, "n L"]] = []
     for text in texts:
         columns = range(text.start - 1, len(text.tokens) - 1)
-        own = np.asarray(overlaps(model, draft, padded(text, size), columns, temperature))
-        ahead = np.concatenate([own, np.full(longest, np.nan)])
-        windows = np.lib.stride_tricks.sliding_window_view(ahead, longest)[: len(own)]
-        reached.append(np.cumprod(windows, axis=1))
+        own = np.asarray(overlaps(model, draft, padded(text, size), columns, temperature, longest))
+        levels = np.broadcast_to(own, (longest, len(columns)))
+        ahead = np.pad(levels, ((0, 0), (0, longest)), constant_values=np.nan)
+        windows = [row[at : at + len(columns)] for at, row in enumerate(ahead)]
+        reached.append(np.cumprod(np.stack(windows, axis=1), axis=1))
     survival = np.nanmean(np.concatenate(reached), axis=0)
     return tuple((1 + np.cumsum(survival)).tolist())
 

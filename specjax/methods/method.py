@@ -13,17 +13,18 @@ from typing import NamedTuple
 from specjax.checkpoints.pair import Pair
 from specjax.draft.drafter import Drafter
 from specjax.draft.growth import Growth
+from specjax.draft.lookahead import Window
 from specjax.goodput.policy import PLAIN as PLAIN
 from specjax.trees.tree import TreeShape
 from specjax.trees.widths import MOST_NODES, Widths, read, spelled
 
 TABLE, DRAFT = "ngram", "draft"
 """What may draft for a staged draft: an n-gram table, or a smaller draft."""
-NODES, LEVELS, WIDTHS, GROWTH, NO_SIZE = "nodes", "levels", "widths", "growth", ""
+NODES, LEVELS, WIDTHS, NO_SIZE = "nodes", "levels", "widths", ""
+GROWTH, WINDOW = "nodes,levels,top-k", "columns,tokens,candidates"
 """What the SIZE of `METHOD:SIZE` is: the most nodes of a tree, the levels of a chain, the children
-of each level (see `specjax.trees.widths`), nodes with perhaps levels and top-k behind them, or
-nothing."""
-_MOST_NUMBERS = 3
+of each level (see `specjax.trees.widths`), nothing, or several numbers: nodes with perhaps levels
+and top-k behind them, or a `specjax.draft.lookahead.Window`."""
 _NAME, _COUNT = re.compile("[a-zA-Z][a-zA-Z0-9_-]*"), re.compile("[1-9][0-9]{0,8}")
 
 
@@ -40,6 +41,7 @@ class Setting:
       stage: what drafts for a staged draft, an "ngram" table or a smaller "draft".
       guess: the tree that the second stage drafts, below each of the `fan` likeliest nodes.
       fan: of how many nodes of a round.
+      window: of lookahead decoding.
       draft: the model itself in fewer bits, such as "self:8bit", where a pair has no draft.
     """
 
@@ -51,12 +53,15 @@ class Setting:
     guess: Widths | None = None
     fan: int | None = None
     draft: str | None = None
+    window: Window | None = None
 
     @property
     def nodes(self) -> int:
         """The most nodes below the root of one draft's tree."""
         if self.growth is not None:
             return self.growth.budget
+        if self.window is not None:
+            return self.window.nodes
         return 0 if self.widths is None else TreeShape(self.widths).num_nodes
 
     @property
@@ -67,6 +72,8 @@ class Setting:
         (temperatures, decay, another draft, a shape that a budget did not make) is in the fields.
         """
         method = METHODS.get(self.method)
+        if self.window is not None:
+            return f"{self.method}:{','.join(map(str, self.window))}"
         by_widths = self.growth is None and (method is None or method.size == WIDTHS)
         size = spelled(self.widths) if by_widths else str(self.nodes or "")
         if self.growth is not None and method is not None and method.size == GROWTH:
@@ -92,16 +99,14 @@ class Size:
       budget: most nodes below the root, or None; never beside `widths`.
       batch: rows of a batch.
       drafts: drafts that share the budget.
-      levels: of a tree that grows, or None.
-      top_k: likeliest children that are looked at of a node, or None.
+      numbers: what else a SIZE of several numbers says.
     """
 
     widths: Widths | None = None
     budget: int | None = None
     batch: int = 1
     drafts: int = 1
-    levels: int | None = None
-    top_k: int | None = None
+    numbers: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +122,8 @@ class Method:
       lacks: what the method needs and the pair has not, as the end of a sentence, or None.
       takes_widths: whether a tree may be named level by level.
       takes_budget: whether its nodes may be bounded.
-      size: what the SIZE of `METHOD:SIZE` is: `NODES`, `LEVELS`, `WIDTHS`, `GROWTH` or `NO_SIZE`.
+      size: what the SIZE of `METHOD:SIZE` is: `NODES`, `LEVELS`, `WIDTHS`, `GROWTH`, `WINDOW` or
+        `NO_SIZE`.
     """
 
     name: str
@@ -153,15 +159,14 @@ def register_method(method: Method) -> None:
 
 
 class Named(NamedTuple):
-    """What a text says of a setting: the method, and its size as widths or as a budget of nodes,
-    perhaps with the levels and the top-k of a tree that grows.
+    """What a text says of a setting: the method, and its size as widths, as a budget of nodes or as
+    other numbers.
     """
 
     method: str
     widths: Widths | None = None
     budget: int | None = None
-    levels: int | None = None
-    top_k: int | None = None
+    numbers: tuple[int, ...] = ()
 
 
 def parsed(text: str, *others: str) -> Named:
@@ -185,17 +190,23 @@ def parsed(text: str, *others: str) -> Named:
         raise ValueError(f"the method {method} takes no size, not {reprlib.repr(size)}.")
     if kind == WIDTHS:
         return Named(method, widths=read(size, f"the size of {reprlib.repr(text)}"))
-    numbers = size.split(",") if kind == GROWTH else [size]
-    able = all(_COUNT.fullmatch(each) and int(each) <= MOST_NODES for each in numbers)
-    if not able or len(numbers) > _MOST_NUMBERS:
-        behind = ", perhaps with levels and top-k behind it" if kind == GROWTH else ""
+    several = kind in (GROWTH, WINDOW)
+    numbers = size.split(",") if several else [size]
+    able = all(_COUNT.fullmatch(each) and int(each) <= MOST_NODES for each in numbers[:2])
+    able &= all(_COUNT.fullmatch(each) or (kind, each) == (WINDOW, "0") for each in numbers[2:])
+    few = kind == WINDOW and len(numbers) < kind.count(",") + 1
+    if not able or few or len(numbers) > kind.count(",") + 1 or max(map(int, numbers)) > MOST_NODES:
+        what = f"{kind}, each" if several else "a number of nodes,"
         raise ValueError(
-            f"the size of {reprlib.repr(text)} is {reprlib.repr(size)}; it must be a number of "
-            f"nodes, 1 to {MOST_NODES}{behind}."
+            f"the size of {reprlib.repr(text)} is {reprlib.repr(size)}; it must be {what} 1 to "
+            f"{MOST_NODES}."
         )
+    found = tuple(map(int, numbers))
     if kind == LEVELS:
-        return Named(method, widths=(1,) * int(size))
-    return Named(method, None, *map(int, numbers))
+        return Named(method, widths=(1,) * found[0])
+    if kind == WINDOW:
+        return Named(method, numbers=found)
+    return Named(method, budget=found[0], numbers=found[1:])
 
 
 def listed(text: str) -> list[str]:

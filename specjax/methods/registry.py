@@ -85,11 +85,10 @@ def setting_of(
         twice.
     """
     named = parsed(method)
-    if (named.widths, named.budget) != (None, None) != (widths, budget):
+    if named[1:] != (None, None, ()) and (widths, budget) != (None, None):
         other = f"a tree ({spelled(widths)})" if budget is None else f"a budget ({budget})"
         raise ValueError(f"{method} has a size, and {other} is named beside it; name one.")
-    method, *_, levels, top_k = named
-    widths, budget = named.widths or widths, named.budget or budget
+    method, widths, budget = named.method, named.widths or widths, named.budget or budget
     found = METHODS[method]
     if not (found.takes_widths or found.takes_budget) and (widths, budget) != (None, None):
         raise ValueError(f"the method {method} drafts nothing; it takes no tree and no budget.")
@@ -109,7 +108,7 @@ def setting_of(
     if budget is not None and not found.takes_budget:
         raise ValueError(f"the method {method} takes no budget of nodes, and {budget} is named.")
     widths = None if widths is None else canonical(widths)
-    return found.setting(Size(widths, budget, batch, drafts, levels, top_k))
+    return found.setting(Size(widths, budget, batch, drafts, named.numbers))
 
 
 def build(setting: Setting, pair: Pair, *, verify: str = AUTO) -> Drafter:

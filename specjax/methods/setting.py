@@ -12,6 +12,7 @@ from typing import Any
 from specjax.checkpoints.self_drafts import bits_of
 from specjax.draft.growth import Growth
 from specjax.draft.limits import check_growth
+from specjax.draft.lookahead import Window
 from specjax.methods.method import DRAFT, METHODS, PLAIN, TABLE, Setting
 from specjax.methods.registry import setting_of
 from specjax.trees.widths import canonical, check_count, is_number, of_json
@@ -61,6 +62,8 @@ def from_json(values: object, where: str) -> Setting:
             bits_of(given["draft"])
         if "fan" in given:
             check_count("fan", given["fan"])
+        if "window" in given:
+            given["window"] = _window(given["window"])
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     found = Setting(**given)
@@ -80,6 +83,20 @@ def _growth(values: object, where: str) -> Growth:
     check_growth(held)
     floats: dict[str, Any] = {name: float(held[name]) for name in ("decay", "least_gain")}
     return Growth(**held | floats)
+
+
+def _window(values: object) -> Window:
+    if not isinstance(values, list | tuple) or len(values) != len(Window._fields):
+        raise ValueError(
+            f"window is {reprlib.repr(values)}; it must be the numbers of "
+            f"{', '.join(Window._fields)}."
+        )
+    for name, value in zip(Window._fields, values, strict=True):
+        if name != "candidates" or value != 0:
+            check_count(f"window's {name}", value)
+    if values[1] < 2:
+        raise ValueError(f"window's tokens are {values[1]}; an n-gram has 2 at least.")
+    return Window(*values)
 
 
 def _temperatures(values: object) -> tuple[float, float]:
