@@ -1,5 +1,6 @@
 """A target and what drafts for it."""
 
+import re
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -7,8 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from jax.sharding import Mesh
 
 from pallas_kernels.cpu import unable_here
+from specjax.base.notices import notice
 from specjax.base.progress import counted, working
-from specjax.checkpoints import ngram_files, quantized, self_drafts
+from specjax.checkpoints import ngram_files, quantized, self_drafts, skipped_layers
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
 from specjax.checkpoints.feature_drafts import is_head, load_head
 from specjax.checkpoints.files import Files, config_of, find
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 NO_DRAFT = "none"
 """What `--draft` calls no draft."""
+_LAYERS = re.compile("[0-9]+(-[0-9]+)?")
 _OWN = 4
 """Bits of the target as its own draft where none is named."""
 
@@ -76,10 +79,11 @@ def load_pair(
     Args:
       model: the target; see `load`.
       draft: folders or hub ids of drafts, separated by commas; "self:4bit" and "self:8bit" are the
-        target's own weights in so many bits (see `specjax.checkpoints.self_drafts`), "none" is
-        none, "bundled" and "smollm2" are those that come with the package. By default these for
-        the targets of that name, self:4bit for any other that is offloaded where it fits into
-        memory, and none for the rest.
+        target's own weights in so many bits (see `specjax.checkpoints.self_drafts`), "self:skip" is
+        the target without some layers, which "self:skip=10-14,17" names (see `skipped_layers`),
+        "none" is none, "bundled" and "smollm2" are those that come with the package. By default
+        these for the targets of that name, self:4bit for any other that is offloaded where it fits
+        into memory, and none for the rest.
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
         bfloat16 elsewhere. Matrices that files hold in bfloat16 stay so on a CPU, and multiply
         float32 (see `load_model`).
@@ -120,7 +124,23 @@ def load_pair(
         with counted(f"the model in {bits} bits") as progress:
             drafts = [*pair.drafts, self_drafts.self_draft(found.target, target, bits, progress)]
         pair = pair._replace(drafts=drafts)
+    for text in found.skips:
+        pair = pair._replace(drafts=[*pair.drafts, _without_layers(pair, text)])
     return pair
+
+
+def _without_layers(pair: Pair, text: str) -> Model:
+    """The target without the layers of a text, or without those that are found for it."""
+    target = pair.target
+    if text:
+        return skipped_layers.without(
+            target, skipped_layers.layers_of(text, target.config.num_layers)
+        )
+    skipped_layers.without(target, ())  # which says where that cannot be
+    with counted("which layers to leave out"):
+        skipped = skipped_layers.found_for(target, pair.tokenizer)
+    notice(f"{skipped_layers.SKIP} leaves out layers {', '.join(map(str, skipped))}.")
+    return skipped_layers.without(target, skipped)
 
 
 _own_drafts: "weakref.WeakKeyDictionary[Model, dict[str, Model]]" = weakref.WeakKeyDictionary()
@@ -165,13 +185,15 @@ def with_own_draft(pair: Pair, name: str) -> Pair:
 class Named(NamedTuple):
     """The files that `--model`, `--draft` and `--stage` name.
 
-    `own` are the bits of drafts that are the target itself.
+    `own` are the bits of drafts that are the target itself, `skips` the layers of those without
+    them, as text ("": those that are found).
     """
 
     target: Files
     drafts: tuple[Files, ...]
     stages: tuple[Path, ...]
     own: tuple[int, ...] = ()
+    skips: tuple[str, ...] = ()
 
 
 def named(
@@ -188,9 +210,11 @@ def named(
     """
     shipped = shipped_for(model)
     has_own = shipped is not None and draft in (None, model)
-    target, drafts, own = find(model, lora), list[Files](), list[int]()
+    target, drafts, own, skips = find(model, lora), list[Files](), list[int](), list[str]()
     for name in [model] if has_own else names_in("" if draft == NO_DRAFT else draft):
-        if name.startswith(self_drafts.PREFIX):
+        if name.partition("=")[0] == skipped_layers.SKIP:
+            skips.append(name.partition("=")[2])
+        elif name.startswith(self_drafts.PREFIX):
             own.append(self_drafts.bits_of(name))
         elif (folder := shipped_for(name)) is not None:
             if name == "bundled":
@@ -201,7 +225,7 @@ def named(
     stages = [folder_of(name) for name in names_in(stage)]
     if shipped is not None and has_own and stage is None:
         stages = [shipped / each for each in STAGES if (shipped / each).is_dir()]
-    return Named(target, tuple(drafts), tuple(stages), tuple(own))
+    return Named(target, tuple(drafts), tuple(stages), tuple(own), tuple(skips))
 
 
 def own_by_default(found: Named, config: ModelConfig) -> tuple[int, ...]:
@@ -209,7 +233,7 @@ def own_by_default(found: Named, config: ModelConfig) -> tuple[int, ...]:
 
     None where it is quantized, or would take more than half of what memory there is.
     """
-    if found.drafts or quantized.is_quantized(found.target.path):
+    if found.drafts or found.skips or quantized.is_quantized(found.target.path):
         return ()
     spare = memory.available(None)
     return (_OWN,) if spare is None or self_drafts.self_bytes(config, _OWN) <= spare // 2 else ()
@@ -267,5 +291,11 @@ def _draft(
 
 
 def names_in(text: str | None) -> list[str]:
-    """Names between commas."""
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+    """Names between commas; those of layers that are left out are part of a name."""
+    found: list[str] = []
+    for name in filter(None, map(str.strip, (text or "").split(","))):
+        if found and found[-1].startswith(f"{skipped_layers.SKIP}=") and _LAYERS.fullmatch(name):
+            found[-1] += f",{name}"
+        else:
+            found.append(name)
+    return found

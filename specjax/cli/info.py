@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.cpu import products
-from specjax.checkpoints import gguf, huggingface
+from specjax.checkpoints import gguf, huggingface, skipped_layers
 from specjax.checkpoints.feature_drafts import draft_config
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.load import check_activations_for
@@ -67,6 +67,10 @@ def info(options: Info) -> int:
             own = own_by_default(found, target)
     loads[1].extend(_own_load(target, bits) for bits in own)
     drafts += [target] * len(own)
+    for text in found.skips:  # all layers where it is not known yet which are left out
+        skipped = skipped_layers.layers_of(text, target.num_layers) if text else ()
+        drafts.append(skipped_layers.config_without(target, skipped))
+        loads[1].append(Load(placement(drafts[-1], None), loads[0].dtype, held=0))
     plan_for = partial(_plan, loads, options.batch, options.nodes)
     most = _most(target)
     length = min(options.length or most, most)

@@ -38,8 +38,9 @@ def _of_rules(default: str) -> str:
 _Drafts: TypeAlias = Annotated[
     str | None,
     _help(
-        "Draft model folders, separated by commas; self:4bit is the model itself in 4 bits, none "
-        "is none. By default the bundled ones for the bundled model, and self:4bit for another "
+        "Draft model folders, separated by commas; self:4bit is the model itself in 4 bits, "
+        "self:skip without some of its layers, self:skip=10-14,17 without these; none is none. "
+        "By default the bundled ones for the bundled model, and self:4bit for another "
         "that is offloaded.",
     ),
 ]
