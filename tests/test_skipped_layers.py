@@ -119,6 +119,12 @@ def test_what_names_no_such_layers_is_said(text, sentence, folder, capsys):
     assert sentence in capsys.readouterr().err
 
 
+def test_a_model_of_two_layers_has_none_to_leave_out(tmp_path):
+    small = str(target_folder(tmp_path / "target", 3, num_layers=2))
+    with pytest.raises(ValueError, match="between the first and the last; the model has 2 layers"):
+        load_pair(small, "self:skip")
+
+
 def test_info_plans_its_cache_and_no_weights(folder, capsys):
     def plan(draft: str) -> dict:
         assert main(["info", "--model", folder, "--draft", draft, "--json"]) == 0

@@ -32,8 +32,9 @@ SKIP = "self:skip"
 FOUND = Store("skipped.json")
 """Layers that were found for models."""
 _RANGE = re.compile("([0-9]{1,6})(?:-([0-9]{1,6}))?")
-_SHARES = (1 / 8, 1 / 5, 1 / 4, 1 / 3, 2 / 5, 1 / 2)
-"""Of a model's layers that are left out at first."""
+_SHARES = (1 / 4, 1 / 8, 1 / 3, 1 / 5, 2 / 5, 1 / 2)
+"""Of a model's layers that are left out at first, as far as time is left."""
+_FEWEST = 3
 _TOKENS, _SECONDS, _LONGEST = 512, 6.0, 7
 """Tokens of the bundled prompts along which layers are looked for, the seconds that it may take,
 and the longest chain that is thought of."""
@@ -93,7 +94,15 @@ def found_for(target: Model, tokenizer: "PreTrainedTokenizerFast") -> tuple[int,
     """The layers that a model drafts best without, along the bundled prompts.
 
     They are looked for once, and kept by model.
+
+    Raises:
+      ValueError: it has none between the first and the last.
     """
+    if target.config.num_layers < _FEWEST:
+        raise ValueError(
+            f"{SKIP} looks for layers between the first and the last; the model has "
+            f"{target.config.num_layers} layers."
+        )
     name = _name_of(target)
     kept = FOUND.read().get(name)
     if isinstance(kept, list) and all(type(each) is int for each in kept):
@@ -130,9 +139,11 @@ def search(target: Model, tokens: list[int], seconds: float) -> tuple[int, ...]:
         return known[skipped]
 
     began = time.monotonic()
-    sizes = sorted({max(1, round(share * count)) for share in _SHARES} & {*range(1, count)})
-    tried = [tuple(sorted(order[:size])) for size in sizes if size <= len(order)]
-    best = max(tried, key=worth, default=())
+    best = tuple(sorted(order[: max(1, round(_SHARES[0] * count))]))
+    for share in _SHARES[1:]:
+        if time.monotonic() > began + seconds:
+            return best
+        best = max(best, tuple(sorted(order[: max(1, round(share * count))])), key=worth)
     better = True
     while better:
         better = False
