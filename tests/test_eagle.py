@@ -14,6 +14,7 @@ from specjax.checkpoints.feature_drafts import is_head, load_head
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import load_pair
+from specjax.checkpoints.quantizing import quantize_folder
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.drafter import Seen
 from specjax.draft.growth import Growth
@@ -23,6 +24,7 @@ from specjax.draft.static import ExpansionDrafter
 from specjax.engine.request import Request
 from specjax.methods.choice import shipped
 from specjax.methods.registry import build, lacking, setting_of
+from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model, trunk
 from specjax.trees.construction import DISTINCT, TOP_K
 from tests.eagle_twin import DIALECTS, Dialect, Twin, head_of, write
@@ -261,3 +263,35 @@ def test_what_the_commands_say_of_a_head(tmp_path, capsys):
     smaller = target_folder(tmp_path / "smaller", 3, num_layers=2)
     assert main(["check-pair", str(smaller), str(head), "--json"]) == 1
     assert "after 2, 1, -1 layers; the model has 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("EAGLE", {"bits": 8, "table": 8}),
+        ("SpecForge", {"bits": 4, "group": 16, "kept": 0.3, "table": 8}),
+        ("speculators", {"bits": 8}),
+        ("3.1", {"bits": 4, "group": 16}),
+    ],
+)
+def test_a_quantized_head_is_the_head_rounded(name, way, target, tmp_path):
+    """Its projection of hidden states stays as it is."""
+    head, _ = loaded(target, tmp_path / "head", DIALECTS[name])
+    quantize_folder(Files(tmp_path / "head"), tmp_path / "packed", **way)
+    found = load_head(Files(tmp_path / "packed"), target, dtype="float32")
+    about = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
+    assert about["ignore"] == ([] if "table" in way else ["lm_head"]) + ["fc"]
+    np.testing.assert_array_equal(found.feature_projection, head.feature_projection)
+    pairs = [(getattr(found.layers[0], each), getattr(head.layers[0], each))
+             for each in ("query", "output", "gate", "down")]  # fmt: skip
+    pairs += [(found.unembedding, head.unembedding)] if "table" in way else []
+    for packed, whole in pairs:
+        assert isinstance(packed, PackedWeight)
+        off = np.asarray(packed.unpacked()) - np.asarray(whole)
+        assert np.linalg.norm(off) < 0.15 * np.linalg.norm(np.asarray(whole))
+
+
+def test_a_head_is_not_calibrated(target, tmp_path):
+    loaded(target, tmp_path / "head", DIALECTS["EAGLE"])
+    with pytest.raises(ValueError, match="reads hidden states of a target, and without it"):
+        quantize_folder(Files(tmp_path / "head"), tmp_path / "packed", texts=lambda: ["a"])

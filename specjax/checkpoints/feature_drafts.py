@@ -114,11 +114,7 @@ def config_for(files: Files, target: ModelConfig) -> ModelConfig:
       CheckpointError: a file or key is missing or not supported.
       ValueError: it is of another target: by its vocabulary, its hidden size or its layers.
     """
-    described, names = config_of(files.path), _names(files)
-    try:
-        config = families.read_config({**described, "architectures": [EAGLE3.architecture]})
-    except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
-        raise CheckpointError(f"{files.path / CONFIG}: {error}") from error
+    config, names = config_alone(files), _names(files)
     assert config.features is not None
     norms = "each" if any(name.startswith(NORMS) for name in names) else config.features.norms
     if EAGLE3.outer["feature_input_norm"] in names:
@@ -136,6 +132,19 @@ def config_for(files: Files, target: ModelConfig) -> ModelConfig:
     return dataclasses.replace(
         config, features=read, vocab_size=size, draft_vocab_size=own, eos_ids=()
     )
+
+
+def config_alone(files: Files) -> ModelConfig:
+    """A head's configuration without a target's, which may not say what it reads.
+
+    Raises:
+      CheckpointError: a file or key is missing or not supported.
+    """
+    described = {**config_of(files.path), "architectures": [EAGLE3.architecture]}
+    try:
+        return families.read_config(described)
+    except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
+        raise CheckpointError(f"{files.path / CONFIG}: {error}") from error
 
 
 def _check(folder: Path, config: ModelConfig, read: Features, target: ModelConfig) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.checkpoints import gptq_rounding, pruned_vocabulary, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
+from specjax.checkpoints.feature_drafts import config_alone, is_head
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config
 from specjax.checkpoints.tokenizers import tokenizer_of
@@ -18,6 +19,7 @@ from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
+from specjax.models.families.eagle import EAGLE3
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight, check_groups, packed
@@ -27,6 +29,8 @@ _GROUP = 32
 """Inputs that share a scale in 4 bits where nothing else is named."""
 KEPT = 0.4
 """The share of the layers' weights in 8 bits where 4 are asked for and no share is named."""
+_PRODUCTS = ("unembedding", "feature_projection")
+"""What products outside the layers multiply, which is not packed with them."""
 _SENSITIVE = ("query", "down", "up", "output")
 """Which matrices are kept in 8 bits, the first of all layers before the next, as their inputs are
 named: what 4 bits of each cost SmolLM2-135M a weight."""
@@ -148,15 +152,19 @@ def quantize_folder(
     described = config_of(files.path)
     if quantized.layouts_of(described, files.path):
         raise CheckpointError(f"{files.path} is quantized already.")
-    config, family = read_config(files.path)
+    config, family = (config_alone(files), EAGLE3) if is_head(files) else read_config(files.path)
+    if texts is not None and config.features is not None:
+        raise ValueError(
+            f"{files.path} reads hidden states of a target, and without it nothing is calibrated."
+        )
     matrices = _matrices_of(files, config, family)
     eight = _in_8_bits(matrices.values(), way.share)
     for name, stored in matrices.items():
         if way.bits == 8 or name not in eight:
             _check_groups(name, stored.shape[1], way)
     writing = _Writing(files, config, family, way, matrices, eight)
-    head = family.outer["unembedding"].split(".")[-2]
-    about = _described(way, matrices, eight, writing.packed_tables, head)
+    others = [family.outer[leaf].split(".")[-2] for leaf in _PRODUCTS if leaf in family.outer]
+    about = _described(way, matrices, eight, writing.packed_tables, others)
     with new_model(files.path, out, described | {"quantization_config": about}) as shards:
         return writing.write(shards, progress)
 
@@ -364,11 +372,11 @@ def _parts(base: str, weight: Any) -> Iterator[tuple[str, np.ndarray]]:
 
 def _described(
     way: Way, matrices: Mapping[str, Stored], eight: Collection[str], tables: Collection[str],
-    head: str,
+    others: Collection[str],
 ) -> dict[str, Any]:  # fmt: skip
     """The `quantization_config` of compressed-tensors; where bits differ, matrices by name.
 
-    `tables` are the modules of tables in 8 bits; `head` is that of the unembedding.
+    `tables` are the modules of tables in 8 bits; `others` those of products outside the layers.
     """
     rest = [name for name in matrices if name not in eight]
     groups = [(8, None if way.bits == 4 else way.group, _targets(sorted(eight))),
@@ -391,7 +399,7 @@ def _described(
             }
             for number, (bits, group, targets) in enumerate(groups)
         },
-        "ignore": [] if head in tables else [head],
+        "ignore": [module for module in others if module not in tables],
     }
 
 
@@ -404,9 +412,11 @@ def _targets(names: Collection[str]) -> list[str]:
     """Regular expressions of matrices: a kind, and its layers."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        before, layer, kind = re.split(r"\.(\d+)\.", name.removesuffix(".weight"), maxsplit=1)
+        parts = re.split(r"\.(\d+)\.", name.removesuffix(".weight"), maxsplit=1)
+        before, layer, kind = parts if len(parts) > 1 else ("", "", parts[0])
         kinds.setdefault((before.rpartition(".")[2], kind), []).append(layer)
     return [
-        rf"re:.*{before}\.({'|'.join(layers)})\.{re.escape(kind)}$"
+        rf"re:.*{before}\.({'|'.join(layers)})\.{re.escape(kind)}$" if before
+        else rf"re:.*{re.escape(kind)}$"
         for (before, kind), layers in kinds.items()
-    ]
+    ]  # fmt: skip
