@@ -27,6 +27,7 @@ from specjax.methods.registry import build, lacking, setting_of
 from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model, trunk
 from specjax.trees.construction import DISTINCT, TOP_K
+from tests.cases import slow_but
 from tests.eagle_twin import DIALECTS, Dialect, Twin, head_of, write
 from tests.engines import ids_of, running, served
 from tests.folders import VOCABULARY, target_folder
@@ -162,7 +163,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, target, made):
     assert max(map(len, PROMPTS)) + NEW > 16
 
 
-@pytest.mark.parametrize("name", ["chain", "eagle", "pool"])
+@pytest.mark.parametrize("name", slow_but(["chain", "eagle", "pool"], "pool"))
 def test_an_engine_gives_the_texts_of_plain_decoding(name, target, made):
     """In rows that come and go, and take over what others hold."""
     drawn = np.random.default_rng(0)

@@ -18,6 +18,7 @@ from specjax.draft.reading import prefill, run
 from specjax.draft.static import ExpansionDrafter
 from specjax.models.kv_cache import NewKV
 from specjax.models.transformer import Model, trunk, unembed
+from tests.cases import slow_but
 from tests.pairs import head, varied_model
 from tests.rows import rows_of
 from train import heads
@@ -40,7 +41,7 @@ def target() -> Model:
     return varied_model(num_layers=3, hidden_size=32)
 
 
-@pytest.fixture(scope="module", params=[None, 20])
+@pytest.fixture(scope="module", params=slow_but([None, 20], 20))
 def fitted(request, target) -> Model:
     """A head that knows all tokens, or some."""
     return head(target, 1, request.param, steps=1)
