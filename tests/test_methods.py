@@ -14,6 +14,7 @@ from specjax.checkpoints.files import CheckpointError
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.draft.ngram import pack
 from specjax.draft.plain import PlainDrafter
+from specjax.draft.retrieval import corpus_of
 from specjax.methods import choice, defaults, drafted, records, registry
 from specjax.methods.choice import Asked, Choice, choose
 from specjax.methods.method import METHODS, Setting
@@ -30,6 +31,7 @@ __all__ = ["own_cache"]
 TARGET, DRAFTS = tiny_model(), [tiny_model(1, num_layers=1), tiny_model(2, num_layers=1)]
 PAIR = Pair(TARGET, None, DRAFTS)
 ONE = PAIR._replace(drafts=DRAFTS[:1])
+CORPUS = corpus_of([[1, 2, 3, 1, 2, 4]])
 TABLE = pack(np.zeros((0, 2), int), np.arange(128).reshape(64, 2) % 64, np.full((64, 2), -0.7))
 
 
@@ -132,6 +134,8 @@ def test_what_a_method_lacks_is_said(method):
         registry.build(registry.setting_of(method), PAIR._replace(drafts=[]))
     with pytest.raises(ValueError, match="needs a second stage; name an n-gram or model folder"):
         registry.build(registry.setting_of("staged"), PAIR)
+    with pytest.raises(ValueError, match="the method retrieve needs texts; name files of them"):
+        registry.build(registry.setting_of("retrieve"), PAIR)
     with pytest.raises(ValueError, match="the method ngram needs an n-gram model"):
         registry.build(registry.setting_of("ngram"), PAIR)
     asked = dataclasses.replace(registry.setting_of("staged"), stage="draft")
@@ -142,7 +146,7 @@ def test_what_a_method_lacks_is_said(method):
 @pytest.mark.parametrize("method", list(METHODS)[1:])
 @pytest.mark.parametrize("budget", [None, 1, 6, 40])
 def test_every_method_keeps_to_its_budget(method, budget):
-    pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE)
+    pair = PAIR._replace(drafts=DRAFTS[:1], smaller=DRAFTS[1], table=TABLE, corpus=CORPUS)
     for batch in (1, 8):
         setting = registry.setting_of(method, budget=budget, batch=batch)
         drafter = registry.build(setting, pair)
@@ -183,7 +187,8 @@ def test_all_are_the_methods_that_a_pair_can_do():
         "lookup", "recycle", "lookahead",
     ]  # fmt: skip
     assert not {"staged", "ngram"} & set(registry.names_of("all", PAIR))
-    assert registry.names_of("all", PAIR._replace(table=TABLE)) == list(METHODS)[1:]
+    pair = PAIR._replace(table=TABLE, corpus=CORPUS)
+    assert registry.names_of("all", pair) == list(METHODS)[1:]
     assert registry.names_of("chain, none", PAIR) == ["chain", "none"]
 
 
@@ -366,7 +371,7 @@ def timed(monkeypatch, draft: float, accepted: float) -> None:
     )  # fmt: skip
     monkeypatch.setattr(
         drafted, "overlaps",
-        lambda target, draft, text, columns, temperature: np.full(len(columns), accepted),
+        lambda target, draft, text, columns, *rest: np.full((1, len(columns)), accepted),
     )  # fmt: skip
 
 

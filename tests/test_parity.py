@@ -16,6 +16,7 @@ from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import Pair
 from specjax.draft.ngram import pack
+from specjax.draft.retrieval import corpus_of
 from specjax.measure import timing
 from specjax.methods import registry
 from specjax.methods.method import METHODS
@@ -105,7 +106,8 @@ def pair_of(target):
     size = target.config.vocab_size
     top_tokens_of = np.argsort(np.random.default_rng(0).random((size, size)), axis=1)[:, :4]
     table = pack(np.zeros((0, 2), np.int32), top_tokens_of, np.log(np.full((size, 4), 0.25)))
-    return Pair(target, None, drafts[:2], table, drafts[2])
+    corpus = corpus_of([top_tokens_of[0].tolist()])
+    return Pair(target, None, drafts[:2], table, drafts[2], corpus=corpus)
 
 
 # Every family with some way of drafting, every way of drafting with some family.

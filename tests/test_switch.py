@@ -7,6 +7,7 @@ import pytest
 
 from specjax.checkpoints.pair import Pair
 from specjax.draft.ngram import pack
+from specjax.draft.retrieval import corpus_of
 from specjax.methods.method import METHODS
 from specjax.methods.registry import setting_of
 from specjax.methods.switch import SETTINGS, read, switching
@@ -38,7 +39,7 @@ def test_a_name_says_what_is_drafted(name):
 
 
 def test_every_registered_method_can_be_among_the_settings():
-    pair = PAIR._replace(drafts=DRAFTS, table=TABLE)
+    pair = PAIR._replace(drafts=DRAFTS, table=TABLE, corpus=corpus_of([[1, 2, 3]]))
     names = tuple(setting_of(method).name for method in METHODS)
     found = switching(pair, names)
     assert found.settings == names

@@ -12,6 +12,7 @@ from specjax.base.notices import notice
 from specjax.base.progress import counted, working
 from specjax.checkpoints import ngram_files, quantized, self_drafts, skipped_layers
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
+from specjax.checkpoints.corpus_files import load_corpus
 from specjax.checkpoints.feature_drafts import is_head, load_head
 from specjax.checkpoints.files import Files, config_of, find
 from specjax.checkpoints.load import (
@@ -25,6 +26,7 @@ from specjax.checkpoints.load import (
 from specjax.checkpoints.names import shipped_for
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, vocabulary_of
 from specjax.draft.ngram import NGram
+from specjax.draft.retrieval import Corpus
 from specjax.models import memory
 from specjax.models.config import ModelConfig
 from specjax.models.quantized import quantized_as
@@ -45,9 +47,10 @@ _OWN = 4
 class Pair(NamedTuple):
     """A target with its tokenizer, and what drafts for it.
 
-    `table` is an n-gram model of the draft's output, `smaller` a draft for the draft. `files` are
-    those of a target that may be its own draft in fewer bits, where none is named. `acceptance` is
-    what the first draft's folder says of this target, `table_acceptance` what the n-gram model's.
+    `table` is an n-gram model of the draft's output, `smaller` a draft for the draft, `corpus` is
+    of texts that drafts are retrieved from. `files` are those of a target that may be its own draft
+    in fewer bits, where none is named. `acceptance` is what the first draft's folder says of this
+    target, `table_acceptance` what the n-gram model's.
     """
 
     target: Model
@@ -58,6 +61,7 @@ class Pair(NamedTuple):
     files: Files | None = None
     acceptance: Acceptance | None = None
     table_acceptance: Acceptance | None = None
+    corpus: Corpus | None = None
 
 
 @working("loading the model")
@@ -87,7 +91,8 @@ def load_pair(
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
         bfloat16 elsewhere. Matrices that files hold in bfloat16 stay so on a CPU, and multiply
         float32 (see `load_model`).
-      stage: an n-gram folder and that of a smaller draft, separated by commas; "bundled/ngram" and
+      stage: an n-gram folder, that of a smaller draft and files of texts that drafts are retrieved
+        from (`.jsonl` or plain text), separated by commas; "bundled/ngram" and
         "bundled/stage2" are the bundled ones. By default those that come with the drafts.
       mesh: the devices to lie on.
       positions: see `load`.
@@ -248,7 +253,11 @@ def _with_drafts(pair: Pair, found: Named, mesh: Mesh | None) -> Pair:
     ]
     first = None if not found.drafts else _acceptance(pair.target, found.drafts[0].path)
     pair = pair._replace(drafts=drafts, acceptance=first)
-    for each in found.stages:
+    texts = [each for each in found.stages if each.is_file()]
+    if texts:
+        corpus = load_corpus(texts, pair.tokenizer, target.rows)
+        pair = pair._replace(corpus=settled(corpus, mesh))
+    for each in (each for each in found.stages if each not in texts):
         if ngram_files.is_ngram(each):
             table = ngram_files.load_ngram(each, target.rows)
             said = _acceptance(pair.target, each)

@@ -48,8 +48,9 @@ _Drafts: TypeAlias = Annotated[
 _Stage: TypeAlias = Annotated[
     str | None,
     _help(
-        "Folders of an n-gram model and of a smaller draft, separated by commas, for the "
-        "methods staged and ngram. By default the bundled ones, for the bundled model.",
+        "Folders of an n-gram model and of a smaller draft, for the methods staged and ngram, and "
+        "files of texts (.jsonl or plain) for retrieve, separated by commas. By default the "
+        "bundled ones, for the bundled model.",
     ),
 ]
 

@@ -25,6 +25,7 @@ from specjax.draft.hybrid import HybridDrafter, HybridState
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
 from specjax.draft.reading import ModelState
+from specjax.draft.retrieval import RetrievalDrafter
 from specjax.draft.static import ExpansionDrafter
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layers import write_window
@@ -66,9 +67,9 @@ class SwitchingDrafter(Drafter):
 
     Those that `share` draft with `model`, from the text, or nothing: an `ExpansionDrafter` of one
     draft, a `BestFirstDrafter` or `HybridDrafter` of it without a second draft, a `TextDrafter`, a
-    `PlainDrafter`. Those that hold the draft hold it without weights, which they are given where
-    they draft. Any other drafter keeps its state. `of_setting` is the same with another setting in
-    `use`; its trees are that setting's.
+    `RetrievalDrafter`, a `PlainDrafter`. Those that hold the draft hold it without weights, which
+    they are given where they draft. Any other drafter keeps its state. `of_setting` is the same
+    with another setting in `use`; its trees are that setting's.
     """
 
     model: Model | None
@@ -92,7 +93,7 @@ class SwitchingDrafter(Drafter):
                 raise ValueError(f"the setting {name} is a switch between settings itself.")
             own = _model_of(drafter)
             model = own if model is None else model
-            shares = type(drafter) in (TextDrafter, PlainDrafter)
+            shares = type(drafter) in (TextDrafter, RetrievalDrafter, PlainDrafter)
             shares |= own is not None and model is not None and _same(own, model)
             held.append(_with_model(drafter, None) if shares else drafter)
             share.append(shares)
@@ -403,7 +404,7 @@ def _own_state(drafter: Drafter, state: SharedState) -> Any:
             assert state.held is not None
             draft = drafter.draft.begun(state.held)
             return HybridState(draft, state.text, draft.slots > 0)
-        case TextDrafter():
+        case TextDrafter() | RetrievalDrafter():
             return state.text
     return ()
 

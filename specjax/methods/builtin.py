@@ -14,6 +14,7 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.lookahead import LookaheadDrafter, Window
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import TextDrafter
+from specjax.draft.retrieval import RetrievalDrafter
 from specjax.draft.staged import TableStage
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.methods import defaults
@@ -52,6 +53,10 @@ def _needs_draft(pair: Pair) -> str | None:
 
 def _needs_table(pair: Pair) -> str | None:
     return None if pair.table else f"an n-gram model; name its folder with --stage, or {_MAKE}"
+
+
+def _needs_corpus(pair: Pair) -> str | None:
+    return None if pair.corpus else "texts; name files of them with --stage"
 
 
 def _needs_stage(pair: Pair) -> str | None:
@@ -209,6 +214,16 @@ def _build_text(setting: Setting, pair: Pair, verify: str) -> Drafter:
     )
 
 
+def _build_retrieve(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    assert pair.corpus is not None
+    return RetrievalDrafter(
+        pair.corpus, jnp.asarray(defaults.TRUST, jnp.float32), _needed(setting, "growth"),
+        pair.target.config.vocab_size, defaults.SHORTEST_MATCH["retrieve"],
+        defaults.FOLLOWERS["retrieve"],
+    )  # fmt: skip
+
+
 def _best_first(
     setting: Setting,
     pair: Pair,
@@ -328,6 +343,15 @@ _BUILTIN = (
         setting=_grown("ngram"),
         build=_build_text,
         lacks=_needs_table,
+        takes_widths=False,
+    ),
+    Method(
+        name="retrieve",
+        summary="what followed the longest match in a corpus, by how often it did",
+        source="REST (2311.08252)",
+        setting=_grown("retrieve"),
+        build=_build_retrieve,
+        lacks=_needs_corpus,
         takes_widths=False,
     ),
     Method(
