@@ -250,7 +250,8 @@ def test_info_compiles_what_a_server_would_run(kind, pair, capsys):
     assert (code, report["hardware"]) == (0, kind)
     names = "setting", "rows", "columns", "prompt_columns"
     assert [tuple(map(each.get, names)) for each in report["programs"]] == [
-        ("chain:7", 1, 8, 0), ("chain:7", 8, 64, 0), ("chain:7", 32, 256, 0), ("none", 1, 1, 0), ("none", 8, 8, 0), ("none", 32, 32, 0),
+        ("chain:7", 1, 8, 0), ("chain:7", 8, 64, 0), ("chain:7", 32, 256, 0),
+        ("none", 1, 1, 0), ("none", 8, 8, 0), ("none", 32, 32, 0),
         ("chain:7", 32, 256, 256), ("none", 32, 32, 256),
     ]  # fmt: skip
     assert all(each["fits"] and each["aliased_bytes"] > 0 for each in report["programs"])
