@@ -487,8 +487,9 @@ def test_drafters_that_no_switch_is_made_of_are_refused(target):
     plain = PlainDrafter(VOCABULARY)
     with pytest.raises(ValueError, match="the setting both is a switch between settings itself"):
         SwitchingDrafter.of({"none": plain, "both": switching_of(near(target, 1))})
-    with pytest.raises(ValueError, match="the setting eagle reads hidden states of the target"):
-        SwitchingDrafter.of({"none": plain, "eagle": Reading(VOCABULARY)})
+    reading = SwitchingDrafter.of({"none": plain, "reading": Reading(VOCABULARY)})
+    assert reading.wants == Wants(hidden_layers=(1,)), "states of their own may read, too"
+    assert not reading.keeps_up
 
 
 def test_plain_steps_leave_the_draft_where_it_is(target):
