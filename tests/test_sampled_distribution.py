@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Int32
 
 from specjax.base import sampling
-from specjax.base.pytree import replace
+from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, process
 from specjax.decoding import stepping
 from specjax.decoding.generate import generate_jit
@@ -24,8 +25,9 @@ from specjax.draft import ExpansionDrafter, static
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
-from specjax.draft.lookahead import LookaheadDrafter, Window
+from specjax.draft.lookahead import LookaheadDrafter, LookaheadState, Window, kept
 from specjax.draft.plain import PlainDrafter
+from specjax.draft.retrieval import RetrievalDrafter, corpus_of
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure.distribution_tests import g_test
 from specjax.models.pruning import pruned
@@ -69,9 +71,36 @@ def recycled(target: Model) -> RecycleDrafter:
     return RecycleDrafter(jnp.full(2, 0.4), TreeShape((2, (1, 0))), target.config.vocab_size)
 
 
+@pytree
+class Primed(LookaheadDrafter):
+    """Lookahead decoding that has n-grams of likely texts, as after many steps.
+
+    Of several equal siblings: a guess says what a candidate does.
+    """
+
+    grams: Int32[Array, "M N"]
+
+    def init(self, *of) -> LookaheadState:
+        state = super().init(*of)
+        rows, (count, size) = state.newest.shape[0], self.grams.shape
+        grams = jnp.broadcast_to(self.grams, (rows, count, size))
+        guesses = state.guesses.at[:, :, 0].set(self.grams[0, 1:])
+        return replace(kept(state, grams, jnp.ones((rows, count), bool)), guesses=guesses)
+
+
 def lookahead(target: Model) -> LookaheadDrafter:
-    """Of several equal siblings: a guess may say what a candidate does."""
-    return LookaheadDrafter(jnp.float32(0.5), Window(2, 3, 2), target.config.vocab_size)
+    likely = sorted(expected(), key=lambda text: -expected()[text])
+    first = [[PROMPT[-1], *text[:2]] for text in likely[:2]]
+    grams = jnp.asarray([*first, *(list(text) for text in likely[:4])], jnp.int32)
+    return Primed(jnp.float32(0.5), Window(2, 3, 2), target.config.vocab_size, grams)
+
+
+def retrieved(target: Model) -> RetrievalDrafter:
+    """From likely texts, and two that begin elsewhere."""
+    likely = sorted(expected(), key=lambda text: -expected()[text])[:6]
+    corpus = corpus_of([*([*PROMPT[2:], *text] for text in likely), [3, 19, 5], [1, 2]])
+    growth = Growth(budget=4, beams=2, width=2, depth=2)
+    return RetrievalDrafter(corpus, jnp.asarray([0, 0.4, 0.6]), growth, target.config.vocab_size)
 
 
 def some_tokens(target: Model) -> Model:
@@ -91,6 +120,7 @@ CASES = {
     "best first": (best_first, ONE_HOT),
     "hybrid": (hybrid, ONE_HOT),
     "recycled": (recycled, NAIVE),
+    "retrieved": (retrieved, ONE_HOT),
     "lookahead": (lookahead, NAIVE),
     "lookahead, one-hot": (lookahead, ONE_HOT),
     "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
