@@ -206,16 +206,11 @@ def _unlike(nodes: Nodes, slots: Int32[Array, "B n"], likely: Likely) -> Likely:
     return Likely(likely.tokens, jnp.where(there, -jnp.inf, likely.log_q))
 
 
-@pytree
-class TextDrafter(Drafter):
-    """Best-first trees of a `TextSource`: prompt lookup, or a back-off n-gram model."""
+class OfText(Drafter):
+    """A drafter whose state is a row's text, and whose trees grow best first."""
 
-    trust: Float[Array, " M"]
-    table: NGram | None
-    growth: Growth = static()
-    vocabulary: int = static()
-    least: int = static(default=1)
-    followers: int = static(default=3)
+    growth: Growth
+    vocabulary: int
 
     @property
     def window(self) -> int:
@@ -248,6 +243,26 @@ class TextDrafter(Drafter):
         del seen
         return read(prompt, length, slots)
 
+    def commit(self, state: Text, step: Step) -> Text:
+        """The text with the step's tokens."""
+        return append(state, step)
+
+    def truncate(self, state: Text, length: Int32[Array, " B"]) -> Text:
+        """The text's first tokens."""
+        return replace(state, length=length)
+
+
+@pytree
+class TextDrafter(OfText):
+    """Best-first trees of a `TextSource`: prompt lookup, or a back-off n-gram model."""
+
+    trust: Float[Array, " M"]
+    table: NGram | None
+    growth: Growth = static()
+    vocabulary: int = static()
+    least: int = static(default=1)
+    followers: int = static(default=3)
+
     def source(self, text: Text) -> TextSource:
         """What is likely to follow."""
         return TextSource(text, self.trust, self.table, self.least, self.followers)
@@ -266,11 +281,3 @@ class TextDrafter(Drafter):
         nodes = no_nodes(last.shape[0], self.growth.budget)
         nodes = grow_on(self.source(state), self.growth, nodes, root)
         return tree_of(nodes, last, self.vocab_size)[0], state
-
-    def commit(self, state: Text, step: Step) -> Text:
-        """The text with the step's tokens."""
-        return append(state, step)
-
-    def truncate(self, state: Text, length: Int32[Array, " B"]) -> Text:
-        """The text's first tokens."""
-        return replace(state, length=length)

@@ -11,9 +11,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from specjax.base.axes import Key
-from specjax.base.pytree import pytree, replace, static
+from specjax.base.pytree import pytree, static
 from specjax.base.sampling import Sampling
-from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.draft.growth import (
     Growth,
     Likely,
@@ -27,8 +26,7 @@ from specjax.draft.growth import (
     tree_of,
 )
 from specjax.draft.ngram import NO_TOKEN
-from specjax.draft.prompt_lookup import Text, append, read
-from specjax.trees.construction import TOP_K, Construction
+from specjax.draft.prompt_lookup import OfText, Text
 from specjax.trees.tree import TokenTree
 
 COMPARED = 32
@@ -167,7 +165,7 @@ class CorpusSource(Source):
 
 
 @pytree
-class RetrievalDrafter(Drafter):
+class RetrievalDrafter(OfText):
     """Best-first trees of a `CorpusSource`, below the longest end of the text that is in it."""
 
     corpus: Corpus
@@ -176,37 +174,6 @@ class RetrievalDrafter(Drafter):
     vocabulary: int = static()
     least: int = static(default=2)
     followers: int = static(default=3)
-
-    @property
-    def window(self) -> int:
-        """Depth of the deepest tree plus 1."""
-        return self.growth.levels + 1
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens of the target's vocabulary."""
-        return self.vocabulary
-
-    @property
-    def num_slots(self) -> int:
-        """Node slots, the root's included."""
-        return self.growth.budget + 1
-
-    @property
-    def construction(self) -> Construction:
-        """Chosen nodes."""
-        return Construction(TOP_K, chain=False)
-
-    def init(
-        self,
-        prompt: Int32[Array, "B T"],
-        length: Int32[Array, " B"],
-        slots: int,
-        seen: Seen,
-    ) -> Text:
-        """The prompts."""
-        del seen
-        return read(prompt, length, slots)
 
     def propose(
         self,
@@ -254,11 +221,3 @@ class RetrievalDrafter(Drafter):
         first = of_best(matches.first)
         end = jnp.where(of_best(there), of_best(matches.end), first)
         return Matches(first, end, of_best(matches.tokens))
-
-    def commit(self, state: Text, step: Step) -> Text:
-        """The text with the step's tokens."""
-        return append(state, step)
-
-    def truncate(self, state: Text, length: Int32[Array, " B"]) -> Text:
-        """The text's first tokens."""
-        return replace(state, length=length)
