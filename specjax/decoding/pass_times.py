@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int32
 from pallas_kernels.platform import platform
 from specjax.base.pytree import replace
 from specjax.decoding.streamed import hidden_by_layers, logits_by_layers, run_layer
-from specjax.draft.levels import logits_by_level
+from specjax.draft.levels import by_level
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layer_weights import LayerWeights
@@ -209,8 +209,7 @@ def overlaps(
     if draft.config.features is None:
         said = [logits_by_layers(draft, tokens, every)[0]]
     else:
-        hidden = hidden_by_layers(target, tokens, draft.config.features.layers)
-        said = [each.T for each in _by_level(draft, tokens, hidden, levels)]
+        said = said_by_level(draft, target, tokens, levels)
     found = []
     for q in said:
         if temperature == 0:
@@ -221,11 +220,27 @@ def overlaps(
     return jnp.stack(found)
 
 
+def said_by_level(
+    draft: Model, target: Model, tokens: Int32[Array, "1 T"], levels: int
+) -> Iterator[Float[Array, "T V"]]:
+    """The logits of a draft that reads hidden states after every token of a text, level by level.
+
+    Raises:
+      ValueError: it reads none, or a layer of the target could not be read.
+    """
+    read = draft.config.features
+    if read is None:
+        raise ValueError("the draft reads no hidden states, so it has no levels.")
+    hidden = hidden_by_layers(target, tokens, read.layers)
+    for x in _by_level(draft, tokens, hidden, levels):  # all logits at once would be large
+        yield _logits(draft, x).T
+
+
 @partial(jax.jit, static_argnames="levels")
 def _by_level(
     draft: Model, tokens: Int32[Array, "1 T"], hidden: Float[Array, "1 T H"], levels: int
-) -> list[Float[Array, "V T"]]:
-    return list(logits_by_level(draft, tokens, hidden, levels))
+) -> list[Float[Array, "E T"]]:
+    return list(by_level(draft, tokens, hidden, levels))
 
 
 @jax.jit

@@ -25,17 +25,28 @@ def logits_by_level(
     count: int,
     dtype: jnp.dtype | None = None,
 ) -> Iterator[Float[Array, "V C"]]:
-    """A head's logits after every token of whole sequences at each of `count` levels, `C = B·T`
-    columns, beside the target's hidden states after the tokens that it reads.
+    """A head's logits after every token of whole sequences at each level (see `by_level`)."""
+    for x in by_level(model, tokens, hidden, count, dtype):
+        yield unembed(model, x, dtype)
 
-    After the first l + 1 tokens level l knows nothing, and what it says there means nothing.
+
+def by_level(
+    model: Model,
+    tokens: Int32[Array, "B T"],
+    hidden: Float[Array, "B T F"],
+    count: int,
+    dtype: jnp.dtype | None = None,
+) -> Iterator[Float[Array, "E C"]]:
+    """What a head makes of every token of whole sequences at each of `count` levels, normed,
+    `C = B·T` columns, beside the target's hidden states after the tokens that it reads.
+
+    After the first l + 1 tokens level l knows nothing, and what it makes there means nothing.
     `dtype` is that of the matrix products.
     """
     features = projected(model, hidden[:, :-1].astype(jnp.float32), dtype)
     for x in levels(model, tokens[:, 1:], features, count, dtype):
         by_row = x.reshape(x.shape[0], tokens.shape[0], -1)
-        after = jnp.pad(by_row, ((0, 0), (0, 0), (1, 0)))
-        yield unembed(model, after.reshape(x.shape[0], -1), dtype)
+        yield jnp.pad(by_row, ((0, 0), (0, 0), (1, 0))).reshape(x.shape[0], -1)
 
 
 def levels(

@@ -11,9 +11,8 @@ from jaxtyping import Array, Float, Int32
 
 from specjax.base.sampling import Sampling, most_likely, process
 from specjax.decoding.logits import logits_at
+from specjax.decoding.pass_times import said_by_level
 from specjax.decoding.request import PROMPT_BUCKETS, bucket
-from specjax.decoding.streamed import hidden_by_layers
-from specjax.draft.levels import logits_by_level
 from specjax.models.transformer import Model, forward
 
 _SMALL = 1e-30
@@ -94,13 +93,11 @@ def _said(
     draft: Model, target: Model, tokens: Int32[Array, "1 T"], levels: int
 ) -> Iterator[Float[Array, "1 T V"]]:
     """A draft's logits after every token, of one that reads hidden states those at each level."""
-    read = draft.config.features
-    if read is None:
+    if draft.config.features is None:
         yield _forward(draft, tokens)
         return
-    hidden = hidden_by_layers(target, tokens, read.layers)
-    for logits in logits_by_level(draft, tokens, hidden, levels):
-        yield logits.T[None]
+    for logits in said_by_level(draft, target, tokens, levels):
+        yield logits[None]
 
 
 def _survival(ratio: Sequence[Float[np.ndarray, " T"]], levels: int) -> Float[np.ndarray, "T d"]:
