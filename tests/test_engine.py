@@ -80,11 +80,18 @@ DRAFTERS = {
 
 
 @pytest.fixture(scope="module")
-def engine(target):
+def one_engine(target):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "CHUNKS", (16, 64))
         with running(target, chain(target), rows=4) as found:
             yield found
+
+
+@pytest.fixture
+def engine(one_engine):
+    """The engine of all tests, in which nothing of an earlier one runs."""
+    until(lambda: not one_engine.num_requests_running + one_engine.num_requests_waiting, 60)
+    return one_engine
 
 
 def check_texts(target, engine, count, seed):

@@ -90,6 +90,22 @@ def test_a_queue_holds_as_many_requests_and_tokens_as_it_may():
     assert alone.waiting_tokens == 60
 
 
+def test_who_was_aborted_counts_no_more_even_before_the_next_turn():
+    at = Scheduler(1, max_requests=1, max_tokens=100)
+    first, second = sequence(*text(70)), sequence(*text(90))
+    at.add(first)
+    at.admit()
+    at.add(second)
+    with pytest.raises(QueueFullError):
+        at.add(sequence(1))
+    second.finished = True
+    at.add(third := sequence(*text(90)))
+    third.finished = first.finished = True
+    at.add(sequence(1), sequence(2))
+    with pytest.raises(QueueFullError, match="2 requests wait; with 1 more they exceed the 1"):
+        at.add(sequence(3))
+
+
 def test_who_leaves_frees_the_row_or_the_place_in_the_queue():
     at = Scheduler(1)
     runs, waits = sequence(*text(40)), sequence(2)

@@ -168,21 +168,24 @@ class Scheduler:
     def add(self, *sequences: Sequence) -> None:
         """Puts sequences at the end of the queue, all of them or none.
 
+        Those that were aborted, and still have a row or a place, count no more.
+
         Raises:
           QueueFullError: too many requests wait, or too many tokens of prompts.
           RequestError: so many at once can never wait.
         """
-        tokens, own, count = self.waiting_tokens, _prompt_tokens(sequences), len(sequences)
-        free = self._most - len(self.running)
+        waiting = [each for each in self.waiting if not each.finished]
+        tokens, own, count = _prompt_tokens(waiting), _prompt_tokens(sequences), len(sequences)
+        free = self._most - sum(not each.finished for each in self.running)
         if count > self._max_requests + self._most:
             raise RequestError(
                 f"{count} requests come at once; {self._most} may run and "
                 f"{self._max_requests} wait.",
                 None,
             )
-        if len(self.waiting) + count > self._max_requests + free:
+        if len(waiting) + count > self._max_requests + free:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait; with {count} more they exceed the "
+                f"{len(waiting)} requests wait; with {count} more they exceed the "
                 f"{self._max_requests} that may.",
                 1,
             )
@@ -191,7 +194,7 @@ class Scheduler:
                 f"{own} tokens of prompts come at once; no more than {self._max_tokens} may wait.",
                 "prompt",
             )
-        if self.waiting and tokens + own > self._max_tokens:
+        if waiting and tokens + own > self._max_tokens:
             raise QueueFullError(
                 f"{tokens} tokens of prompts wait; with {own} more they exceed the "
                 f"{self._max_tokens} that may.",
