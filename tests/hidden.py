@@ -1,8 +1,12 @@
-"""A drafter that drafts well only while the hidden states that it was shown are the target's."""
+"""Hidden states in tests: those along a text, and a drafter that drafts well only while those that
+it was shown are the target's.
+"""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from specjax.base.pytree import pytree, replace, static
@@ -111,3 +115,21 @@ class HiddenDrafter(Drafter):
         made = trunk(self.model, tokens, at, None, None, hidden_layers=self.layers)
         logits = unembed(self.model, made.x).T.reshape(*tokens.shape, -1)
         return logits, by_token(made.hidden, tokens.shape)
+
+
+def hidden_of(target: Model, tokens: list[int], layers: tuple[int, ...]) -> np.ndarray:
+    """The target's hidden states along a text, those of each token behind one another."""
+    at = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    made = trunk(target, jnp.asarray([tokens], jnp.int32), at, None, None, hidden_layers=layers)
+    return np.concatenate([np.asarray(each).T for each in made.hidden], axis=1)
+
+
+def log_softmax(logits) -> np.ndarray:
+    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
+
+
+def check_close(logits, expected: np.ndarray) -> None:
+    """Log probabilities over tokens that a head knows; those of others are next to nothing."""
+    found, known = log_softmax(logits), np.isfinite(expected)
+    np.testing.assert_allclose(found[known], expected[known], rtol=1e-4, atol=1e-4)
+    assert (found[~known] < -1e6).all()

@@ -9,10 +9,9 @@ import specjax
 from specjax.base.pytree import replace
 from specjax.decoding.stepping import by_token
 from specjax.draft import ExpansionDrafter, Seen, Wants
-from specjax.draft.reading import run
+from specjax.draft.levels import logits_by_level
 from specjax.models import transformer
-from specjax.models.config import MATRICES, Features
-from specjax.models.features import projected
+from specjax.models.config import CONTEXT, INPUT, MATRICES, Features
 from specjax.models.quantized import packed, with_activations
 from specjax.models.transformer import Model
 from tests.conftest import tiny_model
@@ -49,37 +48,65 @@ def head(
     steps: int = 200,
     layers: tuple[int, ...] = (),
 ) -> Model:
-    """A draft that reads hidden states of a target, fitted to it; perhaps of few tokens."""
-    size, vocabulary = target.config.hidden_size, target.config.vocab_size
-    read = Features(layers or (0, target.config.num_layers), size, shares_embedding=False)
-    own = varied_model(
-        seed, hidden_size=size, vocab_size=vocabulary, features=read, draft_vocab_size=known,
-        eos_ids=(),
+    """An EAGLE-3 head fitted to a target; perhaps of few tokens."""
+    layers = layers or (0, target.config.num_layers)
+    read = Features(layers, target.config.hidden_size, shares_embedding=False)
+    return _fitted(target, varied_like(target, seed, features=read, draft_vocab_size=known), steps)
+
+
+def mtp_layer(target: Model, seed: int, steps: int = 200) -> Model:
+    """A layer of multi-token prediction fitted to a target, with tables of its own."""
+    size, last = target.config.hidden_size, target.config.num_layers
+    read = Features(
+        (last,), size, norms="whole", normed_output=True, shares_embedding=False, way=INPUT
+    )
+    return _fitted(target, varied_like(target, seed, features=read), steps)
+
+
+def block_draft(target: Model, seed: int, steps: int = 200, size: int = 4) -> Model:
+    """A draft that says blocks fitted to a target, with tables of its own."""
+    read = Features(
+        (0, target.config.num_layers), target.config.hidden_size, shares_embedding=False,
+        way=CONTEXT, block_size=size, mask_token=0,
     )  # fmt: skip
-    optimizer = optax.adam(0.01)
+    return _fitted(target, varied_like(target, seed, features=read), steps, size - 1)
+
+
+def varied_like(target: Model, seed: int, **changes) -> Model:
+    """A random draft for a target."""
+    size, vocabulary = target.config.hidden_size, target.config.vocab_size
+    own = {"hidden_size": size, "vocab_size": vocabulary, "eos_ids": ()}
+    return varied_model(seed, **(own | changes))
+
+
+def _fitted(target: Model, own: Model, steps: int, levels: int = 1) -> Model:
+    """A draft that reads hidden states, fitted to what a target says along random texts."""
+    optimizer, read = optax.adam(0.01), own.config.features
+    assert read is not None
 
     def of_tokens(model: Model, tokens: jax.Array) -> jax.Array:
         at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         made = transformer.trunk(target, tokens, at, None, None, hidden_layers=read.layers)
-        logits = transformer.unembed(target, made.x).T.reshape(*tokens.shape, -1)
-        features = projected(model, by_token(made.hidden, tokens.shape))[:, :-1]
-        after = run(model, tokens[:, 1:], at[:, :-1], None, None, features=features)
-        q = transformer.unembed(model, after.x).T.reshape(*logits[:, 1:].shape)
-        p = jax.nn.softmax(logits[:, 1:])
-        return -(p * jnp.maximum(jax.nn.log_softmax(q), -30.0)).sum(axis=-1).mean()
+        p = jax.nn.softmax(transformer.unembed(target, made.x).T).reshape(*tokens.shape, -1)
+        total = 0.0
+        hidden = by_token(made.hidden, tokens.shape)
+        for level, logits in enumerate(logits_by_level(model, tokens, hidden, levels)):
+            log_q = jnp.maximum(jax.nn.log_softmax(logits.T), -30.0).reshape(p.shape)
+            total -= (p * log_q)[:, level + 1 :].sum(axis=-1).mean()
+        return total
 
     rows = own.row_of
     floats = replace(own, row_of=None)
 
     @jax.jit
     def step(floats, state, key):
-        tokens = jax.random.randint(key, (32, 8), 0, vocabulary)
+        tokens = jax.random.randint(key, (32, 8), 0, target.config.vocab_size)
         grads = jax.grad(lambda held: of_tokens(replace(held, row_of=rows), tokens))(floats)
         updates, state = optimizer.update(grads, state)
         return optax.apply_updates(floats, updates), state
 
     state = optimizer.init(floats)
-    for key in jax.random.split(jax.random.key(seed), steps):
+    for key in jax.random.split(jax.random.key(0), steps):
         floats, state = step(floats, state, key)
     return replace(floats, row_of=rows)
 

@@ -10,7 +10,7 @@ import pytest
 
 import specjax
 from specjax.__main__ import main
-from specjax.checkpoints.feature_drafts import is_head, load_head
+from specjax.checkpoints.feature_drafts import is_feature_draft, load_feature_draft
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.pair import load_pair
@@ -25,12 +25,13 @@ from specjax.engine.request import Request
 from specjax.methods.choice import shipped
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.models.quantized import PackedWeight
-from specjax.models.transformer import Model, trunk
+from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT, TOP_K
 from tests.cases import slow_but
 from tests.eagle_twin import DIALECTS, Dialect, Twin, head_of, write
 from tests.engines import ids_of, running, served
 from tests.folders import VOCABULARY, target_folder
+from tests.hidden import check_close, hidden_of
 from tests.pairs import NEW, PROMPTS, generate, varied_model
 
 LAYERS = 7
@@ -48,27 +49,9 @@ def loaded(target: Model, folder, dialect: Dialect, seed: int = 0) -> tuple[Mode
     tensors = head_of(dialect, config.vocab_size, config.hidden_size, seed)
     write(folder, dialect, tensors, config.vocab_size, config.hidden_size)
     files = Files(folder)
-    assert is_head(files)
-    head = load_head(files, target, dtype="float32")
+    assert is_feature_draft(files)
+    head = load_feature_draft(files, target, dtype="float32")
     return head, Twin(dialect, tensors, np.asarray(target.embedding))
-
-
-def hidden_of(target: Model, tokens: list[int], layers: tuple[int, ...]) -> np.ndarray:
-    """The target's hidden states along a text, those of each token behind one another."""
-    at = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-    made = trunk(target, jnp.asarray([tokens], jnp.int32), at, None, None, hidden_layers=layers)
-    return np.concatenate([np.asarray(each).T for each in made.hidden], axis=1)
-
-
-def log_softmax(logits) -> np.ndarray:
-    return np.asarray(jax.nn.log_softmax(jnp.asarray(logits), axis=-1))
-
-
-def check_close(logits, expected: np.ndarray) -> None:
-    """Log probabilities over tokens that a head knows; those of others are next to nothing."""
-    found, known = log_softmax(logits), np.isfinite(expected)
-    np.testing.assert_allclose(found[known], expected[known], rtol=1e-4, atol=1e-4)
-    assert (found[~known] < -1e6).all()
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -185,7 +168,7 @@ def test_a_head_is_written_as_specforge_does_and_read_again(name, target, tmp_pa
     assert (config["architectures"], config["model_type"]) == (["LlamaForCausalLMEagle3"], "llama")
     ids = [layer - 1 for layer in DIALECTS[name].layers]
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == ids
-    again = load_head(Files(tmp_path / "two"), target, dtype="float32")
+    again = load_feature_draft(Files(tmp_path / "two"), target, dtype="float32")
     assert again.config == head.config
     for one, other in zip(jax.tree.leaves(head), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -216,7 +199,7 @@ def changed(folder: Path, **changes: object) -> Files:
 def test_heads_of_other_targets_are_refused(changes, sentence, target, tmp_path):
     loaded(target, tmp_path, DIALECTS["SpecForge"])
     with pytest.raises((ValueError, CheckpointError), match=sentence):
-        load_head(changed(tmp_path, **changes), target)
+        load_feature_draft(changed(tmp_path, **changes), target)
 
 
 def test_a_head_has_no_second_stage(target, made):
@@ -279,7 +262,7 @@ def test_a_quantized_head_is_the_head_rounded(name, way, target, tmp_path):
     """Its projection of hidden states stays as it is."""
     head, _ = loaded(target, tmp_path / "head", DIALECTS[name])
     quantize_folder(Files(tmp_path / "head"), tmp_path / "packed", **way)
-    found = load_head(Files(tmp_path / "packed"), target, dtype="float32")
+    found = load_feature_draft(Files(tmp_path / "packed"), target, dtype="float32")
     about = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
     assert about["ignore"] == ([] if "table" in way else ["lm_head"]) + ["fc"]
     np.testing.assert_array_equal(found.feature_projection, head.feature_projection)

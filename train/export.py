@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.checkpoints.acceptance import write_acceptance
-from specjax.checkpoints.feature_drafts import is_head, load_head
+from specjax.checkpoints.feature_drafts import is_feature_draft, load_feature_draft
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.load import load_draft, load_model
@@ -167,7 +167,7 @@ def _exported(work: Work, number: int) -> Model:
     """A member of the pool as exported."""
     folder = work.pair / "drafts" / str(number)
     if work.recipe.head.levels:
-        return load_head(Files(folder), work.target)
+        return load_feature_draft(Files(folder), work.target)
     return load_model(folder)
 
 
@@ -177,7 +177,7 @@ def tell_acceptance(target: Model, draft: Path, table: Path | None = None) -> No
     So `auto` need not measure it.
     """
     files = Files(draft)
-    model = load_head(files, target) if is_head(files) else load_draft(files)
+    model = load_feature_draft(files, target) if is_feature_draft(files) else load_draft(files)
     pair = Pair(target, tokenizer_of(draft, target.config.vocab_size), [model])
     told = {"chain": draft}
     if table is not None:

@@ -93,7 +93,7 @@ class Beside:
         self._said = described_by(folder)
         self._further = family.upgrade(described).get("num_nextn_predict_layers")
         self._expected = {stored.name for stored in families.stored(family, config)}
-        self._expected.add(family.outer["unembedding"])
+        self._expected |= {name for leaf, name in family.outer.items() if leaf == "unembedding"}
         self._found: dict[str, list[str]] = {}
 
     def leaves_out(

@@ -1,7 +1,7 @@
-"""Drafts that read hidden states of their target: EAGLE-3's heads from files.
+"""Drafts that read hidden states of their target, from files: EAGLE-3's heads and DFlash.
 
-A head is nothing without its target: that says how many layers there are, where the file names
-none, and mostly has the embedding.
+Such a draft is nothing without its target: that says how many layers there are, where the file
+names none, and mostly has the embedding and the unembedding.
 """
 
 import dataclasses
@@ -19,20 +19,22 @@ from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of,
 from specjax.checkpoints.huggingface import checked, default_draft_dtype, leaves_of, read_config
 from specjax.models import families
 from specjax.models.config import Features, ModelConfig
+from specjax.models.families import Family
+from specjax.models.families.dflash import is_dflash
 from specjax.models.families.eagle import EAGLE3, NORMS, is_eagle3
 from specjax.models.placement import placement
 from specjax.models.transformer import Model, assemble
 
 
-def is_head(files: Files) -> bool:
-    """Whether a folder is of an EAGLE-3 head, by its configuration or, as EAGLE writes it, its
+def is_feature_draft(files: Files) -> bool:
+    """Whether a folder is of such a draft, by its configuration or, as EAGLE writes it, its
     tensors; of one without weights its configuration alone tells.
 
     Raises:
       CheckpointError: it is of no model.
     """
     config = config_of(files.path)
-    if is_eagle3(config):
+    if is_eagle3(config) or is_dflash(config):
         return True
     if config.get("num_hidden_layers") != 1 or config.get("model_type") != "llama":
         return False
@@ -47,29 +49,49 @@ def layers_read(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def load_head(
+def load_feature_draft(
     files: Files, target: Model, *, dtype: str | None = None, mesh: Mesh | None = None
 ) -> Model:
-    """The head of a folder as a draft for a target, whole on every device.
+    """The draft of a folder for a target, whole on every device.
 
     Raises:
       CheckpointError: a file, tensor or key is missing or not supported.
       ValueError: it is of another target: by its vocabulary, its hidden size or its layers.
     """
     config = config_for(files, target.config)
+    family = families.FAMILIES[config.family]
+    return loaded(files, config, family, target, dtype=dtype, mesh=mesh)
+
+
+def loaded(
+    files: Files,
+    config: ModelConfig,
+    family: Family,
+    target: Model,
+    *,
+    dtype: str | None = None,
+    mesh: Mesh | None = None,
+) -> Model:
+    """A draft of such a configuration and table, with what it shares with its target.
+
+    Raises:
+      CheckpointError: a file, tensor or key is missing or not supported.
+    """
     kind, placed = jnp.dtype(dtype or default_draft_dtype()), placement(config, mesh, split=False)
     outer: dict[str, Any] = {}
-    layer: dict[str, Any] = {}
-    for stored, tensor in checked(files, config, EAGLE3):
+    layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    for stored, tensor in checked(files, config, family):
         leaves = leaves_of(stored, tensor, placed, kind, files.path)
-        (outer if stored.layer is None else layer).update(leaves)
+        (outer if stored.layer is None else layers[stored.layer]).update(leaves)
     read = config.features
     assert read is not None
     if read.norms == "each":
         outer["feature_norms"] = placed.put("feature_norms", _norms(files, read), kind)
     if read.shares_embedding:
-        outer["embedding"] = _whole(target, mesh)
-    model = assemble(config, outer, [layer])
+        outer["embedding"] = _whole(target.embedding, target, mesh)
+    if read.shares_unembedding and target.unembedding is not None:
+        outer["unembedding"] = _whole(target.unembedding, target, mesh)
+    model = assemble(config, outer, layers)
     return model if config.draft_vocab_size is None else pruned_vocabulary.read(model, files)
 
 
@@ -104,18 +126,28 @@ def draft_config(files: Files, target: ModelConfig) -> ModelConfig:
       CheckpointError: it is missing, damaged or not supported.
       ValueError: it is a head of another target.
     """
-    return config_for(files, target) if is_head(files) else read_config(files.path)[0]
+    return config_for(files, target) if is_feature_draft(files) else read_config(files.path)[0]
 
 
 def config_for(files: Files, target: ModelConfig) -> ModelConfig:
-    """A head's configuration beside a target's.
+    """The configuration of such a draft beside a target's.
 
     Raises:
       CheckpointError: a file or key is missing or not supported.
       ValueError: it is of another target: by its vocabulary, its hidden size or its layers.
     """
-    config, names = config_alone(files), _names(files)
+    config = config_alone(files)
     assert config.features is not None
+    if config.features.block_size is not None:
+        named = config_of(files.path).get("num_target_layers")
+        if named not in (None, target.num_layers):
+            raise ValueError(
+                f"{files.path}: the draft is for a target of {named} layers; the model has "
+                f"{target.num_layers}."
+            )
+        _check(files.path, config, config.features, target)
+        return dataclasses.replace(config, vocab_size=target.vocab_size, eos_ids=())
+    names = _names(files)
     norms = "each" if any(name.startswith(NORMS) for name in names) else config.features.norms
     if EAGLE3.outer["feature_input_norm"] in names:
         norms = "whole"
@@ -134,13 +166,27 @@ def config_for(files: Files, target: ModelConfig) -> ModelConfig:
     )
 
 
+def described_in(files: Files) -> tuple[ModelConfig, Family]:
+    """The configuration of a folder of any model, and the family of its files.
+
+    Raises:
+      CheckpointError: it is missing, damaged or not supported.
+    """
+    if not is_feature_draft(files):
+        return read_config(files.path)
+    config = config_alone(files)
+    return config, families.FAMILIES[config.family]
+
+
 def config_alone(files: Files) -> ModelConfig:
-    """A head's configuration without a target's, which may not say what it reads.
+    """The configuration of such a draft without a target's, which may not say what it reads.
 
     Raises:
       CheckpointError: a file or key is missing or not supported.
     """
-    described = {**config_of(files.path), "architectures": [EAGLE3.architecture]}
+    described = config_of(files.path)
+    if not is_dflash(described):
+        described = {**described, "architectures": [EAGLE3.architecture]}
     try:
         return families.read_config(described)
     except (ValueError, TypeError, AttributeError, ArithmeticError, KeyError) as error:
@@ -148,37 +194,37 @@ def config_alone(files: Files) -> ModelConfig:
 
 
 def _check(folder: Path, config: ModelConfig, read: Features, target: ModelConfig) -> None:
-    """Checks that a head is of such a target.
+    """Checks that a draft is of such a target.
 
     Raises:
       ValueError: it is not.
     """
     if config.vocab_size > target.vocab_size:
         raise ValueError(
-            f"{folder}: the head is for a target of {config.vocab_size} tokens; the model has "
+            f"{folder}: the draft is for a target of {config.vocab_size} tokens; the model has "
             f"{target.vocab_size}."
         )
     if read.size != target.hidden_size:
         raise ValueError(
-            f"{folder}: the head reads hidden states of {read.size} numbers; the model's have "
+            f"{folder}: the draft reads hidden states of {read.size} numbers; the model's have "
             f"{target.hidden_size}."
         )
     if read.shares_embedding and config.hidden_size != target.hidden_size:
         raise ValueError(
-            f"{folder}: the head has no embedding of its own, and its hidden size is "
+            f"{folder}: the draft has no embedding of its own, and its hidden size is "
             f"{config.hidden_size}; the model's is {target.hidden_size}."
         )
     wrong = [layer for layer in read.layers if not 0 <= layer <= target.num_layers]
     if wrong or not read.layers:
         layers = ", ".join(map(str, read.layers))
         raise ValueError(
-            f"{folder}: the head reads the hidden states after {layers} layers; the model has "
+            f"{folder}: the draft reads the hidden states after {layers} layers; the model has "
             f"{target.num_layers}."
         )
 
 
-def _whole(target: Model, mesh: Mesh | None) -> Any:
-    """The target's embedding, whole on every device."""
+def _whole(table: Any, target: Model, mesh: Mesh | None) -> Any:
+    """A table of the target, whole on every device."""
     if mesh is None or target.axis is None:
-        return target.embedding
-    return jax.device_put(target.embedding, NamedSharding(mesh, P()))
+        return table
+    return jax.device_put(table, NamedSharding(mesh, P()))

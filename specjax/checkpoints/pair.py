@@ -13,7 +13,7 @@ from specjax.base.progress import counted, working
 from specjax.checkpoints import ngram_files, quantized, self_drafts, skipped_layers
 from specjax.checkpoints.acceptance import Acceptance, read_acceptance
 from specjax.checkpoints.corpus_files import load_corpus
-from specjax.checkpoints.feature_drafts import is_head, load_head
+from specjax.checkpoints.feature_drafts import is_feature_draft, load_feature_draft
 from specjax.checkpoints.files import Files, config_of, find
 from specjax.checkpoints.load import (
     STAGES,
@@ -23,6 +23,7 @@ from specjax.checkpoints.load import (
     load_target,
     pool_in,
 )
+from specjax.checkpoints.mtp_layers import MTP_DRAFT, mtp_draft
 from specjax.checkpoints.names import shipped_for
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, vocabulary_of
 from specjax.draft.ngram import NGram
@@ -85,9 +86,10 @@ def load_pair(
       draft: folders or hub ids of drafts, separated by commas; "self:4bit" and "self:8bit" are the
         target's own weights in so many bits (see `specjax.checkpoints.self_drafts`), "self:skip" is
         the target without some layers, which "self:skip=10-14,17" names (see `skipped_layers`),
-        "none" is none, "bundled" and "smollm2" are those that come with the package. By default
-        these for the targets of that name, self:4bit for any other that is offloaded where it fits
-        into memory, and none for the rest.
+        "self:mtp" is the target's layer of multi-token prediction (see `mtp_layers`), "none" is
+        none, "bundled" and "smollm2" are those that come with the package. By default these for the
+        targets of that name, self:4bit for any other that is offloaded where it fits into memory,
+        and none for the rest.
       dtype: of the target's weights, "float32" or "bfloat16"; None takes float32 on a CPU and
         bfloat16 elsewhere. Matrices that files hold in bfloat16 stay so on a CPU, and multiply
         float32 (see `load_model`).
@@ -131,6 +133,8 @@ def load_pair(
         pair = pair._replace(drafts=drafts)
     for text in found.skips:
         pair = pair._replace(drafts=[*pair.drafts, _without_layers(pair, text)])
+    if found.has_mtp:
+        pair = pair._replace(drafts=[*pair.drafts, mtp_draft(found.target, target, mesh=mesh)])
     return pair
 
 
@@ -191,7 +195,8 @@ class Named(NamedTuple):
     """The files that `--model`, `--draft` and `--stage` name.
 
     `own` are the bits of drafts that are the target itself, `skips` the layers of those without
-    them, as text ("": those that are found).
+    them, as text ("": those that are found); with `has_mtp` the target's layer of multi-token
+    prediction drafts.
     """
 
     target: Files
@@ -199,6 +204,7 @@ class Named(NamedTuple):
     stages: tuple[Path, ...]
     own: tuple[int, ...] = ()
     skips: tuple[str, ...] = ()
+    has_mtp: bool = False
 
 
 def named(
@@ -216,9 +222,12 @@ def named(
     shipped = shipped_for(model)
     has_own = shipped is not None and draft in (None, model)
     target, drafts, own, skips = find(model, lora), list[Files](), list[int](), list[str]()
+    has_mtp = False
     for name in [model] if has_own else names_in("" if draft == NO_DRAFT else draft):
         if name.partition("=")[0] == skipped_layers.SKIP:
             skips.append(name.partition("=")[2])
+        elif name == MTP_DRAFT:
+            has_mtp = True
         elif name.startswith(self_drafts.PREFIX):
             own.append(self_drafts.bits_of(name))
         elif (folder := shipped_for(name)) is not None:
@@ -230,7 +239,7 @@ def named(
     stages = [folder_of(name) for name in names_in(stage)]
     if shipped is not None and has_own and stage is None:
         stages = [shipped / each for each in STAGES if (shipped / each).is_dir()]
-    return Named(target, tuple(drafts), tuple(stages), tuple(own), tuple(skips))
+    return Named(target, tuple(drafts), tuple(stages), tuple(own), tuple(skips), has_mtp)
 
 
 def own_by_default(found: Named, config: ModelConfig) -> tuple[int, ...]:
@@ -238,7 +247,7 @@ def own_by_default(found: Named, config: ModelConfig) -> tuple[int, ...]:
 
     None where it is quantized, or would take more than half of what memory there is.
     """
-    if found.drafts or found.skips or quantized.is_quantized(found.target.path):
+    if found.drafts or found.skips or found.has_mtp or quantized.is_quantized(found.target.path):
         return ()
     spare = memory.available(None)
     return (_OWN,) if spare is None or self_drafts.self_bytes(config, _OWN) <= spare // 2 else ()
@@ -280,15 +289,15 @@ def _draft(
 ) -> Model:
     """A draft whose tokens are those of the target; tables may have other numbers of rows.
 
-    One that reads hidden states is a head `of` the target.
+    One that reads hidden states reads those `of` the target.
 
     Raises:
-      ValueError: they are not, or it is the head of another.
+      ValueError: they are not, or it is the draft of another.
     """
-    if is_head(files):
+    if is_feature_draft(files):
         if of is None:
             raise ValueError(f"{name} ({files.path}) reads hidden states of a target.")
-        return load_head(files, of, mesh=mesh)
+        return load_feature_draft(files, of, mesh=mesh)
     model = load_draft(files, mesh=mesh)
     verdict = compared(target, vocabulary_of(files, model.config))
     if not verdict.same:

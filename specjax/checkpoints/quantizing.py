@@ -11,15 +11,14 @@ import numpy as np
 
 from specjax.checkpoints import gptq_rounding, pruned_vocabulary, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
-from specjax.checkpoints.feature_drafts import config_alone, is_head
+from specjax.checkpoints.feature_drafts import described_in
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
-from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of, read_config
+from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
 from specjax.models.config import MATRICES, ModelConfig
 from specjax.models.families import Family, Stored
-from specjax.models.families.eagle import EAGLE3
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight, check_groups, packed
@@ -152,7 +151,7 @@ def quantize_folder(
     described = config_of(files.path)
     if quantized.layouts_of(described, files.path):
         raise CheckpointError(f"{files.path} is quantized already.")
-    config, family = (config_alone(files), EAGLE3) if is_head(files) else read_config(files.path)
+    config, family = described_in(files)
     if texts is not None and config.features is not None:
         raise ValueError(
             f"{files.path} reads hidden states of a target, and without it nothing is calibrated."
@@ -243,8 +242,10 @@ class _Writing:
 
     def _tie(self) -> None:
         """Leaves a tied model one table, under either name."""
+        if not self._config.tie_embeddings:
+            return
         first, second = (self._family.outer[leaf] for leaf in TABLES)
-        if not self._config.tie_embeddings or second not in self._found:
+        if second not in self._found:
             return
         found = self._found.pop(second)
         own = self._found.setdefault(first, found)

@@ -30,7 +30,9 @@ def bits_of(name: str) -> int:
       ValueError: there is none of that name.
     """
     if name not in NAMES:
-        raise ValueError(f"there is no draft {name}; there are {', '.join(NAMES)} and self:skip.")
+        raise ValueError(
+            f"there is no draft {name}; there are {', '.join(NAMES)}, self:skip and self:mtp."
+        )
     return NAMES[name]
 
 

@@ -30,6 +30,7 @@ from specjax.methods import records
 from specjax.methods.choice import Asked, choose
 from specjax.models import memory
 from specjax.models.config import Features, ModelConfig
+from specjax.models.families.mimo import mtp_config
 from specjax.models.memory import Load, Plan, readable
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import quantized_as
@@ -71,6 +72,10 @@ def info(options: Info) -> int:
         skipped = skipped_layers.layers_of(text, target.num_layers) if text else ()
         drafts.append(skipped_layers.config_without(target, skipped))
         loads[1].append(Load(placement(drafts[-1], None), loads[0].dtype, held=0))
+    if found.has_mtp:
+        drafts.append(mtp_config(target))
+        small = jnp.dtype(huggingface.default_draft_dtype())
+        loads[1].append(Load(placement(drafts[-1], mesh, split=False), small))
     plan_for = partial(_plan, loads, options.batch, options.nodes)
     most = _most(target)
     length = min(options.length or most, most)
@@ -322,9 +327,11 @@ def _on_context(target: ModelConfig, draft: ModelConfig) -> Finding:
 
 
 def _on_features(draft: ModelConfig, read: Features) -> Iterator[Finding]:
-    """What a head reads of the target, and which of its tokens it knows."""
+    """What a draft reads of the target, and which of its tokens it knows."""
     layers = ", ".join(map(str, read.layers))
     yield Finding("hidden states", f"those after {layers} layers, {read.size:,} numbers each")
+    if read.levels is not None:
+        yield Finding("block", f"a pass says {read.levels} tokens; trees have no more levels")
     known = draft.draft_vocab_size or draft.vocab_size
     whose = "the model's" if read.shares_embedding else "its own"
     yield Finding(

@@ -39,7 +39,8 @@ _Drafts: TypeAlias = Annotated[
     str | None,
     _help(
         "Draft model folders, separated by commas; self:4bit is the model itself in 4 bits, "
-        "self:skip without some of its layers, self:skip=10-14,17 without these; none is none. "
+        "self:skip without some of its layers, self:skip=10-14,17 without these, self:mtp its "
+        "layer of multi-token prediction; none is none. "
         "By default the bundled ones for the bundled model, and self:4bit for another "
         "that is offloaded.",
     ),

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling, is_greedy, largest
+from specjax.draft.block import LevelSource
 from specjax.draft.drafter import Drafter, DraftState, Seen, Step, Wants
 from specjax.draft.growth import (
     Growth,
@@ -181,6 +182,11 @@ class BestFirstDrafter(Drafter):
         return own if self.second is None else self.second.wants
 
     @property
+    def reads_anew(self) -> bool:
+        """Whether nothing that it made of nodes stays."""
+        return self.model.config.features is not None
+
+    @property
     def window(self) -> int:
         """Depth of the deepest tree plus 1."""
         return self.growth.levels + 1
@@ -219,6 +225,8 @@ class BestFirstDrafter(Drafter):
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
         new, features = tuple((empty, empty) for _ in self.model.layers), None
+        if held.ahead is not None:  # no node is run
+            new = ()
         if held.features is not None:
             features = jnp.zeros((rows, 1, budget, config.hidden_size))
         block = Made(new, features)
@@ -249,9 +257,15 @@ class BestFirstDrafter(Drafter):
         growth = self.growth
         sharpness = jnp.where(is_greedy(sampling), self.temperatures[0], self.temperatures[1])
         width = min(growth.width, growth.budget)
-        source = ModelSource(self.model, state.held, sharpness, last, self.table, width)
-        first = likely_of(state.held.logits[:, None], sharpness, width)
         nodes, scored = no_nodes(last.shape[0], growth.budget), roots(last.shape[0])
+        held = state.held
+        first = likely_of(held.logits[:, None], sharpness, width)
+        if held.ahead is not None:
+            below = likely_of(held.ahead, sharpness, width)
+            every = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), first, below)
+            nodes, _, growing = join(nodes, scored, first, growth)
+            return grow(LevelSource(every), growth, nodes, (), growing)[0], state
+        source = ModelSource(self.model, held, sharpness, last, self.table, width)
         if self.second is None:
             nodes, _, growing = join(nodes, scored, first, growth)
         else:
@@ -269,10 +283,10 @@ class BestFirstDrafter(Drafter):
         """The draft caught up: keys of expanded nodes are kept, the last two tokens run anew.
 
         A node with an accepted child was expanded, so that all but the last node of the path
-        have keys and values of their own. Of a draft that reads hidden states all tokens are run:
-        what it had were its own.
+        have keys and values of their own. A draft that reads hidden states reads all tokens: what
+        it had were its own.
         """
-        if state.held.features is not None:
+        if self.reads_anew:
             return self.follow(state, step)
         return self.caught_up(state, step, jnp.maximum(step.count - 2, 0), 2)
 

@@ -96,7 +96,7 @@ class HybridDrafter(Drafter):
 
     def commit(self, state: HybridState, step: Step) -> HybridState:
         """Both states after the step's tokens; nodes of the path without keys are run anew."""
-        if state.draft.held.features is not None:
+        if self.draft.reads_anew:
             return self.follow(state, step)
         path = jnp.maximum(step.accepted.path[:, 1:] - 1, 0)
         has = jnp.take_along_axis(state.keyed, path, axis=1)

@@ -27,14 +27,21 @@ def check_growth(values: Mapping[str, Any]) -> None:
 
 
 def check_depth(config: ModelConfig, levels: int) -> None:
-    """Checks that a draft can grow trees of so many levels, in several passes.
+    """Checks that a draft can grow trees of so many levels.
 
-    A node sees its ancestors in the tree whatever the draft's sliding window is, so that the
-    deepest node that is run, a level above the last, may not be deeper than the window.
+    In several passes a node sees its ancestors in the tree whatever the draft's sliding window is,
+    so that the deepest node that is run, a level above the last, may not be deeper than the window.
+    A block has an end.
 
     Raises:
       ValueError: it would be.
     """
+    said = None if config.features is None else config.features.levels
+    if said is not None and levels > said:
+        raise ValueError(
+            f"a draft that says blocks of {said + 1} tokens makes trees of at most {said} levels, "
+            f"not {levels}."
+        )
     window = min((each for each in config.windows if each is not None), default=levels)
     if levels - 1 > window:
         raise ValueError(

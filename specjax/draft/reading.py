@@ -3,6 +3,8 @@
 A draft that reads hidden states of the target (EAGLE-3, arXiv 2503.01840) has a slot for each token
 but the first: in slot i are the embedding of token i + 1 and the target's hidden states after token
 i, at position i. What it drafts itself stands there until the target has read it, and goes then.
+One that says blocks (see `specjax.draft.block`) has a slot for each token but the last: in slot i
+are keys and values of the hidden states after token i.
 """
 
 from collections.abc import Iterable
@@ -12,21 +14,24 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.pytree import pytree, replace
+from specjax.draft import block as blocks
 from specjax.models.features import handed_on, projected
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
-from specjax.models.transformer import Model, trunk, unembed
+from specjax.models.transformer import Model, context_of, trunk, unembed
 
 
 @pytree
 class ModelState:
     """A draft model's cache, root included, and its logits after the root.
 
-    Of one that reads hidden states also its `features` of the root, which its children read.
+    Of one that reads hidden states also its `features` of the root, which its children read, or, if
+    it says blocks, the logits of the levels below the root's children, which are `ahead`.
     """
 
     cache: KVCache
     logits: Float[Array, "*G B V"]
     features: Float[Array, "*G B E"] | None = None
+    ahead: Float[Array, "*G B l V"] | None = None
 
 
 class Run(NamedTuple):
@@ -83,6 +88,10 @@ def prefill(
     cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads)
     features = None
     if model.config.features is not None:
+        if _says_blocks(model):
+            held = _said(model, prompt[:, 0], cache)
+            before = hidden[:, :-1]
+            return _read_on(model, held, prompt[:, 1:], length - 1, before, layers)
         if prompt.shape[1] == 1:
             return _of_nothing(model, cache)
         features = projected(model, _own(model, hidden[:, :-1], layers))
@@ -116,6 +125,8 @@ def catch_up(
 
     `hidden` are the states after `layers` of the target, before each of the tokens.
     """
+    if _says_blocks(model):
+        return _read_on(model, held, tokens, count, hidden, layers)
     rows, window = tokens.shape
     steps = jnp.arange(window, dtype=jnp.int32)
     tree_mask = jnp.broadcast_to(steps <= steps[:, None], (rows, window, window))
@@ -130,6 +141,36 @@ def catch_up(
         _features_at(after, at),
     )  # fmt: skip
     return _chosen(count > 0, found, held)
+
+
+def _says_blocks(model: Model) -> bool:
+    read = model.config.features
+    return read is not None and read.block_size is not None
+
+
+def _said(model: Model, last: Int32[Array, " B"], cache: KVCache) -> ModelState:
+    """The state of a draft that says blocks, of which each row's begins with its last token."""
+    logits, below = blocks.ahead(model, last, cache)
+    return ModelState(cache, logits, ahead=below)
+
+
+def _read_on(
+    model: Model,
+    held: ModelState,
+    tokens: Int32[Array, "B W"],
+    count: Int32[Array, " B"],
+    hidden: Float[Array, "B W H"],
+    layers: tuple[int, ...],
+) -> ModelState:
+    """`catch_up` of a draft that says blocks."""
+    if not tokens.shape[1]:
+        return held
+    positions = held.cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    context = context_of(model, projected(model, _own(model, hidden, layers)), positions)
+    cache = held.cache.keep(context, None, count)
+    at = jnp.maximum(count - 1, 0)[:, None]
+    last = jnp.take_along_axis(tokens, at, axis=1)[:, 0]
+    return _chosen(count > 0, _said(model, last, cache), held)
 
 
 def of_layers(
@@ -160,15 +201,19 @@ def _of_nothing(model: Model, cache: KVCache) -> ModelState:
 
 
 def _chosen(which: Bool[Array, " B"], one: ModelState, other: ModelState) -> ModelState:
-    """`one`, but logits and features of `other` in rows that are not among `which`."""
+    """`one`, but what it says of `other` in rows that are not among `which`."""
 
-    def of_row(own: Array, kept: Array) -> Array:
-        return jnp.where(which[:, None], own, kept)
+    def of_row(own: Array | None, kept: Array | None) -> Array | None:
+        if own is None or kept is None:
+            return None
+        return jnp.where(which.reshape(-1, *(1,) * (own.ndim - 1)), own, kept)
 
-    chosen = replace(one, logits=of_row(one.logits, other.logits))
-    if one.features is None or other.features is None:
-        return chosen
-    return replace(chosen, features=of_row(one.features, other.features))
+    return replace(
+        one,
+        logits=of_row(one.logits, other.logits),
+        features=of_row(one.features, other.features),
+        ahead=of_row(one.ahead, other.ahead),
+    )
 
 
 def _features_at(after: Run, index: Int32[Array, " B"]) -> Float[Array, "B E"] | None:

@@ -307,6 +307,10 @@ def expand(
         inner, _ = shape.expanded(level + 1)
         above = np.repeat(tree_mask, counts, axis=0)[inner]
         tree_mask = np.concatenate([above, np.eye(inner.size, dtype=bool)], 1)
+        if held.ahead is not None:
+            below = held.ahead[:, level, None]
+            level_logits = jnp.broadcast_to(below, (rows, inner.size, below.shape[2]))
+            continue
         if features is not None:
             features = features[:, np.repeat(np.arange(counts.size), counts)[inner]]
         after = run(

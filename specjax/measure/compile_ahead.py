@@ -417,8 +417,8 @@ def compiled_program(found: Hardware, name: str, program: Any, *arguments: Any) 
 
 def _of_vocabulary(draft: ModelConfig, target: ModelConfig) -> ModelConfig:
     """A draft whose table is made as long as the target's, as it is when it is loaded."""
-    if draft.features is not None:  # the target's embedding is as large as one of its own
-        own = dataclasses.replace(draft.features, shares_embedding=False)
+    if draft.features is not None:  # the target's tables are as large as its own would be
+        own = dataclasses.replace(draft.features, shares_embedding=False, shares_unembedding=False)
         return dataclasses.replace(draft, features=own)
     if draft.vocab_size == target.vocab_size:
         return draft

@@ -9,6 +9,7 @@ from specjax.models.rope import Stretch
 Shape = tuple[int, ...]
 _MOST = 2**31 - 1
 _MOST_LAYERS = 10_000
+_LARGEST_BLOCK = 256
 
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 """The matrices of a layer, any of which may have a bias."""
@@ -23,6 +24,10 @@ NORM_KINDS = ("rms", "offset_rms", "layer")
 
 FEATURE_NORMS = (None, "each", "whole")
 """Of hidden states of a target: none, of each of them, or of all of them together."""
+
+BESIDE, INPUT, CONTEXT = FEATURE_WAYS = ("beside", "input", "context")
+"""How hidden states of a target enter a draft (see `Features`): as EAGLE-3, layers of multi-token
+prediction and DFlash have it."""
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
@@ -40,15 +45,25 @@ def check_size(field: str, key: str, value: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Features:
-    """What a draft reads of its target beside tokens: hidden states (EAGLE-3, arXiv 2503.01840).
+    """What a draft reads of its target beside tokens: hidden states.
 
     `layers` are those states by the number of the target's layers before them, and `size` is how
-    many numbers each has. They are projected together to the draft's own size, after a norm of
-    `norms`: None, one of "each" or one of the "whole". The first layer reads the token's embedding
-    and the projection, each normed, beside each other; the projection is what the layer's outputs
-    are added to, normed if `normed_residual`. Where the target has read nothing, what left the
-    draft's layer stands for the projection, through the last norm if `normed_output`. With
-    `shares_embedding` the draft has the target's.
+    many numbers each has. With `shares_embedding` and `shares_unembedding` the draft has the
+    target's. There are three `way`s:
+
+    * "beside" (EAGLE-3, arXiv 2503.01840): they are projected together to the draft's own size,
+      after a norm of `norms`: None, one of "each" or one of the "whole". The layer reads the
+      token's embedding and the projection, each normed, beside each other; the projection is what
+      the layer's outputs are added to, normed if `normed_residual`. Where the target has read
+      nothing, what left the draft's layer stands for the projection, through the last norm if
+      `normed_output`.
+    * "input" (multi-token prediction, arXiv 2412.19437): they and the token's embedding, each
+      normed, are projected together to what enters the layer, which is like any other. The first
+      position's embedding is 0. The rest is as above.
+    * "context" (DFlash, arXiv 2602.06036): they are projected together and normed; keys and values
+      of that are all that layers see of the text. A pass runs a block of `block_size` tokens, the
+      last one and `mask_token` again and again, which see each other; each says what stands in its
+      own place.
     """
 
     layers: tuple[int, ...]
@@ -57,16 +72,41 @@ class Features:
     normed_residual: bool = False
     normed_output: bool = False
     shares_embedding: bool = True
+    shares_unembedding: bool = False
+    way: str = BESIDE
+    block_size: int | None = None
+    mask_token: int | None = None
 
     def __post_init__(self) -> None:
         check_size("size", "the target's hidden size", self.size)
         if self.norms not in FEATURE_NORMS:
             raise ValueError(f"there is no norm of features {self.norms!r}.")
+        if self.way not in FEATURE_WAYS:
+            raise ValueError(f"hidden states do not enter a draft {self.way!r}.")
+        if self.way == CONTEXT:
+            self._check_block()
+
+    def _check_block(self) -> None:
+        """Checks that there is a block.
+
+        Raises:
+          ValueError: it has no two tokens, or the mask is no token.
+        """
+        size, mask = self.block_size, self.mask_token
+        if type(size) is not int or not 2 <= size <= _LARGEST_BLOCK:
+            raise ValueError(f"block_size is {size!r}; it must lie from 2 to {_LARGEST_BLOCK}.")
+        if type(mask) is not int or mask < 0:
+            raise ValueError(f"mask_token_id is {mask!r}; it must be a token.")
 
     @property
     def width(self) -> int:
         """Numbers of all hidden states of a token."""
         return len(self.layers) * self.size
+
+    @property
+    def levels(self) -> int | None:
+        """Levels that a pass says, so that no tree has more; None where each level has its own."""
+        return None if self.block_size is None else self.block_size - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +129,13 @@ class ModelConfig:
     `head_dim`, inverted) and capped to ±`attention_cap`.
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
-    of positions is added, position 0 at that row of it; logits are capped to ±`logit_cap`, and of
-    tokens past the first `num_known` they are the lowest there is (None: there are none).
+    of positions is added, position 0 at that row of it; logits are multiplied by `logit_scale` and
+    capped to ±`logit_cap`, and of tokens past the first `num_known` they are the lowest there is
+    (None: there are none).
 
     Drafts may know only `draft_vocab_size` of their target's `vocab_size` tokens; they never
     propose others. Their tables have a row for each, and one for all the others together. Those
-    that read hidden states of the target have `features`, one layer, and embeddings of all tokens.
+    that read hidden states of the target have `features` and embeddings of all tokens.
     """
 
     vocab_size: int
@@ -124,6 +165,7 @@ class ModelConfig:
     query_scale: float | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
+    logit_scale: float = 1.0
     embedding_scale: float = 1.0
     position_offset: int | None = None
     num_known: int | None = None
@@ -142,7 +184,7 @@ class ModelConfig:
                     f"{self.vocab_size}; a draft that knows all tokens has no draft_vocab_size."
                 )
         for name in ("rope_theta", "window_theta", "norm_eps", "query_scale", "attention_cap",
-                     "logit_cap", "embedding_scale"):  # fmt: skip
+                     "logit_cap", "logit_scale", "embedding_scale"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
@@ -156,11 +198,16 @@ class ModelConfig:
                 f"head_dim is {self.head_dim} and rotary_dim {self.rotary_dim}; rotary embedding "
                 "turns an even number of a head's features."
             )
-        if self.features is not None and (self.num_layers != 1 or self.tie_embeddings):
+        read = self.features
+        several = read is not None and read.way != CONTEXT and self.num_layers != 1
+        if read is not None and (several or self.tie_embeddings):
             raise ValueError(
                 "a draft that reads hidden states has one layer and an unembedding of its own; "
                 f"this one has {self.num_layers} layers, tied: {self.tie_embeddings}."
             )
+        mask = None if read is None else read.mask_token
+        if mask is not None and mask >= self.vocab_size:
+            raise ValueError(f"mask_token_id is {mask}; vocab_size is {self.vocab_size}.")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
         for window in self.windows:
@@ -198,7 +245,7 @@ class ModelConfig:
         """The shape of every leaf that a layer has, by its name in `LayerWeights`."""
         d, f = self.hidden_size, self.intermediate_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        read = d if self.features is None else 2 * d
+        read = 2 * d if self.features is not None and self.features.way == BESIDE else d
         shapes: dict[str, Shape] = {
             "query": (heads, read), "key": (kv_heads, read), "value": (kv_heads, read),
             "output": (d, heads), "gate": (f, d), "up": (f, d), "down": (d, f),
@@ -220,10 +267,13 @@ class ModelConfig:
         table = self.vocab_size if own is None else own + 1, d
         shapes: dict[str, Shape] = {"embedding": table, **self._norm_shapes(("final_norm",))}
         if read is not None:
-            shapes |= {
-                "feature_projection": (d, read.width),
-                **self._norm_shapes(("feature_norm",)),
-            }
+            shapes |= {"feature_projection": (d, read.width), "feature_norm": (d,)}
+            if read.way == INPUT:
+                shapes |= {
+                    "feature_projection": (d, read.size + d),
+                    "feature_norm": (read.size,),
+                    "feature_token_norm": (d,),
+                }
             if read.norms == "whole":
                 shapes["feature_input_norm"] = (read.width,)
             if read.norms == "each":
@@ -235,6 +285,8 @@ class ModelConfig:
             shapes["unembedding"] = table
         if read is not None:
             shapes["unembedding"] = self.vocab_size if own is None else own, d
+            if read.shares_unembedding:
+                del shapes["unembedding"]
         if self.position_offset is not None:
             rows = self.max_positions + self.position_offset
             shapes["position_embedding"] = (rows, self.hidden_size)

@@ -71,9 +71,10 @@ class Model:
     stack: LayerWeights | None = None
     row_of: Int32[Array, " U"] | None = None
     feature_projection: Float[Array, "E F"] | PackedWeight | None = None
-    feature_norm: Float[Array, " E"] | None = None
+    feature_norm: Float[Array, " T"] | None = None
     feature_input_norm: Float[Array, " F"] | None = None
     feature_norms: Float[Array, "k T"] | None = None
+    feature_token_norm: Float[Array, " E"] | None = None
     axis: str | None = static(default=None)
     repeats: int = static(default=1)
 
@@ -163,7 +164,7 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
     """Random weights: normal with deviation 0.02, output projections scaled by 1/sqrt(2·layers).
 
     Biases are 0 and norms do nothing. A draft of some tokens knows the first ones. One that has its
-    target's embedding has a row in its place.
+    target's embedding, or unembedding, has a row in its place.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
     keys = iter(jax.random.split(key, 2 + len(MATRICES) * config.num_layers))
@@ -281,25 +282,13 @@ def _attend(
     model: Model, weights: LayerWeights, made: Sequence[Array], group: Group
 ) -> tuple[Float[Array, "B H T D"], tuple[Array, Array]]:
     """What a group's tokens take from those that they see, and their keys and values."""
-    config, angles, block = model.config, group.angles, group.block
-    rows, tokens = group.shape
-
-    def heads(matrix: str, made: Array) -> Array:
-        made = group.packing.unpack(made)
-        normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
-        if normed and not per_head:
-            made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
-        made = made.reshape(-1, config.head_dim, rows, tokens)
-        if normed and per_head:
-            made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
-        return made
-
-    query, key, value = map(heads, _PROJECTIONS, made)
-    query = layers.rotate(query, angles).transpose(2, 0, 3, 1)
+    config, block = model.config, group.block
+    query, key, value = (
+        _heads(model, weights, matrix, own, group)
+        for matrix, own in zip(_PROJECTIONS, made, strict=True)
+    )
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
-    key = layers.rotate(key, angles).transpose(2, 0, 3, 1)
-    value = value.transpose(2, 0, 3, 1)
     # A token's keys round as they will in the cache, where others read them.
     prefix, mask = group.prefix, group.mask
     kind = cache_dtype(model.embedding.dtype) if prefix is None else prefix.keys.dtype
@@ -313,6 +302,43 @@ def _attend(
         first=mask.first, soft_cap=config.attention_cap, window=mask.window,
     )  # fmt: skip
     return mixed, new
+
+
+def _heads(
+    model: Model, weights: LayerWeights, matrix: str, made: Array, group: Group
+) -> Float[Array, "B H T D"]:
+    """A product with a matrix of `_PROJECTIONS` by head, normed and rotated as that wants it."""
+    config, (rows, tokens) = model.config, group.shape
+    made = group.packing.unpack(made)
+    normed, per_head = matrix != "value" and config.head_norms, config.head_norms == "head"
+    if normed and not per_head:
+        made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
+    made = made.reshape(-1, config.head_dim, rows, tokens)
+    if normed and per_head:
+        made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
+    made = made if matrix == "value" else layers.rotate(made, group.angles)
+    return made.transpose(2, 0, 3, 1)
+
+
+def context_of(
+    model: Model,
+    features: Float[Array, "B T E"],
+    positions: Int32[Array, "B T"],
+    dtype: jnp.dtype | None = None,
+) -> NewKV:
+    """Keys and values of what is all that a draft's layers see of a text (see `Features`).
+
+    `features` are those of tokens at `positions`; `dtype` is that of the matrix products.
+    """
+    x, kind = features.reshape(-1, features.shape[-1]).T, cache_dtype(model.embedding.dtype)
+    made = []
+    for index, weights in enumerate(model.layers):
+        window = model.config.windows[index] if model.config.windows else None
+        group = _view(model.config, window, Columns(positions, positions, None, None))
+        own = zip(_PROJECTIONS[1:], products(weights, _PROJECTIONS[1:], x, dtype), strict=True)
+        key, value = (_heads(model, weights, *each, group).astype(kind) for each in own)
+        made.append((key, value))
+    return tuple(made)
 
 
 def apply_layer(
@@ -413,7 +439,7 @@ def trunk(
     x = embed(model, *(jnp.concatenate(own, axis=1) for own in zip(*columns, strict=True)))
     entering = None
     if features is not None:
-        x, entering = joined(model, x, features)
+        x, entering = joined(model, x, features, columns[0][1], dtype)
     windows = config.windows or (None,) * config.num_layers
     views = {window: [_view(config, window, part) for part in parts] for window in set(windows)}
     caches = [part.cache for part in parts]
@@ -592,7 +618,10 @@ def unembed(
 ) -> Float[Array, "V C"]:
     """Logits of each column, float32."""
     table = model.embedding if model.unembedding is None else model.unembedding
-    logits = layers.capped(layers.linear(table, x, dtype), model.config.logit_cap)
+    logits = layers.linear(table, x, dtype)
+    if model.config.logit_scale != 1:
+        logits = logits * jnp.float32(model.config.logit_scale)
+    logits = layers.capped(logits, model.config.logit_cap)
     if model.row_of is not None:
         lowest = jnp.finfo(logits.dtype).min
         if model.config.features is not None:  # what it does not know has no row

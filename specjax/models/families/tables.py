@@ -5,11 +5,13 @@ from typing import Any
 
 from specjax.models.config import ModelConfig, check_size
 from specjax.models.families import rotary
+from specjax.models.families.dflash import DFLASH, is_dflash
 from specjax.models.families.eagle import EAGLE3, is_eagle3
 from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
 from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
 from specjax.models.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
+from specjax.models.families.mimo import MIMO
 from specjax.models.families.ranges import check_values
 
 FAMILIES = {
@@ -17,7 +19,8 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
         *(GPT2, OPT, NEOX),
-        EAGLE3,
+        MIMO,
+        *(EAGLE3, DFLASH),
     )
 }
 
@@ -33,6 +36,8 @@ def family_of(config: Json) -> Family:
     """
     if is_eagle3(config):
         return EAGLE3
+    if is_dflash(config):
+        return DFLASH
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
