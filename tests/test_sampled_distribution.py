@@ -28,6 +28,7 @@ from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.lookahead import LookaheadDrafter, LookaheadState, Window, kept
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.retrieval import RetrievalDrafter, corpus_of
+from specjax.draft.suffix import SuffixDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.measure.distribution_tests import g_test
 from specjax.models.pruning import pruned
@@ -37,7 +38,16 @@ from specjax.trees.tree import TreeShape, root_only
 from specjax.verify import rules, token_wise
 from specjax.verify.rules import BLOCK, MULTI_STEP, NAIVE, ONE_HOT, RECURSIVE, TRAVERSAL
 from tests.cases import slow_but
-from tests.pairs import alone, broken, head, near, varied_model, with_activations_of
+from tests.pairs import (
+    alone,
+    block_draft,
+    broken,
+    head,
+    mtp_layer,
+    near,
+    varied_model,
+    with_activations_of,
+)
 
 pytestmark = pytest.mark.long_running
 PROMPT = [7, 41, 3, 19]
@@ -95,12 +105,17 @@ def lookahead(target: Model) -> LookaheadDrafter:
     return Primed(jnp.float32(0.5), Window(2, 3, 2), target.config.vocab_size, grams)
 
 
-def retrieved(target: Model) -> RetrievalDrafter:
+def retrieved(target: Model, kind=RetrievalDrafter) -> RetrievalDrafter:
     """From likely texts, and two that begin elsewhere."""
     likely = sorted(expected(), key=lambda text: -expected()[text])[:6]
     corpus = corpus_of([*([*PROMPT[2:], *text] for text in likely), [3, 19, 5], [1, 2]])
     growth = Growth(budget=4, beams=2, width=2, depth=2)
-    return RetrievalDrafter(corpus, jnp.asarray([0, 0.4, 0.6]), growth, target.config.vocab_size)
+    return kind(corpus, jnp.asarray([0, 0.4, 0.6]), growth, target.config.vocab_size)
+
+
+def suffixes(target: Model) -> RetrievalDrafter:
+    """After such texts."""
+    return retrieved(target, SuffixDrafter)
 
 
 def some_tokens(target: Model) -> Model:
@@ -121,6 +136,7 @@ CASES = {
     "hybrid": (hybrid, ONE_HOT),
     "recycled": (recycled, NAIVE),
     "retrieved": (retrieved, ONE_HOT),
+    "suffix": (suffixes, ONE_HOT),
     "lookahead": (lookahead, NAIVE),
     "lookahead, one-hot": (lookahead, ONE_HOT),
     "not a number": (lambda target: alone(broken(target, np.nan), (2, 1)), MULTI_STEP),
@@ -146,6 +162,13 @@ CASES = {
         ONE_HOT,
     ),
     "a head": (lambda target: alone(head(target, 3, 40), (1, 1)), BLOCK),
+    "a block in one pass": (lambda target: alone(block_draft(target, 3), (1, 1)), BLOCK),
+    "a block's tree": (lambda target: alone(block_draft(target, 3), (2, 1)), MULTI_STEP),
+    "a block, best first": (
+        lambda target: replace(best_first(target), model=block_draft(target, 3)),
+        ONE_HOT,
+    ),
+    "multi-token prediction": (lambda target: alone(mtp_layer(target, 3), (1, 1)), BLOCK),
     "a head's tree": (lambda target: alone(head(target, 3), (2, 1)), MULTI_STEP),
     "a head's tree, from the leaves": (
         lambda target: alone(head(target, 3, 40), (2, 1), children=DISTINCT),

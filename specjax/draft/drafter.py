@@ -2,7 +2,7 @@
 
 import abc
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -15,6 +15,9 @@ from specjax.parallel.mesh import DATA
 from specjax.trees.accepted import Accepted
 from specjax.trees.construction import Construction
 from specjax.trees.tree import TokenTree
+
+if TYPE_CHECKING:
+    from specjax.draft.retrieval import Corpus
 
 DraftState = Any
 """A pytree with rows first; the caller threads it and knows nothing of it."""
@@ -116,6 +119,16 @@ class Drafter(abc.ABC):
     def needs_probs(self) -> bool:
         """Whether a step is to hold its tokens' probabilities."""
         return False
+
+    @property
+    def remembers(self) -> int:
+        """Tokens of texts that have ended from which it drafts (see `with_earlier`)."""
+        return 0
+
+    def with_earlier(self, corpus: "Corpus") -> "Drafter":
+        """The same with other earlier texts, of as many tokens as it `remembers`."""
+        del corpus
+        return self
 
     @property
     def settings(self) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ A suffix array finds all places that match the end of the text, and lists them b
 
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Int32
 
 from specjax.base.axes import Key
-from specjax.base.pytree import pytree, static
+from specjax.base.pytree import pytree, static, unchecked
 from specjax.base.sampling import Sampling
 from specjax.draft.growth import (
     Growth,
@@ -58,18 +59,27 @@ class Matches:
     tokens: Int32[Array, "*S"]
 
 
-def corpus_of(texts: Sequence[Sequence[int]]) -> Corpus:
+def corpus_of(texts: Sequence[Sequence[int] | np.ndarray]) -> Corpus:
     """The corpus of some texts.
 
     Raises:
       ValueError: they have no token.
     """
-    parts = [np.asarray([*text, NO_TOKEN], np.int32) for text in texts if len(text)]
-    if not parts:
+    if not any(map(len, texts)):
         raise ValueError("a corpus has at least one token; these texts have none.")
-    tokens = np.concatenate(parts)
+    return jax.tree.map(jnp.asarray, arrays_of(texts))
+
+
+def arrays_of(texts: Sequence[Sequence[int] | np.ndarray], size: int = 0) -> Corpus:
+    """The corpus of some texts as arrays of the host, of `size` tokens at least.
+
+    What no text takes is `NO_TOKEN`.
+    """
+    parts = [np.asarray([*text, NO_TOKEN], np.int32) for text in texts if len(text)]
+    spare = np.full(max(0, size - sum(map(len, parts))), NO_TOKEN, np.int32)
+    tokens = np.concatenate([*parts, spare])
     padded = np.concatenate([tokens, np.full(COMPARED, NO_TOKEN, np.int32)])
-    return Corpus(jnp.asarray(padded), jnp.asarray(_ordered(tokens)))
+    return unchecked(Corpus, tokens=padded, order=_ordered(tokens))
 
 
 def _ordered(tokens: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:
@@ -185,15 +195,22 @@ class RetrievalDrafter(OfText):
     ) -> tuple[TokenTree, Text]:
         """The tree of the likeliest nodes; nothing of it is random."""
         del key, position, sampling
-        rows, budget = last.shape[0], self.growth.budget
+        return self.tree(self.grown(state), last), state
+
+    def tree(self, nodes: Nodes, last: Int32[Array, " B"]) -> TokenTree:
+        """The tree of nodes below the root tokens `last`."""
+        return tree_of(nodes, last, self.vocabulary)[0]
+
+    def grown(self, text: Text) -> Nodes:
+        """The likeliest nodes below the end of each text."""
+        rows, budget = text.length.shape[0], self.growth.budget
         source = CorpusSource(self.corpus, self.trust, min(self.followers, budget))
-        root = self.longest(state)
+        root = self.longest(text)
         none = jnp.zeros((rows, budget + 1), jnp.int32)
         carry = source.hold(Matches(none, none, none), root, jnp.full((rows, 1), -1, jnp.int32))
         likely, nodes = source.following(root), no_nodes(rows, budget)
         nodes, _, growing = join(nodes, roots(rows), likely, self.growth)
-        nodes, _ = grow(source, self.growth, nodes, carry, growing)
-        return tree_of(nodes, last, self.vocabulary)[0], state
+        return grow(source, self.growth, nodes, carry, growing)[0]
 
     def longest(self, text: Text) -> Matches:
         """The places that match the longest end of each text, of `least` tokens at least: `[B, 1]`.

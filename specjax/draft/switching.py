@@ -25,7 +25,7 @@ from specjax.draft.hybrid import HybridDrafter, HybridState
 from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
 from specjax.draft.reading import ModelState
-from specjax.draft.retrieval import RetrievalDrafter
+from specjax.draft.retrieval import Corpus, RetrievalDrafter
 from specjax.draft.static import ExpansionDrafter
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layers import write_window
@@ -93,7 +93,7 @@ class SwitchingDrafter(Drafter):
                 raise ValueError(f"the setting {name} is a switch between settings itself.")
             own = _model_of(drafter)
             model = own if model is None else model
-            shares = type(drafter) in (TextDrafter, RetrievalDrafter, PlainDrafter)
+            shares = isinstance(drafter, TextDrafter | RetrievalDrafter | PlainDrafter)
             shares |= own is not None and model is not None and _same(own, model)
             held.append(_with_model(drafter, None) if shares else drafter)
             share.append(shares)
@@ -113,6 +113,15 @@ class SwitchingDrafter(Drafter):
         """Whether the setting in use needs the shared draft to have read all of a row's text."""
         at = self._at
         return self.share[at] and isinstance(self.drafters[at], _Runs)
+
+    @property
+    def remembers(self) -> int:
+        """Tokens of earlier texts that settings draft from, which is as many for each of them."""
+        return max(drafter.remembers for drafter in self.drafters)
+
+    def with_earlier(self, corpus: Corpus) -> "SwitchingDrafter":
+        """The same settings with other earlier texts."""
+        return replace(self, drafters=tuple(each.with_earlier(corpus) for each in self.drafters))
 
     @property
     def keeps_up(self) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.draft.drafter import Drafter, TokenLogprobs
+from specjax.draft.retrieval import Corpus
 from specjax.engine import checks, programs
 from specjax.engine.programs import Given, Parameters, Setup, packed
 from specjax.engine.request import Logprob, Request
@@ -189,6 +190,15 @@ class Device:
         flat.__name__ = call.name.replace(" ", "_")  # what progress and profiles call it
         lowered = jax.jit(flat, donate_argnums=1).lower(self._models, self._shapes, *call.given)
         return lowered.compile()
+
+    def remember(self, corpus: Corpus) -> None:
+        """Drafts from these earlier texts from here on."""
+        target, drafter = jax.tree.unflatten(self._models_tree, self._models)
+        changed = jax.tree.leaves((target, drafter.with_earlier(corpus)))
+        self._models = [
+            new if new is old else jax.device_put(new, old.sharding)
+            for new, old in zip(changed, self._models, strict=True)
+        ]
 
     def place(self, changes: Mapping[int, Sequence[Sequence[int]]]) -> None:
         """Rows lie in these pages from here on: of the target's cache, then of the drafts'."""

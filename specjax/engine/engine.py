@@ -24,6 +24,7 @@ from specjax.draft.plain import PlainDrafter
 from specjax.engine import measured, measuring
 from specjax.engine.checks import check_request, check_requests, key_of
 from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
+from specjax.engine.earlier import EarlierTexts
 from specjax.engine.joining import Joining, Part
 from specjax.engine.pages import PageCounts, Pages
 from specjax.engine.programs import Setup
@@ -203,6 +204,7 @@ class Engine:
         )  # fmt: skip
         self.speculation = _speculation(drafter, rows, columns, options, shards)
         self._window = drafter.window
+        self._earlier = EarlierTexts(drafter.remembers) if drafter.remembers else None
         self._aborted: deque[Sequence] = deque()
         self._in_flight: _InFlight | None = None
         self._alone, self._last_output, self._step_seconds = False, 0.0, 0.0
@@ -532,6 +534,8 @@ class Engine:
         if idle:
             return True
         self._wait_for_readers()
+        if self._earlier is not None and (corpus := self._earlier.made()) is not None:
+            self._device.remember(corpus)
         with self._lock:
             while self._aborted:
                 sequence = self._aborted.popleft()
@@ -864,6 +868,8 @@ class Engine:
         if results[-1].done:
             reason = "stop" if ids[-1] in parameters.end_ids else "length"
             self._totals.count_target(sequence.tpot_ms(self._last_output), request.max_tpot_ms)
+            if self._earlier is not None:
+                self._earlier.add(row.tokens[len(request.prompt) :])
             self._finish(row, sequence)
         return Tokens(tuple(ids), tuple(logprobs), reason)
 

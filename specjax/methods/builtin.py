@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from specjax.checkpoints.pair import Pair
@@ -16,6 +17,7 @@ from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.retrieval import RetrievalDrafter
 from specjax.draft.staged import TableStage
+from specjax.draft.suffix import SuffixDrafter, earlier
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.methods import defaults
 from specjax.methods.method import (
@@ -34,6 +36,7 @@ from specjax.methods.method import (
 )
 from specjax.methods.sequoia import most_tokens
 from specjax.models.transformer import Model
+from specjax.parallel.mesh import mesh_of, settled
 from specjax.trees.construction import DRAWN, TOP_K
 from specjax.trees.tree import TreeShape
 from specjax.trees.widths import Widths, canonical, spelled, widest
@@ -224,6 +227,16 @@ def _build_retrieve(setting: Setting, pair: Pair, verify: str) -> Drafter:
     )  # fmt: skip
 
 
+def _build_suffix(setting: Setting, pair: Pair, verify: str) -> Drafter:
+    del verify
+    nothing = jax.tree.map(jnp.asarray, earlier((), defaults.REMEMBERED))
+    return SuffixDrafter(
+        settled(nothing, mesh_of(pair.target)), jnp.asarray(defaults.TRUST, jnp.float32),
+        _needed(setting, "growth"), pair.target.config.vocab_size,
+        defaults.SHORTEST_MATCH["suffix"], defaults.FOLLOWERS["suffix"],
+    )  # fmt: skip
+
+
 def _best_first(
     setting: Setting,
     pair: Pair,
@@ -231,7 +244,9 @@ def _best_first(
     second: Drafter | None = None,
 ) -> BestFirstDrafter:
     temperatures = jnp.asarray(setting.temperatures or defaults.TEMPERATURES, jnp.float32)
-    growth = _needed(setting, "growth")
+    growth, read = _needed(setting, "growth"), pair.drafts[0].config.features
+    if read is not None and read.levels is not None:  # all that a block says
+        growth = dataclasses.replace(growth, depth=min(growth.depth, read.levels))
     return BestFirstDrafter(pair.drafts[0], temperatures, growth, table, second)
 
 
@@ -352,6 +367,14 @@ _BUILTIN = (
         setting=_grown("retrieve"),
         build=_build_retrieve,
         lacks=_needs_corpus,
+        takes_widths=False,
+    ),
+    Method(
+        name="suffix",
+        summary="what followed the longest matches in the text and in a server's earlier answers",
+        source="SuffixDecoding (2411.04975)",
+        setting=_grown("suffix"),
+        build=_build_suffix,
         takes_widths=False,
     ),
     Method(
