@@ -17,12 +17,14 @@ import pytest
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
-from specjax.checkpoints.files import CheckpointError, find
+from specjax.checkpoints.feature_drafts import load_feature_draft
+from specjax.checkpoints.files import CheckpointError, Files, find
 from specjax.checkpoints.load import load_drafts, load_model
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.decoding.generate import generate, generate_jit, stream
 from specjax.decoding.request import prepare
+from specjax.draft.static import ExpansionDrafter
 from specjax.engine import engine as engines
 from specjax.engine.request import Request
 from specjax.goodput.chunks import PrefillBatch
@@ -62,6 +64,10 @@ ENGINES = (
 """Meshes of engines, and what drafts there."""
 
 
+HEADS = ("head", "block")
+"""Drafts that read hidden states, by their folders."""
+
+
 def pair_on(folder: Path, mesh, stack: bool = False) -> Pair:
     drafts = load_drafts([folder / "drafts" / str(n) for n in range(3)], dtype="float32", mesh=mesh)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +82,9 @@ def drafter_of(folder: Path, pair: Pair, method: str, mesh):
     if method == "hidden":
         (whole,) = load_drafts([folder / "target"], dtype="float32", mesh=mesh)
         return HiddenDrafter(whole, (0, pair.target.config.num_layers))
+    if method in HEADS:
+        head = load_feature_draft(Files(folder / method), pair.target, dtype="float32", mesh=mesh)
+        return ExpansionDrafter.of([head], (2, 1))
     return registry.build(registry.setting_of(method, batch=ROWS), pair)
 
 

@@ -11,8 +11,14 @@ from specjax.decoding import conversation as conversations
 from specjax.decoding.conversation import Conversation
 from specjax.draft.plain import PlainDrafter
 from tests.cases import slow_among
-from tests.pairs import KEY, generate, varied_model
+from tests.pairs import KEY, alone, block_draft, generate, head, varied_model
 from tests.test_engine import DRAFTERS
+
+HEADS = {
+    "head": lambda target: alone(head(target, 1, steps=1), (1, 1)),
+    "block": lambda target: alone(block_draft(target, 1, steps=1), (1, 1)),
+}
+"""Drafts that read hidden states."""
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +47,16 @@ def drawn(seed, length):
 
 
 @pytest.mark.parametrize(
-    "name", slow_among(["none", "pool", "best first", "hybrid"], "pool", "hybrid")
+    "name",
+    slow_among(["none", "pool", "best first", "hybrid", *HEADS], "pool", "hybrid", *HEADS),
 )
 def test_every_turn_is_plain_decoding_and_reads_what_is_new(name, target, monkeypatch):
     """A prompt that goes on, one that turns off earlier, the same again, and one of its own."""
     monkeypatch.setattr(conversations, "CHUNK", 8)
     if name == "none":
         monkeypatch.setattr(conversations, "LARGE_CHUNK", 12)
-    conversation = Conversation(target, DRAFTERS[name](target), max_model_len=100)
+    drafter = (DRAFTERS | HEADS)[name](target)
+    conversation = Conversation(target, drafter, max_model_len=100)
     conversation.compile()
     first = drawn(0, 33)
     reply = plain(target, first, stop_at_eos=False)

@@ -13,10 +13,12 @@ from specjax.base.pytree import replace
 from specjax.checkpoints.huggingface import save_model
 from specjax.models.placement import placement
 from specjax.parallel.mesh import make_mesh, with_all_axes
+from tests import dflash_twin, eagle_twin
 from tests.conftest import QUICKLY, tiny_config, tiny_model
 from tests.hidden import DEPTH
 from tests.on_mesh import ENGINES
 from tests.pairs import alone, generate, near
+from tests.test_eagle import changed
 
 ROOT = Path(__file__).parent.parent
 WIDE = {"num_heads": 8, "num_kv_heads": 2, "intermediate_size": 64}
@@ -33,6 +35,7 @@ OTHERS = (
         "data=2,model=4/chain",
         "data=2,model=4/chain/stack",
         "data=2,model=4/hidden/stack",
+        *("data=2,model=4/head", "data=2,model=4/block"),
     ),
     *("draft=3/pool", "data=2,model=4/recycle", "families", "moved", "engine"),
 )
@@ -57,6 +60,12 @@ def found_on_mesh(folder, sections):
     for layers in (2, 3):
         deep = tiny_model(0, num_layers=layers, **WIDE)
         save_model(deep, folder / f"layers{layers}", dtype="float32")
+    sizes = target.config.vocab_size, target.config.hidden_size
+    head = eagle_twin.Dialect((0, 1, 2), "outputs")
+    eagle_twin.write(folder / "head", head, eagle_twin.head_of(head, *sizes), *sizes)
+    block = dflash_twin.Dialect(targets=(0, 1))
+    dflash_twin.write(folder / "block", block, dflash_twin.draft_of(block, *sizes), *sizes)
+    changed(folder / "block", num_target_layers=None)
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-m", "tests.on_mesh", str(folder), *sections],

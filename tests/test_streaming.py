@@ -47,11 +47,12 @@ from specjax.models.quantized import quantized_as
 from tests.cases import slow_but
 from tests.conftest import QUICKLY
 from tests.folders import pair_folder, target_folder
-from tests.pairs import NEW, PROMPTS, generate, near, varied_model
+from tests.pairs import NEW, PROMPTS, block_draft, generate, head, near, varied_model
 from tests.quantized_files import rewrite
 from tests.test_parity import GOLDEN
 
 LAYERS = 4
+METHODS = ("none", "chain", "pool", "specexec", "head", "block")
 EVERYTHING = 10**9
 
 
@@ -94,6 +95,10 @@ def drafter_of(target, method):
         return ExpansionDrafter.of([draft, near(target, 1)], (2, 1))
     if method == "specexec":
         return BestFirstDrafter(draft, jnp.ones(2), Growth(budget=11, beams=2, width=2))
+    if method == "head":
+        return ExpansionDrafter.of([head(target, 0, steps=1)], (2, 1))
+    if method == "block":
+        return ExpansionDrafter.of([block_draft(target, 0, steps=1)], (2, 1))
     return None
 
 
@@ -104,7 +109,9 @@ def in_host_memory(monkeypatch):
 
 
 @pytest.mark.parametrize(("resident", "host"), [(0, False), (2, False), (1, True)])
-@pytest.mark.parametrize("method", slow_but(["none", "chain", "pool", "specexec"], "chain"))
+@pytest.mark.parametrize(
+    "method", slow_but(["none", "chain", "pool", "specexec", "head", "block"], "chain")
+)
 def test_texts_are_those_of_the_model_in_memory(
     method, resident, host, target, folder, in_host_memory
 ):

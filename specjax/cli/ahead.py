@@ -20,6 +20,7 @@ from specjax.cli.values import at_least, dtype_of
 from specjax.engine.ahead import engine_of_shapes, step_programs
 from specjax.measure.compile_ahead import HERE, Hardware, Program, Texts, hardware, programs
 from specjax.models.config import ModelConfig
+from specjax.models.families.mimo import mtp_config
 from specjax.models.memory import readable
 from specjax.parallel.mesh import MODEL
 from specjax.parallel.processes import sizes_of
@@ -48,6 +49,7 @@ def compile_for(options: Info) -> int:
     found = named(options.model, options.draft)
     target = read_config(found.target.path, options.positions)[0]
     drafts = [draft_config(each, target) for each in found.drafts]
+    drafts += [mtp_config(target)] * found.has_mtp
     length = length_of(options.length, target)
     if options.serve:
         report = _steps_for(options, found.target, target, drafts, length)
