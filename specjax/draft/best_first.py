@@ -224,9 +224,8 @@ class BestFirstDrafter(Drafter):
         rows, budget, config = held.logits.shape[0], self.growth.budget, self.model.config
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
-        new, features = tuple((empty, empty) for _ in self.model.layers), None
-        if held.ahead is not None:  # no node is run
-            new = ()
+        run = () if held.ahead is not None else self.model.layers  # of a block's tree no node is
+        new, features = tuple((empty, empty) for _ in run), None
         if held.features is not None:
             features = jnp.zeros((rows, 1, budget, config.hidden_size))
         block = Made(new, features)
