@@ -48,6 +48,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+import hypothesis
 import jax
 import pytest
 
@@ -58,6 +59,12 @@ from specjax.models.config import ModelConfig
 from specjax.models.transformer import Model, initialize
 
 pytest_plugins = ["tests.where_time_goes"]
+
+# Examples are the same in every run, and none has to be quick: two busy cores stall at times. To
+# look for others: HYPOTHESIS_PROFILE=search pytest FILE.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("search", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 # Tracing makes hundreds of thousands of objects, few of them garbage in cycles: collecting that as
 # often as usual takes an eighth of the time.
 gc.set_threshold(20_000, 20, 20)

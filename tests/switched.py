@@ -91,12 +91,16 @@ def every_kind(draft: Model, other: Model) -> SwitchingDrafter:
 
 
 class RandomPolicy(Policy):
-    """Takes any program that has a column for each row, any depths that fit in it, short bursts."""
+    """Takes any program that has a column for each row, any depths that fit in it, short bursts.
+
+    Programs are dealt from a shuffled deck for each number of rows: as many decisions take all.
+    """
 
     def __init__(self, speculation: Speculation, rows: int, seed: int = 0) -> None:
         assert speculation.controller is not None
         self._shapes, self._settings = speculation.controller.shapes, speculation.settings
         self._rows, self._drawn = rows, np.random.default_rng(seed)
+        self._decks: dict[int, list[StepShape]] = {}
         self.taken = []
         self.chances: list[float] = []
 
@@ -111,8 +115,10 @@ class RandomPolicy(Policy):
 
     def decide(self, rows) -> Decision:
         size = step_rows(len(rows), self._rows, 2)
-        able = [shape for shape in self._shapes if shape.rows == size]
-        shape = able[self._drawn.integers(len(able))]
+        if not (deck := self._decks.setdefault(size, [])):
+            deck += [shape for shape in self._shapes if shape.rows == size]
+            self._drawn.shuffle(deck)
+        shape = deck.pop()
         setting, room, depths = self._settings[shape.setting], shape.width - len(rows), []
         for _ in rows:
             most = min(setting.depth, room) if setting.is_chain else setting.depth

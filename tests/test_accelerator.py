@@ -130,13 +130,13 @@ json.dump({"rows": [], "complete": False}, open(sys.argv[1], "w"))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 open(__file__ + ".child", "w").write(str(child.pid))
 time.sleep(600)
-""", seconds=0.1, most=2.0)  # fmt: skip
+""", seconds=0.1, most=5.0)  # fmt: skip
     pieces.add("next")
     begin = time.monotonic()
     pieces.call()
     assert time.monotonic() - begin < 60
     record = pieces.held("hangs")
-    assert (record["status"], record["error"]) == (FAILED, "it did not end in 2 seconds")
+    assert (record["status"], record["error"]) == (FAILED, "it did not end in 5 seconds")
     assert pieces.place.state["results"]["hangs"] == {"rows": [], "complete": False}
     assert pieces.held("next")["status"] == DONE
     child = int((pieces.folder / "piece_hangs.py.child").read_text())
@@ -152,7 +152,7 @@ def test_what_is_ended_because_the_call_is_over_is_owed_and_not_tried(pieces):
     pieces.add(
         "late", f"from pathlib import Path\nPATH = Path({str(place)!r})\n{late}", seconds=1.0
     )
-    pieces.call(1.5)
+    pieces.call(5.0)
     record = pieces.held("late")
     assert (record["status"], record["tries"]) == (OWED, 0)
     assert record["error"] == "the time of the call was over"

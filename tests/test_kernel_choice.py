@@ -326,24 +326,24 @@ def test_what_does_not_end_is_left_and_not_tried_again(accelerator, monkeypatch,
     end = threading.Event()
 
     def endless(at):
-        end.wait(30)
+        end.wait(60)
         return xla.tree_attention(at)
 
-    monkeypatch.setattr(measuring, "PATIENCE", 4.0)
+    monkeypatch.setattr(measuring, "PATIENCE", 10.0)
     accelerator.add("fast", 1e-9, endless)
     begin = time.monotonic()
     assert choice() == "xla"
-    assert time.monotonic() - begin < 20
-    assert "not fast: it did not end in 4 seconds" in lines(caplog)[-1]
+    assert time.monotonic() - begin < 40
+    assert "not fast: it did not end in 10 seconds" in lines(caplog)[-1]
     assert accelerator.timed == ["xla"]  # it may keep the device, so that others wait for it
     end.set()
     for thread in threading.enumerate():
         if thread.name == "specjax-kernels":
-            thread.join(30)
+            thread.join(60)
     accelerator.restart()
     assert choice() == "xla"
     assert accelerator.timed == ["slow"]
-    assert accelerator.entries()[0]["errors"] == {"fast": "it did not end in 4 seconds"}
+    assert accelerator.entries()[0]["errors"] == {"fast": "it did not end in 10 seconds"}
 
 
 KILLED = """

@@ -142,7 +142,7 @@ def test_without_a_terminal_lines_say_what_is_at_work_and_how_much_is_left(capsy
             assert said(capsys, lines, r"specjax: verify: loading, \d+ s; draws, \d+ s")
             told(1000, 65536)
             assert said(capsys, lines, r".*; draws: 1,000 of 65,536, about \d.* left")
-        compiled = jax.jit(lambda x: sum(jnp.sin(x * i) @ x for i in range(40)))
+        compiled = jax.jit(lambda x: sum(jnp.sin(x * i) @ x for i in range(200)))
         compiled(jnp.ones((3, 3)))
         assert said(capsys, lines, r"specjax: verify: compiling <lambda>, \d+ s")
         assert said(capsys, lines, r"specjax: verify, \d+ s")

@@ -19,6 +19,7 @@ from tests import test_engine
 from tests.engines import alone as plain_texts
 from tests.engines import collected, ids_of, mixing, random_request, running, served
 from tests.pairs import varied_model
+from tests.scripted_engine import until
 from tests.test_engine import DRAFTERS, VOCABULARY, chain, check_texts
 
 SIZE = 4
@@ -195,6 +196,7 @@ def engine(target):
 
 def check_pages(engine):
     """Nobody runs any more, and every page is free or an ended text's."""
+    until(lambda: not engine.num_requests_running, 60)  # who left goes with the next turn
     counts = engine.page_counts
     assert (counts.running, counts.leaked) == (0, 0)
     assert counts.total == counts.free + counts.cached

@@ -67,7 +67,7 @@ def test_a_stream_that_is_closed_frees_its_row(client, engine):
     ) as stream:
         next(iter(stream))
         assert engine.running
-    assert until(lambda: not engine.running) < 0.5
+    assert until(lambda: not engine.running) < 0.9
 
 
 def test_errors(client, engine):

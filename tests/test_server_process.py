@@ -59,7 +59,7 @@ def test_a_client_that_goes_away_frees_its_rows(server, engine, stream, reset):
         linger = b"\x01\x00\x00\x00\x00\x00\x00\x00"
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
     connection.close()
-    assert until(lambda: not engine.running) < 0.5
+    assert until(lambda: not engine.running) < 1
     assert engine.aborted == 3
 
 
@@ -67,7 +67,7 @@ def test_a_client_that_sent_two_requests_at_once_and_goes_away(server, engine):
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(2 * request("/v1/completions", ENDLESS))
         until(lambda: engine.running)
-    assert until(lambda: not engine.running) < 0.5
+    assert until(lambda: not engine.running) < 1
 
 
 def test_a_client_that_goes_away_before_its_first_token(server, engine):
@@ -77,7 +77,7 @@ def test_a_client_that_goes_away_before_its_first_token(server, engine):
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(request("/v1/completions", ENDLESS))
         until(lambda: engine.running)
-    assert until(lambda: not engine.running) < 0.5
+    assert until(lambda: not engine.running) < 1
 
 
 def test_a_slow_reader_keeps_nobody_waiting_and_gets_all(server, engine):
@@ -174,7 +174,7 @@ def test_trailers_are_bounded(server, engine):
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nx: "], ids=["none", "some"])
 def test_headers_that_do_not_come_end_their_connection(server, engine, sent, monkeypatch):
-    monkeypatch.setattr(transport, "HEADER_SECONDS", 0.3)
+    monkeypatch.setattr(transport, "HEADER_SECONDS", 1.0)
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.settimeout(5)
         connection.sendall(sent)
@@ -249,7 +249,7 @@ ENDLESS_SCRIPT = {"replies": [LETTERS], "endless": True, "delay": 0.01}
 
 def test_a_signal_lets_requests_finish_and_ends_the_rest():
     with (
-        process(ENDLESS_SCRIPT, **{"drain-seconds": 0.7}) as (server, url),
+        process(ENDLESS_SCRIPT, **{"drain-seconds": 2.0}) as (server, url),
         httpx.Client(base_url=url, timeout=10) as client,
         httpx.Client(base_url=url, timeout=10) as other,
     ):
@@ -262,7 +262,7 @@ def test_a_signal_lets_requests_finish_and_ends_the_rest():
             start = time.monotonic()
             server.send_signal(signal.SIGTERM)
             until(lambda: other.get("/ready").status_code == 503)
-            assert time.monotonic() - start < 0.5
+            assert time.monotonic() - start < 1.5
             assert other.get("/health").status_code == 200
             refused = other.post("/v1/completions", json=ENDLESS)
             assert (refused.status_code, refused.json()["error"]["code"]) == (
@@ -274,7 +274,7 @@ def test_a_signal_lets_requests_finish_and_ends_the_rest():
         last = json.loads(cut.removesuffix("\n\n").split("\n\n")[-1].removeprefix("data: "))
         assert last["error"]["code"] == "server_shutting_down"
         assert server.wait(5) == 0
-        assert 0.6 < time.monotonic() - start < 4
+        assert 1.9 < time.monotonic() - start < 6
     lines = [json.loads(line) for line in server.said if line.startswith("{")]
     assert {line["message"] for line in lines} == {"request"}
     streams = [line for line in lines if "ttft_s" in line]
@@ -316,7 +316,7 @@ def test_a_signal_while_settings_are_compiled():
 
 @pytest.mark.parametrize(
     "script",
-    [{"start_error": "scripted trouble."}, {"replies": [LETTERS], "dies_after": 1.0}],
+    [{"start_error": "scripted trouble."}, {"replies": [LETTERS], "dies_after": 5.0}],
 )
 def test_an_engine_that_fails_ends_the_process(script):
     with process(script) as (server, url):

@@ -45,7 +45,7 @@ class Family:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
     leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns;
     norms are stored with `norm_shift` added. Tensors of biases follow from those of their weights.
-    `ignored` are ends or beginnings of the names of what files carry along; `renamed` are beginnings
+    `ignored` are ends or beginnings of names of what files carry along; `renamed` are beginnings
     that files have, and what they stand for; `base` is a beginning that some files leave out.
     `upgrade` makes a configuration of before one of today.
     """
