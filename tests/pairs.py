@@ -88,7 +88,7 @@ def _fitted(target: Model, own: Model, steps: int, levels: int = 1) -> Model:
         at = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
         made = transformer.trunk(target, tokens, at, None, None, hidden_layers=read.layers)
         p = jax.nn.softmax(transformer.unembed(target, made.x).T).reshape(*tokens.shape, -1)
-        total = 0.0
+        total = jnp.zeros(())
         hidden = by_token(made.hidden, tokens.shape)
         for level, logits in enumerate(logits_by_level(model, tokens, hidden, levels)):
             log_q = jnp.maximum(jax.nn.log_softmax(logits.T), -30.0).reshape(p.shape)

@@ -20,7 +20,7 @@ from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.speculation import Speculation
 from specjax.goodput import shapes
-from specjax.goodput.policy import Decision, Policy, step_rows
+from specjax.goodput.policy import Decision, Policy, StepShape, step_rows
 from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT, TOP_K
 from specjax.trees.tree import TreeShape
