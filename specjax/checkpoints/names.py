@@ -56,6 +56,11 @@ MODELS = {
 """By name."""
 
 
+DRAFTS = {"smollm2-eagle3": "smollm2/eagle3"}
+"""Drafts that come with the package beside those that a target takes by itself, by their names:
+where they are in `bundled`."""
+
+
 class Place(NamedTuple):
     """Where the weights of a model are, and in words what that is."""
 
@@ -92,6 +97,14 @@ def shipped_for(name: str | Path) -> Path | None:
         return None
     folder = BUNDLED / name
     return folder if (folder / "drafts").is_dir() else None
+
+
+def shipped_draft(name: str) -> Path | None:
+    """The folder of a draft of `DRAFTS`; None where there is none, or a folder at hand is meant."""
+    if name not in DRAFTS or Path(name).exists():
+        return None
+    folder = BUNDLED / DRAFTS[name]
+    return folder if folder.is_dir() else None
 
 
 def _cached(known: Known) -> Path | None:

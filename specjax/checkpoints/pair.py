@@ -24,7 +24,7 @@ from specjax.checkpoints.load import (
     pool_in,
 )
 from specjax.checkpoints.mtp_layers import MTP_DRAFT, mtp_draft
-from specjax.checkpoints.names import shipped_for
+from specjax.checkpoints.names import shipped_draft, shipped_for
 from specjax.checkpoints.tokenizers import Vocabulary, compared, fitted, vocabulary_of
 from specjax.draft.ngram import NGram
 from specjax.draft.retrieval import Corpus
@@ -234,6 +234,8 @@ def named(
             if name == "bundled":
                 config_of(folder / "target")  # an installation may lack the bundled pair
             drafts += map(Files, pool_in(folder / "drafts"))
+        elif (folder := shipped_draft(name)) is not None:
+            drafts.append(Files(folder))
         else:
             drafts.append(find(folder_of(name, "drafts")))
     stages = [folder_of(name) for name in names_in(stage)]
