@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from pallas_kernels.cpu import multiplies_bfloat16, unable_here
 from pallas_kernels.platform import platform
+from specjax.base.pytree import replace
 from specjax.checkpoints import gguf, lora, orbax, pruned_vocabulary, quantized
 from specjax.checkpoints.beside import Beside
 from specjax.checkpoints.files import (
@@ -191,7 +192,7 @@ def save_model(
       ValueError: the family's `config.json` has no keys for what the model is, or its weights are
         quantized.
     """
-    model = widened(model)
+    model = widened(_own(model))
     _check_written(model)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,6 +205,16 @@ def save_model(
     (folder / WEIGHTS).write_bytes(save(held, metadata={"format": "pt"}))
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder, model.config)
+
+
+def _own(model: Model) -> Model:
+    """A draft without the tables of its target, which are not written and may be quantized."""
+    read = model.config.features
+    if read is not None and read.shares_embedding:
+        model = replace(model, embedding=jnp.zeros((1, model.config.hidden_size)))
+    if read is not None and read.shares_unembedding:
+        model = replace(model, unembedding=None)
+    return model
 
 
 def save_sharded(
