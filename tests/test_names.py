@@ -2,13 +2,19 @@
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from specjax.__main__ import main
+from specjax.checkpoints.feature_drafts import load_feature_draft
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.load import load_drafts
 from specjax.checkpoints.names import BUNDLED, MODELS
 from specjax.checkpoints.pair import named
+from specjax.draft.reading import read_by
+from specjax.models.config import ModelConfig
+from specjax.models.quantized import PackedWeight
+from specjax.models.transformer import assemble
 
 KNOWN = MODELS["smollm2"]._replace(module="a_package_of_weights")
 
@@ -88,3 +94,23 @@ def test_drafts_of_a_short_name_come_with_the_package(nowhere):
     assert draft.config.vocab_size == 49_152 > 4 * draft.config.draft_vocab_size
     (nowhere / "smollm2").mkdir()
     assert named(str(cached / KNOWN.file), "smollm2").drafts[0].path.name == "smollm2"
+
+
+def test_a_head_for_a_short_name_comes_with_the_package(nowhere):
+    """By a name of its own, within 10 MB; read without the target's weights."""
+    cached = nowhere / "cache" / "models" / "smollm2"
+    cached.mkdir(parents=True)
+    (cached / KNOWN.file).touch()
+    folder = BUNDLED / "smollm2" / "eagle3"
+    (files,) = named("smollm2", "smollm2-eagle3").drafts
+    assert files.path == folder
+    assert sum(each.stat().st_size for each in folder.iterdir()) < 10e6
+    config = ModelConfig(49_152, 576, 1536, 30, 9, 3, 64)
+    outer = {"embedding": jnp.zeros((49_152, 576)), "final_norm": jnp.ones(576)}
+    target = assemble(config, outer, [])
+    head = load_feature_draft(files, target)
+    assert read_by([head]) == (2, 15, 27)
+    assert head.config.draft_vocab_size == 8191
+    assert isinstance(head.unembedding, PackedWeight)
+    (nowhere / "smollm2-eagle3").mkdir()
+    assert named("smollm2", "smollm2-eagle3").drafts[0].path.resolve() == nowhere / "smollm2-eagle3"
