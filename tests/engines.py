@@ -13,6 +13,7 @@ import pytest
 
 import specjax
 from specjax.base.sampling import NUMBERS, Sampling, fold
+from specjax.draft.drafter import Drafter
 from specjax.engine import engine as engines
 from specjax.engine import scheduler
 from specjax.engine.device import Device
@@ -20,6 +21,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.request import Request, Tokens
 from specjax.engine.sequence import Sequence
 from specjax.goodput.chunks import PrefillBatch
+from specjax.models.transformer import Model
 
 
 @contextlib.contextmanager
@@ -118,3 +120,16 @@ def random_request(drawn: np.random.Generator, vocabulary: int, most: int = 24) 
         **some("frequency_penalty", -0.5, 1.0),
         **some("repetition_penalty", 0.8, 1.5),
     )
+
+
+def check_rows_that_share(target: Model, drafter: Drafter) -> None:
+    """Texts are those of plain decoding in rows that come and go, and take over what others hold,
+    one after the other and all at once.
+    """
+    begun = np.random.default_rng(0).integers(0, target.config.vocab_size, 40).tolist()
+    prompts = [begun, [*begun[:35], 3], [*begun[:20], 7, 9], [5]]
+    asked = [Request(prompt=prompt, max_new_tokens=21, ignore_eos=True) for prompt in prompts]
+    with running(target, drafter, rows=2) as engine:
+        found = [served(engine, [each])[0] for each in asked] + served(engine, asked)
+        assert engine.statistics().cached_tokens > 0
+    assert list(map(ids_of, found)) == alone(target, asked) * 2

@@ -22,7 +22,6 @@ from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.reading import catch_up, prefill, read_by
 from specjax.draft.static import ExpansionDrafter
-from specjax.engine.request import Request
 from specjax.methods.choice import shipped
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.models.quantized import PackedWeight, packed
@@ -30,8 +29,9 @@ from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT, TOP_K
 from tests.cases import slow_but
 from tests.eagle_twin import DIALECTS, Dialect, Twin, head_of, write
-from tests.engines import ids_of, running, served
+from tests.engines import check_rows_that_share
 from tests.folders import VOCABULARY, target_folder
+from tests.grown import paths_of
 from tests.hidden import check_close, hidden_of
 from tests.pairs import NEW, PROMPTS, generate, varied_model
 
@@ -103,12 +103,7 @@ def test_eagle2s_tree_is_that_of_the_published_algorithm(name, target, tmp_path)
     asked = specjax.Sampling(0.0).rows(1)
     last = jnp.asarray([TEXT[-1]], jnp.int32)
     tree, _ = drafter.propose(jax.random.key(0)[None], length - 1, state, last, asked)
-    paths: dict[int, tuple[int, ...]] = {0: ()}
-    for node in range(1, tree.tokens.shape[1]):
-        if tree.valid[0, node]:
-            above = paths[int(tree.parents[0, node])]
-            paths[node] = (*above, int(tree.tokens[0, node]))
-    assert set(paths.values()) - {()} == twin.eagle2(TEXT, hidden, total, depth, width)
+    assert set(paths_of(tree, 0)) - {()} == twin.eagle2(TEXT, hidden, total, depth, width)
 
 
 def drafters(head: Model, other: Model, draft: Model) -> dict:
@@ -150,15 +145,7 @@ def test_greedy_texts_are_those_of_plain_decoding(name, target, made):
 @pytest.mark.parametrize("name", slow_but(["chain", "eagle", "pool"], "pool"))
 def test_an_engine_gives_the_texts_of_plain_decoding(name, target, made):
     """In rows that come and go, and take over what others hold."""
-    drawn = np.random.default_rng(0)
-    begun = drawn.integers(0, 64, 40).tolist()
-    prompts = [begun, [*begun[:35], 3], [*begun[:20], 7, 9], [5]]
-    asked = [Request(prompt=prompt, max_new_tokens=NEW, ignore_eos=True) for prompt in prompts]
-    with running(target, made[name], rows=2) as engine:
-        found = [served(engine, [each])[0] for each in asked] + served(engine, asked)
-        assert engine.statistics().cached_tokens > 0
-    plain = generate(target, None, prompts).tokens.tolist()
-    assert list(map(ids_of, found)) == plain * 2
+    check_rows_that_share(target, made[name])
 
 
 @pytest.mark.parametrize("name", DIALECTS)

@@ -16,7 +16,7 @@ from specjax.engine.earlier import EarlierTexts
 from specjax.engine.request import Request
 from specjax.goodput.policy import PLAIN
 from tests.engines import ids_of, running, served
-from tests.grown import propose, start
+from tests.grown import paths_of, propose, start
 from tests.pairs import generate, varied_model
 from tests.scripted_engine import until
 from tests.test_retrieval import CORPUS, TEXTS
@@ -30,37 +30,28 @@ def drafter_of(texts, growth: Growth = GROWTH, size: int = SIZE) -> SuffixDrafte
     return SuffixDrafter(jax.tree.map(jnp.asarray, earlier(texts, size)), TRUST, growth, V, 1)
 
 
-def paths_of(drafter, texts) -> list[set[tuple[int, ...]]]:
+def trees_of(drafter, texts) -> list[set[tuple[int, ...]]]:
     """The paths of each row's tree."""
     tree, _ = propose(drafter, start(drafter, texts), texts, Sampling())
-    found = []
-    for row in range(len(texts)):
-        paths: dict[int, tuple[int, ...]] = {0: ()}
-        for node in range(1, tree.tokens.shape[1]):
-            if tree.valid[row, node]:
-                above = paths[int(tree.parents[row, node])]
-                paths[node] = (*above, int(tree.tokens[row, node]))
-        assert len(set(paths.values())) == len(paths), "a path stands twice"
-        found.append(set(paths.values()) - {()})
-    return found
+    return [set(paths_of(tree, row)) - {()} for row in range(len(texts))]
 
 
 def test_without_earlier_texts_trees_are_those_of_the_text():
     text = TextDrafter(TRUST, None, GROWTH, V, 1)
     texts = [[1, 2, 3, 9, 1, 2], [7, 7, 7], [5], [0, 1, 2, 0, 1, 0]]
-    assert paths_of(drafter_of([]), texts) == paths_of(text, texts)
+    assert trees_of(drafter_of([]), texts) == trees_of(text, texts)
 
 
 def test_where_the_text_says_nothing_trees_are_those_of_earlier_texts():
     retrieval = RetrievalDrafter(corpus_of(CORPUS), TRUST, GROWTH, V, 1)
     texts = [text for text in TEXTS if len(set(text)) == len(text)]
     assert texts
-    assert paths_of(drafter_of(CORPUS), texts) == paths_of(retrieval, texts)
+    assert trees_of(drafter_of(CORPUS), texts) == trees_of(retrieval, texts)
 
 
 def test_both_are_in_one_tree():
     """Earlier texts say 3 after 1, 2; this one said 9."""
-    (paths,) = paths_of(drafter_of([[1, 2, 3, 4]]), [[1, 2, 9, 8, 1, 2]])
+    (paths,) = trees_of(drafter_of([[1, 2, 3, 4]]), [[1, 2, 9, 8, 1, 2]])
     assert {(3,), (3, 4), (9,), (9, 8)} <= paths
 
 
