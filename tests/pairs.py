@@ -51,7 +51,8 @@ def head(
     """An EAGLE-3 head fitted to a target; perhaps of few tokens."""
     layers = layers or (0, target.config.num_layers)
     read = Features(layers, target.config.hidden_size, shares_embedding=False)
-    return _fitted(target, varied_like(target, seed, features=read, draft_vocab_size=known), steps)
+    own = varied_like(target, seed, features=read, draft_vocab_size=known)
+    return _fitted(target, own, seed, steps)
 
 
 def mtp_layer(target: Model, seed: int, steps: int = 200) -> Model:
@@ -60,7 +61,7 @@ def mtp_layer(target: Model, seed: int, steps: int = 200) -> Model:
     read = Features(
         (last,), size, norms="whole", normed_output=True, shares_embedding=False, way=INPUT
     )
-    return _fitted(target, varied_like(target, seed, features=read), steps)
+    return _fitted(target, varied_like(target, seed, features=read), seed, steps)
 
 
 def block_draft(target: Model, seed: int, steps: int = 200, size: int = 4) -> Model:
@@ -69,7 +70,7 @@ def block_draft(target: Model, seed: int, steps: int = 200, size: int = 4) -> Mo
         (0, target.config.num_layers), target.config.hidden_size, shares_embedding=False,
         way=CONTEXT, block_size=size, mask_token=0,
     )  # fmt: skip
-    return _fitted(target, varied_like(target, seed, features=read), steps, size - 1)
+    return _fitted(target, varied_like(target, seed, features=read), seed, steps, size - 1)
 
 
 def varied_like(target: Model, seed: int, **changes) -> Model:
@@ -79,7 +80,7 @@ def varied_like(target: Model, seed: int, **changes) -> Model:
     return varied_model(seed, **(own | changes))
 
 
-def _fitted(target: Model, own: Model, steps: int, levels: int = 1) -> Model:
+def _fitted(target: Model, own: Model, seed: int, steps: int, levels: int = 1) -> Model:
     """A draft that reads hidden states, fitted to what a target says along random texts."""
     optimizer, read = optax.adam(0.01), own.config.features
     assert read is not None
@@ -106,7 +107,7 @@ def _fitted(target: Model, own: Model, steps: int, levels: int = 1) -> Model:
         return optax.apply_updates(floats, updates), state
 
     state = optimizer.init(floats)
-    for key in jax.random.split(jax.random.key(0), steps):
+    for key in jax.random.split(jax.random.key(seed), steps):
         floats, state = step(floats, state, key)
     return replace(floats, row_of=rows)
 

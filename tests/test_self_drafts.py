@@ -129,7 +129,8 @@ def test_a_target_that_is_offloaded_drafts_for_itself(folder, offloaded, tmp_pat
 
 def test_what_cannot_be_is_said(folder, tmp_path):
     with pytest.raises(
-        ValueError, match="no draft self:2bit; there are self:4bit, self:8bit and self:skip"
+        ValueError,
+        match="no draft self:2bit; there are self:4bit, self:8bit, self:skip and self:mtp",
     ):
         load_pair(str(folder), "self:2bit")
     quantize_folder(find(folder), tmp_path / "packed", 8)

@@ -49,7 +49,7 @@ def compile_for(options: Info) -> int:
     found = named(options.model, options.draft)
     target = read_config(found.target.path, options.positions)[0]
     drafts = [draft_config(each, target) for each in found.drafts]
-    drafts += [mtp_config(target)] * found.has_mtp
+    drafts += [mtp_config(target)] if found.has_mtp else []
     length = length_of(options.length, target)
     if options.serve:
         report = _steps_for(options, found.target, target, drafts, length)

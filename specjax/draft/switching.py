@@ -27,6 +27,7 @@ from specjax.draft.prompt_lookup import Text, TextDrafter, append, read
 from specjax.draft.reading import ModelState
 from specjax.draft.retrieval import Corpus, RetrievalDrafter
 from specjax.draft.static import ExpansionDrafter
+from specjax.draft.suffix import SuffixDrafter
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layers import write_window
 from specjax.models.transformer import Model, trunk, unembed
@@ -67,9 +68,9 @@ class SwitchingDrafter(Drafter):
 
     Those that `share` draft with `model`, from the text, or nothing: an `ExpansionDrafter` of one
     draft, a `BestFirstDrafter` or `HybridDrafter` of it without a second draft, a `TextDrafter`, a
-    `RetrievalDrafter`, a `PlainDrafter`. Those that hold the draft hold it without weights, which
-    they are given where they draft. Any other drafter keeps its state. `of_setting` is the same
-    with another setting in `use`; its trees are that setting's.
+    `RetrievalDrafter`, a `SuffixDrafter`, a `PlainDrafter`. Those that hold the draft hold it
+    without weights, which they are given where they draft. Any other drafter keeps its state.
+    `of_setting` is the same with another setting in `use`; its trees are that setting's.
     """
 
     model: Model | None
@@ -93,7 +94,7 @@ class SwitchingDrafter(Drafter):
                 raise ValueError(f"the setting {name} is a switch between settings itself.")
             own = _model_of(drafter)
             model = own if model is None else model
-            shares = isinstance(drafter, TextDrafter | RetrievalDrafter | PlainDrafter)
+            shares = type(drafter) in (TextDrafter, RetrievalDrafter, SuffixDrafter, PlainDrafter)
             shares |= own is not None and model is not None and _same(own, model)
             held.append(_with_model(drafter, None) if shares else drafter)
             share.append(shares)

@@ -376,6 +376,7 @@ _BUILTIN = (
         setting=_grown("suffix"),
         build=_build_suffix,
         takes_widths=False,
+        remembers=True,
     ),
     Method(
         name="recycle",
