@@ -64,7 +64,7 @@ def mtp_layer(target: Model, seed: int, steps: int = 200) -> Model:
     return _fitted(target, varied_like(target, seed, features=read), seed, steps)
 
 
-def block_draft(target: Model, seed: int, steps: int = 200, size: int = 4) -> Model:
+def block_draft(target: Model, seed: int, steps: int = 600, size: int = 4) -> Model:
     """A draft that says blocks fitted to a target, with tables of its own."""
     read = Features(
         (0, target.config.num_layers), target.config.hidden_size, shares_embedding=False,
