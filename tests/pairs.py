@@ -65,7 +65,7 @@ def mtp_layer(target: Model, seed: int, steps: int = 200) -> Model:
 
 
 def block_draft(target: Model, seed: int, steps: int = 600, size: int = 4) -> Model:
-    """A draft that says blocks fitted to a target, with tables of its own."""
+    """A draft that predicts blocks, fitted to a target, with tables of its own."""
     read = Features(
         (0, target.config.num_layers), target.config.hidden_size, shares_embedding=False,
         way=CONTEXT, block_size=size, mask_token=0,

@@ -241,7 +241,7 @@ def settings(plan) -> list[Setting]:
 
 def test_every_method_takes_every_budget():
     plan = workload_of(Bench(methods="all", budgets="4,9"))
-    able = [name for name in METHODS if not METHODS[name].remembers]
+    able = [name for name in METHODS if not METHODS[name].for_servers]
     named = [(name, budget) for name in able[1:] for budget in (4, 9)]
     assert settings(plan) == [registry.setting_of(name, budget=budget) for name, budget in named]
 

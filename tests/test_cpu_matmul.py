@@ -592,7 +592,7 @@ print(plain / widened)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(library.status().form in (None, "portable"), reason="not as fast as vectors")
+@needs_it
 def test_sums_of_several_columns_stay_in_registers():
     """Weights that are multiplied as they are take no longer than those that are widened first.
 

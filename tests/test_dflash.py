@@ -19,7 +19,7 @@ from specjax.draft.drafter import Seen
 from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.levels import logits_by_level
-from specjax.draft.reading import catch_up, prefill, read_by
+from specjax.draft.reading import ModelState, catch_up, prefill, read_by, ready
 from specjax.draft.static import ExpansionDrafter
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.models.quantized import PackedWeight
@@ -54,8 +54,12 @@ def loaded(target: Model, folder, dialect: Dialect, seed: int = 0) -> tuple[Mode
     return draft, Twin(dialect, tensors, *tables)
 
 
-def said(held) -> np.ndarray:
-    return np.concatenate([held.logits[:, None], held.ahead], axis=1)
+@jax.jit
+def said(draft: Model, held: ModelState, last: jax.Array) -> jax.Array:
+    """Logits of every level below the last tokens of rows."""
+    assert held.logits is None, "a state holds no logits of blocks"
+    made = ready(draft, held, last)
+    return jnp.concatenate([made.logits[:, None], made.ahead], axis=1)
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -74,17 +78,19 @@ def test_a_draft_says_what_its_definition_does(name, target, tmp_path):
     begin = jax.jit(prefill, static_argnames=("slots", "layers"))
     held = begin(draft, prompts, jnp.asarray(lengths), slots=32, hidden=seen, layers=layers)
     assert held.cache.length.tolist() == [0, 1, 4]
+    first = said(draft, held, jnp.asarray([TEXT[n - 1] for n in lengths]))
     for row, length in enumerate(lengths):
-        check_close(said(held)[row], twin.block(TEXT[:length], own))
+        check_close(first[row], twin.block(TEXT[:length], own))
     # Three tokens more, of which the first row takes none, the second one and the third three.
     tokens = jnp.asarray([TEXT[n : n + 3] for n in lengths], jnp.int32)
     before = jnp.asarray(np.stack([hidden[n - 1 : n + 2] for n in lengths]))
     go_on = jax.jit(catch_up, static_argnames="layers")
     later = go_on(draft, held, tokens, jnp.asarray([0, 1, 3]), before, layers=layers)
     assert later.cache.length.tolist() == [0, 2, 7]
-    np.testing.assert_array_equal(said(later)[0], said(held)[0])
+    after = said(draft, later, jnp.asarray([TEXT[n - 1] for n in (1, 3, 8)]))
+    np.testing.assert_array_equal(after[0], first[0])
     for row, length in ((1, 3), (2, 8)):
-        check_close(said(later)[row], twin.block(TEXT[:length], own))
+        check_close(after[row], twin.block(TEXT[:length], own))
 
 
 @pytest.mark.parametrize("name", ["plain", "nested", "short"])
@@ -219,11 +225,9 @@ def test_drafts_of_other_targets_are_refused(changes, sentence, target, tmp_path
 
 def test_a_tree_is_no_deeper_than_a_block(target, made):
     model = made["specexec"].model
-    with pytest.raises(
-        ValueError, match="blocks of 6 tokens makes trees of at most 5 levels, not 6"
-    ):
+    with pytest.raises(ValueError, match="block_size 6 predicts 5 tokens in its pass; a tree of 6"):
         ExpansionDrafter.of([model], (1,) * 6)
-    with pytest.raises(ValueError, match="at most 5 levels, not 7"):
+    with pytest.raises(ValueError, match="predicts 5 tokens in its pass; a tree of 7 levels"):
         BestFirstDrafter(model, jnp.ones(2), Growth(budget=7, beams=3, width=3))
 
 
@@ -245,7 +249,7 @@ def test_a_pair_drafts_with_blocks(tmp_path, capsys):
     assert main(["check-pair", str(folder), str(draft), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["drafts"][0]
     findings = {each["what"]: each["said"] for each in found["findings"]}
-    assert findings["block"] == "a pass says 5 tokens; trees have no more levels"
+    assert findings["block_size"] == "6: a pass predicts 5 tokens, a level each"
     assert findings["hidden states"] == "those after 2, 4, 6 layers, 32 numbers each"
     arguments = ["--model", str(folder), "--draft", str(draft), "--max-new-tokens", "9", "--json"]
     assert main(["generate", "def add", *arguments]) == 0

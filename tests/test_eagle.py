@@ -199,6 +199,12 @@ def test_heads_of_other_targets_are_refused(changes, sentence, target, tmp_path)
         load_feature_draft(changed(tmp_path, **changes), target)
 
 
+def test_a_head_is_no_model(target, tmp_path, capsys):
+    loaded(target, tmp_path / "head", DIALECTS["SpecForge"])
+    assert main(["generate", "def", "--model", str(tmp_path / "head")]) == 2
+    assert "reads hidden states of a target: name it with --draft" in capsys.readouterr().err
+
+
 def test_a_head_has_no_second_stage(target, made):
     growth = Growth(budget=7, beams=3, width=3)
     with pytest.raises(ValueError, match="reads hidden states takes no second stage"):

@@ -188,7 +188,7 @@ def test_all_are_the_methods_that_a_pair_can_do():
     ]  # fmt: skip
     assert not {"staged", "ngram"} & set(registry.names_of("all", PAIR))
     pair = PAIR._replace(table=TABLE, corpus=CORPUS)
-    able = [name for name in METHODS if not METHODS[name].remembers]
+    able = [name for name in METHODS if not METHODS[name].for_servers]
     assert registry.names_of("all", pair) == able[1:]
     assert "suffix" not in able
     assert registry.names_of("chain, none", PAIR) == ["chain", "none"]

@@ -112,15 +112,11 @@ def test_an_engine_drafts_from_what_it_answered(switching):
             before = engine.statistics().steps
             texts.append([ids_of(events) for events in served(engine, asked)])
             counts.append(engine.statistics().steps - before)
-            until(lambda: engine._earlier is None or not _orders(engine._earlier), 10)
+            until(lambda: not engine._earlier.is_ordering, 10)
     plain = generate(target, None, [asked[0].prompt], max_new_tokens=24).tokens.tolist()
     assert [each[0] for each in texts] == plain * 3
     assert texts[0] == texts[1] == texts[2]
     assert counts[2] < 0.6 * counts[0]
-
-
-def _orders(texts: EarlierTexts) -> bool:
-    return texts._thread is not None and texts._thread.is_alive()
 
 
 def test_texts_are_those_of_plain_decoding():

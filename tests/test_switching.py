@@ -29,7 +29,7 @@ from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.tree import NO_PARENT, chosen, root_only
 from tests.engines import alone as plain_texts
 from tests.engines import ids_of, random_request, running, served
-from tests.pairs import alone, broken, forward, head, near, nothing_seen, varied_model
+from tests.pairs import alone, block_draft, broken, forward, head, near, nothing_seen, varied_model
 from tests.scripted_engine import until
 from tests.switched import (
     TurnsPolicy,
@@ -170,10 +170,13 @@ def test_a_draft_that_reads_hidden_states_keeps_up_with_what_other_settings_comm
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["head", "block"])
 def test_texts_are_those_of_plain_decoding_whatever_each_step_drafts_with_a_head(
-    of_head, monkeypatch
+    kind, of_head, monkeypatch
 ):
     target, drafter = of_head
+    if kind == "block":
+        drafter = switching_of_head(*(block_draft(target, seed, size=6) for seed in (1, 2)))
     monkeypatch.setattr(engines, "CHUNKS", (16,))
     drawn = np.random.default_rng(3)
     requests = [random_request(drawn, VOCABULARY, 40) for _ in range(32)]

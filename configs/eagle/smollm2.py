@@ -5,12 +5,13 @@ Command:    nice python -m train.run configs/eagle/smollm2.py target=DIR --folde
             installed. Turns and answers are shared with configs/smollm2.py in one folder. A killed
             run goes on where it was; a larger collect.prompts goes on from what a smaller one
             collected.
-Hardware:   any CPU with products of bfloat16; 6 GiB of memory.
+Hardware:   any CPU with products of bfloat16; 19 GiB of memory while the training step is
+            compiled, 11 afterwards (resident, with 1,024 answers).
 Wall time:  two cores of an EPYC with AVX512-BF16 beside other work (2026-11-29), with
             collect.prompts=1024 schedule.steps=420 schedule.decay_steps=220, which made
-            specjax/bundled/smollm2/eagle3: answers 19 minutes (220 tokens/s), labels 4, hidden
-            states 17 (509 tokens/s), the head 33 (4.6 to 8 s a step). As written below it takes
-            about twice as long.
+            specjax/bundled/smollm2/eagle3: seven of eight batches of answers 19 minutes (220
+            tokens/s), hidden states 17 (509 tokens/s), the head 33 (3.7 s a step by itself, 6.7
+            beside other work). Not run as written below.
 To reach:   3.2 tokens per step of 15 nodes at T = 0, and 2.4 at T = 0.8. After 140 / 280 / 420 of
             those 420 steps the head foresaw 0.344 / 0.411 / 0.465 of the greedy tokens of held-out
             answers to messages of the model's own.

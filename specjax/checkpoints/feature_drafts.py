@@ -138,7 +138,7 @@ def config_for(files: Files, target: ModelConfig) -> ModelConfig:
     """
     config = config_alone(files)
     assert config.features is not None
-    if config.features.block_size is not None:
+    if config.block_levels is not None:
         named = config_of(files.path).get("num_target_layers")
         if named not in (None, target.num_layers):
             raise ValueError(

@@ -210,6 +210,11 @@ def load_model(
     """
     files = name if isinstance(name, Files) else find(name)
     config, family = read_config(files.path, positions)
+    if config.features is not None:
+        raise CheckpointError(
+            f"{files.path} ({family.model_type}) reads hidden states of a target: name it with "
+            "--draft, and the target with --model."
+        )
     # Of a table of positions the file has all.
     whole = config if positions is None else read_config(files.path)[0]
     kind = jnp.dtype(dtype or default_dtype())

@@ -330,8 +330,8 @@ def _on_features(draft: ModelConfig, read: Features) -> Iterator[Finding]:
     """What a draft reads of the target, and which of its tokens it knows."""
     layers = ", ".join(map(str, read.layers))
     yield Finding("hidden states", f"those after {layers} layers, {read.size:,} numbers each")
-    if read.levels is not None:
-        yield Finding("block", f"a pass says {read.levels} tokens; trees have no more levels")
+    if (most := draft.block_levels) is not None:
+        yield Finding("block_size", f"{most + 1}: a pass predicts {most} tokens, a level each")
     known = draft.draft_vocab_size or draft.vocab_size
     whose = "the model's" if read.shares_embedding else "its own"
     yield Finding(

@@ -26,7 +26,7 @@ from specjax.draft.growth import (
     tree_of,
 )
 from specjax.draft.limits import check_depth
-from specjax.draft.reading import ModelState, catch_up, prefill, read_by, run, shorter
+from specjax.draft.reading import ModelState, catch_up, prefill, read_by, ready, run, shorter
 from specjax.draft.staged import TableStage, below_roots
 from specjax.models.kv_cache import NewKV
 from specjax.models.transformer import Model, unembed
@@ -221,10 +221,10 @@ class BestFirstDrafter(Drafter):
 
     def begun(self, held: ModelState) -> BestFirstState:
         """The state of a draft that has read the text, with room for a tree; no second stage."""
-        rows, budget, config = held.logits.shape[0], self.growth.budget, self.model.config
+        rows, budget, config = held.cache.length.shape[0], self.growth.budget, self.model.config
         dtype = held.cache.keys[0].dtype
         empty = jnp.zeros((rows, config.num_kv_heads, budget, config.head_dim), dtype)
-        run = () if held.ahead is not None else self.model.layers  # of a block's tree no node is
+        run = self.model.layers if config.block_levels is None else ()  # else no node is run
         new, features = tuple((empty, empty) for _ in run), None
         if held.features is not None:
             features = jnp.zeros((rows, 1, budget, config.hidden_size))
@@ -257,7 +257,8 @@ class BestFirstDrafter(Drafter):
         sharpness = jnp.where(is_greedy(sampling), self.temperatures[0], self.temperatures[1])
         width = min(growth.width, growth.budget)
         nodes, scored = no_nodes(last.shape[0], growth.budget), roots(last.shape[0])
-        held = state.held
+        held = ready(self.model, state.held, last)
+        assert held.logits is not None
         first = likely_of(held.logits[:, None], sharpness, width)
         if held.ahead is not None:
             below = likely_of(held.ahead, sharpness, width)

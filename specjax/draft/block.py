@@ -1,9 +1,9 @@
-"""Drafts that say a whole block of tokens in one pass (DFlash, arXiv 2602.06036).
+"""Drafts that predict a block of tokens in one pass (DFlash, arXiv 2602.06036).
 
 What such a draft has of a text are keys and values of the target's hidden states. Its pass runs the
-last token and masks, which see all of that and each other; each mask says what stands in its place,
-whatever stands in the others. So its trees take no further pass: a node's children are what is
-likely at their level.
+last token and masks, which see all of that and each other; each mask predicts the token of its
+place, whatever stands in the others. So its trees take no further pass: a node's children are what
+is likely at their level.
 """
 
 from typing import Any
@@ -17,20 +17,17 @@ from specjax.models.kv_cache import KVCache, NewKV
 from specjax.models.transformer import Model, trunk, unembed
 
 
-def ahead(
-    model: Model, last: Int32[Array, " B"], cache: KVCache
-) -> tuple[Float[Array, "B V"], Float[Array, "B l V"]]:
-    """Logits of what follows each row's last token, and those of the levels below it."""
-    rows, size = last.shape[0], block_of(model).shape[0]
+def predicted(model: Model, last: Int32[Array, " B"], cache: KVCache) -> Float[Array, "B l V"]:
+    """Logits of every level below each row's last token."""
+    rows, size = last.shape[0], masks_of(model).shape[0]
     tokens = in_blocks(model, last[:, None])
     positions = cache.length[:, None] + jnp.arange(size, dtype=jnp.int32)
     made = trunk(model, tokens, positions, cache, jnp.ones((rows, size, size), bool))
-    said = made.x.reshape(-1, rows, size)[:, :, 1:]
-    logits = unembed(model, said.reshape(said.shape[0], -1)).T.reshape(rows, size - 1, -1)
-    return logits[:, 0], logits[:, 1:]
+    x = made.x.reshape(-1, rows, size)[:, :, 1:]
+    return unembed(model, x.reshape(x.shape[0], -1)).T.reshape(rows, size - 1, -1)
 
 
-def said(
+def predicted_along(
     model: Model,
     tokens: Int32[Array, "B n"],
     positions: Int32[Array, "B n"],
@@ -48,7 +45,7 @@ def said(
       seen: which slots of these each block sees.
       dtype: of the matrix products.
     """
-    size, (rows, count) = block_of(model).shape[0], tokens.shape
+    size, (rows, count) = masks_of(model).shape[0], tokens.shape
     whole = in_blocks(model, tokens)
     at = positions[:, :, None] + jnp.arange(size, dtype=jnp.int32)
     own = jnp.repeat(jnp.repeat(jnp.eye(count, dtype=bool), size, 0), size, 1)
@@ -61,12 +58,12 @@ def said(
 
 def in_blocks(model: Model, tokens: Int32[Array, "B n"]) -> Int32[Array, "B m"]:
     """Blocks that begin with tokens, one after the other."""
-    masks = block_of(model)
+    masks = masks_of(model)
     whole = jnp.broadcast_to(masks, (*tokens.shape, masks.shape[0])).at[:, :, 0].set(tokens)
     return whole.reshape(tokens.shape[0], -1)
 
 
-def block_of(model: Model) -> Int32[Array, " b"]:
+def masks_of(model: Model) -> Int32[Array, " b"]:
     """The masks of a block, its first token's place included."""
     read = model.config.features
     assert read is not None

@@ -10,7 +10,7 @@ from specjax.draft.best_first import BestFirstDrafter, BestFirstState
 from specjax.draft.drafter import Drafter, Seen, Step, Wants
 from specjax.draft.growth import tree_of
 from specjax.draft.ngram import NGram
-from specjax.draft.prompt_lookup import Text, TextSource, append, grow_on, read
+from specjax.draft.prompt_lookup import Text, TextSource, append, grow_beside, read
 from specjax.trees.construction import Construction
 from specjax.trees.tree import TokenTree
 
@@ -84,12 +84,9 @@ class HybridDrafter(Drafter):
     ) -> tuple[TokenTree, HybridState]:
         """The tree of the likeliest nodes of both; nothing of it is random."""
         nodes, draft = self.draft.grown(key, position, state.draft, last, sampling)
-        keyed, budget = nodes.expanded, nodes.tokens.shape[1]
-        growth = replace(self.draft.growth, least_gain=0.0, by_level=False)
+        keyed = nodes.expanded
         source = TextSource(state.text, self.trust, self.table, self.least, self.width)
-        every = jnp.arange(-1, budget, dtype=jnp.int32)
-        every = jnp.broadcast_to(every, (last.shape[0], budget + 1))
-        nodes = grow_on(source, growth, nodes, every, drafter=1)
+        nodes = grow_beside(source, self.draft.growth, nodes)
         tree, slots = tree_of(nodes, last, self.vocab_size)
         keyed = jnp.take_along_axis(keyed & (nodes.drafter == 0), slots, axis=1)
         return tree, HybridState(replace(draft, slots=slots), state.text, keyed)

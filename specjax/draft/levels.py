@@ -4,8 +4,8 @@ It has a slot for each token but the first: in slot i are the embedding of token
 target's hidden states after token i, and it says what follows token i + 1. While it drafts, what it
 made itself stands for hidden states that the target has not made yet. So it says something else
 after l tokens of its own: at level 0 each slot reads the target, at level l what the slot before it
-gave at level l - 1. A draft that says blocks (see `specjax.draft.block`) says at level l what the
-block that began l tokens before says of that place.
+gave at level l - 1. Of a draft that predicts blocks (see `specjax.draft.block`) level l is what the
+block that began l tokens before predicts for that place.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
-from specjax.draft.block import said
+from specjax.draft.block import predicted_along
 from specjax.models.features import handed_on, projected
 from specjax.models.kv_cache import NewKV
 from specjax.models.transformer import Model, context_of, trunk, unembed
@@ -49,11 +49,8 @@ def by_level(
     After the first l + 1 tokens level l knows nothing, and what it makes there means nothing.
     `dtype` is that of the matrix products.
     """
-    read = model.config.features
-    if read is not None and read.block_size is not None:
-        yield from _by_level_in_blocks(
-            model, tokens, hidden, min(count, read.block_size - 1), dtype
-        )
+    if (most := model.config.block_levels) is not None:
+        yield from _by_level_in_blocks(model, tokens, hidden, min(count, most), dtype)
         return
     features = projected(model, hidden[:, :-1].astype(jnp.float32), dtype)
     for x in levels(model, tokens[:, 1:], features, count, dtype):
@@ -68,7 +65,7 @@ def _by_level_in_blocks(
     count: int,
     dtype: jnp.dtype | None,
 ) -> Iterator[Float[Array, "E C"]]:
-    """`by_level` of a draft that says blocks: one begins at every token, a few in a pass."""
+    """`by_level` of a draft that predicts blocks: one begins at every token, a few in a pass."""
     rows, size = tokens.shape
     at = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (rows, size))
     context = context_of(model, projected(model, hidden.astype(jnp.float32), dtype), at, dtype)
@@ -77,7 +74,7 @@ def _by_level_in_blocks(
     def several(own: tuple[Array, Array]) -> Float[Array, "E B n l"]:
         began, places = own
         seen = jnp.arange(size) < places[:, :, None]
-        return said(model, began, places, context, seen, dtype)[..., :count]
+        return predicted_along(model, began, places, context, seen, dtype)[..., :count]
 
     def parted(values: Array) -> Array:
         whole = jnp.pad(values, ((0, 0), (0, passes * _BLOCKS - size)))

@@ -36,11 +36,11 @@ def check_depth(config: ModelConfig, levels: int) -> None:
     Raises:
       ValueError: it would be.
     """
-    said = None if config.features is None else config.features.levels
-    if said is not None and levels > said:
+    most = config.block_levels
+    if most is not None and levels > most:
         raise ValueError(
-            f"a draft that says blocks of {said + 1} tokens makes trees of at most {said} levels, "
-            f"not {levels}."
+            f"a draft with block_size {most + 1} predicts {most} tokens in its pass; a tree of "
+            f"{levels} levels is deeper."
         )
     window = min((each for each in config.windows if each is not None), default=levels)
     if levels - 1 > window:

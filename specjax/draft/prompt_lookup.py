@@ -198,6 +198,16 @@ def grow_on(
     return grow(source, growth, nodes, carry, growing, drafter)[0]
 
 
+def grow_beside(source: TextSource, growth: Growth, nodes: Nodes) -> Nodes:
+    """Trees in which branches of the text compete for the slots, below the roots and any node.
+
+    What the text adds is marked as of drafter 1.
+    """
+    rows, budget = nodes.tokens.shape
+    every = jnp.broadcast_to(jnp.arange(-1, budget, dtype=jnp.int32), (rows, budget + 1))
+    return grow_on(source, replace(growth, least_gain=0.0, by_level=False), nodes, every, drafter=1)
+
+
 def _unlike(nodes: Nodes, slots: Int32[Array, "B n"], likely: Likely) -> Likely:
     """Children that the nodes in `slots` do not have yet."""
     theirs = (nodes.parents[:, None] == slots[:, :, None]) & nodes.valid[:, None]

@@ -3,8 +3,8 @@
 A draft that reads hidden states of the target (EAGLE-3, arXiv 2503.01840) has a slot for each token
 but the first: in slot i are the embedding of token i + 1 and the target's hidden states after token
 i, at position i. What it drafts itself stands there until the target has read it, and goes then.
-One that says blocks (see `specjax.draft.block`) has a slot for each token but the last: in slot i
-are keys and values of the hidden states after token i.
+One that predicts blocks (see `specjax.draft.block`) has a slot for each token but the last: in slot
+i are keys and values of the hidden states after token i.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.pytree import pytree, replace
-from specjax.draft import block as blocks
+from specjax.draft.block import predicted
 from specjax.models.features import handed_on, projected
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, empty_cache
 from specjax.models.transformer import Model, context_of, trunk, unembed
@@ -24,12 +24,13 @@ from specjax.models.transformer import Model, context_of, trunk, unembed
 class ModelState:
     """A draft model's cache, root included, and its logits after the root.
 
-    Of one that reads hidden states also its `features` of the root, which its children read, or, if
-    it says blocks, the logits of the levels below the root's children, which are `ahead`.
+    Of one that reads hidden states also its `features` of the root, which its children read. One
+    that predicts blocks has its cache alone until it drafts (see `ready`); then also logits of the
+    levels below the root's children, which are `ahead`.
     """
 
     cache: KVCache
-    logits: Float[Array, "*G B V"]
+    logits: Float[Array, "*G B V"] | None
     features: Float[Array, "*G B E"] | None = None
     ahead: Float[Array, "*G B l V"] | None = None
 
@@ -87,11 +88,9 @@ def prefill(
     dtype = cache_dtype(model.embedding.dtype)
     cache = empty_cache(model.config, rows, slots, dtype, model.kv_heads)
     features = None
+    if model.config.block_levels is not None:
+        return _with_context(model, ModelState(cache, None), length - 1, hidden[:, :-1], layers)
     if model.config.features is not None:
-        if _says_blocks(model):
-            held = _said(model, prompt[:, 0], cache)
-            before = hidden[:, :-1]
-            return _read_on(model, held, prompt[:, 1:], length - 1, before, layers)
         if prompt.shape[1] == 1:
             return _of_nothing(model, cache)
         features = projected(model, _own(model, hidden[:, :-1], layers))
@@ -125,8 +124,8 @@ def catch_up(
 
     `hidden` are the states after `layers` of the target, before each of the tokens.
     """
-    if _says_blocks(model):
-        return _read_on(model, held, tokens, count, hidden, layers)
+    if model.config.block_levels is not None:
+        return _with_context(model, held, count, hidden, layers)
     rows, window = tokens.shape
     steps = jnp.arange(window, dtype=jnp.int32)
     tree_mask = jnp.broadcast_to(steps <= steps[:, None], (rows, window, window))
@@ -143,34 +142,31 @@ def catch_up(
     return _chosen(count > 0, found, held)
 
 
-def _says_blocks(model: Model) -> bool:
-    read = model.config.features
-    return read is not None and read.block_size is not None
+def ready(model: Model, held: ModelState, last: Int32[Array, " B"]) -> ModelState:
+    """The state of a draft that is to draft below each row's last token.
+
+    That is what it holds, but of one that predicts blocks: it makes its pass now, so that steps
+    that do not draft with it take none, and states hold no logits of whole blocks.
+    """
+    if model.config.block_levels is None:
+        return held
+    logits = predicted(model, last, held.cache)
+    return replace(held, logits=logits[:, 0], ahead=logits[:, 1:])
 
 
-def _said(model: Model, last: Int32[Array, " B"], cache: KVCache) -> ModelState:
-    """The state of a draft that says blocks, of which each row's begins with its last token."""
-    logits, below = blocks.ahead(model, last, cache)
-    return ModelState(cache, logits, ahead=below)
-
-
-def _read_on(
+def _with_context(
     model: Model,
     held: ModelState,
-    tokens: Int32[Array, "B W"],
     count: Int32[Array, " B"],
     hidden: Float[Array, "B W H"],
     layers: tuple[int, ...],
 ) -> ModelState:
-    """`catch_up` of a draft that says blocks."""
-    if not tokens.shape[1]:
+    """The state of a draft that predicts blocks with the first `count` of hidden states, too."""
+    if not hidden.shape[1]:
         return held
-    positions = held.cache.length[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = held.cache.length[:, None] + jnp.arange(hidden.shape[1], dtype=jnp.int32)
     context = context_of(model, projected(model, _own(model, hidden, layers)), positions)
-    cache = held.cache.keep(context, None, count)
-    at = jnp.maximum(count - 1, 0)[:, None]
-    last = jnp.take_along_axis(tokens, at, axis=1)[:, 0]
-    return _chosen(count > 0, _said(model, last, cache), held)
+    return replace(held, cache=held.cache.keep(context, None, count))
 
 
 def of_layers(
@@ -206,13 +202,12 @@ def _chosen(which: Bool[Array, " B"], one: ModelState, other: ModelState) -> Mod
     def of_row(own: Array | None, kept: Array | None) -> Array | None:
         if own is None or kept is None:
             return None
-        return jnp.where(which.reshape(-1, *(1,) * (own.ndim - 1)), own, kept)
+        return jnp.where(which[:, None], own, kept)
 
     return replace(
         one,
         logits=of_row(one.logits, other.logits),
         features=of_row(one.features, other.features),
-        ahead=of_row(one.ahead, other.ahead),
     )
 
 

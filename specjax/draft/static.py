@@ -27,7 +27,7 @@ from specjax.base.sampling import (
 )
 from specjax.draft.drafter import Drafter, Seen, Step, Wants
 from specjax.draft.limits import check_depth
-from specjax.draft.reading import ModelState, catch_up, prefill, read_by, run, shorter
+from specjax.draft.reading import ModelState, catch_up, prefill, read_by, ready, run, shorter
 from specjax.models.transformer import Model, unembed
 from specjax.parallel.mesh import DATA, DRAFT, gathered, mesh_of, place_along, size_of, stacked
 from specjax.trees.construction import DISTINCT, DRAWN, TOP_K, Construction
@@ -177,6 +177,7 @@ class ExpansionDrafter(Drafter):
                 model: Model, held: ModelState, number: Array, shape: TreeShape = shape
             ) -> tuple[Array, Array]:
                 own = jax.vmap(lambda k: fold(k, number))(keys)
+                held = ready(model, held, last)
                 return expand(model, held, own, shape, sampling, certain, self.children == DISTINCT)
 
             if size == 1:
@@ -283,6 +284,7 @@ def expand(
     Rows that are `certain` take the most likely children; the others independent draws, or draws
     without replacement if `distinct`. A pass of a level runs the nodes that have children only.
     """
+    assert held.logits is not None
     rows, made, distributions = held.logits.shape[0], [], []
     noise = _uniforms(key, shape, distinct, held.logits.dtype)
     level_logits, block = held.logits[:, None], None

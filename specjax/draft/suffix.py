@@ -7,14 +7,13 @@ device: a program reads whichever it is given.
 
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
 from specjax.base.axes import Key
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling
-from specjax.draft.prompt_lookup import Text, TextSource, grow_on
+from specjax.draft.prompt_lookup import Text, TextSource, grow_beside
 from specjax.draft.retrieval import Corpus, RetrievalDrafter, arrays_of
 from specjax.trees.tree import TokenTree
 
@@ -35,11 +34,8 @@ class SuffixDrafter(RetrievalDrafter):
     ) -> tuple[TokenTree, Text]:
         """The tree of the likeliest nodes of both; nothing of it is random."""
         del key, position, sampling
-        rows, budget = last.shape[0], self.growth.budget
-        every = jnp.broadcast_to(jnp.arange(-1, budget, dtype=jnp.int32), (rows, budget + 1))
         source = TextSource(state, self.trust, None, self.least, self.followers)
-        growth = replace(self.growth, least_gain=0.0)
-        nodes = grow_on(source, growth, self.grown(state), every, drafter=1)
+        nodes = grow_beside(source, self.growth, self.grown(state))
         return self.tree(nodes, last), state
 
     @property

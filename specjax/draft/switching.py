@@ -322,6 +322,7 @@ class SwitchingDrafter(Drafter):
         model, held = self.model, state.held
         assert model is not None
         assert held is not None
+        assert held.logits is not None
         text, size = state.text, min(size, held.cache.slots)
         before = held.cache.length
         begin = jnp.minimum(before, held.cache.slots - size)

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from functools import partial
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from specjax.draft.retrieval import Corpus
 from specjax.draft.suffix import earlier
 
 _NEW = 1 / 64
-"""New tokens after which the corpus is made anew, as a share of what it holds."""
+"""Share of the tokens that are kept which has to be new for the corpus to be made anew."""
 
 
 class EarlierTexts:
@@ -26,7 +27,7 @@ class EarlierTexts:
         self._texts: deque[np.ndarray] = deque()
         self._made: Corpus | None = None
         self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self.is_ordering = False
 
     def add(self, text: list[int]) -> None:
         """Keeps an answer, and drops the oldest ones that have no place beside it."""
@@ -42,18 +43,16 @@ class EarlierTexts:
 
     def _make(self) -> None:
         """Begins to make the corpus anew if there is enough that it does not hold."""
-        runs = self._thread is not None and self._thread.is_alive()
-        few = self._new < _NEW * self._size and self._new < self._held
-        if runs or few:
+        if self.is_ordering or self._new <= _NEW * self._held:
             return
-        self._new, texts = 0, list(self._texts)
-        self._thread = threading.Thread(target=self._ordered, args=(texts,), daemon=True)
-        self._thread.start()
+        self._new, self.is_ordering, texts = 0, True, list(self._texts)
+        run = partial(self._order, texts)
+        threading.Thread(target=run, name="specjax-earlier", daemon=True).start()
 
-    def _ordered(self, texts: list[np.ndarray]) -> None:
+    def _order(self, texts: list[np.ndarray]) -> None:
         made = earlier(texts, self._size)
         with self._lock:
-            self._made = made
+            self._made, self.is_ordering = made, False
 
     def made(self) -> Corpus | None:
         """The corpus, if it was made anew since this was asked last."""

@@ -244,9 +244,9 @@ def _best_first(
     second: Drafter | None = None,
 ) -> BestFirstDrafter:
     temperatures = jnp.asarray(setting.temperatures or defaults.TEMPERATURES, jnp.float32)
-    growth, read = _needed(setting, "growth"), pair.drafts[0].config.features
-    if read is not None and read.levels is not None:  # all that a block says
-        growth = dataclasses.replace(growth, depth=min(growth.depth, read.levels))
+    growth, most = _needed(setting, "growth"), pair.drafts[0].config.block_levels
+    if most is not None:
+        growth = dataclasses.replace(growth, depth=min(growth.depth, most))
     return BestFirstDrafter(pair.drafts[0], temperatures, growth, table, second)
 
 
@@ -376,7 +376,7 @@ _BUILTIN = (
         setting=_grown("suffix"),
         build=_build_suffix,
         takes_widths=False,
-        remembers=True,
+        for_servers=True,
     ),
     Method(
         name="recycle",

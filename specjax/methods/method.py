@@ -122,8 +122,8 @@ class Method:
       lacks: what the method needs and the pair has not, as the end of a sentence, or None.
       takes_widths: whether a tree may be named level by level.
       takes_budget: whether its nodes may be bounded.
-      remembers: whether it is another method but for what a server answered before; then "all" of
-        what is no server leaves it out.
+      for_servers: whether only a server gives it anything that another method has not; "all" of
+        `bench`, `tune` and `verify` leaves it out.
       size: what the SIZE of `METHOD:SIZE` is: `NODES`, `LEVELS`, `WIDTHS`, `GROWTH`, `WINDOW` or
         `NO_SIZE`.
     """
@@ -136,7 +136,7 @@ class Method:
     source: str = ""
     takes_widths: bool = True
     takes_budget: bool = True
-    remembers: bool = False
+    for_servers: bool = False
     size: str = NODES
 
 

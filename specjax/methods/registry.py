@@ -31,14 +31,14 @@ def lacking(method: str, pair: Pair) -> str | None:
 def names_of(text: str, pair: Pair | None) -> list[str]:
     """The methods that a text names, separated by commas, some perhaps with a size.
 
-    All that `pair` can do for "all", but for what is for servers alone.
+    All that `pair` can do for "all", but for methods that are for servers alone.
 
     Raises:
       ValueError: one is unknown, or its size is none.
     """
     if text.strip() == ALL:
         able = (n for n in METHODS if pair is None or lacking(n, pair) is None)
-        return [name for name in able if name != PLAIN and not METHODS[name].remembers]
+        return [name for name in able if name != PLAIN and not METHODS[name].for_servers]
     names = listed(text)
     for name in names:
         check_method(name)

@@ -62,8 +62,8 @@ class Features:
       position's embedding is 0. The rest is as above.
     * "context" (DFlash, arXiv 2602.06036): they are projected together and normed; keys and values
       of that are all that layers see of the text. A pass runs a block of `block_size` tokens, the
-      last one and `mask_token` again and again, which see each other; each says what stands in its
-      own place.
+      last one and `mask_token` again and again, which see each other; each predicts the token of
+      its own place.
     """
 
     layers: tuple[int, ...]
@@ -102,11 +102,6 @@ class Features:
     def width(self) -> int:
         """Numbers of all hidden states of a token."""
         return len(self.layers) * self.size
-
-    @property
-    def levels(self) -> int | None:
-        """Levels that a pass says, so that no tree has more; None where each level has its own."""
-        return None if self.block_size is None else self.block_size - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +220,14 @@ class ModelConfig:
                     raise ValueError(
                         f"there is no {what} {name!r}; there are {', '.join(map(str, known))}."
                     )
+
+    @property
+    def block_levels(self) -> int | None:
+        """Tokens that a draft predicts in one pass, so that its trees have no more levels; None
+        where each level takes a pass.
+        """
+        size = None if self.features is None else self.features.block_size
+        return None if size is None else size - 1
 
     @property
     def rotated(self) -> int:

@@ -40,8 +40,8 @@ def _upgrade(config: Json) -> Json:
     named = config.get("architectures")
     if config.get("model_type") != DFLASH.model_type and named != [_ARCHITECTURE]:
         raise ValueError(
-            f"architectures is {named!r}; of drafts that say blocks only {_ARCHITECTURE} is "
-            "supported here."
+            f"architectures is {named!r}; of drafts that predict blocks only {_ARCHITECTURE} "
+            "is supported here."
         )
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or {*map(str, kinds)} != {FULL}):
