@@ -23,7 +23,7 @@ from specjax.methods.replay import Text
 from specjax.models.pruning import with_rows
 from tests.conftest import tiny_model
 from tests.folders import own_cache, pair_folder
-from tests.pairs import forward, head
+from tests.pairs import block_draft, forward, head
 from train.export import tell_acceptance
 from train.heads import logits_after
 
@@ -121,6 +121,20 @@ def test_it_is_measured_once_along_what_the_model_writes(pair, temperature, monk
 def test_a_model_drafts_right_for_itself(pair):
     found = drafted.measure(pair._replace(drafts=[pair.target]), 0.0, 1)
     assert found.found[0].tokens_per_step == pytest.approx([2, 3, 4, 5, 6, 7, 8])
+
+
+@pytest.mark.parametrize(("make", "longest"), [(head, 7), (block_draft, 3)])
+def test_a_draft_that_reads_hidden_states_is_weighed(make, longest, pair):
+    """Its passes are timed: one a level, or one for a whole block."""
+    own = pair._replace(drafts=[make(pair.target, 1, steps=1)])
+    (chain,) = drafted.measure(own, 0.0, 1).found
+    assert len(chain.tokens_per_step) == len(chain.seconds) == longest
+    ratio = chain.seconds[-1] / chain.seconds[0]
+    assert ratio == pytest.approx(longest if make is head else 1)
+    assert pass_times.draft_seconds(own.drafts[0]) == pytest.approx(chain.seconds[0])
+    taken = choose(Asked(), own, 0.0)
+    assert taken.setting.method in ("none", "chain")
+    assert "times plain decoding" in taken.reason
 
 
 def test_bundled_prompts_tell_where_no_text_was_written(pair, monkeypatch):

@@ -1,6 +1,7 @@
 """Whole programs compiled for TPUs and GPUs on a machine that has none, or for what is here.
 
     python -m benchmarks.programs.ahead v5e --models llama-3.2-1b --methods none chain
+    python -m benchmarks.programs.ahead h100 --models llama-3.1-8b --methods none head-eagle
     python -m benchmarks.programs.ahead here
 
 What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
@@ -15,14 +16,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
+from jax.sharding import Mesh
 
 import pallas_kernels
 from benchmarks.programs.memory_plan import Case, drafter_of, plan_of, texts_of
 from specjax.base.output import write_json
+from specjax.checkpoints.feature_drafts import layers_read
 from specjax.decoding.generate import generate_jit, prefill_jit, step_jit
+from specjax.draft.drafter import Drafter
 from specjax.measure.compile_ahead import (
     Compiled,
+    Hardware,
+    abstract_pair,
     abstract_request,
     abstract_target,
     compiled,
@@ -30,17 +37,50 @@ from specjax.measure.compile_ahead import (
     on,
 )
 from specjax.measure.roofline import SHAPES
+from specjax.methods.registry import build, setting_of
+from specjax.models.config import ModelConfig
+from specjax.models.transformer import Model
+from train.config import Size
 
 METHODS = {"none": "none", "chain": "chain", "specexec": "specexec:63", "pool": "pool"}
+HEADS = {"head-chain": "chain:7", "head-eagle": "eagle:60", "head-specexec": "specexec:15"}
+"""Of a random EAGLE-3 head, as named in `specjax.methods`."""
 _DRAFT = {"hidden_size": 1024, "intermediate_size": 2816, "num_layers": 2, "num_heads": 16,
           "num_kv_heads": 8, "head_dim": 64}  # fmt: skip
+
+
+def head_of(target: ModelConfig) -> ModelConfig:
+    """An EAGLE-3 head of the published size for a target: a layer of its shape, 32,000 tokens."""
+    layer = dataclasses.asdict(target)
+    size = Size(**{field.name: layer[field.name] for field in dataclasses.fields(Size)})
+    own = dataclasses.replace(size, num_layers=1)
+    return own.reading(target, layers_read(target.num_layers), 32_000)
 
 
 def case_of(model: str, method: str, rows: int = 1, prompt: int = 2048) -> Case:
     """A program of a model in bfloat16, with drafts of two layers."""
     return Case(
-        SHAPES[model], METHODS[method], rows, prompt, new=128, dtype="bfloat16", draft=_DRAFT
+        SHAPES[model],
+        METHODS.get(method, method),
+        rows,
+        prompt,
+        new=128,
+        dtype="bfloat16",
+        draft=_DRAFT,
     )
+
+
+def built(case: Case, found: Hardware, mesh: Mesh) -> Drafter:
+    """The drafter of a case, of shapes alone."""
+    if case.method not in HEADS:
+        return drafter_of(case)
+    pair = abstract_pair(found, mesh, case.config, [head_of(case.config)], case.dtype)[1]
+    setting = setting_of(HEADS[case.method], batch=case.rows)
+
+    def own(target: Model, drafts: list[Model]) -> Drafter:
+        return build(setting, pair._replace(target=target, drafts=drafts))
+
+    return jax.eval_shape(own, pair.target, pair.drafts)
 
 
 def made(name: str, case: Case, part: str = "generate", data: int = 1, model: int = 1) -> Compiled:
@@ -49,7 +89,7 @@ def made(name: str, case: Case, part: str = "generate", data: int = 1, model: in
     mesh = found.mesh(data=data, model=model)
     with found.traced():
         target = abstract_target(case.config, case.dtype, mesh)
-        drafter = on(drafter_of(case), mesh)
+        drafter = on(built(case, found, mesh), mesh)
         asked = abstract_request(target, drafter, texts_of(case), case.rule)
     if part == "generate":
         return compiled(found, generate_jit, *asked)
@@ -85,8 +125,9 @@ class Asked:
 
 def over_plan(name: str, case: Case, found: Compiled) -> float:
     """What a whole generate takes beside the weights over what is planned, of one device."""
-    with hardware(name).traced():
-        planned = plan_of(case, drafter_of(case)).beside_weights
+    at = hardware(name)
+    with at.traced():
+        planned = plan_of(case, built(case, at, at.mesh())).beside_weights
     return (found.temporary_bytes + found.output_bytes) / planned
 
 
@@ -126,7 +167,7 @@ def main() -> None:
             f"compile {found.compile_seconds:.1f} s, temporaries "
             f"{found.temporary_bytes / 2**20:.0f} MiB{beside}, aliased "
             f"{found.aliased_bytes / 2**20:.0f} MiB, {found.counted_loops} counted loops, "
-            f"{found.operations}",
+            f"{found.operations}, kernels {found.kernels}",
             flush=True,
         )
         if asked.json is not None:

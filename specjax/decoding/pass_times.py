@@ -15,6 +15,7 @@ from pallas_kernels.platform import platform
 from specjax.base.pytree import replace
 from specjax.decoding.streamed import hidden_by_layers, logits_by_layers, run_layer
 from specjax.draft.levels import by_level
+from specjax.draft.reading import ModelState, ready, run
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layer_weights import LayerWeights
@@ -128,8 +129,13 @@ def _measure(target: Model) -> OffloadTimes:
 
 
 def draft_seconds(draft: Model) -> float:
-    """Seconds in which a draft's layers are computed for one token; measured once."""
+    """Seconds in which a draft's layers are computed for one token; measured once.
+
+    Of one that reads hidden states with its logits.
+    """
     if draft not in _of_drafts:
+        if draft.config.features is not None:
+            return passes_seconds(draft, (1,))[1]
         _of_drafts[draft] = _pass_seconds(draft, draft.config, draft.layers[0], 1)
     return _of_drafts[draft]
 
@@ -141,10 +147,19 @@ def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
     and of the unembedding are timed, so that little is compiled; layers go one after the other, as
     many as no cache holds: of one alone a pass of few columns would be too fast. On a CPU starting
     their programs does not count (1.2 of 7.4 ms of SmolLM2's 30 layers); elsewhere programs are
-    started while others run.
+    started while others run. A draft that reads hidden states makes its pass in one program, for
+    so many rows that draft a level, or a whole block where it predicts blocks.
     """
     known = _of_passes.setdefault(model, {})
-    if new := [count for count in dict.fromkeys(columns) if count not in known]:
+    new = [count for count in dict.fromkeys(columns) if count not in known]
+    if model.config.features is not None and new:
+        levels = [_clock(partial(_level, model), model.config.hidden_size, n) for n in new]
+        *taken, idle = _least_seconds(
+            [*levels, _clock(partial(_unchanged, model), model.config.hidden_size, 1)], _MANY
+        )
+        idle = idle if platform() == "cpu" else 0.0
+        known |= {n: max(whole - idle, whole / 2) for n, whole in zip(new, taken, strict=True)}
+    elif new:
         outer = model.outer
         layers = _timed_layers(model)
         whole = model.config.num_layers / len(layers)
@@ -169,6 +184,26 @@ def _started(outer: Model, layers: Sequence[LayerWeights], x: Array) -> Array:
 def _nothing(outer: Model, weights: LayerWeights, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
     del outer, weights
     return x + 1
+
+
+@partial(jax.jit, donate_argnames="x", keep_unused=True)
+def _unchanged(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
+    del model
+    return x + 1
+
+
+@jax.jit
+def _level(model: Model, x: Float[Array, "E C"]) -> Array:
+    """What a draft that reads hidden states says of a token below each of `C` rows."""
+    rows = x.shape[1]
+    cache = empty_cache(model.config, rows, _SLOTS, cache_dtype(model.embedding.dtype))
+    token = jnp.zeros((rows, 1), jnp.int32)
+    if model.config.block_levels is not None:
+        made = ready(model, ModelState(cache, None), token[:, 0])
+        assert made.logits is not None
+        return made.logits + made.ahead.sum() if made.ahead is not None else made.logits
+    mask = jnp.ones((rows, 1, 1), bool)
+    return unembed(model, run(model, token, token, cache, mask, features=x.T[:, None]).x)
 
 
 def seconds_of(work: Callable[[Array], object], size: int, columns: int) -> float:

@@ -5,7 +5,6 @@ how long it takes, what memory a program will take and which collectives it hold
 is. TPUs need the package libtpu, NVIDIA's GPUs the CUDA plugin of jax; neither needs a device.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -34,6 +33,7 @@ from specjax.checkpoints.pair import Pair
 from specjax.decoding.generate import generate_jit
 from specjax.decoding.request import Limits, Request, Rows, room, rule_of
 from specjax.draft.drafter import Drafter
+from specjax.measure.operations import COLLECTIVES, counted_loops_of, kernels_of, operations_of
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
 from specjax.methods.registry import build
@@ -266,6 +266,7 @@ class Compiled:
     """What compiling gave: seconds, bytes of each device, and how often each operation is in it.
 
     Of its loops (`while`) so many are `counted_loops`, whose length is known as they are compiled.
+    `kernels` are what a run starts on a device (see `specjax.measure.operations.kernels_of`).
     """
 
     trace_seconds: float
@@ -277,6 +278,7 @@ class Compiled:
     temporary_bytes: int
     operations: dict[str, int]
     counted_loops: int
+    kernels: dict[str, int]
 
     @property
     def total_bytes(self) -> int:
@@ -318,7 +320,8 @@ def compiled(found: Hardware, program: Any, *arguments: Any) -> Compiled:
     return Compiled(
         after_trace - begin, after_lower - after_trace, end - after_lower,
         taken.argument_size_in_bytes, taken.output_size_in_bytes, taken.alias_size_in_bytes,
-        taken.temp_size_in_bytes, dict(operations_of(text)), len(_COUNTED_LOOP.findall(text)),
+        taken.temp_size_in_bytes, dict(operations_of(text)), counted_loops_of(text),
+        dict(kernels_of(text)),
     )  # fmt: skip
 
 
@@ -426,21 +429,3 @@ def _of_vocabulary(draft: ModelConfig, target: ModelConfig) -> ModelConfig:
         return dataclasses.replace(draft, vocab_size=target.vocab_size)
     known = min(draft.vocab_size, target.vocab_size)
     return dataclasses.replace(draft, vocab_size=target.vocab_size, num_known=known)
-
-
-_OPERATION = re.compile(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][\w\-]*)\(", re.MULTILINE)
-_COUNTED_LOOP = re.compile(r" while\(.*known_trip_count")
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-COUNTED = (
-    *("while", "conditional", "custom-call", "fusion", "copy"),
-    *(f"{name}{part}" for name in COLLECTIVES for part in ("", "-start")),
-)
-
-
-def operations_of(text: str) -> collections.Counter[str]:
-    """How often each operation is in an optimized program.
-
-    Those that end in "-start" go on beside others, up to their "-done".
-    """
-    found = collections.Counter(_OPERATION.findall(text))
-    return collections.Counter({name: found[name] for name in COUNTED if found[name]})

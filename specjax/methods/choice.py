@@ -168,7 +168,7 @@ def _runs(runs: Sequence[Run]) -> str:
 def _streamed(pair: Pair, target: Model, sampled: bool, verify: str) -> Choice:
     times, levels = offload_times(target), MOST_LEVELS
     reason = str(times)
-    if pair.drafts and pair.drafts[0].config.features is None:
+    if pair.drafts:
         taken = draft_seconds(pair.drafts[0])
         levels = times.levels(taken)
         reason += f"; a token of the draft takes {taken:.3f} s, so it goes {levels} deep"
@@ -194,8 +194,6 @@ def _is_weighed(pair: Pair) -> bool:
     """Whether it is measured what a draft gains before it is taken: it, or its target, is large."""
     target, draft = pair.target, pair.drafts[0]
     if target.is_offloaded or draft.is_stacked or _untimed(pair) is not None:
-        return False
-    if draft.config.features is not None:  # its passes are not timed by themselves
         return False
     size, own = target.config.num_parameters, draft.config.num_parameters
     return own >= defaults.LARGE_DRAFT * size or size >= defaults.LEAST_WEIGHED

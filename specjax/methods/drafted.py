@@ -123,8 +123,7 @@ def findings(pair: Pair, temperature: float, batch: int) -> Findings:
 @working("measuring once what the draft gains")
 def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     """Measures passes and acceptance; seconds, most of them compilation."""
-    widths = defaults.WIDTHS if batch == 1 else defaults.WIDTHS_OF_MANY
-    longest = len(widths["chain"])
+    longest = _longest(pair, batch)
     told = {"chain": pair.acceptance} if pair.table is None else {
         "chain": pair.acceptance, "ngram": pair.table_acceptance
     }  # fmt: skip
@@ -146,13 +145,22 @@ def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     return Findings(now, tuple(between.tolist()), tuple(found))
 
 
+def _longest(pair: Pair, batch: int) -> int:
+    """The most tokens of a chain that are weighed."""
+    widths = defaults.WIDTHS if batch == 1 else defaults.WIDTHS_OF_MANY
+    most = pair.drafts[0].config.block_levels
+    return len(widths["chain"]) if most is None else min(len(widths["chain"]), most)
+
+
 def _draft_seconds(
     pair: Pair, method: str, longest: int, batch: int, sampled: bool
 ) -> tuple[float, ...]:
     """Of a step's drafting, by its nodes from 1 on; of an n-gram model those of the most nodes."""
     if method == "chain":
-        one = step_seconds(pair.drafts[0], (0,), batch, sampled)[0]
-        return tuple(one * nodes for nodes in range(1, longest + 1))
+        draft = pair.drafts[0]
+        one = step_seconds(draft, (0,), batch, sampled)[0]
+        passes = 1 if draft.config.block_levels is not None else longest
+        return tuple(one * min(nodes, passes) for nodes in range(1, longest + 1))
     drafter = build(setting_of(method, budget=longest), pair)
     empty = likeliest_along(pair.target, [ANY], 0)
     return (replay(drafter, [ANY], empty, [longest], batch).draft_seconds,) * longest
@@ -168,7 +176,7 @@ def acceptance_of(
     found = {temperature: texts_of(pair, temperature) for temperature in temperatures}
     if not all(found.values()):
         return None
-    return _acceptance(pair, method, found, len(defaults.WIDTHS["chain"]))
+    return _acceptance(pair, method, found, _longest(pair, 1))
 
 
 def _acceptance(
