@@ -17,7 +17,7 @@ from specjax.decoding.generate import generate
 from specjax.draft.reading import prefill, run
 from specjax.draft.static import ExpansionDrafter
 from specjax.models.kv_cache import NewKV
-from specjax.models.transformer import Model, trunk, unembed
+from specjax.models.transformer import Model, initialize, trunk, unembed
 from tests.cases import slow_but
 from tests.pairs import head, varied_model
 from tests.rows import rows_of
@@ -283,3 +283,32 @@ def test_a_finished_run_makes_nothing_again(folder):
     assert len(before) > 4
     assert run_recipe(*OVERRIDES, "--folder", str(folder)) == 0
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*.npz")} == before
+
+
+@pytest.mark.parametrize("known", [None, np.array([3, 5, 8, 20])])
+def test_a_head_begins_as_what_of_its_target_has_its_shapes(target, known):
+    own = target.config
+    size = Size(
+        own.hidden_size, own.intermediate_size, 1, own.num_heads, own.num_kv_heads, own.head_dim
+    )
+    whole = size.reading(own, LAYERS, 0 if known is None else len(known))
+    assert whole.rope_theta == own.rope_theta
+    first = initialize(jax.random.key(0), heads.in_training(whole))
+    begun, last, width = heads.begun(first, target, known), target.layers[-1], own.hidden_size
+    table = target.embedding if target.unembedding is None else target.unembedding
+    rows = slice(None) if known is None else known
+    np.testing.assert_array_equal(begun.unembedding, np.asarray(table)[rows])
+    np.testing.assert_array_equal(begun.final_norm, target.final_norm)
+    np.testing.assert_array_equal(begun.feature_projection[:, -width:], np.eye(width))
+    np.testing.assert_array_equal(begun.layers[0].query[:, width:], last.query)
+    np.testing.assert_array_equal(
+        begun.layers[0].query[:, :width], first.layers[0].query[:, :width]
+    )
+    np.testing.assert_array_equal(begun.layers[0].down, last.down)
+    # A layer of another shape stays; the rest does not depend on it.
+    other = dataclasses.replace(size, intermediate_size=size.intermediate_size + 8)
+    config = heads.in_training(other.reading(own, LAYERS, 0 if known is None else len(known)))
+    first = initialize(jax.random.key(0), config)
+    begun = heads.begun(first, target, known)
+    np.testing.assert_array_equal(begun.layers[0].query, first.layers[0].query)
+    np.testing.assert_array_equal(begun.unembedding, np.asarray(table)[rows])

@@ -55,12 +55,14 @@ class Head:
     A head learns at so many `levels` (section 3.2, training-time test): at the first it reads the
     target's hidden states, at each later one what it made itself at the one before, and that weighs
     `decay` times as much. 0 levels: drafts are models of their own. `layers` are the hidden states,
-    by the number of the target's layers before them (none: those that EAGLE-3 reads).
+    by the number of the target's layers before them (none: those that EAGLE-3 reads). With
+    `from_target` a head begins as what of its target has its shapes (see `train.heads.begun`).
     """
 
     levels: int = 0
     decay: float = 0.8
     layers: tuple[int, ...] = ()
+    from_target: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Size:
             family=EAGLE3.model_type,
             eos_ids=(),
             tie_embeddings=False,
+            rope_theta=target.rope_theta,
             features=Features(layers, target.hidden_size),
             draft_vocab_size=known or None,
         )

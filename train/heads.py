@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt16
+from jaxtyping import Array, Float, Int, Int32, UInt16
 
 from specjax.base.pytree import replace
 from specjax.draft.levels import logits_by_level
@@ -60,6 +60,54 @@ def beside(model: Model, embedding: Float[Array, "V E"] | PackedWeight) -> Model
     known = config.draft_vocab_size or known
     own = dataclasses.replace(config, vocab_size=size, draft_vocab_size=known)
     return replace(model, embedding=embedding, config=own)
+
+
+def begun(first: Model, target: Model, known: Int[np.ndarray, " D"] | None) -> Model:
+    """A head in training, `first`, that begins as what of its target has its shapes.
+
+    Its unembedding begins as the target's, of the `known` tokens, with the target's last norm; its
+    projection as the last of the hidden states that it reads; its layer as the target's last one,
+    which reads them beside a token's embedding. So it begins near what the target says after the
+    token before, where a random one knows nothing. The rest of it stays.
+    """
+    size, config, own = target.config.hidden_size, first.config, target.config
+    read = config.features
+    if read is None or read.size != config.hidden_size or own.norm != config.norm:
+        return first
+    assert first.feature_projection is not None
+    assert first.unembedding is not None
+    projection = jnp.asarray(first.feature_projection).at[:, -size:].set(jnp.eye(size))
+    table = target.embedding if target.unembedding is None else target.unembedding
+    unembedding = _float(table) if known is None else _float(table)[known]
+    changes = {
+        "feature_projection": projection,
+        "unembedding": unembedding,
+        "final_norm": _float(target.final_norm),
+    }
+    shapes = config.layer_shapes | {
+        name: (*config.layer_shapes[name][:-1], size) for name in ("query", "key", "value")
+    }
+    if not target.is_offloaded and shapes == own.layer_shapes:
+        last, layer = target.layer(own.num_layers - 1), first.layers[0]
+        half = {
+            name: jnp.asarray(getattr(layer, name)).at[:, size:].set(_float(getattr(last, name)))
+            for name in ("query", "key", "value")
+        }
+        whole = {
+            name: _float(getattr(last, name))
+            for name in ("output", "gate", "up", "down", "mlp_norm")
+        }
+        changes["layers"] = (replace(layer, **half, **whole),)
+        changes["feature_norm"] = _float(last.attention_norm)
+    return replace(first, **changes)
+
+
+def _float(weight: Array | PackedWeight | None) -> Array:
+    """A weight in float32."""
+    assert weight is not None
+    if isinstance(weight, PackedWeight):
+        return weight.unpacked()
+    return jnp.asarray(weight, jnp.float32)
 
 
 def logits_after(

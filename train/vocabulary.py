@@ -38,12 +38,12 @@ class Rows:
     """The rows of a draft that knows the tokens `ids` of a target with `vocab_size` of them."""
 
     def __init__(self, ids: Int[np.ndarray, " D"], vocab_size: int) -> None:
-        self._ids, self._vocab_size = ids, vocab_size
+        self.ids, self._vocab_size = ids, vocab_size
         self.row_of = pruning.rows_of(ids, vocab_size)
 
     def whole(self, model: Model) -> Model:
         """A draft in training as one of its target's tokens."""
-        return pruning.with_rows(model, self._ids, self._vocab_size)
+        return pruning.with_rows(model, self.ids, self._vocab_size)
 
     def tokens(self, tokens: Int[np.ndarray, "*S"]) -> Int[np.ndarray, "*S"]:
         """The rows of tokens."""
@@ -57,9 +57,9 @@ class Rows:
         A position counts as much as they are probable there: by the chain rule that is all of the
         forward divergence which a draft that foresees no other token can change.
         """
-        ids = self.row_of[part.ids].astype(np.min_scalar_type(len(self._ids)))
+        ids = self.row_of[part.ids].astype(np.min_scalar_type(len(self.ids)))
         log_p = np.asarray(part.log_p, np.float32)
-        known = ids < len(self._ids)
+        known = ids < len(self.ids)
         share = np.maximum(1 - np.exp(log_p).sum(axis=-1, where=~known), _LEAST)
         log_p = np.where(known, log_p - np.log(share)[..., None], NEVER)
         tokens = np.asarray(part.tokens)

@@ -364,8 +364,11 @@ class Work:
 
     def warm(self, member: int) -> Model:
         """What a member starts from, in training."""
-        schedule = self.warm_schedule(member)
-        return _finished("warm", self.warmed(member), self.draft_config(member), schedule)
+        schedule, head = self.warm_schedule(member), self.recipe.head
+        first = _finished("warm", self.warmed(member), self.draft_config(member), schedule)
+        if not (head.levels and head.from_target):
+            return first
+        return heads.begun(first, self.target, None if self.rows is None else self.rows.ids)
 
     def draft(self, member: int) -> Model:
         """A member of the pool."""

@@ -1,8 +1,10 @@
 """The loop over speculative steps: as one program, or a step at a time; on a device or a mesh."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +12,17 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
+from specjax.base.grammars import Grammar, Matcher, matchers_of, registered
 from specjax.base.pytree import pytree, replace, unchecked
 from specjax.base.sampling import Sampling
 from specjax.decoding import streamed
-from specjax.decoding.request import Prompts, Request, Rows, prepare
+from specjax.decoding.request import Prompts, Request, Rows, grammars_of, listed, prepare
 from specjax.decoding.stepping import DecodeState, prefill, run_steps, step
 from specjax.draft.drafter import Drafter, Step
 from specjax.models import layers
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import Model
-from specjax.parallel.mesh import ROWS, Layout, everywhere, spread
+from specjax.parallel.mesh import ROWS, Layout, everywhere, laid_out, spread
 from specjax.verify.rules import AUTO, Rule
 
 
@@ -113,8 +116,11 @@ def generate(
     sampling: Sampling | None = None,
     verify: str = AUTO,
     stop_at_eos: bool = True,
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
 ) -> Generation:
     """Continuations of `prompts`, distributed exactly as the target's own.
+
+    With a `grammar` as the target's own among the tokens that it allows, one after the other.
 
     One compilation a bucket of rows, prompt length and output length; weights, prompts and
     sampling parameters never recompile.
@@ -127,20 +133,53 @@ def generate(
       max_new_tokens: the longest continuation of every row.
       sampling: how to sample, for all rows or each; greedy by default.
       verify: the name of a verification rule; "auto" takes the one that accepts most.
-      stop_at_eos: whether the target's end tokens end a text.
+      stop_at_eos: whether the target's end tokens end a text; they end one that has a grammar.
+      grammar: what all texts must match, or each (None: anything); `specjax.GrammarCompiler` makes
+        them. A text that reaches `max_new_tokens` before its end matches the beginning of it.
 
     Returns:
       Host arrays, tokens of shape `[B, max_new_tokens]`.
 
     Raises:
       TypeError: an argument is of another type than it must be.
-      ValueError: an argument is refused (see `prepare`).
+      ValueError: an argument is refused (see `prepare`), or a text became too much for its grammar.
     """
-    request = prepare(
-        key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+    request, matchers = _prepared(
+        grammar, key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
         verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return completed(request, max_new_tokens)
+    with following(request, matchers) as own:
+        return completed(own, max_new_tokens)
+
+
+def _prepared(
+    grammar: Grammar | Sequence[Grammar | None] | None,
+    key: Array | np.ndarray,
+    target: Model,
+    drafter: Drafter | None,
+    prompts: Prompts,
+    **options: Any,
+) -> tuple[Request, list[Matcher | None]]:
+    """A request, and the matchers that its rows are to follow."""
+    prompts = listed(prompts)
+    matchers = matchers_of(grammar, len(prompts))
+    ending = np.asarray([matcher is not None for matcher in matchers])
+    return prepare(key, target, drafter, prompts, ending=ending, **options), matchers
+
+
+@contextlib.contextmanager
+def following(request: Request, matchers: Sequence[Matcher | None]) -> Iterator[Request]:
+    """The request whose rows follow these matchers, which are known as long as that.
+
+    Raises:
+      ValueError: after it, that a text became too much for its grammar.
+    """
+    if not any(matchers):
+        yield request
+        return
+    with registered(matchers) as numbers:
+        rows = replace(request.rows, grammars=grammars_of(numbers, request.drafter.window))
+        yield request._replace(rows=laid_out(request.layout, rows, ROWS))
 
 
 def completed(request: Request, columns: int) -> Generation:
@@ -197,7 +236,9 @@ def state_specs(target: Model, drafter: Drafter) -> DecodeState:
     """How a state is spread: caches with their rows and heads, the rest with its rows."""
     held = P(*((None,) if target.is_stacked else ()), *ROWS, target.axis)
     cache = unchecked(KVCache, keys=held, values=held, length=ROWS, pages=ROWS)
-    by_row = dict.fromkeys(("last", "key", "sampling", "limits", "made", "done", "counts"), ROWS)
+    by_row = dict.fromkeys(
+        ("last", "key", "sampling", "limits", "made", "done", "counts", "grammars"), ROWS
+    )
     return unchecked(DecodeState, cache=cache, draft=drafter.state_specs, **by_row)
 
 
@@ -245,6 +286,7 @@ def stream(
     sampling: Sampling | None = None,
     verify: str = AUTO,
     stop_at_eos: bool = True,
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
 ) -> Iterator[Step]:
     """The same continuations as `generate`, a step at a time, as they are committed.
 
@@ -256,8 +298,13 @@ def stream(
     Raises:
       TypeError, ValueError: when it is called; see `prepare`.
     """
-    request = prepare(
-        key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
+    request, matchers = _prepared(
+        grammar, key, target, drafter, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
         verify=verify, stop_at_eos=stop_at_eos,
     )  # fmt: skip
-    return steps_on_host(request)
+
+    def made() -> Iterator[Step]:
+        with following(request, matchers) as own:
+            yield from steps_on_host(own)
+
+    return made()

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from specjax.base.axes import Key
+from specjax.base.grammars import Grammars, none_of
 from specjax.base.penalties import TokenCounts, counts_of
-from specjax.base.pytree import pytree
+from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, fold, threefry
 from specjax.draft.drafter import Drafter
 from specjax.draft.plain import PlainDrafter
@@ -51,6 +52,7 @@ class Rows:
     sampling: Sampling
     limits: Limits
     counts: TokenCounts | None = None
+    grammars: Grammars | None = None
 
 
 class Request(NamedTuple):
@@ -153,6 +155,7 @@ def prepare(
     sampling: Sampling | None = None,
     verify: str = AUTO,
     stop_at_eos: bool = True,
+    ending: Bool[np.ndarray, " B"] | bool = False,
 ) -> Request:
     """The request as arrays in buckets.
 
@@ -165,6 +168,7 @@ def prepare(
       sampling: how to sample, for all rows or each; greedy by default.
       verify: the name of a verification rule, or "auto".
       stop_at_eos: whether the target's end tokens end a text.
+      ending: of which rows they do whatever that says, as a grammar ends in one of them.
 
     Returns:
       The arguments of `generate_jit`, on the target's mesh if it is on one.
@@ -198,27 +202,45 @@ def prepare(
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
     counts = counts_of(sampling, prompts, target.config.vocab_size)
-    visiting = visits(target, drafter, rule, counts is not None)
+    visiting = visits(target, drafter, rule, counts is not None or bool(np.any(ending)))
     check_memory(target, drafter, rule, len(prompts), width, slots, visiting)
     rows = Rows(
         prompt=jnp.asarray(padded),
         length=jnp.asarray(lengths, jnp.int32),
         key=keys,
         sampling=own_sampling,
-        limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos),
+        limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos, ending),
         counts=counts,
     )
     return Request(target, drafter, laid_out(layout, rows, ROWS), rule, outputs, slots, layout)
 
 
-def limits_of(target: Model, rows: int, max_new_tokens: int, stop_at_eos: bool) -> Limits:
-    """The same limits for all rows, with the target's end tokens if `stop_at_eos`."""
+def limits_of(
+    target: Model,
+    rows: int,
+    max_new_tokens: int,
+    stop_at_eos: bool,
+    ending: Bool[np.ndarray, " B"] | bool = False,
+) -> Limits:
+    """The same limits for all rows, with the target's end tokens if `stop_at_eos`, or of `ending`
+    rows.
+
+    Raises:
+      ValueError: a row is to end in one of the target's end tokens, and it has none.
+    """
     ends = np.asarray(target.config.eos_ids, np.int32).reshape(1, -1)
-    ends = ends if stop_at_eos else np.full_like(ends, NO_END)
+    if np.any(ending) and not ends.size:
+        raise ValueError("a grammar is given, whose texts end in an end token; the model has none.")
+    own = np.broadcast_to(np.asarray(ending) | stop_at_eos, (rows,))
+    ends = np.where(own[:, None], ends, NO_END)
     return Limits(
-        max_new_tokens=jnp.full(rows, max_new_tokens, jnp.int32),
-        end_ids=jnp.asarray(np.broadcast_to(ends, (rows, ends.shape[1]))),
+        max_new_tokens=jnp.full(rows, max_new_tokens, jnp.int32), end_ids=jnp.asarray(ends)
     )
+
+
+def grammars_of(numbers: Int32[np.ndarray, " B"], window: int) -> Grammars:
+    """Rows before their first token with grammars of these numbers (0: none)."""
+    return replace(none_of(len(numbers), window), number=jnp.asarray(numbers, jnp.int32))
 
 
 def _check_types(target: Model, drafter: Drafter | None, sampling: Sampling, verify: str) -> None:
@@ -279,14 +301,14 @@ VISITED_FROM = 512
 """Nodes from which on those of a streamed target are unembedded one after the other."""
 
 
-def visits(target: Model, drafter: Drafter, rule: Rule, counts: bool) -> bool:
+def visits(target: Model, drafter: Drafter, rule: Rule, limited: bool) -> bool:
     """Whether a step unembeds the nodes that its rule visits, and no others.
 
     One after the other they take as long as hundreds at once, so that it is for large trees;
-    what drafts must not need the others, and no row may have a bias or a penalty.
+    what drafts must not need the others, and no row may have a bias, a penalty or a grammar.
     """
     large = not target.is_whole and drafter.num_slots >= VISITED_FROM
-    others = drafter.wants.top_tokens > 0 or drafter.needs_probs or counts
+    others = drafter.wants.top_tokens > 0 or drafter.needs_probs or limited
     return large and rule.visiting is not None and not others
 
 

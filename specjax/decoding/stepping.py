@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
+from specjax.base.grammars import NO_NODE, Grammars, allows, masked
 from specjax.base.penalties import TokenCounts, penalized
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import GREEDY, Sampling, is_greedy, largest, most_likely, process
@@ -30,7 +31,7 @@ from specjax.models.transformer import (
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.construction import TOP_K
-from specjax.trees.tree import TokenTree, shallower
+from specjax.trees.tree import TokenTree, only, shallower
 from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import match
 
@@ -44,7 +45,8 @@ class DecodeState:
 
     `cache` holds each row's tokens but the last; `last` is that token, the root of the next tree,
     and stands at position `cache.length`. `made` are the tokens a row has given, and a row that is
-    `done` gives no more. `counts` are there where a row may have a bias or a penalty.
+    `done` gives no more. `counts` are there where a row may have a bias or a penalty, `grammars`
+    where one may have a grammar.
     """
 
     cache: KVCache
@@ -56,6 +58,7 @@ class DecodeState:
     made: Int32[Array, " B"]
     done: Bool[Array, " B"]
     counts: TokenCounts | None = None
+    grammars: Grammars | None = None
 
 
 def prefill(target: Model, drafter: Drafter, rows: Rows, slots: int) -> DecodeState:
@@ -147,6 +150,7 @@ def _begun(rows: Rows, cache: KVCache) -> DecodeState:
         made=made,
         done=made != 0,
         counts=rows.counts,
+        grammars=rows.grammars,
     )
 
 
@@ -183,8 +187,35 @@ def top_tokens_in(
 def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[TokenTree, DraftState]:
     """A tree below each row's root, and the drafter's state."""
     length = state.cache.length
+    if state.grammars is not None:
+        drafter = drafter.under(state.grammars.without(state.done))
     tree, draft = drafter.propose(state.key, length, state.draft, state.last, state.sampling)
     return shallower(tree, target.config.max_positions - length), draft
+
+
+def within_grammars(
+    drafter: Drafter, tree: TokenTree, state: DecodeState
+) -> tuple[TokenTree, Int32[Array, "B N w"] | None]:
+    """Trees without chosen nodes that their rows' grammars forbid, and the mask after every node.
+
+    Drawn nodes stay: the rules are told what they were drawn from, and accept none that the target
+    may not say. Where no row may have a grammar there are no masks.
+    """
+    if state.grammars is None:
+        return tree, None
+    exists = tree.valid & ~state.done[:, None]
+    slots = jnp.arange(tree.num_slots, dtype=jnp.int32) - 1
+    wanted = jnp.where(exists, slots, NO_NODE)
+    words = state.grammars.without(state.done).masks(
+        tree.tokens[:, 1:], tree.parents[:, 1:] - 1, wanted, drafter.vocab_size
+    )
+    if drafter.construction.children != TOP_K:
+        return tree, words
+    above = jnp.maximum(tree.parents, 0)
+    own = allows(jnp.take_along_axis(words, above[:, :, None], axis=1), tree.tokens)
+    own |= tree.parents < 0
+    whole = (own[:, None] | ~tree.attention_mask).all(axis=2)
+    return only(tree, whole), words
 
 
 class Scored(NamedTuple):
@@ -271,14 +302,18 @@ def verify_tree(
     packing: Packing | Unpacked = UNPACKED,
     naive: Bool[Array, " B"] | None = None,
     with_probs: bool = False,
+    words: Int32[Array, "B N w"] | None = None,
 ) -> tuple[Accepted, Float[Array, "B W"] | None]:
     """What `rule` accepts of every row's tree, and the naive rule of those that are `naive`.
 
     On rows of temperature 0 all rules decide as the greedy one does, which needs no distribution;
     where there is no other row, none is made. `logits` are those of packed columns if `packing` is
-    given. Beside it, `with_probs`, how likely the target found the tokens that this emits.
+    given. Beside it, `with_probs`, how likely the target found the tokens that this emits. `words`
+    are the masks after nodes (see `within_grammars`).
     """
     logits = penalize_tree(state, tree, logits, packing)
+    if words is not None:
+        logits = masked(logits, packing.of_nodes(words))
 
     def by_rule(logits: Array) -> tuple[Accepted, Array | None]:
         p = process(logits, packing.of_rows(state.sampling))
@@ -321,10 +356,13 @@ def accept(
     packing: Packing | Unpacked = UNPACKED,
     naive: Bool[Array, " B"] | None = None,
     with_probs: bool = False,
+    words: Int32[Array, "B N w"] | None = None,
 ) -> Step:
     """The tokens that a step gives: what the rule accepts, cut off where a row's text ends."""
     logits = scored.logits
-    accepted, probs = verify_tree(rule, state, tree, logits, window, packing, naive, with_probs)
+    accepted, probs = verify_tree(
+        rule, state, tree, logits, window, packing, naive, with_probs, words
+    )
     seen = Seen(top_tokens_of(logits, target_top_k), scored.hidden_states)
     return given(state, tree, accepted, jax.tree.map(packing.by_node, seen), probs)
 
@@ -384,6 +422,7 @@ def commit(state: DecodeState, new: NewKV, draft: DraftState, step: Step) -> Dec
         made=state.made + count,
         done=step.done,
         counts=None if state.counts is None else state.counts.after(step.tokens, count),
+        grammars=None if state.grammars is None else state.grammars.after(step.tokens, count),
     )
 
 
@@ -478,6 +517,7 @@ def step_beside(
     packing, naive = UNPACKED, None
     with jax.named_scope("draft"):
         tree, draft = draft_tree(target, drafter, state)
+        tree, words = within_grammars(drafter, tree, state)
     if served is not None:
         tree = within_budget(drafter, tree, state, served)
         packing = packing_of(tree.valid & ~state.done[:, None], served.width)
@@ -487,7 +527,7 @@ def step_beside(
     with jax.named_scope("verify"):
         gave = accept(
             rule, state, tree, scored, drafter.window, drafter.wants.top_tokens, packing, naive,
-            drafter.needs_probs,
+            drafter.needs_probs, words,
         )  # fmt: skip
         if served is not None:
             found = logprobs_of(scored.logits, gave, served.wanted, served.top, packing)

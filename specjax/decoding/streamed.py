@@ -29,6 +29,7 @@ from specjax.decoding.stepping import (
     positions_of,
     scored_of,
     spare_slots,
+    within_grammars,
     without_hidden_states,
 )
 from specjax.draft.drafter import Drafter, Seen, Step
@@ -74,12 +75,13 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     """
     target, drafter = request.target, request.drafter
     outer, rest = target.outer, replace(state, draft=())
-    tree, draft, x, at = _draft(outer, drafter, rest, state.draft)
+    tree, words, draft, x, at = _draft(outer, drafter, rest, state.draft)
     layers = drafter.wants.hidden_layers
     made = _layers(target, outer, x, at.positions, at.tree_mask, state.cache, layers)
     rule = request.rule
-    visiting = visits(target, drafter, rule, state.counts is not None)
-    return _finish(outer, drafter, rule, rest, draft, tree, made, visiting)
+    limited = state.counts is not None or state.grammars is not None
+    visiting = visits(target, drafter, rule, limited)
+    return _finish(outer, drafter, rule, rest, draft, tree, words, made, visiting)
 
 
 def logits_by_layers(
@@ -194,11 +196,12 @@ def _init_draft(drafter: Drafter, rows: Rows, slots: int, seen: Seen) -> Any:
 @partial(jax.jit, donate_argnames="draft")
 def _draft(
     outer: Model, drafter: Drafter, rest: DecodeState, draft: Any
-) -> tuple[TokenTree, Any, Array, Columns]:
+) -> tuple[TokenTree, Array | None, Any, Array, Columns]:
     state = replace(rest, draft=draft)
     tree, draft = draft_tree(outer, drafter, state)
+    tree, words = within_grammars(drafter, tree, state)
     at = columns_of(tree, state, spare_slots(outer, tree))
-    return tree, draft, embed(outer, at.tokens, at.positions), at._replace(cache=None)
+    return tree, words, draft, embed(outer, at.tokens, at.positions), at._replace(cache=None)
 
 
 @partial(jax.jit, static_argnames=("rule", "visiting"), donate_argnames=("rest", "draft"))
@@ -209,6 +212,7 @@ def _finish(
     rest: DecodeState,
     draft: Any,
     tree: TokenTree,
+    words: Array | None,
     made: Pass,
     visiting: bool,
 ) -> tuple[DecodeState, Step]:
@@ -223,7 +227,7 @@ def _finish(
     else:
         gave = accept(
             rule, rest, tree, scored_of(outer, tree, made), drafter.window,
-            drafter.wants.top_tokens, with_probs=drafter.needs_probs,
+            drafter.wants.top_tokens, with_probs=drafter.needs_probs, words=words,
         )  # fmt: skip
     state = commit(rest, made.new, drafter.commit(draft, gave), gave)
     return state, without_hidden_states(gave)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
+from specjax.base.grammars import NO_NODE, ROOT, Grammars, masked
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling, is_greedy, largest
 from specjax.draft.block import LevelSource
@@ -73,6 +74,7 @@ class ModelSource(Source):
     sharpness: Float[Array, " B"]
     last: Int32[Array, " B"]
     table: TableStage | None
+    grammars: Grammars | None
     width: int = static()
 
     def after(self, nodes: Nodes, scored: ScoredNodes, carry: Made) -> tuple[Likely, Made]:
@@ -81,7 +83,17 @@ class ModelSource(Source):
         tokens = jnp.take_along_axis(nodes.tokens, at, axis=1)
         tokens = jnp.concatenate([tokens, scored.guesses], axis=1)
         above = self._above(nodes, at, carry)
-        return self._run(tokens, visible_to(nodes, scored), carry, above)
+        words = self._words(nodes, scored)
+        return self._run(tokens, visible_to(nodes, scored), carry, above, words)
+
+    def _words(self, nodes: Nodes, scored: ScoredNodes) -> Int32[Array, "B n w"] | None:
+        """The masks after scored nodes, where rows have grammars; after guesses anything may be."""
+        if self.grammars is None:
+            return None
+        wanted = jnp.where(jnp.isfinite(scored.score), scored.slots, NO_NODE)
+        wanted = jnp.pad(wanted, ((0, 0), (0, scored.guesses.shape[1])), constant_values=NO_NODE)
+        vocabulary = self.model.config.vocab_size
+        return self.grammars.masks(nodes.tokens, nodes.parents, wanted, vocabulary)
 
     def _above(
         self, nodes: Nodes, slots: Int32[Array, "B n"], carry: Made
@@ -107,12 +119,14 @@ class ModelSource(Source):
         tree_mask: Bool[Array, "B n M"],
         carry: Made,
         above: Float[Array, "B n E"] | None = None,
+        words: Int32[Array, "B n w"] | None = None,
     ) -> tuple[Likely, Made]:
         """A pass over nodes, each of which sees its ancestors and itself."""
         depth = tree_mask.sum(axis=2, dtype=jnp.int32)
         held, positions = self.held.cache, self.held.cache.length[:, None] + depth - 1
         x, new, own = run(self.model, tokens, positions, held, tree_mask, carry.new, above)
         logits = unembed(self.model, x).T.reshape(*tokens.shape, -1)
+        logits = logits if words is None else masked(logits, words)
         made = Made(new, None if own is None else own[:, None])
         return likely_of(logits, self.sharpness, self.width), made
 
@@ -162,6 +176,7 @@ class BestFirstDrafter(Drafter):
     growth: Growth = static()
     table: TableStage | None = None
     second: Drafter | None = None
+    grammars: Grammars | None = None
 
     def __post_init__(self) -> None:
         if self.growth.by_level and not (self.table is None and self.second is None):
@@ -174,6 +189,10 @@ class BestFirstDrafter(Drafter):
                     "a draft that reads hidden states takes no second stage: what it reads of a "
                     "node's parent is not there in the pass that scores both."
                 )
+
+    def under(self, grammars: Grammars) -> "BestFirstDrafter":
+        """The same, whose nodes are those that are likeliest among the allowed ones."""
+        return replace(self, grammars=grammars)
 
     @property
     def wants(self) -> Wants:
@@ -259,13 +278,18 @@ class BestFirstDrafter(Drafter):
         nodes, scored = no_nodes(last.shape[0], growth.budget), roots(last.shape[0])
         held = ready(self.model, state.held, last)
         assert held.logits is not None
-        first = likely_of(held.logits[:, None], sharpness, width)
+        below_root = held.logits[:, None]
+        if self.grammars is not None:
+            root = jnp.full((last.shape[0], 1), ROOT, jnp.int32)
+            words = self.grammars.masks(nodes.tokens, nodes.parents, root, self.vocab_size)
+            below_root = masked(below_root, words)
+        first = likely_of(below_root, sharpness, width)
         if held.ahead is not None:
             below = likely_of(held.ahead, sharpness, width)
             every = jax.tree.map(lambda *both: jnp.concatenate(both, axis=1), first, below)
             nodes, _, growing = join(nodes, scored, first, growth)
             return grow(LevelSource(every), growth, nodes, (), growing)[0], state
-        source = ModelSource(self.model, held, sharpness, last, self.table, width)
+        source = ModelSource(self.model, held, sharpness, last, self.table, self.grammars, width)
         if self.second is None:
             nodes, _, growing = join(nodes, scored, first, growth)
         else:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
+from specjax.base.grammars import Grammars
 from specjax.base.pytree import pytree
 from specjax.base.sampling import Sampling
 from specjax.parallel.mesh import DATA
@@ -128,6 +129,14 @@ class Drafter(abc.ABC):
     def with_earlier(self, corpus: "Corpus") -> "Drafter":
         """The same with other earlier texts, of as many tokens as it `remembers`."""
         del corpus
+        return self
+
+    def under(self, grammars: Grammars) -> "Drafter":
+        """The same, drafting within rows' grammars as far as it can.
+
+        What it drafts outside of them is never accepted.
+        """
+        del grammars
         return self
 
     @property

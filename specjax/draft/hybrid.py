@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from specjax.base.axes import Key
+from specjax.base.grammars import Grammars
 from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import Sampling
 from specjax.draft.best_first import BestFirstDrafter, BestFirstState
@@ -37,6 +38,10 @@ class HybridDrafter(Drafter):
     table: NGram | None
     least: int = static(default=2)
     width: int = static(default=2)
+
+    def under(self, grammars: Grammars) -> "HybridDrafter":
+        """The same, whose draft drafts within rows' grammars."""
+        return replace(self, draft=self.draft.under(grammars))
 
     @property
     def wants(self) -> Wants:

@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.platform import platform
 from specjax.base.axes import Key
-from specjax.base.pytree import pytree, static
+from specjax.base.grammars import ROOT, Grammars, masked
+from specjax.base.pytree import pytree, replace, static
 from specjax.base.sampling import (
     GREEDY,
     Purpose,
@@ -42,6 +43,7 @@ class ExpansionDrafter(Drafter):
     `groups` are equal models with equal trees: a single one, or several stacked on a leading axis
     and run as one `vmap`; `sizes` says how many a group holds (1: not stacked), `shapes` which
     tree its members expand. `axis` is the mesh axis over which stacked ones are spread, if any.
+    Children are those that rows' `grammars` allow, where there are any.
     """
 
     groups: tuple[Model, ...]
@@ -49,6 +51,7 @@ class ExpansionDrafter(Drafter):
     shapes: tuple[TreeShape, ...] = static()
     children: str = static(default=DRAWN)
     axis: str | None = static(default=None)
+    grammars: Grammars | None = None
 
     @classmethod
     def of(
@@ -102,6 +105,10 @@ class ExpansionDrafter(Drafter):
         groups = tuple(g[0] if len(g) == 1 else stacked(g, mesh, axis) for _, g in alike)
         sizes, shapes = tuple(len(g) for _, g in alike), tuple(s for s, _ in alike)
         return cls(groups, sizes, shapes, children, axis)
+
+    def under(self, grammars: Grammars) -> "ExpansionDrafter":
+        """The same, whose drafts draw from their distributions among the allowed tokens."""
+        return replace(self, grammars=grammars)
 
     @property
     def wants(self) -> Wants:
@@ -178,7 +185,10 @@ class ExpansionDrafter(Drafter):
             ) -> tuple[Array, Array]:
                 own = jax.vmap(lambda k: fold(k, number))(keys)
                 held = ready(model, held, last)
-                return expand(model, held, own, shape, sampling, certain, self.children == DISTINCT)
+                return expand(
+                    model, held, own, shape, sampling, certain, self.children == DISTINCT,
+                    self.grammars,
+                )  # fmt: skip
 
             if size == 1:
                 made = jax.tree.map(lambda x: x[None], one(model, held, numbers[0]))
@@ -278,11 +288,13 @@ def expand(
     sampling: Sampling,
     certain: Array,
     distinct: bool = False,
+    grammars: Grammars | None = None,
 ) -> tuple[Int32[Array, "B M"], Float[Array, "B R V"]]:
     """The drawn tokens of one draft's tree, and the distributions of its expanded nodes.
 
     Rows that are `certain` take the most likely children; the others independent draws, or draws
     without replacement if `distinct`. A pass of a level runs the nodes that have children only.
+    Distributions are among the tokens that rows' `grammars` allow after the nodes.
     """
     assert held.logits is not None
     rows, made, distributions = held.logits.shape[0], [], []
@@ -291,7 +303,9 @@ def expand(
     features = None if held.features is None else held.features[:, None]
     tree_mask = np.zeros((1, 0), bool)
     for level in range(shape.depth):
-        _, counts = shape.expanded(level)
+        places, counts = shape.expanded(level)
+        if grammars is not None:
+            level_logits = masked(level_logits, _words(grammars, shape, level, places, made, model))
         probs = sampled_probs(level_logits, sampling, certain)
         if sampling.kind == GREEDY:
             shape_of = (rows, counts.size, int(counts.max()))
@@ -330,6 +344,26 @@ def expand(
         )
         block = after.new if block is None else jax.tree.map(_append, block, after.new)
     return jnp.concatenate(made, axis=1), jnp.concatenate(distributions, axis=1)
+
+
+def _words(
+    grammars: Grammars,
+    shape: TreeShape,
+    level: int,
+    places: np.ndarray,
+    made: Sequence[Int32[Array, "B m"]],
+    model: Model,
+) -> Int32[Array, "B n w"]:
+    """The masks after the nodes of a level that are expanded, of trees with the levels `made`."""
+    rows = grammars.number.shape[0]
+    tokens = jnp.concatenate([jnp.zeros((rows, 0), jnp.int32), *made], axis=1)
+    parents = shape.parents()[: tokens.shape[1]]
+    numbers = places + sum(shape.levels[1:level]) if level else np.full(1, ROOT)
+    parents, wanted = (
+        jnp.broadcast_to(jnp.asarray(own, jnp.int32), (rows, own.size))
+        for own in (parents, numbers)
+    )
+    return grammars.masks(tokens, parents, wanted, model.config.vocab_size)
 
 
 def _at(tokens: Int32[Array, "B m"], kept: np.ndarray) -> Int32[Array, "B n"]:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int32
 
 from specjax.base.axes import Key
+from specjax.base.grammars import Grammars
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.base.sampling import Sampling, is_greedy, most_likely, sampled_probs
 from specjax.draft import reading
@@ -108,6 +109,10 @@ class SwitchingDrafter(Drafter):
     def of_setting(self, name: str) -> "SwitchingDrafter":
         """The same with a setting in use."""
         return replace(self, use=name)
+
+    def under(self, grammars: Grammars) -> "SwitchingDrafter":
+        """The same settings, within rows' grammars."""
+        return replace(self, drafters=tuple(each.under(grammars) for each in self.drafters))
 
     @property
     def runs_draft(self) -> bool:

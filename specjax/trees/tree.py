@@ -179,7 +179,16 @@ def root_only(last: Int32[Array, " B"], vocabulary: int) -> TokenTree:
 
 def shallower(tree: TokenTree, room: Int32[Array, " B"]) -> TokenTree:
     """Trees without their nodes at depth `room` and below, which a context has no position for."""
-    valid = tree.valid & (tree.depth < room[:, None])
+    return only(tree, tree.depth < room[:, None])
+
+
+def only(tree: TokenTree, keep: Bool[Array, "B N"]) -> TokenTree:
+    """Trees without nodes that are not to be kept, nor the trials that name them.
+
+    What is kept of chosen trees may be any part that holds its nodes' ancestors; of drawn ones a
+    part that was decided before anything was drawn, else trials would be missing.
+    """
+    valid = tree.valid & keep
     there = jnp.take_along_axis(valid, tree.trial_node, axis=1)
     return replace(tree, valid=valid, trial_node=jnp.where(there, tree.trial_node, 0))
 

@@ -1,0 +1,164 @@
+"""JSON schemas, regular expressions, choices and Lark grammars, compiled for a vocabulary."""
+
+import collections
+import dataclasses
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from specjax.grammar.matching import TextMatcher
+
+if TYPE_CHECKING:
+    import llguidance
+    from transformers import PreTrainedTokenizerFast
+
+KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+LARGEST = 2**18
+"""Bytes of a grammar's text."""
+_WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
+"""Between the parts of JSON: a space, or a line's end and what the next is indented by. A model of
+which any amount is allowed may never come to an end of it."""
+_KEPT = 256
+"""Compiled grammars."""
+_INSTALL = "structured output needs llguidance, which is not installed: pip install llguidance."
+
+
+class GrammarSource(NamedTuple):
+    """What a text must match, as it is asked for: its kind, one of `KINDS`, and its text.
+
+    That of `json_object` is empty, of `choice` a JSON list of texts.
+    """
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grammar:
+    """What texts must match, compiled for the vocabulary of a model."""
+
+    source: GrammarSource
+    _first: "llguidance.LLMatcher"
+    _end_ids: frozenset[int]
+    _vocabulary: int
+
+    def matcher(self) -> TextMatcher:
+        """A matcher at the beginning of a text."""
+        return TextMatcher(self._first.deep_copy(), self._end_ids, self._vocabulary)
+
+
+class GrammarCompiler:
+    """Compiles grammars for a model; equal ones once, as long as they are among the last 256.
+
+    Args:
+      tokenizer: the model's.
+      vocab_size: tokens of the model, of which there may be more than the tokenizer knows.
+      eos_ids: its end tokens, one of which follows where a text may end.
+
+    Raises:
+      ValueError: llguidance is not installed, the tokenizer is not a fast one, or the model has no
+        end token.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_ids: Sequence[int]
+    ) -> None:
+        try:
+            import llguidance
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise ValueError(_INSTALL) from error
+        if not eos_ids:
+            raise ValueError("the model has no end token, which ends a text under a grammar.")
+        self._end_ids, self._vocabulary = frozenset(eos_ids), vocab_size
+        self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_ids])
+        self._make = llguidance.LLMatcher
+        self._limits = llguidance.LLParserLimits(
+            max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
+        )
+        self._known: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:
+        """JSON that a schema describes. Raises: see `compile`."""
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return self.compile(GrammarSource("json_schema", text))
+
+    def json_object(self) -> Grammar:
+        """Any JSON object."""
+        return self.compile(GrammarSource("json_object"))
+
+    def regex(self, pattern: str) -> Grammar:
+        """A regular expression that the whole text matches. Raises: see `compile`."""
+        return self.compile(GrammarSource("regex", pattern))
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of some texts. Raises: see `compile`."""
+        return self.compile(GrammarSource("choice", json.dumps([*texts])))
+
+    def lark(self, text: str) -> Grammar:
+        """A grammar in llguidance's variant of Lark. Raises: see `compile`."""
+        return self.compile(GrammarSource("lark", text))
+
+    def compile(self, source: GrammarSource) -> Grammar:
+        """Any of them.
+
+        Raises:
+          ValueError: the text is not of its kind, too large or too complex, or nothing matches.
+        """
+        with self._lock:
+            if source in self._known:
+                self._known.move_to_end(source)
+                return self._known[source]
+        made = self._compiled(source)
+        with self._lock:
+            self._known[source] = made
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+        return made
+
+    def _compiled(self, source: GrammarSource) -> Grammar:
+        name = source.kind.replace("_", " ").replace("json", "JSON")
+        size = len(source.text.encode("utf-8", "surrogatepass"))
+        if size > LARGEST:
+            raise ValueError(f"the {name} has {size} bytes; it may have {LARGEST}.")
+        try:
+            text = self._text_of(source)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the {name} is refused: {_line(error)}") from error
+        made = self._make(self._tokenizer, text, log_level=0, limits=self._limits)
+        if made.is_error():
+            raise ValueError(f"the {name} is refused: {_line(made.get_error())}")
+        grammar = Grammar(source, made, self._end_ids, self._vocabulary)
+        first = grammar.matcher()
+        if not first.words().any() or first.error():
+            raise ValueError(f"the {name} is refused: {first.error() or 'nothing matches it.'}")
+        return grammar
+
+    def _text_of(self, source: GrammarSource) -> str:
+        """The grammar as llguidance has it."""
+        match source.kind:
+            case "json_object" | "json_schema":
+                schema = source.text or '{"type": "object"}'
+                options: Any = {"whitespace_pattern": _WHITE_SPACE}
+                return self._make.grammar_from_json_schema(schema, overrides=options)
+            case "regex":
+                return self._make.grammar_from_regex(source.text)
+            case "lark":
+                return self._make.grammar_from_lark(source.text)
+            case "choice":
+                texts = json.loads(source.text)
+                if not isinstance(texts, list) or not texts:
+                    raise ValueError("it must be a list of texts, one at least.")
+                if any(not isinstance(each, str) or not each for each in texts):
+                    raise ValueError("its texts must be texts that are not empty.")
+                own = " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
+                return self._make.grammar_from_lark(f"start: {own}")
+        raise ValueError(f"there is no kind {source.kind!r}; there are {', '.join(KINDS)}.")
+
+
+def _line(error: object) -> str:
+    """A message as one line that ends in a stop."""
+    text = " ".join(str(error).split())[:300].rstrip(".")
+    return f"{text}."
