@@ -1,8 +1,7 @@
 """Texts under grammars: their distribution through trees, and texts that match."""
 
+import asyncio
 import functools
-import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,18 @@ import pytest
 
 import specjax
 from specjax.base import grammars
-from specjax.base.grammars import Grammars, allowed, allows, masked, none_of, registered
 from specjax.base.sampling import Sampling
 from specjax.decoding import stepping
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.static import ExpansionDrafter
-from specjax.grammar import GrammarCompiler
+from specjax.engine.request import Request
 from specjax.measure.distribution_tests import g_test
-from specjax.methods.registry import build, names_of, setting_of
 from specjax.trees.construction import DISTINCT
 from tests.cases import slow_but
+from tests.engines import collected, ids_of, running, served
 from tests.pairs import alone, generate, head, near, varied_model
+from tests.switched import switching_of
 
 VOCABULARY, END, TOKENS, ROWS, BATCHES = 12, 0, 3, 512, 4
 LEVEL = 1e-6
@@ -163,3 +162,68 @@ def test_texts_are_distributed_as_the_targets_among_the_allowed_tokens(name):
     assert g_test(np.array(found), p).p_value > LEVEL
     assert (np.mean(rates) > 1.1) == (name != "plain")
     assert grammars.num_rows() == 0
+
+
+ENGINES = {
+    "chain": lambda: alone(near(target(), 1, 0.4), (1, 1)),
+    "tree": lambda: alone(near(target(), 1, 0.4), (2, 1)),
+    "best first": best_first,
+    "any setting": lambda: switching_of(near(target(), 1, 0.4)),
+}
+
+
+@pytest.fixture(scope="module", params=slow_but(ENGINES, "chain"))
+def engine(request):
+    with running(target(), ENGINES[request.param](), rows=4, max_model_len=64) as found:
+        yield found
+
+
+def greedy_texts(prompts: list[list[int]], followed: list[bool], new: int) -> list[list[int]]:
+    """Plain decoding of each, by `generate`."""
+    made = generate(
+        target(), None, prompts, max_new_tokens=new, sampling=Sampling(), stop_at_eos=False,
+        grammar=[Table() if own else None for own in followed],
+    )  # fmt: skip
+    return [own[:n] for own, n in zip(made.tokens.tolist(), made.lengths, strict=True)]
+
+
+def test_rows_with_and_without_grammars_run_beside_each_other(engine):
+    drawn, new = np.random.default_rng(0), 9
+    prompts = [drawn.integers(1, VOCABULARY, drawn.integers(1, 9)).tolist() for _ in range(24)]
+    followed = (drawn.random(24) < 0.5).tolist()
+    requests = [
+        Request(prompt=text, max_new_tokens=new, ignore_eos=True, grammar=Table() if own else None)
+        for text, own in zip(prompts, followed, strict=True)
+    ]
+    found = served(engine, requests)
+    assert [ids_of(events) for events in found] == greedy_texts(prompts, followed, new)
+    for events, own in zip(found, followed, strict=True):
+        ended = own and ids_of(events)[-1] == END
+        assert events[-1].finish_reason == ("stop" if ended else "length")
+    assert grammars.num_rows() == 0
+
+
+def test_texts_through_an_engine_are_distributed_as_the_targets_among_the_allowed(engine):
+    """Beside others that have no grammar, and some that leave."""
+    cells = {text: cell for cell, text in enumerate(expected())}
+    asked = Request(prompt=PROMPT, max_new_tokens=TOKENS, temperature=1.3, grammar=Table())
+    mate = Request(prompt=PROMPT, max_new_tokens=9, temperature=1.0)
+
+    async def drawn() -> list[tuple[int, ...]]:
+        room = asyncio.Semaphore(32)
+
+        async def one(request: Request, leaves: bool) -> tuple[int, ...]:
+            async with room:
+                stream = engine.submit(request)
+                if leaves:
+                    await stream.__anext__()
+                    stream.abort()
+                return tuple(ids_of(await collected(stream)))
+
+        leaving = [one(own, n % 2 > 0) for n, own in enumerate([mate, asked, mate, asked] * 20)]
+        every = await asyncio.gather(*(one(asked, False) for _ in range(1200)), *leaving)
+        return every[:1200]
+
+    found = np.array([cells.get(text, -1) for text in asyncio.run(drawn())])
+    assert found.min() >= 0
+    assert g_test(found, np.array([*expected().values()])).p_value > LEVEL

@@ -90,6 +90,7 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
         _check_integer("seed", request.seed, -(2**63), 2**64 - 1)
     choice = _checked_choice(request.choice)
     _check_tpot(request.max_tpot_ms)
+    _check_grammar(request, config)
     naive = request.seed is not None and request.temperature > 0  # at 0 all rules decide alike
     return Parameters(
         sampling=sampling,
@@ -99,6 +100,7 @@ def check_request(request: Request, config: ModelConfig, max_model_len: int) -> 
         choice=choice,
         naive=_integer(naive),
         penalized=_integer(has_penalty(sampling) or bool(request.logit_bias)),
+        grammar=_integer(0),
     )
 
 
@@ -142,7 +144,8 @@ def _end_ids(request: Request, config: ModelConfig) -> np.ndarray:
         raise RequestError(message, "stop_token_ids")
     for token in own:
         _check_integer("stop_token_ids", token, 0, config.vocab_size - 1)
-    ends = own if request.ignore_eos else [*config.eos_ids, *own]
+    ignored = request.ignore_eos and request.grammar is None
+    ends = own if ignored else [*config.eos_ids, *own]
     spare = [NO_END] * (len(config.eos_ids) + MAX_STOP_TOKEN_IDS - len(ends))
     return np.asarray([[*ends, *spare]], np.int32)
 
@@ -186,6 +189,18 @@ def _check_tpot(value: Any) -> None:
     if not 0 < value <= _LONGEST_TPOT:
         message = f"max_tpot_ms is {value}; it must be above 0, and {_LONGEST_TPOT} at most."
         raise RequestError(message, "max_tpot_ms")
+
+
+def _check_grammar(request: Request, config: ModelConfig) -> None:
+    grammar = request.grammar
+    if grammar is None:
+        return
+    if not hasattr(grammar, "matcher"):
+        raise TypeError(f"grammar is a {type(grammar).__name__}; GrammarCompiler makes one.")
+    if not config.eos_ids:
+        raise RequestError(
+            "grammar is given, whose texts end in an end token; the model has none.", "grammar"
+        )
 
 
 def _checked_choice(choice: Any) -> np.ndarray:

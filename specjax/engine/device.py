@@ -95,6 +95,7 @@ class Plan(NamedTuple):
       batch: of which several rows' prompts are read together; None where there is one row.
       mixed: what steps read of prompts; None where none does.
       mixed_steps: those that have such programs, too.
+      masked_steps: those that have programs which hold rows to grammars.
     """
 
     steps: Sequence[StepShape]
@@ -106,6 +107,7 @@ class Plan(NamedTuple):
     batch: PrefillBatch | None = None
     mixed: PrefillBatch | None = None
     mixed_steps: Sequence[StepShape] = ()
+    masked_steps: Sequence[StepShape] = ()
 
 
 class Measured(NamedTuple):
@@ -262,20 +264,22 @@ class Device:
         steps: int = 1,
         prompts: Sequence[Mapping[int, Sequence[int]]] = (),
         mixed: PrefillBatch | None = None,
+        masked: bool = False,
     ) -> Pending:
         """A burst of steps of `rows`, with trees of a setting no deeper than `depths`.
 
         It has `steps` of them, `BURST` at most, or fewer if all of its rows end before.
         Some of the rows want log probabilities (`scored`). Those that fill it up end, if they have
         not. With `mixed` each step reads tokens of other rows' `prompts` as well, no more of them
-        than that has room for; then there are always as many steps.
+        than that has room for; then there are always as many steps. Rows are held to their grammars
+        if `masked`, which goes with no `mixed`.
         """
         control = [(row, 0, depth) for row, depth in zip(rows, depths, strict=True)]
         control += [(row, 1, 0) for row in filling]
         if len(control) == self._rows:  # a step of all rows takes none out of the state
             control.sort()
         order = [row for row, *_ in control]
-        call = self._advance(shape, tuple(control), any(scored), steps)
+        call = self._advance(shape, tuple(control), any(scored), steps, masked)
         if mixed is not None:
             call = self._with_prompts(call, prompts, mixed)
         given = self._run(call)
@@ -287,10 +291,12 @@ class Device:
         control: tuple[tuple[int, ...], ...],
         scored: bool = False,
         steps: int = 1,
+        masked: bool = False,
     ) -> _Call:
         rows, most = self._control_of(control), self._most[steps]
         given = rows, most, self._wanted[scored], self._calibration
         static = {"width": shape.width, "setting": shape.setting}
+        static |= {"masked": True} if masked else {}
         return _Call(programs.advance, shape.rows, given, static)
 
     def _with_prompts(
@@ -380,6 +386,7 @@ class Device:
         )
         return [
             *steps.values(),
+            *(self._advance(s, ((0, 0, 0),) * s.rows, masked=True) for s in plan.masked_steps),
             *mixed,
             *(_catch_up(range(rows), size) for rows, size in plan.catch_ups),
             *(_extend({0: [0]}, size) for size in plan.chunks),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from rich.progress import Progress
 
 from pallas_kernels.platform import platform
@@ -25,6 +26,7 @@ from specjax.engine import measured, measuring
 from specjax.engine.checks import check_request, check_requests, key_of
 from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
 from specjax.engine.earlier import EarlierTexts
+from specjax.engine.grammars import GrammarPrograms, Held, follow, forget
 from specjax.engine.joining import Joining, Part
 from specjax.engine.pages import PageCounts, Pages
 from specjax.engine.programs import Setup
@@ -33,6 +35,7 @@ from specjax.engine.request import (
     MAX_LOGPROBS,
     EngineClosedError,
     Logprob,
+    QueueFullError,
     Request,
     Statistics,
     Tokens,
@@ -211,6 +214,8 @@ class Engine:
         self._chunk_seconds = 0.0
         self._costs: StepCosts | None = None
         self._joining: Joining | None = None
+        self._grammars: GrammarPrograms | None = None
+        self._held = Held()
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -226,7 +231,7 @@ class Engine:
     @property
     def num_requests_waiting(self) -> int:
         """Requests that wait for a row."""
-        return len(self._scheduler.waiting)
+        return len(self._scheduler.waiting) + len(self._held)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -348,6 +353,7 @@ class Engine:
             device, plan, parts, known, self._join, partial(self._narrower, plan),
             partial(self._keep, plan, known), self._forget_rows, self._wake, say,
         )  # fmt: skip
+        self._grammars = GrammarPrograms(device, plan, self._wake)
         self._device = device
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self.ready = True
@@ -448,8 +454,40 @@ class Engine:
         with self._lock:
             if not self._accepts:
                 raise EngineClosedError(self.failure or "the engine takes no more requests.")
-            self._scheduler.add(*(each for each in sequences if not each.finished))
+            own = [each for each in sequences if not each.finished]
+            if self._holds(own):
+                self._held.add(own)
+            else:
+                self._scheduler.add(*own)
             self._lock.notify()
+
+    def _holds(self, sequences: list[Sequence]) -> bool:
+        """Whether requests wait until there is a program that holds rows to grammars.
+
+        Raises:
+          EngineClosedError: there will be none.
+        """
+        if self._grammars is None or all(each.request.grammar is None for each in sequences):
+            return False
+        if self._grammars.failure is not None:
+            raise EngineClosedError(self._grammars.failure)
+        self._grammars.want()
+        return not self._grammars.is_ready
+
+    def _release(self) -> None:
+        """Puts requests that were held in the queue once their program is there; under the lock."""
+        if self._grammars is None or not len(self._held):
+            return
+        if self._grammars.failure is not None:
+            for sequence in self._held.taken():
+                sequence.finished = True
+                hand_over([(sequence, Tokens((), finish_reason="error"))])
+        elif self._grammars.is_ready:
+            for sequence in self._held.taken():
+                try:
+                    self._scheduler.add(sequence)
+                except QueueFullError:  # others came meanwhile; it is the next
+                    self._held.add([sequence])
 
     def stop_accepting(self) -> None:
         """Refuses what is submitted from now on; what was goes on."""
@@ -469,7 +507,7 @@ class Engine:
     def _unfinished(self) -> list[Sequence]:
         """The sequences that wait or run, but for those that were aborted."""
         with self._lock:
-            every = (*self._scheduler.waiting, *self._scheduler.running)
+            every = (*self._scheduler.waiting, *self._scheduler.running, *self._held.sequences)
             return [sequence for sequence in every if not sequence.finished]
 
     def close(self) -> None:
@@ -481,6 +519,8 @@ class Engine:
             self._thread.join()
         if self._joining is not None:
             self._joining.stop()
+        if self._grammars is not None:
+            self._grammars.stop()
         self._end_all("abort")
 
     def _abort(self, sequence: Sequence) -> None:
@@ -515,8 +555,10 @@ class Engine:
                 sequence.finished = True
             for row in self._scheduler.rows:
                 if row.sequence is not None:
+                    forget(row.sequence)
                     self._scheduler.free(row)
             self._scheduler.waiting.clear()
+            self._held.taken()
         hand_over((sequence, Tokens((), finish_reason=reason)) for sequence in left)
 
     def _turn(self) -> bool:
@@ -528,6 +570,7 @@ class Engine:
                 self._lock.wait()
             if self._stops:
                 return False
+            self._release()
             idle = not self._has_work()
         if idle or self._joining.has_work:
             self._joining.turn(idle)
@@ -541,6 +584,7 @@ class Engine:
                 sequence = self._aborted.popleft()
                 self._scheduler.abort(sequence)
                 self.speculation.ended(sequence)
+                forget(sequence)
         while (admission := self._next_admission()) is not None:
             self._admit(admission)
         if self._in_flight is None:  # chunks alone: no more of them is handed over than one
@@ -566,8 +610,9 @@ class Engine:
                 sequence.all_read.wait(max(end - time.monotonic(), 0.0))
 
     def _has_work(self) -> bool:
-        at = self._scheduler
-        return bool(at.waiting or at.running or self._aborted or self._in_flight)
+        at, own = self._scheduler, self._grammars
+        released = own is not None and len(self._held) and (own.is_ready or own.failure)
+        return bool(at.waiting or at.running or self._aborted or self._in_flight or released)
 
     def _may_join(self, request: Request) -> bool:
         return self.speculation.may_join(self._scheduler.rows, request)
@@ -724,7 +769,10 @@ class Engine:
             self._end(row, sequence)
             return
         self._alone = False
-        self._device.assign(row.number, sequence.request, sequence.parameters)
+        parameters = sequence.parameters
+        if number := follow(sequence):
+            parameters = replace(parameters, grammar=np.asarray([number], np.int32))
+        self._device.assign(row.number, sequence.request, parameters)
 
     def _step(self, reads: bool) -> _InFlight | None:
         """Hands over a burst, in which tokens of prompts are read if it `reads` them."""
@@ -734,15 +782,19 @@ class Engine:
             return None
         if reads:
             self._take_prefix()
+        masked = any(row.sequence is not None and row.sequence.grammar_number for row in rows)
         with self._lock:
             decision = own.decide(rows)
+            if masked:
+                assert self._grammars is not None
+                decision = self._grammars.instead(decision)
         cached = self._cached()
         self._step_seconds = self._expected_seconds(decision, cached)
         read = own.prepare(self._device, decision, rows)
         own.calibrate(self._device)
         prompts, seconds = [], 0.0
         with self._lock:
-            if reads:
+            if reads and not masked:
                 decision, prompts, seconds = self._beside(decision)
             steps = len(prompts) or self._scheduler.burst(self._step_seconds, decision.most_steps)
             window = own.window_of(decision)
@@ -753,7 +805,7 @@ class Engine:
         tokens = [{chunk.row.number: chunk.tokens for chunk in step} for step in prompts]
         pending = self._device.advance(
             decision.shape, numbers, plan.filling, decision.depths, scored, steps,
-            prompts=tokens, mixed=self._mixed if prompts else None,
+            prompts=tokens, mixed=self._mixed if prompts else None, masked=masked,
         )  # fmt: skip
         alone = self._alone and not read and self._in_flight is not None
         self._alone = not own.probe(self._device, decision, rows)
@@ -867,6 +919,9 @@ class Engine:
         reason = None
         if results[-1].done:
             reason = "stop" if ids[-1] in parameters.end_ids else "length"
+            if sequence.matcher is not None and sequence.matcher.error():
+                _logger.warning("%s", sequence.matcher.error())
+                reason = "error"
             self._totals.count_target(sequence.tpot_ms(self._last_output), request.max_tpot_ms)
             if self._earlier is not None:
                 self._earlier.add(row.tokens[len(request.prompt) :])
@@ -875,6 +930,7 @@ class Engine:
 
     def _finish(self, row: Row, sequence: Sequence) -> None:
         sequence.finished = True
+        forget(sequence)
         self._scheduler.free(row)
 
     def _end(self, row: Row, sequence: Sequence) -> None:

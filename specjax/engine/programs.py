@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
 from pallas_kernels.tree_attention.xla import reads_rows_in_place
+from specjax.base.grammars import none_of
 from specjax.base.penalties import TokenCounts
 from specjax.base.pytree import pytree, replace
 from specjax.base.sampling import Sampling, fold
@@ -50,7 +51,8 @@ class Parameters:
     """What a request sets of its row, as arrays of one row, on the host or the device.
 
     `key` are the words of its seed, and `choice` is which continuation of that it is; `naive` says
-    whether the naive rule decides, `penalized` whether there is a bias or a penalty.
+    whether the naive rule decides, `penalized` whether there is a bias or a penalty, `grammar` is
+    the number of its grammar (0: none).
     """
 
     sampling: Sampling
@@ -60,6 +62,7 @@ class Parameters:
     choice: Int32[Array | np.ndarray, "1"]
     naive: Int32[Array | np.ndarray, "1"]
     penalized: Int32[Array | np.ndarray, "1"]
+    grammar: Int32[Array | np.ndarray, "1"]
 
 
 def packed(parameters: Parameters) -> Int32[np.ndarray, " w"]:
@@ -215,11 +218,11 @@ def assign(
     """
 
     def whole(target: Model, drafter: Drafter, state: EngineState, *given: Any) -> EngineState:
-        del target, drafter
+        del target
         row, words, bias, prompt = given
         row, is_own = _here(setup, state, row)
         parameters = unpacked(words, setup.parameters)
-        own = _assigned(parameters, bias, prompt)
+        own = _assigned(parameters, bias, prompt, drafter.window)
 
         def assigned(state: EngineState) -> EngineState:
             decode = jax.tree.map(lambda x, y: x.at[row].set(y[0]), _asked_of(state.decode), own)
@@ -245,6 +248,7 @@ def advance(
     *,
     width: int,
     setting: str,
+    masked: bool = False,
     columns: int | None = None,
 ) -> tuple[EngineState, Given]:
     """A burst of steps of the rows `control[:, 0]`, of which those with a second number above 0 end
@@ -252,7 +256,8 @@ def advance(
 
     They come in order if they are all that there are; their trees are of a setting of the drafter,
     and no deeper than the third number. The target's passes have `width` columns, for the likeliest
-    nodes by `calibration` (see `Served`); log probabilities are made where they are `wanted`.
+    nodes by `calibration` (see `Served`); log probabilities are made where they are `wanted`. Rows
+    are held to their grammars if `masked`.
 
     With `prompts` each step's pass is over tokens of other rows' prompts as well, and there are
     always `most` steps: for each step and such a row they hold its number, how many tokens of it
@@ -265,7 +270,7 @@ def advance(
     ) -> tuple[EngineState, Given]:
         control, most, wanted, calibration, *prompts = given
         own = _control_here(setup, state, control)
-        burst = _Burst(target, drafter, setup, own, wanted, calibration, width, setting)
+        burst = _Burst(target, drafter, setup, own, wanted, calibration, width, setting, masked)
         if prompts:
             return _run_mixed(burst, state, most, prompts[0], columns)
         return _run_burst(burst, state, most)
@@ -285,6 +290,7 @@ class _Burst(NamedTuple):
     calibration: Float[Array, "2 2"]
     width: int
     setting: str
+    masked: bool
 
     @property
     def own(self) -> Drafter:
@@ -326,7 +332,7 @@ class _Burst(NamedTuple):
         served = Served(width, naive, self.wanted, setup.top, self.control[:, 2], cut)
         rule = setup.rules[self.setting]
         after, gave, made = step_beside(
-            self.target, own, rule, _without_ended(decode), served, beside
+            self.target, own, rule, _without_ended(decode, self.masked), served, beside
         )
         return _as_asked(after, decode), gave, made
 
@@ -461,13 +467,16 @@ def catch_up(
     return run(target, drafter, state, rows)
 
 
-def _without_ended(decode: DecodeState) -> DecodeState:
-    """Rows of which what those that are done asked for costs nothing in a step."""
+def _without_ended(decode: DecodeState, masked: bool) -> DecodeState:
+    """Rows of which what those that are done asked for costs nothing in a step, nor a grammar where
+    none has one.
+    """
     done, counts = decode.done, decode.counts
     return replace(
         decode,
         sampling=jax.tree.map(lambda x: jnp.where(done, 0, x), decode.sampling),
         counts=None if counts is None else replace(counts, used=counts.used & ~done),
+        grammars=decode.grammars if masked else None,
     )
 
 
@@ -476,7 +485,8 @@ def _as_asked(decode: DecodeState, before: DecodeState) -> DecodeState:
     assert decode.counts is not None
     assert before.counts is not None
     counts = replace(decode.counts, used=before.counts.used)
-    return replace(decode, sampling=before.sampling, counts=counts)
+    followed = before.grammars if decode.grammars is None else decode.grammars
+    return replace(decode, sampling=before.sampling, counts=counts, grammars=followed)
 
 
 def _noted(given: Given, number: Int32[Array, ""], gave: Step) -> Given:
@@ -523,6 +533,7 @@ def _fresh(target: Model, drafter: Drafter, setup: Setup, tokens: Array) -> Engi
         sampling=jax.tree.map(lambda x: jnp.zeros(rows, x.dtype), own.sampling),
         limits=Limits(jnp.zeros(rows, jnp.int32), jnp.zeros((rows, ends), jnp.int32) - 1),
         counts=counts,
+        grammars=none_of(rows, drafter.window),
     )
     decode = prefill(target, drafter, asked, setup.slots)
     return EngineState(replace(decode, done=jnp.ones(rows, bool)), none[:, 0])
@@ -530,11 +541,11 @@ def _fresh(target: Model, drafter: Drafter, setup: Setup, tokens: Array) -> Engi
 
 def _asked_of(decode: DecodeState) -> dict[str, Any]:
     """The fields of a state that a request sets."""
-    names = ("key", "sampling", "limits", "made", "done", "counts")
+    names = ("key", "sampling", "limits", "made", "done", "counts", "grammars")
     return {name: getattr(decode, name) for name in names}
 
 
-def _assigned(parameters: Parameters, bias: Array, prompt: Array) -> dict[str, Any]:
+def _assigned(parameters: Parameters, bias: Array, prompt: Array, window: int) -> dict[str, Any]:
     """What a request sets of a row, as arrays of one."""
     seeded = jax.random.wrap_key_data(parameters.key[0], impl="threefry2x32")
     made = jnp.zeros((1, *bias.shape), jnp.int32)
@@ -548,6 +559,7 @@ def _assigned(parameters: Parameters, bias: Array, prompt: Array) -> dict[str, A
         "made": jnp.zeros(1, jnp.int32),
         "done": jnp.zeros(1, bool),
         "counts": TokenCounts(used > 0, bias[None], prompt[None], made),
+        "grammars": replace(none_of(1, window), number=jnp.asarray(parameters.grammar)),
     }
 
 

@@ -2,6 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from specjax.base.grammars import Grammar
 
 MAX_LOGPROBS = 20
 """The most tokens whose log probabilities may be asked for at a place, as in OpenAI's API."""
@@ -39,6 +43,8 @@ class Request:
       prompt_logprobs: the same for the prompt's tokens.
       max_tpot_ms: milliseconds a token, from the first to the last, that it should take at most;
         the engine honours it where it can.
+      grammar: what the continuation must match (see `specjax.GrammarCompiler`); it ends with one of
+        the model's end tokens then, whatever `ignore_eos` says.
     """
 
     prompt: Sequence[int]
@@ -59,6 +65,7 @@ class Request:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     max_tpot_ms: float | None = None
+    grammar: "Grammar | None" = None
 
 
 @dataclasses.dataclass(frozen=True)

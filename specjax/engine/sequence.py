@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import asyncio
     import threading
 
+    from specjax.base.grammars import Matcher
     from specjax.engine.programs import Parameters
 
 
@@ -43,6 +44,8 @@ class Sequence:
       prefix_checked: whether other rows were searched for its beginning when its turn to be read
         came.
       finished: whether it gets no more tokens; read and set under the engine's lock.
+      matcher: what follows it through its grammar, and the number by which programs ask for that
+        (0: none), once it decodes.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Sequence:
         self.in_flight = self.tokens_in_flight = 0
         self.prefix_checked = self.finished = False
         self.all_read = all_read
+        self.matcher: Matcher | None = None
+        self.grammar_number = 0
         self._prompt_logprobs: list[Logprob | None] = [None]
         self._loop, self._queue, self._abort = loop, queue, abort
         self._exhausted = False
