@@ -176,7 +176,7 @@ class Engine:
         check_drafter(target, drafter)
         if rows < 1:
             raise ValueError(f"rows is {rows}; it must be at least 1.")
-        self.vocab_size = config.vocab_size
+        self.vocab_size, self.eos_ids = config.vocab_size, config.eos_ids
         layout = layout_of(target, drafter)
         check_rows(layout, rows, "rows")
         shards = shards_of(layout)
@@ -919,9 +919,7 @@ class Engine:
         reason = None
         if results[-1].done:
             reason = "stop" if ids[-1] in parameters.end_ids else "length"
-            if sequence.matcher is not None and sequence.matcher.error():
-                _logger.warning("%s", sequence.matcher.error())
-                reason = "error"
+            reason = "error" if sequence.grammar_error else reason
             self._totals.count_target(sequence.tpot_ms(self._last_output), request.max_tpot_ms)
             if self._earlier is not None:
                 self._earlier.add(row.tokens[len(request.prompt) :])

@@ -108,6 +108,11 @@ class Sequence:
         self._prompt_logprobs.extend(found)
 
     @property
+    def grammar_error(self) -> str:
+        """Why its text could not go on under its grammar, in a sentence; empty if it could."""
+        return "" if self.matcher is None else self.matcher.error()
+
+    @property
     def prefilling(self) -> bool:
         """Whether some of its prompt is still to be read."""
         return self.prefilled < len(self.request.prompt)

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     import llguidance
     from transformers import PreTrainedTokenizerFast
 
-KINDS = ("json_object", "json_schema", "regex", "choice", "lark")
+KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 LARGEST = 2**18
 """Bytes of a grammar's text."""
 _WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON: a space, or a line's end and what the next is indented by. A model of
 which any amount is allowed may never come to an end of it."""
+_SIMPLE = {"": '{"type": "object"}', "true": "{}", "false": '{"not": {}}'}
+"""Schemas that are no objects, as ones."""
 _KEPT = 256
 """Compiled grammars."""
 _INSTALL = "structured output needs llguidance, which is not installed: pip install llguidance."
@@ -30,7 +32,7 @@ class GrammarSource(NamedTuple):
     That of `json_object` is empty, of `choice` a JSON list of texts.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "lark"]
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
     text: str = ""
 
 
@@ -66,6 +68,7 @@ class GrammarCompiler:
     ) -> None:
         try:
             import llguidance
+            from llguidance import grammar_from
             from llguidance.hf import from_tokenizer
         except ImportError as error:
             raise ValueError(_INSTALL) from error
@@ -73,7 +76,7 @@ class GrammarCompiler:
             raise ValueError("the model has no end token, which ends a text under a grammar.")
         self._end_ids, self._vocabulary = frozenset(eos_ids), vocab_size
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_ids])
-        self._make = llguidance.LLMatcher
+        self._make, self._from = llguidance.LLMatcher, grammar_from
         self._limits = llguidance.LLParserLimits(
             max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
         )
@@ -97,9 +100,11 @@ class GrammarCompiler:
         """One of some texts. Raises: see `compile`."""
         return self.compile(GrammarSource("choice", json.dumps([*texts])))
 
-    def lark(self, text: str) -> Grammar:
-        """A grammar in llguidance's variant of Lark. Raises: see `compile`."""
-        return self.compile(GrammarSource("lark", text))
+    def grammar(self, text: str) -> Grammar:
+        """A context-free grammar in llguidance's variant of Lark, or in GBNF. Raises: see
+        `compile`.
+        """
+        return self.compile(GrammarSource("grammar", text))
 
     def compile(self, source: GrammarSource) -> Grammar:
         """Any of them.
@@ -140,13 +145,13 @@ class GrammarCompiler:
         """The grammar as llguidance has it."""
         match source.kind:
             case "json_object" | "json_schema":
-                schema = source.text or '{"type": "object"}'
+                schema = _SIMPLE.get(source.text.strip(), source.text)
                 options: Any = {"whitespace_pattern": _WHITE_SPACE}
                 return self._make.grammar_from_json_schema(schema, overrides=options)
             case "regex":
                 return self._make.grammar_from_regex(source.text)
-            case "lark":
-                return self._make.grammar_from_lark(source.text)
+            case "grammar":
+                return self._from("grammar", source.text)
             case "choice":
                 texts = json.loads(source.text)
                 if not isinstance(texts, list) or not texts:

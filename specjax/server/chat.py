@@ -26,6 +26,7 @@ from specjax.server.responses import (
     TopLogprob,
 )
 from specjax.server.service import Service, service_of
+from specjax.server.structured import grammar_of
 from specjax.server.submission import check_limits, new_tokens, requests_of, stops_of
 
 _VARIABLES = ("reasoning_effort", "enable_thinking", "documents", "tools")
@@ -50,8 +51,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     ids = await unless_gone(request.receive, service.encode_chat(*chat, special=special))
     most = new_tokens(service, asked, None, ids, "messages")
     requests = requests_of(
-        service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body)
-    )
+        service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body),
+        grammar=await grammar_of(service, body),
+    )  # fmt: skip
     prompts = [Prompt(ids, None, requests)]
     generation = await submit(service, prompts, stops_of(body), record.started)
     record.generation = generation

@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.engine.request import Logprob
+from specjax.grammar import Grammar
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta, Echo, echo_of
 from specjax.server.connection import respond, unless_gone
@@ -17,6 +18,7 @@ from specjax.server.log import record_of
 from specjax.server.protocol import CompletionRequest
 from specjax.server.responses import CompletionChoice, CompletionLogprobs
 from specjax.server.service import Service, service_of
+from specjax.server.structured import grammar_of
 from specjax.server.submission import (
     check_limits,
     check_prompts,
@@ -67,14 +69,16 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 
 
 async def _all_prompts(service: Service, body: CompletionRequest) -> list[Prompt]:
-    prompts = []
+    prompts, grammar = [], await grammar_of(service, body)
     for given in _prompts(body.prompt):
-        prompts.append(await _prompt(service, body, given))
+        prompts.append(await _prompt(service, body, given, grammar))
         await asyncio.sleep(0)  # others are answered between two long lists of token ids
     return prompts
 
 
-async def _prompt(service: Service, body: CompletionRequest, given: str | list[int]) -> Prompt:
+async def _prompt(
+    service: Service, body: CompletionRequest, given: str | list[int], grammar: Grammar | None
+) -> Prompt:
     """A prompt's tokens and the requests of its choices.
 
     Raises:
@@ -90,6 +94,7 @@ async def _prompt(service: Service, body: CompletionRequest, given: str | list[i
         max_new_tokens=most,
         logprobs=body.logprobs,
         prompt_logprobs=_of_prompt(body),
+        grammar=grammar,
     )  # fmt: skip
     return Prompt(ids, await _echo(service, body, ids, text), requests)
 

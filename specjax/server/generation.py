@@ -144,6 +144,8 @@ class Generation:
 
     def _check(self) -> None:
         reasons = {choice.finish_reason or "abort" for choice in self.choices}
+        if error := next(filter(None, (each.sequence.grammar_error for each in self.choices)), ""):
+            raise ApiError(400, error, code="grammar_limit")
         if "error" in reasons:
             raise ApiError(500, "The engine failed at this request.", code="engine_failed")
         if "abort" in reasons:

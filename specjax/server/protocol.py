@@ -61,10 +61,43 @@ class StreamOptions(Body):
     include_obfuscation: Unused = None
 
 
+Schema = dict[Text, Any] | Flag
+"""A JSON schema."""
+
+
+class JsonSchema(Body):
+    """A schema that an answer must match."""
+
+    name: Text | None = None
+    description: Unused = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: Unused = None
+
+
+class ResponseFormat(Body):
+    """What an answer must be; the `schema` of an object is others' way of giving one."""
+
+    nested = ("json_schema",)
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+
+
+class StructuredOutputs(Body):
+    """What a text must match, as vLLM has it."""
+
+    json_: Schema | Text | None = Field(None, alias="json")
+    json_object: Flag | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
+    grammar: Text | None = None
+
+
 class GenerationRequest(Body):
     """What completions and chats have in common; null is a field's default."""
 
-    nested = ("stream_options",)
+    nested = ("stream_options", "response_format", "structured_outputs")
 
     model: Text | None = None
     max_tokens: Annotated[Whole, Field(ge=-1), Floats] | None = None
@@ -85,6 +118,16 @@ class GenerationRequest(Body):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: Flag | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = None
+    guided_grammar: Text | None = None
+    json_schema: Schema | Text | None = None
+    grammar: Text | None = None
+    regex: Text | None = None
+    ebnf: Text | None = None
     user: Unused = None
     metadata: Unused = None
     store: Unused = None
@@ -191,7 +234,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     """The body of `/v1/chat/completions`."""
 
     unsupported = unsupported.CHAT
-    nested = ("stream_options", "messages")
+    nested = ("stream_options", "response_format", "structured_outputs", "messages")
 
     messages: Messages
     max_completion_tokens: Limit | None = None

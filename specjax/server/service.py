@@ -2,13 +2,16 @@
 
 import asyncio
 import hmac
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import HTTPConnection
 
 from specjax.checkpoints.detokenizer import TokenTexts
+from specjax.grammar import Grammar, GrammarCompiler, GrammarSource
 from specjax.server.errors import ApiError, unavailable
 from specjax.server.log import IgnoredFields
 from specjax.server.metrics import Metrics
@@ -61,6 +64,9 @@ class Service:
             raise ValueError("an API key is empty.")
         self._bytes_of_tokens = most_bytes_of_tokens(tokenizer)
         self._thread = ThreadPoolExecutor(1, "specjax-texts")
+        self._compilers = ThreadPoolExecutor(2, "specjax-grammars")
+        self._compiler: GrammarCompiler | None = None
+        self._compiler_lock = threading.Lock()
         self._workers = Workers(
             tokenizer,
             count=options.text_workers,
@@ -138,6 +144,23 @@ class Service:
         if length < _LONG:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def compiled(self, source: Callable[[], GrammarSource]) -> Grammar:
+        """A grammar, compiled in a thread of its own.
+
+        Raises:
+          ValueError: it is refused, or there can be none.
+        """
+        work = partial(self._compile, source)
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+
+    def _compile(self, source: Callable[[], GrammarSource]) -> Grammar:
+        with self._compiler_lock:  # the first one takes half a second
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(
+                    self.tokenizer, self.engine.vocab_size, self.engine.eos_ids
+                )
+        return self._compiler.compile(source())
 
     def most(self) -> Most:
         """How much a body may have."""
@@ -261,6 +284,7 @@ class Service:
     def close(self) -> None:
         """Ends the thread and the workers."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._workers.close()
 
 

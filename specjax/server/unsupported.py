@@ -22,7 +22,7 @@ def _of(*values: Any, instead: str = "") -> Neutral:
     return Neutral(values, instead)
 
 
-_FORMAT = "Ask for the format in a message and parse the text."
+_FORMAT = "Give response_format."
 _TOOLS = (
     "Describe the tools in a message and parse the text, or leave them out; with tool_choice "
     '"none" the template gets them.'
@@ -35,11 +35,7 @@ _OF_DEVICES = frozenset(
 """Ollama's options that change no text."""
 
 _FORMATS = dict.fromkeys(
-    (
-        *("grammar", "json_schema", "regex", "ebnf", "format", "guided_json", "guided_regex"),
-        *("guided_choice", "guided_grammar", "structural_tag", "structured_outputs"),
-        *("guided_decoding", "response_schema"),
-    ),
+    ("format", "structural_tag", "guided_decoding", "response_schema"),
     _of("", {}, instead=_FORMAT),
 )
 _LENGTHS = dict.fromkeys(
@@ -126,7 +122,6 @@ _TWINS: dict[str, Neutral] = {
 GENERATION: Mapping[str, Neutral] = {
     **_FORMATS, **_LENGTHS, **_LEAST, **_OFF_AT_ZERO, **_OFF_AT_ONE, **_FLAGS, **_LISTS,
     **_ONLY_NULL, **_TWINS,
-    "response_format": _of({"type": "text"}, instead=_FORMAT),
     "skip_special_tokens": _of(True),
     "spaces_between_special_tokens": _of(True),
     "suffix": _of(""),

@@ -1,0 +1,307 @@
+"""Structured output: grammars for a vocabulary, texts that match them, and requests that ask so."""
+
+import json
+import re
+
+import httpx
+import jax
+import numpy as np
+import pytest
+
+import specjax
+from specjax.grammar import GrammarCompiler, GrammarSource
+from specjax.grammar.compiling import LARGEST
+from specjax.methods.registry import build, names_of, setting_of
+from tests.cases import slow_but
+from tests.scripted_engine import serving
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": 0, "maximum": 999},
+        "kind": {"enum": ["class", "function"]},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 2},
+    },
+    "required": ["name", "size", "kind", "tags"],
+    "additionalProperties": False,
+}
+PROMPT = "def describe():\n    return json.dumps("
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return specjax.load_pair("bundled")
+
+
+@pytest.fixture(scope="module")
+def compiler(pair):
+    config = pair.target.config
+    return GrammarCompiler(pair.tokenizer, config.vocab_size, config.eos_ids)
+
+
+def follow(compiler, grammar, text: str) -> tuple[bool, bool]:
+    """Whether a text's tokens are all allowed, and whether it may end there."""
+    matcher = grammar.matcher()
+    tokens = compiler_tokens(compiler, text)
+    taken = matcher.consume(tokens)
+    end = min(compiler._end_ids)
+    may_end = bool(matcher.words().view(np.uint32)[end // 32] >> np.uint32(end % 32) & 1)
+    return taken == len(tokens), taken == len(tokens) and may_end
+
+
+def compiler_tokens(compiler, text: str) -> list[int]:
+    return compiler._tokenizer.tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("make", "right", "wrong"),
+    [
+        (lambda c: c.json_schema({"type": "integer"}), "17", "x"),
+        (lambda c: c.json_schema('{"enum": ["a", "b"]}'), '"b"', '"c"'),
+        (lambda c: c.json_schema({"type": "object"}), '{"a":\n    [1, 2]}', '{"a":\n\n1}'),
+        (lambda c: c.json_schema(True), "[null]", "nil"),
+        (lambda c: c.json_object(), '{"a": {}}', "[]"),
+        (lambda c: c.regex(r"[0-9]{3}-[a-f]+"), "123-abc", "12-abc"),
+        (lambda c: c.choice(["yes", "no", 'a "quoted" one\n']), 'a "quoted" one\n', "maybe"),
+        (lambda c: c.grammar('start: "a"+ ("b" | "c")'), "aac", "ad"),
+        (lambda c: c.grammar('root ::= "x" [0-9]+'), "x42", "y42"),
+    ],
+)
+def test_a_grammar_takes_what_it_says(make, right, wrong, compiler):
+    grammar = make(compiler)
+    assert follow(compiler, grammar, right) == (True, True)
+    assert follow(compiler, grammar, wrong)[0] is False
+    assert make(compiler) is grammar  # compiled once
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            GrammarSource("json_schema", '{"type": "foo"}'),
+            "the JSON schema is refused: Invalid type",
+        ),
+        (GrammarSource("json_schema", "[1"), "the JSON schema is refused"),
+        (GrammarSource("json_schema", '{"$ref": "#/nope"}'), "'/nope' does not exist"),
+        (GrammarSource("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "the JSON schema"),
+        (GrammarSource("json_schema", "x" * (LARGEST + 1)), f"it may have {LARGEST}."),
+        (GrammarSource("regex", "(a"), "the regex is refused"),
+        (GrammarSource("regex", "(?=x)a"), "look-around"),
+        (GrammarSource("json_schema", "false"), "the JSON schema is refused"),
+        (GrammarSource("choice", "[]"), "one at least"),
+        (GrammarSource("choice", '[""]'), "not empty"),
+        (GrammarSource("choice", '{"a": 1}'), "a list of texts"),
+        (GrammarSource("grammar", "start: nothing"), "the grammar is refused"),
+        (GrammarSource("yaml", "a"), "there is no kind 'yaml'"),
+    ],
+)
+def test_what_is_no_grammar_is_refused_in_a_sentence(source, said, compiler):
+    with pytest.raises(ValueError, match=re.escape(said)) as refused:
+        compiler.compile(source)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).endswith(".")
+    assert len(str(refused.value)) < 500
+
+
+def test_a_model_without_an_end_token_has_no_grammars(pair):
+    with pytest.raises(ValueError, match="no end token"):
+        GrammarCompiler(pair.tokenizer, pair.target.config.vocab_size, ())
+
+
+def texts(pair, drafter, grammar, **options) -> list[str]:
+    prompt = pair.tokenizer(PROMPT).input_ids
+    made = specjax.generate(
+        jax.random.key(3), pair.target, drafter, [prompt] * 3, max_new_tokens=96, grammar=grammar,
+        **options,
+    )  # fmt: skip
+    return [
+        pair.tokenizer.decode(own[:length], skip_special_tokens=True)
+        for own, length in zip(made.tokens, made.lengths, strict=True)
+    ]
+
+
+def every_method(pair) -> list[str]:
+    return [name for name in names_of("all", pair) if name != "none"]
+
+
+METHODS = ("chain", "tree", "pool", "specexec", "hybrid", "lookup", "recycle", "ngram", "staged",
+           "lookahead")  # fmt: skip
+
+
+@pytest.mark.parametrize("method", slow_but(METHODS, "specexec"))
+def test_greedy_texts_are_plain_decodings_whatever_drafts(method, pair, compiler):
+    grammar, other = compiler.json_schema(SCHEMA), compiler.regex("[a-z]{3,9}( [a-z]{3,9}){2}")
+    mixed = [grammar, None, other]
+    plain = texts(pair, None, mixed)
+    drafter = build(setting_of(method, drafts=len(pair.drafts)), pair)
+    assert texts(pair, drafter, mixed) == plain
+    assert json.loads(plain[0]).keys() == SCHEMA["properties"].keys()
+    assert re.fullmatch("[a-z]{3,9}( [a-z]{3,9}){2}", plain[2])
+
+
+def test_sampled_texts_match(pair, compiler):
+    drafter = build(setting_of("chain"), pair)
+    grammar = compiler.json_schema(SCHEMA)
+    for text in texts(pair, drafter, grammar, sampling=specjax.Sampling(temperature=1.0)):
+        found = json.loads(text)
+        assert found.keys() == SCHEMA["properties"].keys()
+        assert found["kind"] in ("class", "function")
+        assert 0 <= found["size"] <= 999
+
+
+def test_stream_gives_what_generate_gives(pair, compiler):
+    prompt = pair.tokenizer(PROMPT).input_ids
+    options = {"max_new_tokens": 64, "grammar": compiler.json_schema(SCHEMA)}
+    drafter = build(setting_of("chain"), pair)
+    whole = specjax.generate(jax.random.key(0), pair.target, drafter, [prompt], **options)
+    steps = specjax.stream(jax.random.key(0), pair.target, drafter, [prompt], **options)
+    found = [token for step in steps for token in step.tokens[0, : step.count[0]].tolist()]
+    assert found == whole.tokens[0, : whole.lengths[0]].tolist()
+
+
+def test_what_is_no_grammar_or_of_other_rows_is_refused(pair, compiler):
+    with pytest.raises(TypeError, match="grammar is a str; it must be a Grammar"):
+        texts(pair, None, '{"type": "object"}')
+    with pytest.raises(ValueError, match="2 grammars are given for 3 prompts"):
+        texts(pair, None, [compiler.json_object()] * 2)
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server(pair):
+    engine = specjax.Engine(pair.target, build(setting_of("chain"), pair), rows=3,
+                            max_model_len=512)  # fmt: skip
+    pair.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with serving(engine, pair.tokenizer) as running:
+        yield running
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with httpx.Client(base_url=server.url, timeout=120) as made:
+        yield made
+
+
+def said(client, path: str, **fields) -> str:
+    asked = {"prompt": PROMPT} if path == COMPLETIONS else {"messages": [
+        {"role": "user", "content": PROMPT}
+    ]}  # fmt: skip
+    response = client.post(path, json=asked | {"max_tokens": 120, "temperature": 0} | fields)
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    return choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": FORMAT},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+        {"json_schema": SCHEMA, "grammar": "", "guided_choice": None},
+        {"response_format": {"type": "json_object", "schema": SCHEMA}},
+    ],
+)
+def test_a_schema_by_any_name(fields, path, client):
+    found = json.loads(said(client, path, **fields))
+    assert found.keys() == SCHEMA["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"structured_outputs": {"regex": "[a-c]{4}"}}, "[a-c]{4}"),
+        ({"guided_regex": "[a-c]{4}"}, "[a-c]{4}"),
+        ({"regex": "[a-c]{4}"}, "[a-c]{4}"),
+        ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
+        ({"guided_choice": ["left", "right"]}, "left|right"),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]{2}/'}}, "x[0-9]{2}"),
+        ({"guided_grammar": 'start: "x" /[0-9]{2}/'}, "x[0-9]{2}"),
+        ({"grammar": 'root ::= "x" [0-9] [0-9]'}, "x[0-9]{2}"),
+        ({"ebnf": 'root ::= "x" [0-9] [0-9]'}, "x[0-9]{2}"),
+    ],
+)
+def test_other_kinds_by_any_name(fields, wanted, client):
+    assert re.fullmatch(wanted, said(client, COMPLETIONS, **fields))
+
+
+def test_a_json_object(client):
+    fields = {"response_format": {"type": "json_object"}, "temperature": 1.0, "seed": 3}
+    response = client.post(
+        CHAT, json={"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 300} | fields
+    )
+    (choice,) = response.json()["choices"]
+    if choice["finish_reason"] == "stop":
+        assert isinstance(json.loads(choice["message"]["content"]), dict)
+    assert choice["message"]["content"].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema",
+         "missing"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "f"}}}},
+         "response_format.json_schema.schema", "Invalid type: f"),
+        ({"guided_json": {"type": "object"}, "regex": "a"}, "regex", "give one"),
+        ({"guided_json": "{"}, "guided_json", "refused"),
+        ({"guided_regex": "("}, "guided_regex", "refused"),
+        ({"guided_choice": [1]}, "guided_choice[0]", "string"),
+        ({"structured_outputs": {"choice": [""]}}, "structured_outputs.choice", "not empty"),
+        ({"structured_outputs": {"json": 3}}, "structured_outputs.json", "dictionary"),
+    ],
+)  # fmt: skip
+def test_refusals(fields, param, message, client):
+    response = client.post(COMPLETIONS, json={"prompt": "a"} | fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert message in error["message"]
+
+
+def test_a_hostile_schema_stops_nobody(client):
+    """Nested as deep as a body may be, or huge; each is one 400, or an answer."""
+    deep: dict = {"type": "integer"}
+    for _ in range(60):
+        deep = {"type": "array", "items": {"anyOf": [deep, {"type": "array", "items": deep}]}}
+    hostile = [
+        {"guided_regex": "(" * 20000},
+        {"guided_regex": "(a|aa)*" * 2000},
+        {"guided_regex": "((a{1,500}){1,500}){1,500}"},
+        {"guided_json": {"enum": [f"value {n}" for n in range(6000)]}},
+        {"guided_json": {"type": "object", "properties": {
+            f"k{n}": {"type": "string", "pattern": "(a|b|ab)*c{1,99}"} for n in range(300)
+        }}},
+        {"guided_json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}},
+                         "$ref": "#/$defs/a"}},
+    ]  # fmt: skip
+    for fields in hostile:
+        response = client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 4} | fields)
+        assert response.status_code in (200, 400), response.text
+    assert said(client, COMPLETIONS, guided_choice=["left", "right"]) in ("left", "right")
+
+
+def test_streamed_and_several_choices(client):
+    asked = {
+        "messages": [{"role": "user", "content": PROMPT}], "response_format": FORMAT, "n": 3,
+        "temperature": 1.0, "max_tokens": 160, "stream": True,
+    }  # fmt: skip
+    found = ["", "", ""]
+    with client.stream("POST", CHAT, json=asked) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    found[choice["index"]] += choice["delta"].get("content") or ""
+    for text in found:
+        assert json.loads(text).keys() == SCHEMA["properties"].keys()
