@@ -44,7 +44,7 @@ class ScriptedSequence:
     def __init__(self, engine: "ScriptedEngine", request: Request) -> None:
         self.request = request
         self.statistics = Statistics(prompt_tokens=len(request.prompt), accepted_at=[0] * 8)
-        self.prompt_logprobs = None
+        self.prompt_logprobs, self.grammar_error = None, ""
         self.admitted = time.monotonic()
         self._engine = engine
         self._queue: asyncio.Queue[Tokens | Exception] = asyncio.Queue()
@@ -140,7 +140,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, replies=((1, 2, 0),), **script) -> None:
-        self.max_model_len, self.vocab_size = 512, 4096
+        self.max_model_len, self.vocab_size, self.eos_ids = 512, 4096, (0,)
         self.replies = [tuple(reply) for reply in replies]
         self.sizes, self.delay, self.first_delay = (1, 3, 2), 0.0, 0.0
         self.endless, self.trouble, self.room = False, None, 64

@@ -139,7 +139,7 @@ def test_values_that_change_nothing_are_taken(client, path):
         (COMPLETIONS, {"messages": USER}, "messages", "/v1/chat/completions"),
         (COMPLETIONS, {"echo": 1}, "echo", "echo: should be a valid boolean"),
         (CHAT, {"tools": [{}]}, "tools", "not supported"),
-        (CHAT, {"response_format": {"type": "json_object"}}, "response_format", "Ask for"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         (CHAT, {"reasoning_effort": 1}, "reasoning_effort", "string"),
         (CHAT, {"echo": True}, "echo", "not supported"),
         (CHAT, {"echo": 0}, "echo", "false or null; it is 0"),

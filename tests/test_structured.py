@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.cli.main import main
 from specjax.grammar import GrammarCompiler, GrammarSource
 from specjax.grammar.compiling import LARGEST
-from specjax.methods.registry import build, names_of, setting_of
+from specjax.methods.registry import build, setting_of
 from tests.cases import slow_but
+from tests.folders import answer
 from tests.scripted_engine import serving
 
 SCHEMA = {
@@ -119,10 +121,6 @@ def texts(pair, drafter, grammar, **options) -> list[str]:
         pair.tokenizer.decode(own[:length], skip_special_tokens=True)
         for own, length in zip(made.tokens, made.lengths, strict=True)
     ]
-
-
-def every_method(pair) -> list[str]:
-    return [name for name in names_of("all", pair) if name != "none"]
 
 
 METHODS = ("chain", "tree", "pool", "specexec", "hybrid", "lookup", "recycle", "ngram", "staged",
@@ -305,3 +303,33 @@ def test_streamed_and_several_choices(client):
                     found[choice["index"]] += choice["delta"].get("content") or ""
     for text in found:
         assert json.loads(text).keys() == SCHEMA["properties"].keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (["--regex", "[a-c]{4}"], "[a-c]{4}"),
+        (["--choice", "left", "right"], "left|right"),
+        (["--schema", "schema.json"], r"[0-9]{1,3}"),
+        (["--grammar", "grammar.lark"], "x[0-9]{2}"),
+    ],
+)
+def test_the_command_takes_them(options, wanted, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "schema.json").write_text('{"type": "integer", "minimum": 0, "maximum": 999}')
+    (tmp_path / "grammar.lark").write_text('start: "x" /[0-9]{2}/')
+    found = answer(capsys, "generate", "x = ", "--json", "--max-new-tokens", "16", *options)
+    assert re.fullmatch(wanted, found["text"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--regex", "("], "the regex is refused"),
+        (["--regex", "a", "--choice", "b"], "--regex and --choice both say"),
+        (["--schema", "nowhere.json"], "nowhere.json cannot be read"),
+    ],
+)
+def test_the_command_refuses_in_a_sentence(options, message, capsys):
+    assert main(["generate", "x = ", "--max-new-tokens", "4", *options]) == 2
+    assert message in capsys.readouterr().err

@@ -92,7 +92,7 @@ class _Row:
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
-        self._made = 0
+        self._made = self._taken = 0
         self._ended = False
         self._ahead: list[int] = []
         """Tokens below the root that the matcher has taken."""
@@ -102,7 +102,8 @@ class _Row:
         """The masks after some paths below the root; all that there is below an end, or below a
         token that is not allowed, which no text comes to.
 
-        Of the `made` tokens so far `recent` are the last.
+        Of the `made` tokens so far `recent` are the last. With fewer than before the text begins
+        anew.
         """
         self._follow(made, recent)
         for path in sorted({*paths} - self._known.keys()):
@@ -112,18 +113,26 @@ class _Row:
     def _follow(self, made: int, recent: list[int]) -> None:
         if made == self._made:
             return
-        new = made - self._made
-        if not 0 < new <= len(recent):
-            raise RuntimeError(f"a grammar has followed {self._made} tokens of {made}.")
         self._go_to(())
         self._known.clear()
+        if made < self._made:
+            if self._taken:
+                self.matcher.rollback(self._taken)
+            self._made, self._taken, self._ended = 0, 0, False
+        new = made - self._made
+        if not new:
+            return
+        if not 0 < new <= len(recent):
+            raise RuntimeError(f"a grammar has followed {self._made} tokens of {made}.")
         self._made = made
         tokens = recent[len(recent) - new :]
         if self._ended:
             return
         ends = [at for at, token in enumerate(tokens) if self.matcher.is_end(token)]
         own = tokens[: ends[0]] if ends else tokens
-        self._ended = bool(ends) or self.matcher.consume(own) < len(own)
+        taken = self.matcher.consume(own)
+        self._taken += taken
+        self._ended = bool(ends) or taken < len(own)
 
     def _go_to(self, path: tuple[int, ...]) -> bool:
         """Takes the tokens of a path below the root; whether all are allowed and none is an end."""

@@ -6,12 +6,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 from rich.console import Console
 from rich.text import Text
 
+from specjax.base.grammars import matchers_of
 from specjax.base.interrupts import if_interrupted
 from specjax.base.output import mixed
 from specjax.base.progress import counted, hidden, working
@@ -21,12 +23,13 @@ from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.tokenizers import encode
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.loading import asked_of, pair_of
-from specjax.cli.options import Generate
+from specjax.cli.options import Generate, Structured
 from specjax.cli.talk import ids_of_talk
 from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
-from specjax.decoding.generate import steps_on_host
+from specjax.decoding.generate import following, steps_on_host
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Step
+from specjax.grammar import Grammar, GrammarCompiler
 from specjax.measure import prompts, timing
 from specjax.methods import registry
 from specjax.methods.choice import Choice, choose
@@ -63,17 +66,52 @@ def generate(options: Generate) -> int:
     choice = choose(asked, pair, options.temperature)
     drafter = registry.build(choice.setting, pair, verify=options.verify)
     ids = _ids(options, pair.tokenizer, prompt)
+    matchers = matchers_of(grammar_of(options, pair), 1)
     request = prepare(
         jax.random.key(options.seed), pair.target, drafter, [ids],
         max_new_tokens=options.max_new_tokens, sampling=_sampling(options),
-        verify=options.verify,
+        verify=options.verify, ending=matchers[0] is not None,
     )  # fmt: skip
     say(f"method {choice.setting.label}: {choice.reason}.")
-    if options.json:
-        print(json.dumps(_answer(pair, choice, ids, request)))
-    else:
-        _narrate(options, pair, prompt, ids, request)
+    with following(request, matchers) as own:
+        if options.json:
+            print(json.dumps(_answer(pair, choice, ids, own)))
+        else:
+            _narrate(options, pair, prompt, ids, own)
     return 0
+
+
+def grammar_of(options: Structured, pair: Pair) -> Grammar | None:
+    """What a text must match, compiled for a pair's model; None if nothing says so.
+
+    Raises:
+      ValueError: several options say it, a file cannot be read, or what it says is refused.
+    """
+    named = {name: value for name in ("schema", "regex", "choice", "grammar")
+             if (value := getattr(options, name)) is not None}  # fmt: skip
+    if not named:
+        return None
+    if len(named) > 1:
+        first, second = list(named)[:2]
+        raise ValueError(f"--{first} and --{second} both say what the text must match; name one.")
+    ((name, value),) = named.items()
+    config = pair.target.config
+    compiler = GrammarCompiler(pair.tokenizer, config.vocab_size, config.eos_ids)
+    match name:
+        case "schema":
+            return compiler.json_schema(read_standard_input() if value == "-" else _read(value))
+        case "regex":
+            return compiler.regex(value)
+        case "choice":
+            return compiler.choice(value)
+    return compiler.grammar(_read(value))
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}.") from error
 
 
 def read_standard_input() -> str:

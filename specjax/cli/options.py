@@ -218,8 +218,22 @@ class Kernels:
     ] = "auto"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Structured:
+    """What a text must match."""
+
+    schema: str | None = None
+    """A file with a JSON schema that the text must match; - reads it from standard input."""
+    regex: str | None = None
+    """A regular expression that the whole text must match."""
+    choice: tuple[str, ...] | None = None
+    """Texts of which it must be one."""
+    grammar: str | None = None
+    """A file with a grammar that it must match, in Lark's notation or GBNF."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Generate(Dtype, Drafting, Staged, Context, Loaded, Hosts, Offloaded, Kernels):
+class Generate(Dtype, Drafting, Staged, Context, Loaded, Hosts, Offloaded, Kernels, Structured):
     """Continue PROMPT, token by token as they are accepted, exactly as the model alone would."""
 
     prompt: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PROMPT")]
