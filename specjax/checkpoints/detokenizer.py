@@ -1,7 +1,7 @@
 """Incremental detokenization: the text of tokens as they come, and of a token by itself."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class SpecialTokens:
         self._firsts = {name[0] for name in self._tokens}
         self.ids = frozenset(each.id for each in self._tokens.values())
 
+    def __iter__(self) -> Iterator[SpecialToken]:
+        return iter(self._tokens.values())
+
     def at(self, text: str, place: int) -> SpecialToken | None:
         """The one whose name begins at a place of a text: the longest, as tokenizers take it."""
         if text[place] not in self._firsts:
@@ -50,16 +53,27 @@ class SpecialTokens:
 
 
 class TokenTexts:
-    """What a tokenizer's tokens are as text and as bytes; one serves every request."""
+    """What a tokenizer's tokens are as text and as bytes; one serves every request.
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
-        self._tokenizer = tokenizer
+    Args:
+      tokenizer: whose they are.
+      shown: names of special tokens that are part of a text all the same.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", shown: Collection[str] = frozenset()
+    ) -> None:
+        self._tokenizer, self._shows = tokenizer, False
         vocabulary = tokenizer.get_vocab()
         self._names = {number: name for name, number in vocabulary.items()}
         self.special = SpecialTokens(
             SpecialToken(self._names[n], n, token.lstrip, token.rstrip)
             for n, token in tokenizer.added_tokens_decoder.items()
-            if token.special and n in self._names
+            if token.special and n in self._names and self._names[n] not in shown
+        )
+        self._shows = any(
+            token.special and self._names.get(n) in shown
+            for n, token in tokenizer.added_tokens_decoder.items()
         )
         self.visible = frozenset(self._names) - self.special.ids
         """Tokens that are part of a text; special ones and unknown ones are not."""
@@ -82,6 +96,8 @@ class TokenTexts:
         Raises:
           ValueError: the tokenizers' library panics, which is no `Exception` of its own.
         """
+        if self._shows and not special:
+            tokens, special = [token for token in tokens if token in self.visible], True
         try:
             text = self._tokenizer.decode(
                 list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False

@@ -6,7 +6,7 @@ import io
 import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
@@ -550,6 +550,8 @@ class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
     ] = None
     strict_fields: bool = False
     """Refuse requests with unknown fields; by default they are ignored, and named in the log."""
+    tool_call_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = None
+    """How the model writes calls of tools; by default as its chat template tells it to."""
     debug: bool = False
     """Let POST /debug/speculation fix the setting."""
     verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = dataclasses.field(

@@ -92,6 +92,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         drain_seconds=options.drain_seconds,
         strict_fields=options.strict_fields,
         defaults=defaults.values,
+        tool_call_parser=options.tool_call_parser,
         debug=options.debug,
     )
     return run(engine, pair.tokenizer, server)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 LARGEST = 2**18
 """Bytes of a grammar's text."""
-_WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
+WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON: a space, or a line's end and what the next is indented by. A model of
 which any amount is allowed may never come to an end of it."""
 _SIMPLE = {"": '{"type": "object"}', "true": "{}", "false": '{"not": {}}'}
@@ -146,7 +146,7 @@ class GrammarCompiler:
         match source.kind:
             case "json_object" | "json_schema":
                 schema = _SIMPLE.get(source.text.strip(), source.text)
-                options: Any = {"whitespace_pattern": _WHITE_SPACE}
+                options: Any = {"whitespace_pattern": WHITE_SPACE}
                 return self._make.grammar_from_json_schema(schema, overrides=options)
             case "regex":
                 return self._make.grammar_from_regex(source.text)

@@ -57,7 +57,7 @@ class Answer(abc.ABC):
         """What one event each gives: the text, then why it ended, as some clients read no text of
         an event that has a `finish_reason`.
         """
-        if reason_of(delta) is None or not (delta.text or delta.ids):
+        if reason_of(delta) is None or not (delta.text or delta.ids or delta.calls):
             return [delta]
         text = dataclasses.replace(delta, finish_reason=None)
         return [text, Delta(delta.index, False, "", [], [], [], delta.finish_reason)]
@@ -89,9 +89,10 @@ class Answer(abc.ABC):
 
 def reason_of(delta: Delta) -> FinishReason | None:
     """Why a choice ended as OpenAI names it; None where it goes on, or an error follows."""
-    if delta.finish_reason == "stop":
-        return "stop"
-    return "length" if delta.finish_reason == "length" else None
+    known: dict[str | None, FinishReason] = {
+        "stop": "stop", "length": "length", "tool_calls": "tool_calls"
+    }  # fmt: skip
+    return known.get(delta.finish_reason)
 
 
 def finite(logprob: float) -> float:

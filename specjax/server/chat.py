@@ -12,22 +12,27 @@ from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta
 from specjax.server.connection import respond, unless_gone
-from specjax.server.errors import ApiError, shown
+from specjax.server.errors import ApiError
 from specjax.server.fields import check_fields
 from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
 from specjax.server.messages import talk_of
 from specjax.server.protocol import ChatCompletionRequest, Message, TemplateFields
 from specjax.server.responses import (
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
+    ChatMessage,
+    ToolCall,
     TopLogprob,
 )
 from specjax.server.service import Service, service_of
 from specjax.server.structured import grammar_of
 from specjax.server.submission import check_limits, new_tokens, requests_of, stops_of
+from specjax.server.tool_use import ToolUse, tool_use_of, with_tools
+from specjax.server.tools import Arguments, Begun, Content, Parser
 
 _VARIABLES = ("reasoning_effort", "enable_thinking", "documents", "tools")
 """Fields that chat templates get under their own names."""
@@ -42,24 +47,27 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """
     service, record = service_of(request), record_of(request)
     check_fields(body, request)
-    _check_tools(body)
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
-    chat = for_template(service, body.messages, variables_of(service, body), answer=True)
+    use = tool_use_of(service, body)
+    variables = variables_of(service, body)
+    chat = for_template(service, body.messages, variables, answer=True)
+    if use is not None and use.told:
+        chat = with_tools(chat[0], use.told), chat[1]
     special = bool(body.add_special_tokens)
     ids = await unless_gone(request.receive, service.encode_chat(*chat, special=special))
     most = new_tokens(service, asked, None, ids, "messages")
     requests = requests_of(
         service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body),
-        grammar=await grammar_of(service, body),
+        grammar=await grammar_of(service, body, None if use is None else use.grammar),
     )  # fmt: skip
     prompts = [Prompt(ids, None, requests)]
-    generation = await submit(service, prompts, stops_of(body), record.started)
+    texts = None if use is None else use.texts
+    generation = await submit(service, prompts, stops_of(body), record.started, texts)
     record.generation = generation
-    return await respond(
-        request, generation, _Chat(service, body, generation, record.id), bool(body.stream)
-    )
+    answer = _Chat(service, body, generation, record.id, use)
+    return await respond(request, generation, answer, bool(body.stream))
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:
@@ -78,22 +86,6 @@ def _number_of_logprobs(body: ChatCompletionRequest) -> int | None:
         message = "top_logprobs may only be given where logprobs is true."
         raise ApiError(400, message, param="top_logprobs")
     return (body.top_logprobs or 0) if body.logprobs else None
-
-
-def _check_tools(body: ChatCompletionRequest) -> None:
-    """Refuses tools that the model may call: calls are not read out of its text."""
-    if body.tools and body.tool_choice != "none":
-        message = (
-            'tools is not supported here unless tool_choice is "none", with which the template '
-            "gets them: describe them in a message and parse the text, or leave them out."
-        )
-        raise ApiError(400, message, param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        message = (
-            f'tool_choice is not supported here: should be "none" or "auto"; it is '
-            f"{shown(body.tool_choice)}."
-        )
-        raise ApiError(400, message, param="tool_choice")
 
 
 def variables_of(service: Service, body: TemplateFields) -> dict[str, Any]:
@@ -148,27 +140,58 @@ class _Chat(Answer):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, service: Service, body: ChatCompletionRequest, generation: Generation, identity: str
+        self,
+        service: Service,
+        body: ChatCompletionRequest,
+        generation: Generation,
+        identity: str,
+        use: ToolUse | None,
     ) -> None:
         super().__init__(service, body, generation, f"chatcmpl-{identity}")
         self._logprobs = bool(body.logprobs)
+        self._use = use
+        self._parsers: dict[int, Parser] = {}
+        self._calling: set[int] = set()
+
+    def _read(self, delta: Delta) -> Delta:
+        """What is certain of a text and its calls, where the model may call tools."""
+        if self._use is None:
+            return delta
+        style = self._use.style
+        parser = self._parsers.setdefault(delta.index, style.parser(style))
+        pieces = parser.add(delta.text)
+        pieces += [] if delta.finish_reason is None else parser.flush()
+        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+        calls = [piece for piece in pieces if not isinstance(piece, Content)]
+        if calls:
+            self._calling.add(delta.index)
+        called = delta.index in self._calling and delta.finish_reason == "stop"
+        reason = "tool_calls" if called else delta.finish_reason
+        return dataclasses.replace(delta, text=text, calls=calls, finish_reason=reason)
 
     def choice(self, delta: Delta) -> ChatChoice:
         """An answer."""
+        delta = self._read(delta)
+        message: ChatMessage = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.calls:
+            message["content"] = delta.text or None
+            message["tool_calls"] = _whole_calls(delta.calls)
         return {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": self._known(delta),
             "finish_reason": reason_of(delta),
         }
 
     def parts(self, delta: Delta) -> list[Delta]:
         """The first event says whose the answer is, and nothing else."""
+        delta = self._read(delta)
+        nothing = not (delta.text or delta.ids or delta.calls or delta.finish_reason)
         if not delta.first:
-            return super().parts(delta)
+            return [] if nothing else super().parts(delta)
         role = Delta(delta.index, True, "", [], [], [], None)
         rest = dataclasses.replace(delta, first=False)
-        return [role, *super().parts(rest)]
+        return [role, *([] if nothing else super().parts(rest))]
 
     def part(self, delta: Delta) -> ChatChunkChoice:
         """What an event adds to an answer."""
@@ -177,6 +200,8 @@ class _Chat(Answer):
             added["role"] = "assistant"
         if delta.text or delta.first:
             added["content"] = delta.text
+        if delta.calls:
+            added["tool_calls"] = [_added_to_call(each) for each in delta.calls]
         return {
             "index": delta.index,
             "delta": added,
@@ -186,6 +211,26 @@ class _Chat(Answer):
 
     def _known(self, delta: Delta) -> ChatLogprobs | None:
         return logprobs_of(self.texts, delta) if self._logprobs and delta.ids else None
+
+
+def _added_to_call(piece: Begun | Arguments) -> ToolCall:
+    """What an event adds to a call."""
+    if isinstance(piece, Arguments):
+        return {"index": piece.index, "function": {"arguments": piece.text}}
+    function: CalledFunction = {"name": piece.name, "arguments": ""}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+
+
+def _whole_calls(pieces: Sequence[Begun | Arguments]) -> list[ToolCall]:
+    """The calls that pieces make."""
+    found: list[ToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, Begun):
+            function: CalledFunction = {"name": piece.name, "arguments": ""}
+            found.append({"id": piece.id, "type": "function", "function": function})
+        else:
+            found[piece.index]["function"]["arguments"] += piece.text
+    return found
 
 
 def logprobs_of(texts: TokenTexts, delta: Delta) -> ChatLogprobs:

@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.engine.request import (
     EngineClosedError,
     QueueFullError,
@@ -204,9 +205,15 @@ def _at(counts: abc.Sequence[int], place: int) -> int:
 
 
 async def submit(
-    service: Service, prompts: abc.Sequence[Prompt], stops: abc.Sequence[str], started: float
+    service: Service,
+    prompts: abc.Sequence[Prompt],
+    stops: abc.Sequence[str],
+    started: float,
+    texts: TokenTexts | None = None,
 ) -> Generation:
     """Hands all choices of all prompts to the engine, or none.
+
+    `texts` are of the tokens, by default the service's.
 
     Raises:
       ApiError: the engine refuses a value (400), is full (429) or takes nothing more (503).
@@ -217,7 +224,7 @@ async def submit(
     try:
         choices = [
             Choice(
-                index, sequence, service.texts, prompt.ids,
+                index, sequence, texts or service.texts, prompt.ids,
                 stops=search, logprobs=request.logprobs is not None, echo=prompt.echo,
             )
             for index, (sequence, (prompt, request)) in enumerate(

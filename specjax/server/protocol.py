@@ -242,7 +242,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS), Floats] | None = None
     tool_choice: Text | dict[Text, Any] | None = None
-    parallel_tool_calls: Unused = None
+    parallel_tool_calls: Flag | None = None
     prediction: Unused = None
 
 

@@ -56,6 +56,7 @@ class Service:
         self.tokenizer = tokenizer
         self.options = options
         self.texts = TokenTexts(tokenizer)
+        self._texts_with: dict[frozenset[str], TokenTexts] = {}
         self.metrics = Metrics(engine, options.served_model_name)
         self.ignored = IgnoredFields()
         self.draining = False
@@ -122,6 +123,20 @@ class Service:
         if name is not None and name != served:
             message = f"There is no model {name[:80]!r}; this server has {served!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Special tokens by their names."""
+        return {each.name: each.id for each in self.texts.special}
+
+    def texts_with(self, names: Sequence[str]) -> TokenTexts:
+        """Texts of tokens, in which special ones of these names are shown."""
+        shown = frozenset(names) & self.special_ids.keys()
+        if not shown:
+            return self.texts
+        if shown not in self._texts_with:
+            self._texts_with[shown] = TokenTexts(self.tokenizer, shown)
+        return self._texts_with[shown]
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Refuses tokens that the model does not have.

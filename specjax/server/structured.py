@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from specjax.grammar import Grammar, GrammarSource
@@ -18,12 +18,18 @@ _ALONE = {
 """Fields of vLLM, llama.cpp and SGLang that say it by themselves, and the kind of each."""
 
 
-async def grammar_of(service: Service, body: GenerationRequest) -> Grammar | None:
+async def grammar_of(
+    service: Service, body: GenerationRequest, calls: GrammarSource | None = None
+) -> Grammar | None:
     """What the texts of a request must match, compiled; None if it does not say.
+
+    With `calls` of tools that must be made it is those.
 
     Raises:
       ApiError: it says so twice, or what it says is refused (400).
     """
+    if calls is not None:
+        return await _compiled(service, lambda: calls, "tools")
     found = [each for each in _said(body) if each[1] not in (None, "", {}, [])]
     if not found:
         return None
@@ -31,9 +37,13 @@ async def grammar_of(service: Service, body: GenerationRequest) -> Grammar | Non
         message = f"{found[0][0]} and {found[1][0]} both say what the text must match; give one."
         raise ApiError(400, message, param=found[1][0])
     param, value, kind = found[0]
+    return await _compiled(service, lambda: _source(kind, value), param)
+
+
+async def _compiled(service: Service, source: Callable[[], GrammarSource], param: str) -> Grammar:
     seconds = service.options.text_seconds
     try:
-        return await asyncio.wait_for(service.compiled(lambda: _source(kind, value)), seconds)
+        return await asyncio.wait_for(service.compiled(source), seconds)
     except TimeoutError as error:
         message = f"To compile {param} takes longer than {seconds:g} seconds."
         raise ApiError(400, message, param=param) from error

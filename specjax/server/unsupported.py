@@ -23,10 +23,7 @@ def _of(*values: Any, instead: str = "") -> Neutral:
 
 
 _FORMAT = "Give response_format."
-_TOOLS = (
-    "Describe the tools in a message and parse the text, or leave them out; with tool_choice "
-    '"none" the template gets them.'
-)
+_TOOLS = "Give tools."
 _LENGTH = "Give max_tokens."
 _BY_THEMSELVES = "Give its fields by themselves, with OpenAI's names."
 _OF_DEVICES = frozenset(
