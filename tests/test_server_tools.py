@@ -187,3 +187,71 @@ def test_an_agents_loop_of_twenty_turns(client, reply):
             messages.append({"role": "tool", "tool_call_id": call.id, "content": f"rain {turn}"})
     assert message.content == "It rains."
     assert len(messages) == 1 + 19 * 2 + 1
+
+
+THINKS = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '' if x else '' }}<think>"
+MAY_THINK = "{# </think> #}{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def streamed(client, **more) -> tuple[str, str, list[str]]:
+    """Thoughts, content and names of calls."""
+    thought, content, names = "", "", []
+    for chunk in ask(client, stream=True, **more):
+        delta = chunk.choices[0].delta
+        thought += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+        names += [call.function.name for call in delta.tool_calls or [] if call.function.name]
+    return thought, content, names
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "thought", "content", "names"),
+    [
+        ("a\n</think>\n\nb", THINKS + "{# </think> #}", "a", "b", []),
+        ("<think>\na </thin b\n</think>\n\nc", MAY_THINK, "a </thin b", "c", []),
+        ("no thoughts </think>", MAY_THINK, "", "no thoughts </think>", []),
+        ("<think>\nendless", MAY_THINK, "endless", "", []),
+        ("<thin", MAY_THINK, "", "<thin", []),
+        (f"<think>I call.</think>\n{CALLS}", MAY_THINK, "I call.", "", ["weather"]),
+        ("<think>a</think>b", "{{ messages[0].content }}", "", "<think>a</think>b", []),
+        ("b", MAY_THINK + "<think>\n\n</think>\n\n", "", "b", []),
+    ],
+)
+def test_thoughts_are_told_apart(text, template, thought, content, names, client, reply):
+    reply(text, template)
+    message = ask(client).choices[0].message
+    assert getattr(message, "reasoning_content", None) == (thought or None)
+    assert (message.content or "") == content
+    assert [call.function.name for call in message.tool_calls or []] == names
+    assert streamed(client) == (thought, content, names)
+
+
+@pytest.mark.parametrize(
+    ("template", "before"), [(THINKS + "{# </think> #}", "x"), (MAY_THINK, "<think>x")]
+)
+def test_only_the_answer_is_held_to_a_schema(template, before, client, reply, server):
+    reply("1", template)
+    own = {"name": "n", "schema": {"type": "integer"}}
+    formats = (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "n", "schema": schema},
+            }
+        },
+        {"extra_body": {"guided_regex": "1/?[0-9]"}},
+        {"extra_body": {"guided_choice": ["17", "19"]}},
+    )
+    tokenizer = server.app.state.service.tokenizer
+    for asked_for in formats:
+        ask(client, tools=openai.NOT_GIVEN, **asked_for)
+        grammar = server.engine.requests[-1].grammar
+        for text, taken in ((f"{before}\ny</think>\n\n17", True), (f"{before}</think>y", False)):
+            matcher, ids = grammar.matcher(), tokenizer(text).input_ids
+            assert (matcher.consume(ids) == len(ids)) == taken
+    ask(client, tool_choice="required")
+    matcher, ids = (
+        server.engine.requests[-1].grammar.matcher(),
+        tokenizer(f"{before}</think>\n{CALLS}").input_ids,
+    )
+    assert matcher.consume(ids) == len(ids)

@@ -552,6 +552,9 @@ class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
     """Refuse requests with unknown fields; by default they are ignored, and named in the log."""
     tool_call_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = None
     """How the model writes calls of tools; by default as its chat template tells it to."""
+    reasoning_parser: Literal["auto", "none"] = "auto"
+    """Whether what a model thinks between <think> and </think> is told apart from its answer: where
+    its chat template tells that it does, or never."""
     debug: bool = False
     """Let POST /debug/speculation fix the setting."""
     verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = dataclasses.field(

@@ -93,6 +93,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         strict_fields=options.strict_fields,
         defaults=defaults.values,
         tool_call_parser=options.tool_call_parser,
+        reasoning=options.reasoning_parser == "auto",
         debug=options.debug,
     )
     return run(engine, pair.tokenizer, server)

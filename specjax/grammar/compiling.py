@@ -167,3 +167,16 @@ def _line(error: object) -> str:
     """A message as one line that ends in a stop."""
     text = " ".join(str(error).split())[:300].rstrip(".")
     return f"{text}."
+
+
+def regex_in_lark(pattern: str) -> str:
+    """A regular expression between slashes, as Lark has it.
+
+    Raises:
+      ValueError: llguidance is not installed.
+    """
+    try:
+        from llguidance import regex_to_lark
+    except ImportError as error:
+        raise ValueError(_INSTALL) from error
+    return f"/{regex_to_lark(pattern, '')}/"

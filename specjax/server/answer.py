@@ -57,7 +57,7 @@ class Answer(abc.ABC):
         """What one event each gives: the text, then why it ended, as some clients read no text of
         an event that has a `finish_reason`.
         """
-        if reason_of(delta) is None or not (delta.text or delta.ids or delta.calls):
+        if reason_of(delta) is None or delta.is_empty:
             return [delta]
         text = dataclasses.replace(delta, finish_reason=None)
         return [text, Delta(delta.index, False, "", [], [], [], delta.finish_reason)]

@@ -18,6 +18,7 @@ from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
 from specjax.server.messages import talk_of
 from specjax.server.protocol import ChatCompletionRequest, Message, TemplateFields
+from specjax.server.reasoning import BEGIN, END, Thinking, ThoughtSplit, thinks
 from specjax.server.responses import (
     CalledFunction,
     ChatChoice,
@@ -34,6 +35,8 @@ from specjax.server.submission import check_limits, new_tokens, requests_of, sto
 from specjax.server.tool_use import ToolUse, tool_use_of, with_tools
 from specjax.server.tools import Arguments, Begun, Content, Parser
 
+_LAST = 16
+"""Tokens of a prompt in which thoughts may begin or end."""
 _VARIABLES = ("reasoning_effort", "enable_thinking", "documents", "tools")
 """Fields that chat templates get under their own names."""
 
@@ -58,16 +61,32 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     special = bool(body.add_special_tokens)
     ids = await unless_gone(request.receive, service.encode_chat(*chat, special=special))
     most = new_tokens(service, asked, None, ids, "messages")
+    thinking = thinking_of(service, ids)
     requests = requests_of(
         service, body, ids, max_new_tokens=most, logprobs=_number_of_logprobs(body),
-        grammar=await grammar_of(service, body, None if use is None else use.grammar),
+        grammar=await grammar_of(service, body, None if use is None else use.grammar, thinking),
     )  # fmt: skip
     prompts = [Prompt(ids, None, requests)]
-    texts = None if use is None else use.texts
+    shown = [] if use is None else [use.style.begin, use.style.end]
+    shown += [] if thinking is None else [BEGIN, END]
+    texts = service.texts_with(shown)
     generation = await submit(service, prompts, stops_of(body), record.started, texts)
     record.generation = generation
-    answer = _Chat(service, body, generation, record.id, use)
+    answer = _Chat(service, body, generation, record.id, use, thinking)
     return await respond(request, generation, answer, bool(body.stream))
+
+
+def thinking_of(service: Service, prompt: Sequence[int]) -> Thinking | None:
+    """How a model thinks before it answers a prompt; None if it does not, or has already.
+
+    Its chat template tells; one may begin the thoughts, or end them where it is told not to think.
+    """
+    template = service.tokenizer.chat_template or ""
+    source = template if isinstance(template, str) else "\n".join(template.values())
+    if not service.options.reasoning or not thinks(source):
+        return None
+    end = service.texts.decode(prompt[-_LAST:], special=True).rstrip()
+    return None if end.endswith(END) else Thinking(end.endswith(BEGIN))
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:
@@ -146,15 +165,19 @@ class _Chat(Answer):
         generation: Generation,
         identity: str,
         use: ToolUse | None,
+        thinking: "Thinking | None",
     ) -> None:
         super().__init__(service, body, generation, f"chatcmpl-{identity}")
         self._logprobs = bool(body.logprobs)
-        self._use = use
+        self._use, self._thinking = use, thinking
+        self._splits: dict[int, ThoughtSplit] = {}
         self._parsers: dict[int, Parser] = {}
         self._calling: set[int] = set()
 
     def _read(self, delta: Delta) -> Delta:
         """What is certain of a text and its calls, where the model may call tools."""
+        if self._thinking is not None:
+            delta = self._without_thoughts(delta, self._thinking)
         if self._use is None:
             return delta
         style = self._use.style
@@ -169,6 +192,13 @@ class _Chat(Answer):
         reason = "tool_calls" if called else delta.finish_reason
         return dataclasses.replace(delta, text=text, calls=calls, finish_reason=reason)
 
+    def _without_thoughts(self, delta: Delta, thinking: Thinking) -> Delta:
+        split = self._splits.setdefault(delta.index, ThoughtSplit(inside=thinking.begun))
+        said = [split.add(delta.text)]
+        said += [] if delta.finish_reason is None else [split.flush()]
+        thought, text = ("".join(parts) for parts in zip(*said, strict=True))
+        return dataclasses.replace(delta, thought=thought, text=text)
+
     def choice(self, delta: Delta) -> ChatChoice:
         """An answer."""
         delta = self._read(delta)
@@ -176,6 +206,8 @@ class _Chat(Answer):
         if delta.calls:
             message["content"] = delta.text or None
             message["tool_calls"] = _whole_calls(delta.calls)
+        if delta.thought:
+            message["reasoning_content"] = delta.thought
         return {
             "index": delta.index,
             "message": message,
@@ -186,7 +218,7 @@ class _Chat(Answer):
     def parts(self, delta: Delta) -> list[Delta]:
         """The first event says whose the answer is, and nothing else."""
         delta = self._read(delta)
-        nothing = not (delta.text or delta.ids or delta.calls or delta.finish_reason)
+        nothing = delta.is_empty and delta.finish_reason is None
         if not delta.first:
             return [] if nothing else super().parts(delta)
         role = Delta(delta.index, True, "", [], [], [], None)
@@ -200,6 +232,8 @@ class _Chat(Answer):
             added["role"] = "assistant"
         if delta.text or delta.first:
             added["content"] = delta.text
+        if delta.thought:
+            added["reasoning_content"] = delta.thought
         if delta.calls:
             added["tool_calls"] = [_added_to_call(each) for each in delta.calls]
         return {

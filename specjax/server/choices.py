@@ -28,7 +28,7 @@ class Delta:
 
     `ids`, their log probabilities and their `offsets` in the choice's text are empty unless they
     were asked for. `finish_reason` is None while more may come. `calls` are what was read of calls
-    of tools, which are no part of the text then.
+    of tools, and `thought` of what the model thought first; they are no part of the text then.
     """
 
     index: int
@@ -39,6 +39,12 @@ class Delta:
     offsets: list[int]
     finish_reason: str | None
     calls: abc.Sequence[Begun | Arguments] = ()
+    thought: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing came but perhaps an end."""
+        return not (self.text or self.ids or self.calls or self.thought)
 
 
 class TextUntilStop:

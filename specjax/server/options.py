@@ -20,8 +20,9 @@ class ServerOptions:
       strict_fields: whether requests with unknown fields are refused.
       defaults: what requests take that name none or null, by the names of requests: of
         temperature, top_p, top_k, min_p, repetition_penalty and max_tokens.
-      tool_call_parser: the style of calls of tools, by its name (`specjax.server.tools`); by default
+      tool_call_parser: the style of calls of tools (`specjax.server.tools`); by default
         the one that the chat template tells of.
+      reasoning: whether what a model thinks before it answers is told apart.
       debug: whether `POST /debug/speculation` may fix the setting.
       max_body_bytes: of a request's body.
       body_seconds: how long a client may take to send it.
@@ -47,6 +48,7 @@ class ServerOptions:
     strict_fields: bool = False
     defaults: Mapping[str, float | int] = dataclasses.field(default_factory=dict)
     tool_call_parser: str | None = None
+    reasoning: bool = True
     debug: bool = False
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0

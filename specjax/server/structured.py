@@ -8,6 +8,7 @@ from typing import Any
 from specjax.grammar import Grammar, GrammarSource
 from specjax.server.errors import ApiError
 from specjax.server.protocol import GenerationRequest, StructuredOutputs
+from specjax.server.reasoning import Thinking, after_thoughts, calls_after_thoughts
 from specjax.server.service import Service
 
 _ALONE = {
@@ -19,16 +20,22 @@ _ALONE = {
 
 
 async def grammar_of(
-    service: Service, body: GenerationRequest, calls: GrammarSource | None = None
+    service: Service,
+    body: GenerationRequest,
+    calls: GrammarSource | None = None,
+    thinking: Thinking | None = None,
 ) -> Grammar | None:
     """What the texts of a request must match, compiled; None if it does not say.
 
-    With `calls` of tools that must be made it is those.
+    With `calls` of tools that must be made it is those. A model that is `thinking` first may think
+    what it likes.
 
     Raises:
       ApiError: it says so twice, or what it says is refused (400).
     """
     if calls is not None:
+        if thinking is not None:
+            calls = calls_after_thoughts(calls, inside=thinking.begun)
         return await _compiled(service, lambda: calls, "tools")
     found = [each for each in _said(body) if each[1] not in (None, "", {}, [])]
     if not found:
@@ -37,7 +44,14 @@ async def grammar_of(
         message = f"{found[0][0]} and {found[1][0]} both say what the text must match; give one."
         raise ApiError(400, message, param=found[1][0])
     param, value, kind = found[0]
-    return await _compiled(service, lambda: _source(kind, value), param)
+
+    def source() -> GrammarSource:
+        own = _source(kind, value)
+        if thinking is None:
+            return own
+        return after_thoughts(own, inside=thinking.begun) or own
+
+    return await _compiled(service, source, param)
 
 
 async def _compiled(service: Service, source: Callable[[], GrammarSource], param: str) -> Grammar:

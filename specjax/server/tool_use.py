@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.grammar import GrammarSource
 from specjax.server.errors import ApiError, shown
 from specjax.server.protocol import ChatCompletionRequest
@@ -30,13 +29,11 @@ class ToolUse(NamedTuple):
       style: in which it writes calls.
       grammar: of calls, where it must make some.
       told: the tools as its template takes them, where it has no place for them; else none.
-      texts: of tokens, among them those that begin and end calls.
     """
 
     style: Style
     grammar: GrammarSource | None
     told: Sequence[Mapping[str, Any]]
-    texts: TokenTexts
 
 
 def tool_use_of(service: Service, body: ChatCompletionRequest) -> ToolUse | None:
@@ -61,13 +58,12 @@ def tool_use_of(service: Service, body: ChatCompletionRequest) -> ToolUse | None
     told = [] if takes_tools(source) else body.tools
     style = style_of(source, service.options.tool_call_parser)
     style = HERMES if told and service.options.tool_call_parser is None else style
-    texts = service.texts_with((style.begin, style.end))
     wanted = _wanted(tools, choice)
     if wanted is None:
-        return ToolUse(style, None, told, texts)
+        return ToolUse(style, None, told)
     several = isinstance(choice, str) and body.parallel_tool_calls is not False
     grammar = call_grammar(style, wanted, several, service.special_ids)
-    return ToolUse(style, GrammarSource("grammar", grammar), told, texts)
+    return ToolUse(style, GrammarSource("grammar", grammar), told)
 
 
 def _tool(given: Mapping[str, Any], place: int) -> Tool:
