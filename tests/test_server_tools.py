@@ -233,12 +233,7 @@ def test_only_the_answer_is_held_to_a_schema(template, before, client, reply, se
     reply("1", template)
     own = {"name": "n", "schema": {"type": "integer"}}
     formats = (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "n", "schema": schema},
-            }
-        },
+        {"response_format": {"type": "json_schema", "json_schema": own}},
         {"extra_body": {"guided_regex": "1/?[0-9]"}},
         {"extra_body": {"guided_choice": ["17", "19"]}},
     )

@@ -28,6 +28,8 @@ class Answer(abc.ABC):
 
     whole_kind: str
     chunk_kind: str
+    ending = b"data: [DONE]\n\n"
+    """Behind a stream's last event."""
 
     def __init__(
         self, service: Service, body: GenerationRequest, generation: Generation, identity: str

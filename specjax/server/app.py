@@ -31,6 +31,7 @@ from specjax.server.openapi import Documented, add_get, answer, errors, streamed
 from specjax.server.options import ServerOptions
 from specjax.server.page import page_routes
 from specjax.server.process import listen, serve
+from specjax.server.response_route import create_response, delete_response, show_response
 from specjax.server.responses import (
     ChatCompletionResponse,
     CompletionResponse,
@@ -135,6 +136,7 @@ def _guarded(keys: bool) -> APIRouter:
     for path, respond, model, responses in (
         ("/v1/completions", create_completion, streamed(CompletionResponse), engine),
         ("/v1/chat/completions", create_chat_completion, streamed(ChatCompletionResponse), engine),
+        ("/v1/responses", create_response, streamed(dict[str, Any]), engine),
         ("/tokenize", tokenize, answer(TokenizeResponse), body),
         ("/detokenize", detokenize, answer(DetokenizeResponse), body),
     ):
@@ -146,6 +148,10 @@ def _guarded(keys: bool) -> APIRouter:
         add_get(router, path, watch, include_in_schema=False)
     router.add_api_route(
         "/debug/speculation", fix_speculation, methods=["POST"], include_in_schema=False
+    )
+    add_get(router, "/v1/responses/{response}", show_response, responses=errors(404, 503))
+    router.add_api_route(
+        "/v1/responses/{response}", delete_response, methods=["DELETE"], responses=errors(404, 503)
     )
     add_get(router, "/v1/models", list_models, responses=answer(ModelList) | errors(503))
     card = answer(ModelCard) | errors(404, 503)

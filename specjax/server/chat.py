@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -18,27 +18,32 @@ from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
 from specjax.server.messages import talk_of
 from specjax.server.protocol import ChatCompletionRequest, Message, TemplateFields
-from specjax.server.reasoning import BEGIN, END, Thinking, ThoughtSplit, thinks
+from specjax.server.reader import Reader, added_to_call, whole_calls
+from specjax.server.reasoning import BEGIN, END, Thinking, thinks
 from specjax.server.responses import (
-    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
-    ToolCall,
     TopLogprob,
 )
 from specjax.server.service import Service, service_of
 from specjax.server.structured import grammar_of
 from specjax.server.submission import check_limits, new_tokens, requests_of, stops_of
-from specjax.server.tool_use import ToolUse, tool_use_of, with_tools
-from specjax.server.tools import Arguments, Begun, Content, Parser
+from specjax.server.tool_use import tool_use_of, with_tools
 
 _LAST = 16
 """Tokens of a prompt in which thoughts may begin or end."""
 _VARIABLES = ("reasoning_effort", "enable_thinking", "documents", "tools")
 """Fields that chat templates get under their own names."""
+
+
+class Begun(NamedTuple):
+    """An answer that the engine makes, and what reads it."""
+
+    generation: Generation
+    reader: Reader
 
 
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
@@ -48,8 +53,20 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
       ApiError: the request cannot be served.
       ClientGoneError: the client went away.
     """
-    service, record = service_of(request), record_of(request)
     check_fields(body, request)
+    begun = await begin_chat(body, request)
+    answer = _Chat(service_of(request), body, begun, record_of(request).id)
+    return await respond(request, begun.generation, answer, bool(body.stream))
+
+
+async def begin_chat(body: ChatCompletionRequest, request: Request) -> Begun:
+    """Lets the engine answer a chat.
+
+    Raises:
+      ApiError: the request cannot be served.
+      ClientGoneError: the client went away.
+    """
+    service, record = service_of(request), record_of(request)
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
@@ -70,10 +87,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     shown = [] if use is None else [use.style.begin, use.style.end]
     shown += [] if thinking is None else [BEGIN, END]
     texts = service.texts_with(shown)
-    generation = await submit(service, prompts, stops_of(body), record.started, texts)
-    record.generation = generation
-    answer = _Chat(service, body, generation, record.id, use, thinking)
-    return await respond(request, generation, answer, bool(body.stream))
+    record.generation = await submit(service, prompts, stops_of(body), record.started, texts)
+    return Begun(record.generation, Reader(use, thinking))
 
 
 def thinking_of(service: Service, prompt: Sequence[int]) -> Thinking | None:
@@ -159,45 +174,11 @@ class _Chat(Answer):
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self,
-        service: Service,
-        body: ChatCompletionRequest,
-        generation: Generation,
-        identity: str,
-        use: ToolUse | None,
-        thinking: "Thinking | None",
+        self, service: Service, body: ChatCompletionRequest, begun: Begun, identity: str
     ) -> None:
-        super().__init__(service, body, generation, f"chatcmpl-{identity}")
+        super().__init__(service, body, begun.generation, f"chatcmpl-{identity}")
         self._logprobs = bool(body.logprobs)
-        self._use, self._thinking = use, thinking
-        self._splits: dict[int, ThoughtSplit] = {}
-        self._parsers: dict[int, Parser] = {}
-        self._calling: set[int] = set()
-
-    def _read(self, delta: Delta) -> Delta:
-        """What is certain of a text and its calls, where the model may call tools."""
-        if self._thinking is not None:
-            delta = self._without_thoughts(delta, self._thinking)
-        if self._use is None:
-            return delta
-        style = self._use.style
-        parser = self._parsers.setdefault(delta.index, style.parser(style))
-        pieces = parser.add(delta.text)
-        pieces += [] if delta.finish_reason is None else parser.flush()
-        text = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-        calls = [piece for piece in pieces if not isinstance(piece, Content)]
-        if calls:
-            self._calling.add(delta.index)
-        called = delta.index in self._calling and delta.finish_reason == "stop"
-        reason = "tool_calls" if called else delta.finish_reason
-        return dataclasses.replace(delta, text=text, calls=calls, finish_reason=reason)
-
-    def _without_thoughts(self, delta: Delta, thinking: Thinking) -> Delta:
-        split = self._splits.setdefault(delta.index, ThoughtSplit(inside=thinking.begun))
-        said = [split.add(delta.text)]
-        said += [] if delta.finish_reason is None else [split.flush()]
-        thought, text = ("".join(parts) for parts in zip(*said, strict=True))
-        return dataclasses.replace(delta, thought=thought, text=text)
+        self._read = begun.reader.read
 
     def choice(self, delta: Delta) -> ChatChoice:
         """An answer."""
@@ -205,7 +186,7 @@ class _Chat(Answer):
         message: ChatMessage = {"role": "assistant", "content": delta.text, "refusal": None}
         if delta.calls:
             message["content"] = delta.text or None
-            message["tool_calls"] = _whole_calls(delta.calls)
+            message["tool_calls"] = whole_calls(delta.calls)
         if delta.thought:
             message["reasoning_content"] = delta.thought
         return {
@@ -235,7 +216,7 @@ class _Chat(Answer):
         if delta.thought:
             added["reasoning_content"] = delta.thought
         if delta.calls:
-            added["tool_calls"] = [_added_to_call(each) for each in delta.calls]
+            added["tool_calls"] = [added_to_call(each) for each in delta.calls]
         return {
             "index": delta.index,
             "delta": added,
@@ -245,26 +226,6 @@ class _Chat(Answer):
 
     def _known(self, delta: Delta) -> ChatLogprobs | None:
         return logprobs_of(self.texts, delta) if self._logprobs and delta.ids else None
-
-
-def _added_to_call(piece: Begun | Arguments) -> ToolCall:
-    """What an event adds to a call."""
-    if isinstance(piece, Arguments):
-        return {"index": piece.index, "function": {"arguments": piece.text}}
-    function: CalledFunction = {"name": piece.name, "arguments": ""}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
-
-
-def _whole_calls(pieces: Sequence[Begun | Arguments]) -> list[ToolCall]:
-    """The calls that pieces make."""
-    found: list[ToolCall] = []
-    for piece in pieces:
-        if isinstance(piece, Begun):
-            function: CalledFunction = {"name": piece.name, "arguments": ""}
-            found.append({"id": piece.id, "type": "function", "function": function})
-        else:
-            found[piece.index]["function"]["arguments"] += piece.text
-    return found
 
 
 def logprobs_of(texts: TokenTexts, delta: Delta) -> ChatLogprobs:

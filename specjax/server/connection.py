@@ -55,8 +55,9 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + dumps(content).encode() + b"\n\n"
+    """A server-sent event; one that is numbered has the name of its type, too."""
+    name = f"event: {content['type']}\n".encode() if "sequence_number" in content else b""
+    return name + b"data: " + dumps(content).encode() + b"\n\n"
 
 
 def _long_events(contents: Sequence[Mapping[str, Any]]) -> bytes:
@@ -67,7 +68,6 @@ _LONG = 64
 """Tokens with log probabilities whose events are made in a thread."""
 
 
-_DONE = b"data: [DONE]\n\n"
 _COMMENT = b": waiting\n\n"
 """Which clients skip: proxies close connections on which nothing comes for a minute."""
 
@@ -115,7 +115,7 @@ class EventStream(Response):
         await send(start)
         try:
             await self._generation.stream(write, self._idle_seconds)
-            ending = b"".join(map(event, self._answer.last())) + _DONE
+            ending = b"".join(map(event, self._answer.last())) + self._answer.ending
         except ApiError as error:
             ending = event(error.content())
         except Exception as error:

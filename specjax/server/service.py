@@ -17,6 +17,7 @@ from specjax.server.log import IgnoredFields
 from specjax.server.metrics import Metrics
 from specjax.server.options import ServerOptions
 from specjax.server.parsing import Most, RefusedError
+from specjax.server.stored import Stored
 from specjax.server.text_jobs import check_length
 from specjax.server.token_lengths import most_bytes_of_tokens
 from specjax.server.workers import WorkerLostError, Workers, WorkersClosedError
@@ -59,6 +60,7 @@ class Service:
         self._texts_with: dict[frozenset[str], TokenTexts] = {}
         self.metrics = Metrics(engine, options.served_model_name)
         self.ignored = IgnoredFields()
+        self.stored = Stored()
         self.draining = False
         self._keys = [key.encode() for key in options.api_keys]
         if not all(self._keys):

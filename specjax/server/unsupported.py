@@ -149,6 +149,23 @@ CHAT: Mapping[str, Neutral] = {
 }
 """Of chats."""
 
+RESPONSE: Mapping[str, Neutral] = {
+    "messages": _of([], instead="Give input."),
+    "max_tokens": _of(instead="Give max_output_tokens."),
+    "max_completion_tokens": _of(instead="Give max_output_tokens."),
+    "response_format": _of(instead="Give text.format."),
+    "background": _of(False),
+    "conversation": _of(instead="Give previous_response_id."),
+    "prompt": _of(instead="Give input."),
+    "truncation": _of("disabled"),
+    "top_logprobs": _of(0),
+    "n": _of(1),
+    "stop": _of([]),
+    "context_management": _of([]),
+    "moderation": _of({}),
+}
+"""Of responses."""
+
 MESSAGE: Mapping[str, Neutral] = {
     "audio": _of(),
     "images": _of([]),

@@ -1,0 +1,54 @@
+"""Responses of `/v1/responses` that others may go on from, in memory."""
+
+import collections
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specjax.server.errors import ApiError
+
+_MOST, _MOST_BYTES = 1024, 32 << 20
+"""Responses that are kept, and what their messages have as JSON."""
+
+
+class Stored:
+    """The last responses, with the messages up to each, for those that go on from one."""
+
+    def __init__(self) -> None:
+        self._kept: collections.OrderedDict[str, tuple[bytes, dict[str, Any]]] = (
+            collections.OrderedDict()
+        )
+        self._bytes = 0
+
+    def add(self, messages: Sequence[Mapping[str, Any]], response: dict[str, Any]) -> None:
+        """Keeps one, and forgets the oldest for it."""
+        told = json.dumps(messages).encode()
+        self._kept[response["id"]] = told, response
+        self._bytes += len(told)
+        while len(self._kept) > _MOST or self._bytes > _MOST_BYTES:
+            _, (old, _) = self._kept.popitem(last=False)
+            self._bytes -= len(old)
+
+    def messages(self, identity: str) -> list[dict[str, Any]]:
+        """The messages up to a response, its own too.
+
+        Raises:
+          ApiError: it is not known (404).
+        """
+        return json.loads(self._of(identity)[0])
+
+    def response(self, identity: str) -> dict[str, Any]:
+        """A response. Raises: see `messages`."""
+        return self._of(identity)[1]
+
+    def remove(self, identity: str) -> None:
+        """Forgets one. Raises: see `messages`."""
+        self._bytes -= len(self._of(identity)[0])
+        del self._kept[identity]
+
+    def _of(self, identity: str) -> tuple[bytes, dict[str, Any]]:
+        found = self._kept.get(identity)
+        if found is None:
+            message = f"There is no response {identity[:80]!r}; this server keeps the last {_MOST}."
+            raise ApiError(404, message, param="previous_response_id", code="response_not_found")
+        return found
