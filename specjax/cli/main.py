@@ -13,6 +13,7 @@ from specjax.base.progress import reporting
 from specjax.cli.options import (
     ABOUT,
     VERBS,
+    Batch,
     Bench,
     BenchServe,
     Chat,
@@ -35,6 +36,7 @@ _COMMANDS: dict[type, tuple[str, str]] = {
     Generate: ("generate", "generate"),
     Chat: ("chat", "chat"),
     Serve: ("serve", "serve"),
+    Batch: ("batch", "batch"),
     Bench: ("bench", "bench"),
     BenchServe: ("bench_serve", "bench_serve"),
     Tune: ("tune", "tune"),

@@ -530,14 +530,10 @@ class Roofline(Dtype, Kernels):
     """Write the measurements to this file, row by row."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
-    """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Engined:
+    """An engine, and how requests to it are read."""
 
-    host: str = "127.0.0.1"
-    """The address to listen at."""
-    port: int = 8000
-    """Its port; 0 takes a free one."""
     rows: int = 8
     """Requests that run at a time."""
     settings: Annotated[
@@ -548,18 +544,12 @@ class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
             "for all of a few sizes that the pair can."
         ),
     ] = None
-    strict_fields: bool = False
-    """Refuse requests with unknown fields; by default they are ignored, and named in the log."""
     tool_call_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = None
     """How the model writes calls of tools; by default as its chat template tells it to."""
     reasoning_parser: Literal["auto", "none"] = "auto"
     """Whether what a model thinks between <think> and </think> is told apart from its answer: where
     its chat template tells that it does, or never."""
-    debug: bool = False
-    """Let POST /debug/speculation fix the setting."""
-    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = dataclasses.field(
-        default="auto", kw_only=True
-    )
+    verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
     """The verification rule; requests with a seed are decided by the naive one."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its continuation together; by default the model's context, or as
@@ -580,6 +570,32 @@ class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
     ] = "auto"
     served_model_name: str | None = None
     """What requests call the model; by default its folder's name, or its id on a hub."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels, Engined):
+    """Answer a file of requests in OpenAI's batch format, as a server would."""
+
+    requests: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="IN.jsonl")]
+    """A line each: custom_id, method, url (/v1/chat/completions, /v1/completions, /v1/responses)
+    and body."""
+    answers: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT.jsonl")]
+    """Where a line for each goes once it is answered. Those that are there already are kept: a run
+    that was ended goes on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Serve(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels, Engined):
+    """Serve a model over HTTP, as OpenAI's API: each text as the model alone would write it."""
+
+    host: str = "127.0.0.1"
+    """The address to listen at."""
+    port: int = 8000
+    """Its port; 0 takes a free one."""
+    strict_fields: bool = False
+    """Refuse requests with unknown fields; by default they are ignored, and named in the log."""
+    debug: bool = False
+    """Let POST /debug/speculation fix the setting."""
     allowed_origins: Annotated[
         str | None,
         _help(
@@ -669,6 +685,7 @@ VERBS = (
     Annotated[Generate, tyro.conf.subcommand("generate")]
     | Annotated[Chat, tyro.conf.subcommand("chat")]
     | Annotated[Serve, tyro.conf.subcommand("serve")]
+    | Annotated[Batch, tyro.conf.subcommand("batch")]
     | Annotated[Bench, tyro.conf.subcommand("bench")]
     | Annotated[BenchServe, tyro.conf.subcommand("bench-serve")]
     | Annotated[Tune, tyro.conf.subcommand("tune")]

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from specjax.checkpoints import gguf
 from specjax.checkpoints.files import find, name_of
-from specjax.checkpoints.generation_config import defaults_for
+from specjax.checkpoints.generation_config import Defaults, defaults_for
 from specjax.checkpoints.pair import Pair
 from specjax.cli.generate import say
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.loading import SERVED_TEMPERATURE, asked_of, pair_of, settings_named
-from specjax.cli.options import Serve
+from specjax.cli.options import Batch, Serve
 from specjax.cli.values import at_least, dtype_of
 from specjax.draft.drafter import Drafter
 from specjax.engine.engine import Engine
@@ -55,35 +55,9 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     hosts, origins = _listed(options.allowed_hosts), _listed(options.allowed_origins)
     check_hosts(hosts)
     check_origins(origins)
-    mesh = devices_for(options.mesh)
-    use_kernels(options.kernels)
-    defaults = defaults_for(options.generation_config, find(options.model).path)
-    pair = pair_of(options, dtype_of(options.dtype), mesh)
-    for sentence in defaults.notices:
-        say(sentence)
-    engine = Engine(
-        pair.target,
-        _drafter_of(options, pair),
-        rows=options.rows,
-        max_model_len=options.max_model_len,
-        verify=options.verify,
-        max_waiting=options.max_waiting,
-        max_waiting_tokens=options.max_waiting_tokens,
-        page_size=options.page_size,
-        kv_cache_tokens=options.kv_cache_tokens,
-    )
-    most = pair.target.config.max_positions
-    paged = engine.page_counts is not None
-    if options.max_model_len is None and engine.max_model_len < most:
-        more = "" if paged else f" with {options.rows} rows; fewer --rows leave more"
-        say(
-            f"a prompt and its continuation may have {engine.max_model_len} tokens, as much of the "
-            f"model's context of {most} as there is memory for{more}."
-        )
-    if paged:
-        say(f"the KV cache has pages for {engine.kv_cache_tokens} tokens.")
+    engine, pair, defaults = engine_of(options, options.max_waiting, options.max_waiting_tokens)
     server = ServerOptions(
-        served_model_name=options.served_model_name or _name_of(options.model),
+        served_model_name=options.served_model_name or served_name(options.model),
         host=options.host,
         port=options.port,
         api_keys=keys,
@@ -99,7 +73,45 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
     return run(engine, pair.tokenizer, server)
 
 
-def _drafter_of(options: Serve, pair: Pair) -> Drafter:
+def engine_of(
+    options: Serve | Batch, max_waiting: int, max_waiting_tokens: int
+) -> tuple[Engine, Pair, Defaults]:
+    """An engine that has not started, its pair, and what requests take that name nothing.
+
+    Raises:
+      ValueError: an option is wrong, or the pair does not fit.
+    """
+    mesh = devices_for(options.mesh)
+    use_kernels(options.kernels)
+    defaults = defaults_for(options.generation_config, find(options.model).path)
+    pair = pair_of(options, dtype_of(options.dtype), mesh)
+    for sentence in defaults.notices:
+        say(sentence)
+    engine = Engine(
+        pair.target,
+        _drafter_of(options, pair),
+        rows=options.rows,
+        max_model_len=options.max_model_len,
+        verify=options.verify,
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        page_size=options.page_size,
+        kv_cache_tokens=options.kv_cache_tokens,
+    )
+    most = pair.target.config.max_positions
+    paged = engine.page_counts is not None
+    if options.max_model_len is None and engine.max_model_len < most:
+        more = "" if paged else f" with {options.rows} rows; fewer --rows leave more"
+        say(
+            f"a prompt and its continuation may have {engine.max_model_len} tokens, as much of the "
+            f"model's context of {most} as there is memory for{more}."
+        )
+    if paged:
+        say(f"the KV cache has pages for {engine.kv_cache_tokens} tokens.")
+    return engine, pair, defaults
+
+
+def _drafter_of(options: Serve | Batch, pair: Pair) -> Drafter:
     """What drafts: settings that each step chooses from, or one method."""
     asked = asked_of(options)
     if options.settings is not None:
@@ -116,7 +128,7 @@ def _drafter_of(options: Serve, pair: Pair) -> Drafter:
     return registry.build(choice.setting, pair, verify=options.verify)
 
 
-def _name_of(model: str) -> str:
+def served_name(model: str) -> str:
     """What requests call a model: its folder's name, its GGUF file's, or a hub's id."""
     path = Path(model)
     if gguf.is_gguf(path):
@@ -157,11 +169,21 @@ def _keys_of(options: Serve) -> tuple[str, ...]:
     return keys
 
 
-def _check(options: Serve) -> None:
+def check_engine(options: Serve | Batch) -> None:
+    """Checks what can be before anything is loaded.
+
+    Raises:
+      ValueError: an option is wrong.
+    """
     check_method(options.method, AUTO)
     check_kernels(options.kernels)
     check_rule(options.verify)
-    for name in ("rows", "max_waiting", "max_waiting_tokens"):
+    at_least("--rows", options.rows, 1)
+
+
+def _check(options: Serve) -> None:
+    check_engine(options)
+    for name in ("max_waiting", "max_waiting_tokens"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     if not 0 <= options.port < 2**16:
         raise ValueError(f"--port is {options.port}; it must lie in [0, {2**16 - 1}].")
