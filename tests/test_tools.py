@@ -33,11 +33,11 @@ def read(style: str, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, s
     calls: list[list[str]] = []
     for piece in pieces:
         if isinstance(piece, Begun):
-            assert piece.index == len(calls)
+            assert piece.place == len(calls)
             assert piece.id
             calls.append([piece.name, ""])
         elif isinstance(piece, Arguments):
-            calls[piece.index][1] += piece.text
+            calls[piece.place][1] += piece.text
     return content, [(name, arguments) for name, arguments in calls]
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def begun(first: Model, target: Model, known: Int[np.ndarray, " D"] | None) -> M
     projection = jnp.asarray(first.feature_projection).at[:, -size:].set(jnp.eye(size))
     table = target.embedding if target.unembedding is None else target.unembedding
     unembedding = _float(table) if known is None else _float(table)[known]
-    changes = {
+    changes: dict[str, Any] = {
         "feature_projection": projection,
         "unembedding": unembedding,
         "final_norm": _float(target.final_norm),

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def matchers_of(
       TypeError: one of them is none.
       ValueError: there are others than `rows` grammars.
     """
-    given = [*grammar] if isinstance(grammar, list | tuple) else [grammar] * rows
+    given: list[Any] = [*grammar] if isinstance(grammar, list | tuple) else [grammar] * rows
     wrong = next((own for own in given if own is not None and not hasattr(own, "matcher")), None)
     if wrong is not None:
         raise TypeError(
@@ -98,7 +98,9 @@ class _Row:
         """Tokens below the root that the matcher has taken."""
         self._known: dict[tuple[int, ...], np.ndarray | None] = {}
 
-    def masks(self, made: int, recent: list[int], paths: list[tuple[int, ...]]) -> list[np.ndarray]:
+    def masks(
+        self, made: int, recent: list[int], paths: list[tuple[int, ...]]
+    ) -> list[np.ndarray | None]:
         """The masks after some paths below the root; all that there is below an end, or below a
         token that is not allowed, which no text comes to.
 

@@ -53,9 +53,9 @@ class Reader:
 def added_to_call(piece: Begun | Arguments) -> ToolCall:
     """What an event adds to a call."""
     if isinstance(piece, Arguments):
-        return {"index": piece.index, "function": {"arguments": piece.text}}
+        return {"index": piece.place, "function": {"arguments": piece.text}}
     function: CalledFunction = {"name": piece.name, "arguments": ""}
-    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
+    return {"index": piece.place, "id": piece.id, "type": "function", "function": function}
 
 
 def whole_calls(pieces: Sequence[Begun | Arguments]) -> list[ToolCall]:
@@ -66,5 +66,5 @@ def whole_calls(pieces: Sequence[Begun | Arguments]) -> list[ToolCall]:
             function: CalledFunction = {"name": piece.name, "arguments": ""}
             found.append({"id": piece.id, "type": "function", "function": function})
         else:
-            found[piece.index]["function"]["arguments"] += piece.text
+            found[piece.place]["function"]["arguments"] += piece.text
     return found

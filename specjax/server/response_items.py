@@ -212,7 +212,7 @@ class Output:
                 yield self._event("response.content_part.added", content_index=0, part={**part})
         part = self.items[-1]["content"][0]
         part["text"] += text
-        more = {"logprobs": []} if kind == "message" else {}
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield self._event(f"{_NAMES[kind]}.delta", content_index=0, delta=text, **more)
 
     def _part(self) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class Output:
             )  # fmt: skip
         else:
             text = item["content"][0]["text"]
-            more = {"logprobs": []} if kind == "message" else {}
+            more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
             yield self._event(f"{_NAMES[kind]}.done", content_index=0, text=text, **more)
             if kind == "message":
                 part = {**item["content"][0]}

@@ -25,7 +25,7 @@ class Content(NamedTuple):
 class Begun(NamedTuple):
     """A call begins: its place among the text's calls, its id and the tool's name."""
 
-    index: int
+    place: int
     id: str
     name: str
 
@@ -33,7 +33,7 @@ class Begun(NamedTuple):
 class Arguments(NamedTuple):
     """More of a call's arguments, which are JSON."""
 
-    index: int
+    place: int
     text: str
 
 
@@ -365,9 +365,9 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
         if isinstance(each, Content) and isinstance(last, Content):
             found[-1] = Content(last.text + each.text)
         elif isinstance(each, Arguments) and isinstance(last, Arguments) and (
-            each.index == last.index
+            each.place == last.place
         ):  # fmt: skip
-            found[-1] = Arguments(each.index, last.text + each.text)
+            found[-1] = Arguments(each.place, last.text + each.text)
         else:
             found.append(each)
     return found
