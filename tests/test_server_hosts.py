@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from specjax.cli.options import Serve
-from specjax.cli.serve import _name_of, serve
+from specjax.cli.serve import served_name, serve
 from specjax.server.hosts import HostCheck
 from specjax.server.options import ServerOptions
 from tests.scripted_engine import Letters, ScriptedEngine, serving
@@ -167,6 +167,6 @@ def test_a_model_is_served_by_its_folders_name(tmp_path, monkeypatch):
         "org/name@main": "org/name",
         "bundled": "bundled",
     }
-    assert {name: _name_of(name) for name in names} == names
+    assert {name: served_name(name) for name in names} == names
     monkeypatch.chdir(folder)
-    assert _name_of(".") == "my-model"
+    assert served_name(".") == "my-model"
