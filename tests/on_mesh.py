@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.base.grammars import num_words
 from specjax.base.sampling import Sampling
 from specjax.checkpoints import huggingface
 from specjax.checkpoints.feature_drafts import load_feature_draft
@@ -198,6 +199,55 @@ def served_on(folder: Path) -> dict:
     return found
 
 
+class Odd:
+    """A grammar by which no token is followed by one that is as odd as it is."""
+
+    def __init__(self, words: int) -> None:
+        self._words, self._text = words, [0]
+
+    def matcher(self) -> "Odd":
+        return Odd(self._words)
+
+    def words(self) -> np.ndarray:
+        bits = 0x55555555 if self._text[-1] % 2 else 0xAAAAAAAA
+        return np.full(self._words, bits, np.uint32).view(np.int32)
+
+    def consume(self, tokens) -> int:
+        for number, token in enumerate(tokens):
+            if token % 2 == self._text[-1] % 2:
+                return number
+            self._text.append(token)
+        return len(tokens)
+
+    def rollback(self, count: int) -> None:
+        del self._text[-count:]
+
+    def reset(self) -> None:
+        self._text = [0]
+
+    def is_end(self, token: int) -> bool:
+        return False
+
+    def error(self) -> str:
+        return ""
+
+
+def within_grammars(folder: Path) -> dict:
+    """Texts under grammars, and those of one device; devices ask for the same masks at once."""
+    found = {}
+    for name, method in (("alone", "none"), ("model=4", "chain"), ("data=2,model=4", "specexec"),
+                         ("data=2,draft=3", "pool")):  # fmt: skip
+        mesh = make_mesh(**MESHES[name]) if name != "alone" else None
+        pair = pair_on(folder, mesh)
+        grammar = Odd(num_words(pair.target.config.vocab_size))
+        made = generate(
+            jax.random.key(0), pair.target, drafter_of(folder, pair, method, mesh), PROMPTS,
+            max_new_tokens=NEW, grammar=[grammar, None] * (ROWS // 2), stop_at_eos=False,
+        )  # fmt: skip
+        found[name] = made.tokens.tolist()
+    return found
+
+
 if __name__ == "__main__":
     at = Path(sys.argv[1])
     others = {
@@ -205,6 +255,7 @@ if __name__ == "__main__":
         "families": families,
         "moved": lambda: moved(at),
         "engine": lambda: served_on(at),
+        "grammars": lambda: within_grammars(at),
     }
     alone = pair_on(at, None)
     made = {"alone": {}}

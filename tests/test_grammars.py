@@ -61,6 +61,9 @@ class Table:
         assert 0 < count <= len(self.text)
         del self.text[-count:]
 
+    def reset(self) -> None:
+        self.text = []
+
     def is_end(self, token: int) -> bool:
         return token == END
 
@@ -227,3 +230,21 @@ def test_texts_through_an_engine_are_distributed_as_the_targets_among_the_allowe
     found = np.array([cells.get(text, -1) for text in asyncio.run(drawn())])
     assert found.min() >= 0
     assert g_test(found, np.array([*expected().values()])).p_value > LEVEL
+
+
+def test_a_request_may_come_before_the_engine_begins():
+    engine = specjax.Engine(target(), None, rows=2, max_model_len=64)
+
+    async def both() -> list[list[int]]:
+        asked = [Request(prompt=PROMPT, max_new_tokens=5, grammar=own) for own in (Table(), None)]
+        sequences = engine.submit_all(asked)
+        await asyncio.to_thread(engine.start)
+        return [ids_of(await collected(each)) for each in sequences]
+
+    try:
+        first, second = asyncio.run(both())
+    finally:
+        engine.close()
+    assert first == greedy_texts([PROMPT], [True], 5)[0]
+    assert second
+    assert grammars.num_rows() == 0

@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from specjax.cli.options import Serve
-from specjax.cli.serve import served_name, serve
+from specjax.cli.serve import serve, served_name
 from specjax.server.hosts import HostCheck
 from specjax.server.options import ServerOptions
 from tests.scripted_engine import Letters, ScriptedEngine, serving

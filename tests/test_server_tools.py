@@ -153,6 +153,16 @@ def test_an_answer_that_must_call_has_a_grammar(client, reply, server):
     assert server.engine.requests[-1].grammar is None
 
 
+def test_calls_that_must_be_made_are_read_in_a_style_whose_own_are_no_json(client, reply, server):
+    reply(
+        '{"name": "time", "parameters": {"city": "a"}}',
+        "{{ tools }} ipython [func_name1(params_name1",
+    )
+    (choice,) = ask(client, tool_choice="required").choices
+    assert choice.message.tool_calls[0].function.name == "time"
+    assert choice.finish_reason == "tool_calls"
+
+
 def test_a_template_without_tools_is_told_of_them_in_words(client, reply, server, tokenizer):
     reply(CALLS, WITHOUT)
     history = [

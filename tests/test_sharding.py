@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from specjax.base.pytree import replace
@@ -38,6 +39,7 @@ OTHERS = (
         *("data=2,model=4/head", "data=2,model=4/block"),
     ),
     *("draft=3/pool", "data=2,model=4/recycle", "families", "moved", "engine"),
+    "grammars",
 )
 
 
@@ -103,6 +105,16 @@ def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):
     for section in ENGINES:
         assert found[section] == [found["alone"], True], section
     assert "data=8 does not divide 12 rows" in found["refused"]
+
+
+@pytest.mark.slow
+def test_texts_under_grammars_are_those_of_one_device(other_facts):
+    found = other_facts["grammars"]
+    assert len(found) == 4
+    for name, tokens in found.items():
+        assert tokens == found["alone"], name
+    held = np.array(found["alone"])[::2]
+    assert (held[:, 1:] % 2 != held[:, :-1] % 2).all()
 
 
 def check_tokens(facts, section):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import httpx
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.base import grammars
 from specjax.cli.main import main
 from specjax.grammar import GrammarCompiler, GrammarSource
 from specjax.grammar.compiling import LARGEST
@@ -95,6 +97,8 @@ def test_a_grammar_takes_what_it_says(make, right, wrong, compiler):
         (GrammarSource("choice", '[""]'), "not empty"),
         (GrammarSource("choice", '{"a": 1}'), "a list of texts"),
         (GrammarSource("grammar", "start: nothing"), "the grammar is refused"),
+        (GrammarSource("grammar", 'start: a "z"\na[max_tokens=4]: /[ab]+/'), "cannot be drafted"),
+        (GrammarSource("json_schema", '{"oneOf": [{"minimum": 1}, {"maximum": 3}]}'), "use anyOf"),
         (GrammarSource("yaml", "a"), "there is no kind 'yaml'"),
     ],
 )
@@ -136,6 +140,67 @@ def test_greedy_texts_are_plain_decodings_whatever_drafts(method, pair, compiler
     assert texts(pair, drafter, mixed) == plain
     assert json.loads(plain[0]).keys() == SCHEMA["properties"].keys()
     assert re.fullmatch("[a-z]{3,9}( [a-z]{3,9}){2}", plain[2])
+
+
+def test_a_drafted_node_that_leads_nowhere_ends_no_text(pair, compiler):
+    """The parser has no way on after "a" and says so for good; the text goes on with "b"."""
+    grammar = compiler.grammar('start: "a" X | "b" /c{3}/\nX: /x/ & /y/')
+    prompt = pair.tokenizer("x = ").input_ids
+    a, b = (pair.tokenizer(each).input_ids[0] for each in "ab")
+    row = grammars._Row(grammar.matcher())
+    row.masks(0, [], [(), (a,)])
+    (after,) = row.masks(0, [], [(b,)])
+    assert after.any()
+    assert not row.matcher.error()
+    for drafter in (None, build(setting_of("specexec"), pair)):
+        made = specjax.generate(
+            jax.random.key(0), pair.target, drafter, [prompt], max_new_tokens=8, grammar=grammar,
+            sampling=specjax.Sampling(logit_bias={b: 50.0, a: 30.0}),
+        )  # fmt: skip
+        text = pair.tokenizer.decode(made.tokens[0, : made.lengths[0]], skip_special_tokens=True)
+        assert text == "bccc"
+    with pytest.raises(ValueError, match="a text came to the limits of its grammar"):
+        specjax.generate(
+            jax.random.key(0), pair.target, None, [prompt], max_new_tokens=8, grammar=grammar,
+            sampling=specjax.Sampling(logit_bias={a: 50.0}),
+        )  # fmt: skip
+    assert grammars.num_rows() == 0
+
+
+def test_a_step_that_another_device_asks_for_again_has_the_same_masks(pair, compiler):
+    grammar = compiler.regex("[ab]{6}")
+    a, b = (pair.tokenizer(each).input_ids[0] for each in "ab")
+    row = grammars._Row(grammar.matcher())
+    first = row.masks(0, [], [(), (a,), (a, b)])
+    second = row.masks(2, [a, b], [(), (a,)])
+    again = row.masks(0, [], [(a,), ()])
+    assert again == [first[1], first[0]]
+    third = row.masks(4, [a, a], [()])
+    assert row.masks(2, [a, b], [(a,)])[0] is second[1]
+    assert third[0].any()
+    fresh = row.masks(0, [], [(), (b, b)])  # a text that begins anew
+    np.testing.assert_array_equal(fresh[0], first[0])
+
+
+def test_many_choices_are_one_of_them(compiler):
+    grammar = compiler.choice([f"value {n}" for n in range(5000)])
+    assert follow(compiler, grammar, "value 4321") == (True, True)
+    assert follow(compiler, grammar, "value 5000")[0] is False
+
+
+def test_a_grammar_of_endless_ways_is_no_burden(compiler):
+    """Each mask takes longer than the one before, up to the limit, which ends the text."""
+    grammar = compiler.grammar('start: s\ns: s s | "a" | "b" | s s s')
+    matcher, tokens = grammar.matcher(), compiler_tokens(compiler, "ab")
+    longest = 0.0
+    for _ in range(600):
+        begin = time.perf_counter()
+        matcher.words()
+        longest = max(longest, time.perf_counter() - begin)
+        if matcher.error() or not matcher.consume(tokens[:1]):
+            break
+    assert "limits of its grammar" in matcher.error()
+    assert longest < 1
 
 
 def test_sampled_texts_match(pair, compiler):

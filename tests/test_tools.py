@@ -1,10 +1,14 @@
 """Calls of tools in texts of each style, however the text comes in pieces."""
 
 import json
+import time
 
 import numpy as np
 import pytest
 
+from specjax.checkpoints.files import BUNDLED
+from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.grammar import GrammarCompiler, GrammarSource
 from specjax.server.tools import (
     STYLES,
     Arguments,
@@ -56,6 +60,9 @@ TEXTS = [
     ("hermes", f"<tool_call>{call('f', json.dumps(WEATHER))}</tool_call>", "", ["f"]),
     ("hermes", "a <tool and <tool_cal", "a <tool and <tool_cal", []),
     ("hermes", '<tool_call>{"no": 1}</tool_call>', '{"no": 1}', []),
+    ("hermes", "ok <tool_call> I will not call", "ok <tool_call> I will not call", []),
+    ("hermes", f"<tool_call>{call('f', WEATHER)} and more", "and more", ["f"]),
+    ("llama3_json", '{"a": 1}, {"b": 2}', '{"a": 1}, {"b": 2}', []),
     ("llama3_json", call("f", WEATHER, "parameters"), "", ["f"]),
     ("llama3_json", f" {call('f', WEATHER, 'parameters')}; {call('g', WEATHER, 'parameters')}", "",
      ["f", "g"]),
@@ -99,6 +106,44 @@ def test_a_call_without_arguments_has_none():
     assert read("hermes", '<tool_call>{"name": "f"}</tool_call>', []) == ("", [("f", "{}")])
 
 
+def test_a_call_has_one_field_of_arguments():
+    text = '<tool_call>{"name": "f", "parameters": {"b": 1}, "arguments": {"a": 1}}</tool_call>'
+    assert read("hermes", text, []) == ("", [("f", '{"b": 1}')])
+
+
+@pytest.mark.parametrize("style", ["hermes", "pythonic"])
+def test_half_a_surrogate_pair_is_no_text_that_cannot_be_sent(style):
+    text = '<tool_call>{"name": "\\ud800f", "arguments": "{\\"a\\": \\"\\ud800\\"}"}</tool_call>'
+    text = text if style == "hermes" else "[f(a='\\ud800')]"
+    _, calls = read(style, text, [])
+    json.dumps(calls, ensure_ascii=False).encode()
+    assert len(calls) == 1
+
+
+def test_long_texts_are_read_in_time_that_grows_with_them():
+    for style, text in (
+        ("pythonic", "[f" + "a" * 200_000), ("pythonic", "[f(a='" + "a" * 200_000),
+        ("hermes", f"<tool_call>{call('f', {})}</tool_call>" + " " * 200_000),
+        ("hermes", "<tool_cal" * 20_000), ("llama3_json", " " * 200_000),
+    ):  # fmt: skip
+        begin = time.perf_counter()
+        read(style, text, list(range(4, len(text), 4)))
+        assert time.perf_counter() - begin < 10
+
+
+def test_references_of_a_tools_schema_are_to_itself():
+    schema = {"type": "object", "$defs": {"P": {"type": "integer"}},
+              "properties": {"p": {"$ref": "#/$defs/P"}}, "required": ["p"],
+              "additionalProperties": False}  # fmt: skip
+    tools = [Tool("f", {"type": "object"}), Tool("g", schema)]
+    tokenizer = tokenizer_of(BUNDLED / "target")
+    text = call_grammar(STYLES["hermes"], tools, False, {})
+    grammar = GrammarCompiler(tokenizer, 4096, (0,)).compile(GrammarSource("grammar", text))
+    for value, taken in (("17", True), ('"a"', False)):
+        ids = tokenizer(f'<tool_call>\n{{"name": "g", "arguments": {{"p": {value}}}}}').input_ids
+        assert (grammar.matcher().consume(ids) == len(ids)) == taken
+
+
 def test_what_ends_in_the_middle_of_a_call_is_what_came_of_it():
     assert read("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', []) == (
         "", [("f", '{"a": 1')]
@@ -123,13 +168,6 @@ def test_a_template_tells_its_style(template, name):
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("style", STYLES)
 def test_what_a_grammar_allows_is_read_as_calls(style, several):
-    import llguidance
-
-    from specjax.checkpoints.files import BUNDLED
-    from specjax.checkpoints.tokenizers import tokenizer_of
-    from specjax.grammar import GrammarCompiler, GrammarSource
-
-    del llguidance
     compiler = GrammarCompiler(tokenizer_of(BUNDLED / "target"), 4096, (0,))
     tools = [
         Tool("f", {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],

@@ -33,7 +33,9 @@ class Matcher(Protocol):
     """Follows the text of a row. Not used by two threads at once."""
 
     def words(self) -> np.ndarray:
-        """The tokens that may come next, int32 `[ceil(V / 32)]`; none is all zeros."""
+        """The tokens that may come next, int32 `[ceil(V / 32)]`; those that end the text where it
+        can follow no further.
+        """
         ...
 
     def consume(self, tokens: Sequence[int]) -> int:
@@ -44,12 +46,16 @@ class Matcher(Protocol):
         """Forgets the last tokens that were taken."""
         ...
 
+    def reset(self) -> None:
+        """Forgets all of them, and what went wrong."""
+        ...
+
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
         ...
 
     def error(self) -> str:
-        """Why it can follow the text no further, in a sentence; empty if it can."""
+        """Why it can follow no further, in a sentence; empty if it can."""
         ...
 
 
@@ -87,44 +93,53 @@ def num_words(vocabulary: int) -> int:
     return -(-vocabulary // BITS)
 
 
+_Path = tuple[int, ...]
+"""Tokens below the root."""
+_Masks = dict[_Path, np.ndarray | None]
+
+
 class _Row:
-    """A row's matcher after the tokens that it has given, and the masks of its tree's nodes."""
+    """A row's matcher after the tokens that it has given, and the masks of its tree's nodes.
+
+    Several devices may ask for the same row, one of them a step behind another.
+    """
 
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
-        self._made = self._taken = 0
-        self._ended = False
+        self._lock = threading.Lock()
+        self._made, self._ended = 0, False
+        self._text: list[int] = []
         self._ahead: list[int] = []
         """Tokens below the root that the matcher has taken."""
-        self._known: dict[tuple[int, ...], np.ndarray | None] = {}
+        self._known: _Masks = {}
+        self._before: tuple[int, _Masks] = 0, {}
 
-    def masks(
-        self, made: int, recent: list[int], paths: list[tuple[int, ...]]
-    ) -> list[np.ndarray | None]:
+    def masks(self, made: int, recent: list[int], paths: list[_Path]) -> list[np.ndarray | None]:
         """The masks after some paths below the root; all that there is below an end, or below a
         token that is not allowed, which no text comes to.
 
         Of the `made` tokens so far `recent` are the last. With fewer than before the text begins
-        anew.
+        anew, unless it is the step before that is asked for again.
         """
-        self._follow(made, recent)
-        for path in sorted({*paths} - self._known.keys()):
-            self._known[path] = self._after(path)
-        return [self._known[path] for path in paths]
+        with self._lock:
+            earlier, known = self._before
+            if made == earlier < self._made and all(path in known for path in paths):
+                return [known[path] for path in paths]
+            self._follow(made, recent)
+            for path in sorted({*paths} - self._known.keys()):
+                self._known[path] = self._after(path)
+            return [self._known[path] for path in paths]
 
     def _follow(self, made: int, recent: list[int]) -> None:
         if made == self._made:
             return
         self._go_to(())
-        self._known.clear()
+        self._before, self._known = (self._made, self._known), {}
         if made < self._made:
-            if self._taken:
-                self.matcher.rollback(self._taken)
-            self._made, self._taken, self._ended = 0, 0, False
+            self.matcher.reset()
+            self._made, self._ended, self._text = 0, False, []
         new = made - self._made
-        if not new:
-            return
-        if not 0 < new <= len(recent):
+        if not 0 <= new <= len(recent):
             raise RuntimeError(f"a grammar has followed {self._made} tokens of {made}.")
         self._made = made
         tokens = recent[len(recent) - new :]
@@ -132,11 +147,10 @@ class _Row:
             return
         ends = [at for at, token in enumerate(tokens) if self.matcher.is_end(token)]
         own = tokens[: ends[0]] if ends else tokens
-        taken = self.matcher.consume(own)
-        self._taken += taken
-        self._ended = bool(ends) or taken < len(own)
+        self._ended = bool(ends)
+        self._text += own[: self.matcher.consume(own)]
 
-    def _go_to(self, path: tuple[int, ...]) -> bool:
+    def _go_to(self, path: _Path) -> bool:
         """Takes the tokens of a path below the root; whether all are allowed and none is an end."""
         same = 0
         while same < min(len(path), len(self._ahead)) and path[same] == self._ahead[same]:
@@ -150,10 +164,15 @@ class _Row:
             self._ahead.append(token)
         return True
 
-    def _after(self, path: tuple[int, ...]) -> np.ndarray | None:
-        if self._ended or not self._go_to(path):
+    def _after(self, path: _Path) -> np.ndarray | None:
+        if self._ended:
             return None
-        return self.matcher.words()
+        found = self.matcher.words() if self._go_to(path) else None
+        if path and self.matcher.error():  # of what was only drafted: the text may go on elsewhere
+            self.matcher.reset()
+            self.matcher.consume(self._text)
+            self._ahead.clear()
+        return found
 
 
 class _Registry:

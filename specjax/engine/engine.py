@@ -26,7 +26,7 @@ from specjax.engine import measured, measuring
 from specjax.engine.checks import check_request, check_requests, key_of
 from specjax.engine.device import COMPILED_AT_ONCE, Device, Measured, Pending, Plan, RowResult
 from specjax.engine.earlier import EarlierTexts
-from specjax.engine.grammars import GrammarPrograms, Held, follow, forget
+from specjax.engine.grammars import GrammarPrograms, follow, forget
 from specjax.engine.joining import Joining, Part
 from specjax.engine.pages import PageCounts, Pages
 from specjax.engine.programs import Setup
@@ -35,7 +35,6 @@ from specjax.engine.request import (
     MAX_LOGPROBS,
     EngineClosedError,
     Logprob,
-    QueueFullError,
     Request,
     Statistics,
     Tokens,
@@ -102,7 +101,8 @@ class _InFlight(NamedTuple):
     It has so many `steps` unless all of its rows end before; `cached` are the tokens that they
     held. `alone` says whether the device did nothing else since the burst before but chunks of
     prompts, which were to take `chunk_seconds`, with the `mixed_seconds` that tokens of prompts
-    were to add to each step; None where steps read none. All steps are made where they do.
+    were to add to each step; None where steps read none. All steps are made where they do. Of a
+    burst that held rows to grammars (`masked`) no time is known: its programs are others.
     """
 
     pending: Pending
@@ -113,13 +113,14 @@ class _InFlight(NamedTuple):
     alone: bool
     chunk_seconds: float
     mixed_seconds: float | None
+    masked: bool
 
     def timed(self, taken: float, gave: int) -> Timed | None:
         """How long each step took, of the time since the burst before, if so many gave anything;
         None if that cannot be said.
         """
         steps = gave if self.mixed_seconds is None else self.steps
-        known = self.alone and steps > 0
+        known = self.alone and steps > 0 and not self.masked
         return self.decision.timed(taken, self.chunk_seconds, steps) if known else None
 
 
@@ -215,7 +216,6 @@ class Engine:
         self._costs: StepCosts | None = None
         self._joining: Joining | None = None
         self._grammars: GrammarPrograms | None = None
-        self._held = Held()
         self._lock = threading.Condition()
         self._totals = Statistics(accepted_at=[0] * (drafter.window - 1))
         self._thread: threading.Thread | None = None
@@ -231,7 +231,7 @@ class Engine:
     @property
     def num_requests_waiting(self) -> int:
         """Requests that wait for a row."""
-        return len(self._scheduler.waiting) + len(self._held)
+        return len(self._scheduler.waiting)
 
     @property
     def kv_cache_usage(self) -> float:
@@ -353,7 +353,10 @@ class Engine:
             device, plan, parts, known, self._join, partial(self._narrower, plan),
             partial(self._keep, plan, known), self._forget_rows, self._wake, say,
         )  # fmt: skip
-        self._grammars = GrammarPrograms(device, plan, self._wake)
+        with self._lock:
+            self._grammars = GrammarPrograms(device, plan, self._wake)
+            if any(each.request.grammar is not None for each in self._scheduler.waiting):
+                self._grammars.want()
         self._device = device
         self._thread = threading.Thread(target=self._run, name="specjax-engine", daemon=True)
         self.ready = True
@@ -455,39 +458,34 @@ class Engine:
             if not self._accepts:
                 raise EngineClosedError(self.failure or "the engine takes no more requests.")
             own = [each for each in sequences if not each.finished]
-            if self._holds(own):
-                self._held.add(own)
-            else:
-                self._scheduler.add(*own)
+            if any(each.request.grammar is not None for each in own):
+                self._want_grammars()
+            self._scheduler.add(*own)
             self._lock.notify()
 
-    def _holds(self, sequences: list[Sequence]) -> bool:
-        """Whether requests wait until there is a program that holds rows to grammars.
+    def _want_grammars(self) -> None:
+        """Has programs compiled that hold rows to grammars, once the engine has begun.
 
         Raises:
           EngineClosedError: there will be none.
         """
-        if self._grammars is None or all(each.request.grammar is None for each in sequences):
-            return False
-        if self._grammars.failure is not None:
-            raise EngineClosedError(self._grammars.failure)
-        self._grammars.want()
-        return not self._grammars.is_ready
+        if self._grammars is not None:
+            if self._grammars.failure is not None:
+                raise EngineClosedError(self._grammars.failure)
+            self._grammars.want()
 
-    def _release(self) -> None:
-        """Puts requests that were held in the queue once their program is there; under the lock."""
-        if self._grammars is None or not len(self._held):
+    def _may_begin(self, request: Request) -> bool:
+        """Whether there is a program for a request."""
+        return request.grammar is None or (self._grammars is not None and self._grammars.is_ready)
+
+    def _refuse_grammars(self) -> None:
+        """Ends requests for which there will be no program; under the lock."""
+        if self._grammars is None or self._grammars.failure is None:
             return
-        if self._grammars.failure is not None:
-            for sequence in self._held.taken():
-                sequence.finished = True
-                hand_over([(sequence, Tokens((), finish_reason="error"))])
-        elif self._grammars.is_ready:
-            for sequence in self._held.taken():
-                try:
-                    self._scheduler.add(sequence)
-                except QueueFullError:  # others came meanwhile; it is the next
-                    self._held.add([sequence])
+        for sequence in [each for each in self._scheduler.waiting if each.request.grammar]:
+            self._scheduler.waiting.remove(sequence)
+            sequence.finished = True
+            hand_over([(sequence, Tokens((), finish_reason="error"))])
 
     def stop_accepting(self) -> None:
         """Refuses what is submitted from now on; what was goes on."""
@@ -507,7 +505,7 @@ class Engine:
     def _unfinished(self) -> list[Sequence]:
         """The sequences that wait or run, but for those that were aborted."""
         with self._lock:
-            every = (*self._scheduler.waiting, *self._scheduler.running, *self._held.sequences)
+            every = (*self._scheduler.waiting, *self._scheduler.running)
             return [sequence for sequence in every if not sequence.finished]
 
     def close(self) -> None:
@@ -558,7 +556,6 @@ class Engine:
                     forget(row.sequence)
                     self._scheduler.free(row)
             self._scheduler.waiting.clear()
-            self._held.taken()
         hand_over((sequence, Tokens((), finish_reason=reason)) for sequence in left)
 
     def _turn(self) -> bool:
@@ -570,7 +567,7 @@ class Engine:
                 self._lock.wait()
             if self._stops:
                 return False
-            self._release()
+            self._refuse_grammars()
             idle = not self._has_work()
         if idle or self._joining.has_work:
             self._joining.turn(idle)
@@ -611,15 +608,16 @@ class Engine:
 
     def _has_work(self) -> bool:
         at, own = self._scheduler, self._grammars
-        released = own is not None and len(self._held) and (own.is_ready or own.failure)
-        return bool(at.waiting or at.running or self._aborted or self._in_flight or released)
+        waits = at.next_waiting(self._may_begin) is not None
+        waits |= own is not None and own.failure is not None and bool(at.waiting)
+        return bool(waits or at.running or self._aborted or self._in_flight)
 
     def _may_join(self, request: Request) -> bool:
         return self.speculation.may_join(self._scheduler.rows, request)
 
     def _next_admission(self) -> Admission | None:
         with self._lock:
-            return self._scheduler.admit(self._may_join)
+            return self._scheduler.admit(self._may_join, self._may_begin)
 
     def _place(self) -> None:
         """Rows lie on the device in the pages that they have, before one begins."""
@@ -815,8 +813,9 @@ class Engine:
         if reads and not prompts:
             self._read_chunks()
         return _InFlight(
-            pending, scheduled, decision, steps, cached, alone, chunks, seconds if prompts else None
-        )
+            pending, scheduled, decision, steps, cached, alone, chunks,
+            seconds if prompts else None, masked,
+        )  # fmt: skip
 
     def _beside(self, decision: Decision) -> tuple[Decision, list[list[Chunk]], float]:
         """A decision for a program whose steps read prompts, what each of them reads, and how much

@@ -1,4 +1,4 @@
-"""The programs whose steps hold rows to grammars, and the requests that wait for the first one.
+"""The programs whose steps hold rows to grammars.
 
 They are the programs of steps once more, which ask the host for masks; so that requests without a
 grammar pay nothing for those that have one, and a server that is never asked for one compiles none.
@@ -6,7 +6,6 @@ grammar pay nothing for those that have one, and a server that is never asked fo
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 from specjax.base import grammars
@@ -57,8 +56,9 @@ class GrammarPrograms:
         for shape in self._order:
             if self._stops:
                 return
+            own = self._plan._replace(steps=(), catch_ups=(), mixed_steps=(), masked_steps=[shape])
             try:
-                for _ in self._device.compile(self._plan._replace(masked_steps=[shape]), 1):
+                for _ in self._device.compile(own, 1):
                     pass
             except Exception as error:
                 _logger.exception("a step with grammars could not be compiled")
@@ -87,31 +87,6 @@ class GrammarPrograms:
 def _widest_first(steps: Sequence[StepShape]) -> list[StepShape]:
     """Steps in the order in which they are compiled: that in which any row can run comes first."""
     return sorted(steps, key=lambda each: (each.setting != PLAIN, -each.rows, -each.width))
-
-
-class Held:
-    """Requests with grammars that wait until a program holds rows to them; under a lock."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[RequestSequence] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def add(self, sequences: Sequence[RequestSequence]) -> None:
-        """Holds some."""
-        self._waiting.extend(sequences)
-
-    @property
-    def sequences(self) -> list[RequestSequence]:
-        """Those that are held."""
-        return [*self._waiting]
-
-    def taken(self) -> list[RequestSequence]:
-        """All of them that have not been aborted, which wait here no more."""
-        left = [each for each in self._waiting if not each.finished]
-        self._waiting.clear()
-        return left
 
 
 def follow(sequence: RequestSequence) -> int:

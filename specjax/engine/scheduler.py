@@ -223,8 +223,20 @@ class Scheduler:
             self.pages.trim(row.number, len(row.tokens) if self._reuses else 0)
         self._touch(row)
 
-    def admit(self, may_join: Callable[[Request], bool] = lambda _: True) -> Admission | None:
+    def next_waiting(
+        self, may_begin: Callable[[Request], bool] = lambda _: True
+    ) -> Sequence | None:
+        """The first sequence that waits and may begin."""
+        return next((each for each in self.waiting if may_begin(each.request)), None)
+
+    def admit(
+        self,
+        may_join: Callable[[Request], bool] = lambda _: True,
+        may_begin: Callable[[Request], bool] = lambda _: True,
+    ) -> Admission | None:
         """The next sequence that waits gets a row; None if there is no row, or no sequence.
+
+        Those that may not begin yet, whatever runs, are passed over.
 
         Or if there are too few pages for it, or it may not join those that run: then it waits, and
         those behind it do. An engine asks `Controller.may_admit`, which refuses what would make a
@@ -233,14 +245,14 @@ class Scheduler:
         """
         free = [row for row in self.rows if row.sequence is None]
         full = len(self.rows) - len(free) >= self._most
-        if full or not self.waiting or not may_join(self.waiting[0].request):
+        sequence = self.next_waiting(may_begin)
+        if full or sequence is None or not may_join(sequence.request):
             return None
-        sequence = self.waiting[0]
         found = self._place_for(sequence.request, free)
         if found is None:
             return None
         row, source, common = found
-        self.waiting.popleft()
+        self.waiting.remove(sequence)
         if source is not None:
             self._touch(source)
         row.current, row.drafted = False, _drafted_of(source, common)

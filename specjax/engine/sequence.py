@@ -131,7 +131,8 @@ class Sequence:
     def may_end_early(self) -> bool:
         """Whether something but `max_new_tokens` may end it."""
         asked = self.request
-        return not asked.ignore_eos or bool(asked.stop_token_ids) or asked.has_stop_strings
+        ends = not asked.ignore_eos or asked.grammar is not None
+        return ends or bool(asked.stop_token_ids) or asked.has_stop_strings
 
     def steps_left(self, pace: float) -> float:
         """Steps that it is expected to take after those in flight, of `pace` tokens each."""

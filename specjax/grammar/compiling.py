@@ -7,6 +7,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from specjax.grammar.matching import TextMatcher
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class Grammar:
 
     def matcher(self) -> TextMatcher:
         """A matcher at the beginning of a text."""
-        return TextMatcher(self._first.deep_copy(), self._end_ids, self._vocabulary)
+        return TextMatcher(self._first, self._end_ids, self._vocabulary)
 
 
 class GrammarCompiler:
@@ -77,9 +79,11 @@ class GrammarCompiler:
         self._end_ids, self._vocabulary = frozenset(eos_ids), vocab_size
         self._tokenizer = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=[*eos_ids])
         self._make, self._from = llguidance.LLMatcher, grammar_from
+        # Others' texts wait while a mask is looked for: by itself it may take a tenth of a second.
         self._limits = llguidance.LLParserLimits(
-            max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False
-        )
+            max_lexer_states=50_000, max_grammar_size=100_000, step_max_items=8_000,
+            step_lexer_fuel=100_000, verbose_errors=False,
+        )  # fmt: skip
         self._known: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -137,8 +141,19 @@ class GrammarCompiler:
             raise ValueError(f"the {name} is refused: {_line(made.get_error())}")
         grammar = Grammar(source, made, self._end_ids, self._vocabulary)
         first = grammar.matcher()
-        if not first.words().any() or first.error():
-            raise ValueError(f"the {name} is refused: {first.error() or 'nothing matches it.'}")
+        words = first.words()
+        if first.error():
+            raise ValueError(f"the {name} is refused: {first.error()}")
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        token = next((n for n in np.flatnonzero(bits).tolist() if not first.is_end(n)), None)
+        if token is not None:
+            first.consume([token])
+            first.rollback(1)  # which rules with max_tokens or stop cannot be
+            if first.error():
+                raise ValueError(
+                    f"the {name} is refused: its texts cannot be drafted, as rules with max_tokens "
+                    "or stop cannot."
+                )
         return grammar
 
     def _text_of(self, source: GrammarSource) -> str:
@@ -158,15 +173,21 @@ class GrammarCompiler:
                     raise ValueError("it must be a list of texts, one at least.")
                 if any(not isinstance(each, str) or not each for each in texts):
                     raise ValueError("its texts must be texts that are not empty.")
-                own = " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
-                return self._make.grammar_from_lark(f"start: {own}")
+                return self._make.grammar_from_lark(f"start: CHOICE\n{choice_in_lark(texts)}")
         raise ValueError(f"there is no kind {source.kind!r}; there are {', '.join(KINDS)}.")
 
 
 def _line(error: object) -> str:
     """A message as one line that ends in a stop."""
     text = " ".join(str(error).split())[:300].rstrip(".")
+    if "coerce_one_of" in text:
+        text = "oneOf is not supported where its options may overlap; use anyOf"
     return f"{text}."
+
+
+def choice_in_lark(texts: Sequence[str]) -> str:
+    """The terminal CHOICE of Lark's, which is one of some texts: as rules they would be limited."""
+    return f"CHOICE: {' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)}\n"
 
 
 def regex_in_lark(pattern: str) -> str:

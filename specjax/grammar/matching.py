@@ -13,22 +13,33 @@ if TYPE_CHECKING:
 
 
 class TextMatcher:
-    """The state of llguidance's parser along a text (see `specjax.base.grammars.Matcher`)."""
+    """The state of llguidance's parser along a text (see `specjax.base.grammars.Matcher`).
+
+    Args:
+      first: a parser at the beginning of texts, which stays there.
+      end_ids: tokens that end a text.
+      vocab_size: tokens of the model.
+    """
 
     def __init__(
-        self, parser: "llguidance.LLMatcher", end_ids: frozenset[int], vocab_size: int
+        self, first: "llguidance.LLMatcher", end_ids: frozenset[int], vocab_size: int
     ) -> None:
-        self._parser, self._end_ids, self._words = parser, end_ids, num_words(vocab_size)
+        self._first, self._parser = first, first.deep_copy()
+        self._end_ids, self._words = end_ids, num_words(vocab_size)
         self._error = ""
 
     def words(self) -> Int32[np.ndarray, " w"]:
         """The tokens that may come next; the end tokens alone where a limit was reached."""
-        found = np.frombuffer(self._parser.compute_bitmask(), np.int32)[: self._words]
-        if self._parser.is_error() or not found.any():
-            why = " ".join(self._parser.get_error().split())[:300] or "no token fits"
-            self._error = self._error or f"a text came to the limits of its grammar: {why}."
-            return self._ends()
-        return found
+        if not self._error:
+            found = np.frombuffer(self._parser.compute_bitmask(), np.int32)[: self._words]
+            if found.any() and not self._parser.is_error():
+                return found
+            self._fail()
+        return self._ends()
+
+    def _fail(self) -> None:
+        why = " ".join(self._parser.get_error().split())[:300].rstrip(".") or "no token fits"
+        self._error = f"a text came to the limits of its grammar: {why}."
 
     def _ends(self) -> Int32[np.ndarray, " w"]:
         found = np.zeros(self._words, np.uint32)
@@ -41,15 +52,23 @@ class TextMatcher:
 
         They are looked at first, as a parser that was given another one is of no more use.
         """
+        if self._error:
+            return 0
         count = self._parser.validate_tokens([*tokens])
-        if count and not self._parser.consume_tokens([*tokens][:count]):
-            self._error = self._error or " ".join(self._parser.get_error().split())[:300]
+        taken = not count or self._parser.consume_tokens([*tokens][:count])
+        if not taken or self._parser.is_error():
+            self._fail()
             return 0
         return count
 
     def rollback(self, count: int) -> None:
         """Forgets the last tokens."""
-        self._parser.rollback(count)
+        if not self._error and not self._parser.rollback(count):
+            self._fail()
+
+    def reset(self) -> None:
+        """Goes back to the beginning."""
+        self._parser, self._error = self._first.deep_copy(), ""
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""

@@ -250,8 +250,8 @@ async def _submitted(service: Service, prompts: abc.Sequence[Prompt]) -> "list[S
         headers = {"Retry-After": str(error.retry_after)}
         raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
     except EngineClosedError as error:
-        failed = service.state() == "failed"
-        code = "engine_failed" if failed else "server_shutting_down"
+        known = {"failed": "engine_failed", "ready": "structured_output_unavailable"}
+        code = known.get(service.state(), "server_shutting_down")
         raise unavailable(str(error), code) from error
     except RequestError as error:
         param = error.field and _NAMES.get(error.field, error.field)

@@ -4,7 +4,7 @@ import json
 from typing import NamedTuple
 
 from specjax.grammar import GrammarSource
-from specjax.grammar.compiling import WHITE_SPACE, regex_in_lark
+from specjax.grammar.compiling import WHITE_SPACE, choice_in_lark, regex_in_lark
 
 BEGIN, END = "<think>", "</think>"
 
@@ -116,7 +116,5 @@ def _body_of(source: GrammarSource) -> str | None:
         case "regex":
             return regex_in_lark(source.text)
         case "choice":
-            return " | ".join(
-                json.dumps(each, ensure_ascii=False) for each in json.loads(source.text)
-            )
+            return f"CHOICE\n{choice_in_lark(json.loads(source.text))}"
     return None

@@ -78,9 +78,10 @@ def _said(body: GenerationRequest) -> Iterator[tuple[str, Any, str]]:
                 param = "response_format.json_schema.schema"
                 raise ApiError(400, f"{param} is missing.", param=param)
             schema = own.json_schema.schema_
-            yield "response_format.json_schema.schema", schema or True, "json_schema"
+            yield "response_format.json_schema.schema", _any(schema), "json_schema"
         elif own.type == "json_object":
-            yield "response_format", own.schema_ or {"type": "object"}, "json_schema"
+            schema = {"type": "object"} if own.schema_ is None else _any(own.schema_)
+            yield "response_format", schema, "json_schema"
     if (asked := body.structured_outputs) is not None:
         yield from _of_vllm(asked)
     for name, kind in _ALONE.items():
@@ -89,7 +90,15 @@ def _said(body: GenerationRequest) -> Iterator[tuple[str, Any, str]]:
 
 def _of_vllm(asked: StructuredOutputs) -> Iterator[tuple[str, Any, str]]:
     name = "structured_outputs"
-    yield f"{name}.json", asked.json_, "json_schema"
+    yield f"{name}.json", _any(asked.json_), "json_schema"
     yield f"{name}.json_object", {"type": "object"} if asked.json_object else None, "json_schema"
     for field in ("regex", "choice", "grammar"):
         yield f"{name}.{field}", getattr(asked, field), field
+    if asked.choice == []:
+        param = f"{name}.choice"
+        raise ApiError(400, f"{param}: should have at least 1 item.", param=param)
+
+
+def _any(schema: Any) -> Any:
+    """A schema, of any value where it says nothing."""
+    return True if schema == {} else schema

@@ -10,6 +10,8 @@ from specjax.server.protocol import ChatCompletionRequest
 from specjax.server.service import Service
 from specjax.server.tools import (
     HERMES,
+    JsonCalls,
+    PythonCalls,
     Style,
     Tool,
     call_grammar,
@@ -61,8 +63,13 @@ def tool_use_of(service: Service, body: ChatCompletionRequest) -> ToolUse | None
     wanted = _wanted(tools, choice)
     if wanted is None:
         return ToolUse(style, None, told)
+    if style.parser is PythonCalls:  # grammars are of JSON
+        style = style._replace(between="; ", parser=JsonCalls)
     several = isinstance(choice, str) and body.parallel_tool_calls is not False
-    grammar = call_grammar(style, wanted, several, service.special_ids)
+    try:
+        grammar = call_grammar(style, wanted, several, service.special_ids)
+    except RecursionError as error:
+        raise ApiError(400, "tools are nested too deeply.", param="tools") from error
     return ToolUse(style, GrammarSource("grammar", grammar), told)
 
 

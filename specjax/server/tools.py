@@ -146,6 +146,7 @@ class _Call:
         self._fields = _Fields(self._take)
         self._name, self._held, self._known = "", "", False
         self._as_text: bool | None = None
+        self._field: str | None = None
         self._pieces: list[Piece] = []
         self._has_arguments = False
 
@@ -168,7 +169,8 @@ class _Call:
             if done and isinstance(own := _value(self._name), str) and own:
                 self._known = True
                 self._pieces.append(Begun(self._index, self._style.new_id(), own))
-        elif name in ("arguments", "parameters"):
+        elif name in ("arguments", "parameters") and self._field in (None, name):
+            self._field = name
             self._as_text = text == '"' if self._as_text is None else self._as_text
             self._held += text
             if done and self._as_text:  # JSON that was written as a text
@@ -182,9 +184,9 @@ class JsonCalls:
     """Calls as objects, behind what begins them, perhaps in a list; other text is content."""
 
     def __init__(self, style: Style) -> None:
-        self._style, self._count = style, 0
+        self._style, self._calls, self._began_at = style, 0, 0
         self._outside = True
-        self._buffer = self._raw = ""
+        self._buffer = self._raw = self._skipped = ""
         self._call: _Call | None = None
         self._bare: _Bare | None = None
         self._began = bool(style.begin)
@@ -213,13 +215,13 @@ class JsonCalls:
             found += pieces
             if ended:
                 if not self._call.is_call:
-                    found.append(Content(self._raw))
-                self._count += self._call.is_call
-                self._call, self._raw = None, ""
+                    found.append(Content(self._skipped + self._raw))
+                self._calls += self._call.is_call
+                self._call, self._raw, self._skipped = None, "", ""
         elif self._bare is not None:
             self._raw += letter
             if self._bare.add(letter, found):
-                self._bare, self._raw, self._count = None, "", self._count + 1
+                self._bare, self._raw, self._calls = None, "", self._calls + 1
         else:
             self._between(letter, found)
 
@@ -231,30 +233,28 @@ class JsonCalls:
             before = self._buffer.removesuffix(begin)
             if before.strip():
                 found.append(Content(before))
-            self._buffer, self._outside = "", False
+            self._buffer, self._outside, self._began_at = "", False, self._calls
             return
         held = next((n for n in range(min(len(begin) - 1, len(self._buffer)), 0, -1)
                      if begin.startswith(self._buffer[-n:])), 0)  # fmt: skip
         certain = self._buffer[: len(self._buffer) - held]
-        if self._count and not certain.strip():  # spaces between calls are no content
-            return
-        if certain:
+        self._buffer = self._buffer[len(certain) :]
+        if certain and (certain.strip() or not self._calls):  # between calls spaces are no content
             found.append(Content(certain))
-            self._buffer = self._buffer[len(certain) :]
 
     def _between(self, letter: str, found: list[Piece]) -> None:
         """Between calls, up to what ends them."""
         self._raw += letter
         if letter == "{":
-            self._call = _Call(self._style, self._count)
-            self._raw = letter
+            self._call = _Call(self._style, self._calls)
+            self._skipped, self._raw = self._raw[:-1], letter
             self._call.add(letter)
             return
         end = self._style.end
         if end and self._raw.endswith(end):
             self._raw, self._outside = "", True
         elif not end and self._style.begin and (letter.isalnum() or letter == "_"):
-            self._bare = _Bare(self._style, self._count)
+            self._bare = _Bare(self._style, self._calls)
             self._raw = letter
             self._bare.add(letter, found)
         elif not end and not self._style.begin and not (letter.isspace() or letter in ";,[]"):
@@ -265,11 +265,16 @@ class JsonCalls:
         """What is left: text that was held back, or an object that is no call."""
         found: list[Piece] = []
         call = self._bare if self._call is None else self._call
-        if call is not None and not call.is_call:
-            found.append(Content(self._raw))
-        elif self._outside and self._buffer and not (self._count and not self._buffer.strip()):
-            found.append(Content(self._buffer))
-        self._buffer = self._raw = ""
+        if self._outside:
+            left = self._buffer
+        elif call is not None:
+            left = "" if call.is_call else self._skipped + self._raw
+        else:  # what ends a list of calls is no content
+            left = self._raw if self._calls == self._began_at else self._raw.strip("[],; \n")
+        if left.strip() or (left and not self._calls):
+            begun = not self._outside and self._calls == self._began_at
+            found.append(Content((self._style.begin if begun else "") + left))
+        self._buffer = self._raw = self._skipped = ""
         return found
 
 
@@ -304,17 +309,20 @@ class _Bare:
 class PythonCalls:
     """A list of Python's calls, `[f(a=1), g()]`, that is the whole text."""
 
-    _MAY_BE = re.compile(r"\s*(\[\s*([A-Za-z_][\w.]*\s*(\(.*)?)?)?", re.DOTALL)
+    _MAY_BE = re.compile(r"\s{0,64}(\[\s{0,64}([A-Za-z_][\w.]{0,127}\s{0,64}(\(.*)?)?)?", re.DOTALL)
+    _CALLS = re.compile(r"\s*\[\s*[\w.]+\s*\(")
 
     def __init__(self, style: Style) -> None:
-        self._style, self._text, self._is_content = style, "", False
+        self._style, self._text = style, ""
+        self._is_content = self._begun = False
 
     def add(self, text: str) -> list[Piece]:
         """Nothing, as long as it may be calls."""
         if self._is_content:
             return [Content(text)]
         self._text += text
-        if self._MAY_BE.fullmatch(self._text):
+        if self._begun or self._MAY_BE.fullmatch(self._text):
+            self._begun = self._begun or bool(self._CALLS.match(self._text))
             return []
         self._is_content = True
         return [Content(self._text)]
@@ -347,14 +355,18 @@ def _python_call(call: ast.expr) -> tuple[str, str]:
     arguments = {
         own.arg: ast.literal_eval(own.value) for own in call.keywords if own.arg is not None
     }
-    return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+    return ast.unparse(call.func), json.dumps(arguments, allow_nan=False)
 
 
 def _value(text: str) -> Any:
+    """The value of JSON, None if it is none; a text without halves of surrogate pairs."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return value
 
 
 def _merged(pieces: Sequence[Piece]) -> list[Piece]:
@@ -421,16 +433,19 @@ def call_grammar(
       several: whether there may be more than one call.
       special: ids of tokens without text by their names.
     """
-    if style.parser is PythonCalls:  # what it is told to write is no JSON
-        style = style._replace(between="; ", parser=JsonCalls)
     options = [
         {
             "type": "object",
-            "properties": {"name": {"const": tool.name}, style.arguments: tool.schema},
+            "properties": {
+                "name": {"const": tool.name},
+                style.arguments: _moved(
+                    tool.schema, f"#/anyOf/{place}/properties/{style.arguments}"
+                ),
+            },
             "required": ["name", style.arguments],
             "additionalProperties": False,
         }
-        for tool in tools
+        for place, tool in enumerate(tools)
     ]
     schema = json.dumps({"x-guidance": {"whitespace_pattern": WHITE_SPACE}, "anyOf": options})
 
@@ -446,6 +461,18 @@ def call_grammar(
     whole = f"{before} call {more} {after}" if tagged else f"{begin} {before} call {more} {after}"
     one = f"{begin} {inside} object {last} {end}" if tagged else "object"
     return f"start: {whole}\ncall: {one}\nobject: %json {schema}\n"
+
+
+def _moved(schema: Any, to: str) -> Any:
+    """A schema that lies elsewhere in another: references to itself say so."""
+    if isinstance(schema, Mapping):
+        return {
+            name: to + value[1:]
+            if name == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, to)
+            for name, value in schema.items()
+        }
+    return [_moved(each, to) for each in schema] if isinstance(schema, list) else schema
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> str:
