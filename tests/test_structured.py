@@ -203,6 +203,7 @@ def test_a_grammar_of_endless_ways_is_no_burden(compiler):
     assert longest < 1
 
 
+@pytest.mark.slow
 def test_sampled_texts_match(pair, compiler):
     drafter = build(setting_of("chain"), pair)
     grammar = compiler.json_schema(SCHEMA)
@@ -213,6 +214,7 @@ def test_sampled_texts_match(pair, compiler):
         assert 0 <= found["size"] <= 999
 
 
+@pytest.mark.slow
 def test_stream_gives_what_generate_gives(pair, compiler):
     prompt = pair.tokenizer(PROMPT).input_ids
     options = {"max_new_tokens": 64, "grammar": compiler.json_schema(SCHEMA)}
