@@ -197,9 +197,17 @@ class _Registry:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def masks(self, vocabulary: int, *arguments: Array) -> np.ndarray:
-        """The words of each wanted node of each row; of one that has no grammar all."""
-        number, made, recent, count, tokens, parents, wanted = map(np.asarray, arguments)
+    def masks(self, vocabulary: int, sizes: tuple[int, int, int], packed: Array) -> np.ndarray:
+        """The words of each wanted node of each row; of one that has no grammar all.
+
+        Each row of `packed` has its number, how many tokens it has made, how many of the recent
+        ones count, and in so many `sizes` these, tokens and parents of nodes, and what is wanted.
+        """
+        width, nodes, _ = sizes
+        whole = np.asarray(packed)
+        number, made, count = whole[:, 0], whole[:, 1], whole[:, 2]
+        ends = np.cumsum([3, width, nodes, nodes])
+        _, recent, tokens, parents, wanted = np.split(whole, ends, axis=1)
         found = np.full((*wanted.shape, num_words(vocabulary)), ALL, np.int32)
         jobs = []
         for at in np.flatnonzero(number):
@@ -300,9 +308,13 @@ class Grammars:
           vocabulary: how many tokens there are.
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, num_words(vocabulary)), jnp.int32)
+        own = jnp.stack([self.number, self.made, self.count], axis=1)
+        # One array, as each takes a callback some ten microseconds.
+        packed = jnp.concatenate([own, self.recent, tokens, parents, wanted], axis=1)
+        sizes = self.recent.shape[1], tokens.shape[1], wanted.shape[1]
         return jax.pure_callback(
-            lambda *given: _ROWS.masks(vocabulary, *given), shape, self.number, self.made,
-            self.recent, self.count, tokens, parents, wanted, vmap_method="sequential",
+            lambda given: _ROWS.masks(vocabulary, sizes, given), shape, packed,
+            vmap_method="sequential",
         )  # fmt: skip
 
 
