@@ -8,13 +8,13 @@ Command:    nice python -m train.run configs/eagle/smollm2.py target=DIR --folde
 Hardware:   any CPU with products of bfloat16; 19 GiB of memory while the training step is
             compiled, 11 afterwards (resident, with 1,024 answers).
 Wall time:  two cores of an EPYC with AVX512-BF16 beside other work (2026-11-29), with
-            collect.prompts=1024 schedule.steps=420 schedule.decay_steps=220, which made
-            specjax/bundled/smollm2/eagle3: seven of eight batches of answers 19 minutes (220
-            tokens/s), hidden states 17 (509 tokens/s), the head 33 (3.7 s a step by itself, 6.7
-            beside other work). Not run as written below.
-To reach:   3.2 tokens per step of 15 nodes at T = 0, and 2.4 at T = 0.8. After 140 / 280 / 420 of
-            those 420 steps the head foresaw 0.344 / 0.411 / 0.465 of the greedy tokens of held-out
-            answers to messages of the model's own.
+            collect.prompts=1536 schedule.steps=700 schedule.decay_steps=400, which made
+            specjax/bundled/smollm2/eagle3: twelve batches of answers half an hour (150 to 220
+            tokens/s), hidden states 25 minutes (500 to 790), the head 70 (4.0 s a step by itself,
+            twice that beside other work).
+To reach:   3.2 tokens per step of 15 nodes at T = 0, and 2.4 at T = 0.8. After 175 / 350 / 525 /
+            700 of those steps the head foresaw 0.395 / 0.471 / 0.512 / 0.552 of the greedy tokens
+            of held-out answers to messages of the model's own.
 """
 
 import dataclasses
