@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specjax.draft import Drafter, ExpansionDrafter
     from specjax.engine.engine import Engine
     from specjax.engine.request import EngineClosedError, QueueFullError, Request, RequestError
-    from specjax.grammar import Grammar, GrammarCompiler
+    from specjax.grammar.compiling import Grammar, GrammarCompiler
     from specjax.methods.method import Method, Setting, register_method
     from specjax.methods.registry import build, load_drafter, setting_of
     from specjax.models.config import ModelConfig
@@ -31,7 +31,7 @@ _HOMES = {
     "draft": ("Drafter", "ExpansionDrafter"),
     "engine.engine": ("Engine",),
     "engine.request": ("EngineClosedError", "QueueFullError", "Request", "RequestError"),
-    "grammar": ("Grammar", "GrammarCompiler"),
+    "grammar.compiling": ("Grammar", "GrammarCompiler"),
     "methods.registry": ("build", "load_drafter", "setting_of"),
     "models.transformer": ("Model",),
     "checkpoints.pair": ("Pair", "load_pair"),

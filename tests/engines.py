@@ -45,9 +45,9 @@ def mixing(prompts: PrefillBatch) -> Iterator[list[int]]:
     """Engines that start here read prompts in steps wherever they can; how many rows each read."""
     advance, found = Device.advance, []
 
-    def counted(self, *given, prompts=(), mixed=None):
+    def counted(self, *given, prompts=(), **more):
         found.extend(map(len, prompts))
-        return advance(self, *given, prompts=prompts, mixed=mixed)
+        return advance(self, *given, prompts=prompts, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "_CPU_MIXED", prompts)

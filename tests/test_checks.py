@@ -78,7 +78,7 @@ def test_a_refusal_names_the_field(field):
 
 def test_every_field_that_has_a_range_is_refused_outside_of_it():
     every = {field.name for field in dataclasses.fields(Request)}
-    assert every - {*WRONG} == {"ignore_eos", "has_stop_strings"}
+    assert every - {*WRONG} == {"ignore_eos", "has_stop_strings", "grammar"}
 
 
 def test_a_rule_for_greedy_requests_refuses_others_without_a_seed():

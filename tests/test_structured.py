@@ -12,8 +12,8 @@ import pytest
 import specjax
 from specjax.base import grammars
 from specjax.cli.main import main
-from specjax.grammar import GrammarCompiler, GrammarSource
-from specjax.grammar.compiling import LARGEST
+from specjax.grammar.compiling import LARGEST, GrammarCompiler
+from specjax.grammar.sources import GrammarSource
 from specjax.methods.registry import build, setting_of
 from tests.cases import slow_but
 from tests.folders import answer

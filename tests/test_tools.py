@@ -8,7 +8,8 @@ import pytest
 
 from specjax.checkpoints.files import BUNDLED
 from specjax.checkpoints.tokenizers import tokenizer_of
-from specjax.grammar import GrammarCompiler, GrammarSource
+from specjax.grammar.compiling import GrammarCompiler
+from specjax.grammar.sources import GrammarSource
 from specjax.server.tools import (
     STYLES,
     Arguments,

@@ -29,7 +29,7 @@ from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
 from specjax.decoding.generate import following, steps_on_host
 from specjax.decoding.request import Request, prepare
 from specjax.draft import Step
-from specjax.grammar import Grammar, GrammarCompiler
+from specjax.grammar.compiling import Grammar, GrammarCompiler
 from specjax.measure import prompts, timing
 from specjax.methods import registry
 from specjax.methods.choice import Choice, choose

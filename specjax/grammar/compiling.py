@@ -5,37 +5,23 @@ import dataclasses
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specjax.grammar.matching import TextMatcher
+from specjax.grammar.sources import INSTALL, KINDS, WHITE_SPACE, GrammarSource, choice_in_lark
 
 if TYPE_CHECKING:
     import llguidance
     from transformers import PreTrainedTokenizerFast
 
-KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
 LARGEST = 2**18
 """Bytes of a grammar's text."""
-WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
-"""Between the parts of JSON: a space, or a line's end and what the next is indented by. A model of
-which any amount is allowed may never come to an end of it."""
 _SIMPLE = {"": '{"type": "object"}', "true": "{}", "false": '{"not": {}}'}
 """Schemas that are no objects, as ones."""
 _KEPT = 256
 """Compiled grammars."""
-_INSTALL = "structured output needs llguidance, which is not installed: pip install llguidance."
-
-
-class GrammarSource(NamedTuple):
-    """What a text must match, as it is asked for: its kind, one of `KINDS`, and its text.
-
-    That of `json_object` is empty, of `choice` a JSON list of texts.
-    """
-
-    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-    text: str = ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +59,7 @@ class GrammarCompiler:
             from llguidance import grammar_from
             from llguidance.hf import from_tokenizer
         except ImportError as error:
-            raise ValueError(_INSTALL) from error
+            raise ValueError(INSTALL) from error
         if not eos_ids:
             raise ValueError("the model has no end token, which ends a text under a grammar.")
         self._end_ids, self._vocabulary = frozenset(eos_ids), vocab_size
@@ -183,21 +169,3 @@ def _line(error: object) -> str:
     if "coerce_one_of" in text:
         text = "oneOf is not supported where its options may overlap; use anyOf"
     return f"{text}."
-
-
-def choice_in_lark(texts: Sequence[str]) -> str:
-    """The terminal CHOICE of Lark's, which is one of some texts: as rules they would be limited."""
-    return f"CHOICE: {' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)}\n"
-
-
-def regex_in_lark(pattern: str) -> str:
-    """A regular expression between slashes, as Lark has it.
-
-    Raises:
-      ValueError: llguidance is not installed.
-    """
-    try:
-        from llguidance import regex_to_lark
-    except ImportError as error:
-        raise ValueError(_INSTALL) from error
-    return f"/{regex_to_lark(pattern, '')}/"

@@ -1,13 +1,13 @@
 """`/v1/completions`: continuations of prompts."""
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.engine.request import Logprob
-from specjax.grammar import Grammar
 from specjax.server.answer import Answer, finite, reason_of
 from specjax.server.choices import Delta, Echo, echo_of
 from specjax.server.connection import respond, unless_gone
@@ -26,6 +26,9 @@ from specjax.server.submission import (
     requests_of,
     stops_of,
 )
+
+if TYPE_CHECKING:
+    from specjax.grammar.compiling import Grammar
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -77,7 +80,7 @@ async def _all_prompts(service: Service, body: CompletionRequest) -> list[Prompt
 
 
 async def _prompt(
-    service: Service, body: CompletionRequest, given: str | list[int], grammar: Grammar | None
+    service: Service, body: CompletionRequest, given: str | list[int], grammar: "Grammar | None"
 ) -> Prompt:
     """A prompt's tokens and the requests of its choices.
 

@@ -3,8 +3,7 @@
 import json
 from typing import NamedTuple
 
-from specjax.grammar import GrammarSource
-from specjax.grammar.compiling import WHITE_SPACE, choice_in_lark, regex_in_lark
+from specjax.grammar.sources import WHITE_SPACE, GrammarSource, choice_in_lark, regex_in_lark
 
 BEGIN, END = "<think>", "</think>"
 

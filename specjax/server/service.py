@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.requests import HTTPConnection
 
 from specjax.checkpoints.detokenizer import TokenTexts
-from specjax.grammar import Grammar, GrammarCompiler, GrammarSource
+from specjax.grammar.sources import GrammarSource
 from specjax.server.errors import ApiError, unavailable
 from specjax.server.log import IgnoredFields
 from specjax.server.metrics import Metrics
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from specjax.engine.engine import Engine
+    from specjax.grammar.compiling import Grammar, GrammarCompiler
 
 _T = TypeVar("_T")
 _LONG = 256
@@ -162,7 +163,7 @@ class Service:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
-    async def compiled(self, source: Callable[[], GrammarSource]) -> Grammar:
+    async def compiled(self, source: Callable[[], GrammarSource]) -> "Grammar":
         """A grammar, compiled in a thread of its own.
 
         Raises:
@@ -171,7 +172,9 @@ class Service:
         work = partial(self._compile, source)
         return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
 
-    def _compile(self, source: Callable[[], GrammarSource]) -> Grammar:
+    def _compile(self, source: Callable[[], GrammarSource]) -> "Grammar":
+        from specjax.grammar.compiling import GrammarCompiler  # which loads jax
+
         with self._compiler_lock:  # the first one takes half a second
             if self._compiler is None:
                 self._compiler = GrammarCompiler(

@@ -3,13 +3,16 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from specjax.grammar import Grammar, GrammarSource
+from specjax.grammar.sources import GrammarSource
 from specjax.server.errors import ApiError
 from specjax.server.protocol import GenerationRequest, StructuredOutputs
 from specjax.server.reasoning import Thinking, after_thoughts, calls_after_thoughts
 from specjax.server.service import Service
+
+if TYPE_CHECKING:
+    from specjax.grammar.compiling import Grammar
 
 _ALONE = {
     "guided_json": "json_schema", "guided_regex": "regex", "guided_choice": "choice",
@@ -24,7 +27,7 @@ async def grammar_of(
     body: GenerationRequest,
     calls: GrammarSource | None = None,
     thinking: Thinking | None = None,
-) -> Grammar | None:
+) -> "Grammar | None":
     """What the texts of a request must match, compiled; None if it does not say.
 
     With `calls` of tools that must be made it is those. A model that is `thinking` first may think
@@ -54,7 +57,7 @@ async def grammar_of(
     return await _compiled(service, source, param)
 
 
-async def _compiled(service: Service, source: Callable[[], GrammarSource], param: str) -> Grammar:
+async def _compiled(service: Service, source: Callable[[], GrammarSource], param: str) -> "Grammar":
     seconds = service.options.text_seconds
     try:
         return await asyncio.wait_for(service.compiled(source), seconds)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.grammar import GrammarSource
+from specjax.grammar.sources import GrammarSource
 from specjax.server.errors import ApiError, shown
 from specjax.server.protocol import ChatCompletionRequest
 from specjax.server.service import Service

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from specjax.grammar.compiling import WHITE_SPACE
+from specjax.grammar.sources import WHITE_SPACE
 
 MOST_CALLS = 8
 """Calls in a text that must hold some."""
