@@ -138,7 +138,7 @@ class Case:
             seconds += time.perf_counter() - begin
             tokens, steps = tokens + int(made.lengths.sum()), steps + int(made.steps.sum())
             texts += [
-                self.pair.tokenizer.decode(text[:size], skip_special_tokens=True)
+                "".join(self.pair.tokenizer.decode(text[:size], skip_special_tokens=True))
                 for text, size in zip(made.tokens, made.lengths, strict=True)
             ]
         return tokens / seconds, tokens / steps, texts
