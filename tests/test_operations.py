@@ -21,27 +21,27 @@ PROGRAM = """HloModule jit_f
   ROOT %called = f32[8]{0} call(%copy.1), to_apply=%small
 }
 
-%body (at: (s32[], /*index=1*/f32[8])) -> (s32[], f32[8]) {
+%b (at: (s32[], /*index=1*/f32[8])) -> (s32[], f32[8]) {
   %at = (s32[], f32[8]{0}) parameter(0)
   %x = f32[8]{0} get-tuple-element(%at), index=1
-  %fusion.1 = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/step/draft/pass/sin"}
-  %product = f32[8]{0} custom-call(%fusion.1), custom_call_target="gemm", metadata={op_name="jit(f)/step/score/dot"}
+  %sum = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="jit/step/draft/pass/s"}
+  %product = f32[8]{0} custom-call(%sum), metadata={op_name="jit/step/score/dot"}
   ROOT %made = (s32[], f32[8]{0}) tuple(%i, %product)
 }
 
-%holds (at: (s32[], f32[8])) -> pred[] {
+%c (at: (s32[], f32[8])) -> pred[] {
   %at.1 = (s32[], f32[8]{0}) parameter(0)
   ROOT %less = pred[] compare(%i.1, %n), direction=LT
 }
 
 ENTRY %main (a: f32[8]) -> f32[8] {
   %a = f32[8]{0} parameter(0)
-  %loop = (s32[], f32[8]{0}) while(%start), condition=%holds, body=%body, backend_config={"known_trip_count":{"n":"7"}}
-  %other = (s32[], f32[8]{0}) while(%loop), condition=%holds, body=%body
+  %loop = f32[8]{0} while(%a), condition=%c, body=%b, backend_config={"known_trip_count":{"n":"7"}}
+  %other = (s32[], f32[8]{0}) while(%loop), condition=%c, body=%b
   %branch = f32[8]{0} conditional(%which, %a, %a), branch_computations={%small, %large}
   ROOT %end = f32[8]{0} fusion(%branch), kind=kLoop, calls=%fused
 }
-"""  # noqa: E501
+"""
 
 
 def test_kernels_are_counted_as_often_as_their_loops_run_and_by_the_part_of_a_step():

@@ -170,3 +170,8 @@ def test_the_oldest_are_forgotten():
     assert kept.messages("large 39")
     with pytest.raises(Exception, match="no response"):
         kept.messages("large 3")
+    for number in range(40):  # what a response says again, such as its tools, counts
+        kept.add([], {"id": f"{number} of large tools", "tools": ["a" * 2**20]})
+    assert kept.response("39 of large tools")
+    with pytest.raises(Exception, match="no response"):
+        kept.response("3 of large tools")

@@ -87,6 +87,7 @@ def test_a_grammar_takes_what_it_says(make, right, wrong, compiler):
             "the JSON schema is refused: Invalid type",
         ),
         (GrammarSource("json_schema", "[1"), "the JSON schema is refused"),
+        (GrammarSource("json_schema", ""), "the JSON schema is refused"),
         (GrammarSource("json_schema", '{"$ref": "#/nope"}'), "'/nope' does not exist"),
         (GrammarSource("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "the JSON schema"),
         (GrammarSource("json_schema", "x" * (LARGEST + 1)), f"it may have {LARGEST}."),

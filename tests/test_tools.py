@@ -12,8 +12,8 @@ from specjax.grammar.compiling import GrammarCompiler
 from specjax.grammar.sources import GrammarSource
 from specjax.server.tools import (
     STYLES,
-    Arguments,
-    Begun,
+    CallArguments,
+    CallStart,
     Content,
     Tool,
     call_grammar,
@@ -37,11 +37,11 @@ def read(style: str, text: str, cuts: list[int]) -> tuple[str, list[tuple[str, s
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
     calls: list[list[str]] = []
     for piece in pieces:
-        if isinstance(piece, Begun):
+        if isinstance(piece, CallStart):
             assert piece.place == len(calls)
             assert piece.id
             calls.append([piece.name, ""])
-        elif isinstance(piece, Arguments):
+        elif isinstance(piece, CallArguments):
             calls[piece.place][1] += piece.text
     return content, [(name, arguments) for name, arguments in calls]
 
@@ -98,7 +98,7 @@ def test_arguments_come_as_they_are_written():
     parser = STYLES["hermes"].parser(STYLES["hermes"])
     given = [parser.add(each) for each in f"<tool_call>{call('f', {'a': 'bc'})}</tool_call>"]
     pieces = [piece for each in given for piece in each]
-    assert isinstance(pieces[0], Begun)
+    assert isinstance(pieces[0], CallStart)
     assert len(pieces) > 8
     assert "".join(piece.text for piece in pieces[1:]) == '{"a": "bc"}'
 

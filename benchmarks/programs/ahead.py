@@ -59,15 +59,8 @@ def head_of(target: ModelConfig) -> ModelConfig:
 
 def case_of(model: str, method: str, rows: int = 1, prompt: int = 2048) -> Case:
     """A program of a model in bfloat16, with drafts of two layers."""
-    return Case(
-        SHAPES[model],
-        METHODS.get(method, method),
-        rows,
-        prompt,
-        new=128,
-        dtype="bfloat16",
-        draft=_DRAFT,
-    )
+    own = METHODS.get(method, method)
+    return Case(SHAPES[model], own, rows, prompt, new=128, dtype="bfloat16", draft=_DRAFT)
 
 
 def built(case: Case, found: Hardware, mesh: Mesh) -> Drafter:

@@ -1,6 +1,6 @@
 """Grammars of rows inside compiled programs: which tokens may follow each node of a tree.
 
-A grammar is followed on the host, by a `Matcher` of each row (`specjax.checkpoints.grammar` makes
+A grammar is followed on the host, by a `Matcher` of each row (`specjax.grammar` makes
 them from JSON schemas, regular expressions and the like). A program asks for the masks of nodes by
 a callback; so loops over steps stay one program, and masks are data. What a row's target may say is
 its distribution among the allowed tokens, whatever drafts: every rule is exact for that.

@@ -63,17 +63,13 @@ class TokenTexts:
     def __init__(
         self, tokenizer: "PreTrainedTokenizerFast", shown: Collection[str] = frozenset()
     ) -> None:
-        self._tokenizer, self._shows = tokenizer, False
+        self._tokenizer, self._shows = tokenizer, bool(shown)
         vocabulary = tokenizer.get_vocab()
         self._names = {number: name for name, number in vocabulary.items()}
         self.special = SpecialTokens(
             SpecialToken(self._names[n], n, token.lstrip, token.rstrip)
             for n, token in tokenizer.added_tokens_decoder.items()
             if token.special and n in self._names and self._names[n] not in shown
-        )
-        self._shows = any(
-            token.special and self._names.get(n) in shown
-            for n, token in tokenizer.added_tokens_decoder.items()
         )
         self.visible = frozenset(self._names) - self.special.ids
         """Tokens that are part of a text; special ones and unknown ones are not."""

@@ -42,8 +42,7 @@ def batch(options: Batch) -> int:
         say(f"{len(lines) - len(left)} of {len(lines)} requests are answered in {out}.")
     if not left:
         return 0
-    waiting = max(len(left), 1)
-    engine, pair, defaults = engine_of(options, waiting, waiting * 2**20)
+    engine, pair, defaults = engine_of(options, len(left), len(left) * 2**20)
     server = ServerOptions(
         served_model_name=options.served_model_name or served_name(options.model),
         defaults=defaults.values,

@@ -70,7 +70,7 @@ def generate(options: Generate) -> int:
     request = prepare(
         jax.random.key(options.seed), pair.target, drafter, [ids],
         max_new_tokens=options.max_new_tokens, sampling=_sampling(options),
-        verify=options.verify, ending=matchers[0] is not None,
+        verify=options.verify, has_grammar=matchers[0] is not None,
     )  # fmt: skip
     say(f"method {choice.setting.label}: {choice.reason}.")
     with following(request, matchers) as own:

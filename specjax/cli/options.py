@@ -227,7 +227,7 @@ class Structured:
     regex: str | None = None
     """A regular expression that the whole text must match."""
     choice: tuple[str, ...] | None = None
-    """Texts of which it must be one."""
+    """The text must be one of these."""
     grammar: str | None = None
     """A file with a grammar that it must match, in Lark's notation or GBNF."""
 
@@ -545,7 +545,7 @@ class Engined:
         ),
     ] = None
     tool_call_parser: Literal["hermes", "llama3_json", "mistral", "pythonic"] | None = None
-    """How the model writes calls of tools; by default as its chat template tells it to."""
+    """How the model writes tool calls; by default as its chat template tells it to."""
     reasoning_parser: Literal["auto", "none"] = "auto"
     """Whether what a model thinks between <think> and </think> is told apart from its answer: where
     its chat template tells that it does, or never."""

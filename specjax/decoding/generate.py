@@ -163,8 +163,8 @@ def _prepared(
     """A request, and the matchers that its rows are to follow."""
     prompts = listed(prompts)
     matchers = matchers_of(grammar, len(prompts))
-    ending = np.asarray([matcher is not None for matcher in matchers])
-    return prepare(key, target, drafter, prompts, ending=ending, **options), matchers
+    own = np.asarray([matcher is not None for matcher in matchers])
+    return prepare(key, target, drafter, prompts, has_grammar=own, **options), matchers
 
 
 @contextlib.contextmanager

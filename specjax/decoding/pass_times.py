@@ -155,7 +155,7 @@ def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
     if model.config.features is not None and new:
         levels = [_clock(partial(_level, model), model.config.hidden_size, n) for n in new]
         *taken, idle = _least_seconds(
-            [*levels, _clock(partial(_unchanged, model), model.config.hidden_size, 1)], _MANY
+            [*levels, _clock(partial(_nothing, model, None), model.config.hidden_size, 1)], _MANY
         )
         idle = idle if platform() == "cpu" else 0.0
         known |= {n: max(whole - idle, whole / 2) for n, whole in zip(new, taken, strict=True)}
@@ -181,14 +181,10 @@ def _started(outer: Model, layers: Sequence[LayerWeights], x: Array) -> Array:
 
 
 @partial(jax.jit, donate_argnames="x", keep_unused=True)
-def _nothing(outer: Model, weights: LayerWeights, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
-    del outer, weights
-    return x + 1
-
-
-@partial(jax.jit, donate_argnames="x", keep_unused=True)
-def _unchanged(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:
-    del model
+def _nothing(
+    model: Model, weights: LayerWeights | None, x: Float[Array, "E C"]
+) -> Float[Array, "E C"]:
+    del model, weights
     return x + 1
 
 

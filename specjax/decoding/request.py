@@ -155,7 +155,7 @@ def prepare(
     sampling: Sampling | None = None,
     verify: str = AUTO,
     stop_at_eos: bool = True,
-    ending: Bool[np.ndarray, " B"] | bool = False,
+    has_grammar: Bool[np.ndarray, " B"] | bool = False,
 ) -> Request:
     """The request as arrays in buckets.
 
@@ -168,7 +168,7 @@ def prepare(
       sampling: how to sample, for all rows or each; greedy by default.
       verify: the name of a verification rule, or "auto".
       stop_at_eos: whether the target's end tokens end a text.
-      ending: of which rows they do whatever that says, as a grammar ends in one of them.
+      has_grammar: which rows have one, whose texts end in an end token whatever that says.
 
     Returns:
       The arguments of `generate_jit`, on the target's mesh if it is on one.
@@ -202,14 +202,14 @@ def prepare(
     for row, prompt in enumerate(prompts):
         padded[row, : lengths[row]] = prompt
     counts = counts_of(sampling, prompts, target.config.vocab_size)
-    visiting = visits(target, drafter, rule, counts is not None or bool(np.any(ending)))
+    visiting = visits(target, drafter, rule, counts is not None or bool(np.any(has_grammar)))
     check_memory(target, drafter, rule, len(prompts), width, slots, visiting)
     rows = Rows(
         prompt=jnp.asarray(padded),
         length=jnp.asarray(lengths, jnp.int32),
         key=keys,
         sampling=own_sampling,
-        limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos, ending),
+        limits=limits_of(target, len(prompts), max_new_tokens, stop_at_eos, has_grammar),
         counts=counts,
     )
     return Request(target, drafter, laid_out(layout, rows, ROWS), rule, outputs, slots, layout)
@@ -220,18 +220,18 @@ def limits_of(
     rows: int,
     max_new_tokens: int,
     stop_at_eos: bool,
-    ending: Bool[np.ndarray, " B"] | bool = False,
+    has_grammar: Bool[np.ndarray, " B"] | bool = False,
 ) -> Limits:
-    """The same limits for all rows, with the target's end tokens if `stop_at_eos`, or of `ending`
-    rows.
+    """The same limits for all rows, with the target's end tokens if `stop_at_eos`, or if a row
+    `has_grammar`.
 
     Raises:
-      ValueError: a row is to end in one of the target's end tokens, and it has none.
+      ValueError: a row has a grammar, and the target no end token.
     """
     ends = np.asarray(target.config.eos_ids, np.int32).reshape(1, -1)
-    if np.any(ending) and not ends.size:
+    if np.any(has_grammar) and not ends.size:
         raise ValueError("a grammar is given, whose texts end in an end token; the model has none.")
-    own = np.broadcast_to(np.asarray(ending) | stop_at_eos, (rows,))
+    own = np.broadcast_to(np.asarray(has_grammar) | stop_at_eos, (rows,))
     ends = np.where(own[:, None], ends, NO_END)
     return Limits(
         max_new_tokens=jnp.full(rows, max_new_tokens, jnp.int32), end_ids=jnp.asarray(ends)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 LARGEST = 2**18
 """Bytes of a grammar's text."""
-_SIMPLE = {"": '{"type": "object"}', "true": "{}", "false": '{"not": {}}'}
+_SIMPLE = {"true": "{}", "false": '{"not": {}}'}
 """Schemas that are no objects, as ones."""
 _KEPT = 256
 """Compiled grammars."""
@@ -80,7 +80,7 @@ class GrammarCompiler:
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
-        return self.compile(GrammarSource("json_object"))
+        return self.json_schema({"type": "object"})
 
     def regex(self, pattern: str) -> Grammar:
         """A regular expression that the whole text matches. Raises: see `compile`."""
@@ -145,7 +145,7 @@ class GrammarCompiler:
     def _text_of(self, source: GrammarSource) -> str:
         """The grammar as llguidance has it."""
         match source.kind:
-            case "json_object" | "json_schema":
+            case "json_schema":
                 schema = _SIMPLE.get(source.text.strip(), source.text)
                 options: Any = {"whitespace_pattern": WHITE_SPACE}
                 return self._make.grammar_from_json_schema(schema, overrides=options)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+KINDS = ("json_schema", "regex", "choice", "grammar")
 WHITE_SPACE = r" |\r?\n[ \t]{0,40}"
 """Between the parts of JSON: a space, or a line's end and what the next is indented by. A model of
 which any amount is allowed may never come to an end of it."""
@@ -14,11 +14,11 @@ INSTALL = "structured output needs llguidance, which is not installed: pip insta
 class GrammarSource(NamedTuple):
     """What a text must match, as it is asked for: its kind, one of `KINDS`, and its text.
 
-    That of `json_object` is empty, of `choice` a JSON list of texts.
+    That of `choice` is a JSON list of texts.
     """
 
-    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
-    text: str = ""
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
 
 
 def choice_in_lark(texts: Sequence[str]) -> str:

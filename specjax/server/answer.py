@@ -91,10 +91,11 @@ class Answer(abc.ABC):
 
 def reason_of(delta: Delta) -> FinishReason | None:
     """Why a choice ended as OpenAI names it; None where it goes on, or an error follows."""
-    known: dict[str | None, FinishReason] = {
-        "stop": "stop", "length": "length", "tool_calls": "tool_calls"
-    }  # fmt: skip
-    return known.get(delta.finish_reason)
+    match delta.finish_reason:
+        case "stop" | "length" | "tool_calls" as reason:
+            return reason
+        case _:
+            return None
 
 
 def finite(logprob: float) -> float:

@@ -16,7 +16,7 @@ from specjax.server.errors import ApiError
 from specjax.server.fields import check_fields
 from specjax.server.generation import Generation, Prompt, submit
 from specjax.server.log import record_of
-from specjax.server.messages import talk_of
+from specjax.server.messages import source_of, talk_of
 from specjax.server.protocol import ChatCompletionRequest, Message, TemplateFields
 from specjax.server.reader import Reader, added_to_call, whole_calls
 from specjax.server.reasoning import BEGIN, END, Thinking, thinks
@@ -96,9 +96,7 @@ def thinking_of(service: Service, prompt: Sequence[int]) -> Thinking | None:
 
     Its chat template tells; one may begin the thoughts, or end them where it is told not to think.
     """
-    template = service.tokenizer.chat_template or ""
-    source = template if isinstance(template, str) else "\n".join(template.values())
-    if not service.options.reasoning or not thinks(source):
+    if not service.options.reasoning or not thinks(source_of(service.tokenizer.chat_template)):
         return None
     end = service.texts.decode(prompt[-_LAST:], special=True).rstrip()
     return None if end.endswith(END) else Thinking(end.endswith(BEGIN))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specjax.checkpoints.detokenizer import INCOMPLETE, Detokenizer, TokenTexts
 from specjax.engine.request import Logprob, Tokens
 from specjax.server.stops import StopSearch, StopStrings
-from specjax.server.tools import Arguments, Begun
+from specjax.server.tools import CallArguments, CallStart
 
 if TYPE_CHECKING:
     from specjax.engine.sequence import Sequence
@@ -27,8 +27,8 @@ class Delta:
     """What a choice has to give since it was last asked.
 
     `ids`, their log probabilities and their `offsets` in the choice's text are empty unless they
-    were asked for. `finish_reason` is None while more may come. `calls` are what was read of calls
-    of tools, and `thought` of what the model thought first; they are no part of the text then.
+    were asked for. `finish_reason` is None while more may come. `calls` are what was read of
+    tool calls, and `thought` of what the model thought first; they are no part of the text then.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Delta:
     logprobs: list[Logprob | None]
     offsets: list[int]
     finish_reason: str | None
-    calls: abc.Sequence[Begun | Arguments] = ()
+    calls: abc.Sequence[CallStart | CallArguments] = ()
     thought: str = ""
 
     @property

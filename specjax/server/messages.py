@@ -22,6 +22,13 @@ _Arguments = Callable[[str | dict[str, Any]], str | dict[str, Any]]
 _AS_THEY_ARE = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
 
 
+def source_of(template: str | Mapping[str, str] | None) -> str:
+    """The source of a chat template, or of all by their names as one; empty if there is none."""
+    if isinstance(template, Mapping):
+        return "\n".join(template.values())
+    return template or ""
+
+
 def talk_of(messages: Sequence[Message], template: str | Mapping[str, str]) -> list[dict[str, Any]]:
     """The messages as a template takes them: parts of a content become lines.
 
@@ -35,7 +42,7 @@ def talk_of(messages: Sequence[Message], template: str | Mapping[str, str]) -> l
     Raises:
       ApiError: a message of a user or a system has no content (400).
     """
-    source = template if isinstance(template, str) else "\n".join(template.values())
+    source = source_of(template)
     as_text = bool(_WRITES_ARGUMENTS.search(source)) and not _TELLS_KINDS.search(source)
     arguments = _text if as_text else _object
     return [_as_given(each, place, arguments) for place, each in enumerate(messages)]

@@ -20,7 +20,7 @@ class ServerOptions:
       strict_fields: whether requests with unknown fields are refused.
       defaults: what requests take that name none or null, by the names of requests: of
         temperature, top_p, top_k, min_p, repetition_penalty and max_tokens.
-      tool_call_parser: the style of calls of tools (`specjax.server.tools`); by default
+      tool_call_parser: how the model writes tool calls (`specjax.server.tools`); by default
         the one that the chat template tells of.
       reasoning: whether what a model thinks before it answers is told apart.
       debug: whether `POST /debug/speculation` may fix the setting.

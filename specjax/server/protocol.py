@@ -94,13 +94,10 @@ class StructuredOutputs(Body):
     grammar: Text | None = None
 
 
-class GenerationRequest(Body):
-    """What completions and chats have in common; null is a field's default."""
-
-    nested = ("stream_options", "response_format", "structured_outputs")
+class SampledRequest(Body):
+    """What completions, chats and responses have in common; null is a field's default."""
 
     model: Text | None = None
-    max_tokens: Annotated[Whole, Field(ge=-1), Floats] | None = None
     temperature: Annotated[Number, Field(ge=0)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
     top_k: Annotated[Whole, Field(ge=-1), Floats] | None = None
@@ -108,14 +105,28 @@ class GenerationRequest(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[Number, Field(ge=0.01, le=100)] | None = None
-    logit_bias: dict[TokenKey, Bias] | None = None
     seed: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63), Floats] | None = None
+    stream: Flag | None = None
+    user: Unused = None
+    metadata: Unused = None
+    service_tier: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
+
+
+class GenerationRequest(SampledRequest):
+    """What completions and chats have in common."""
+
+    nested = ("stream_options", "response_format", "structured_outputs")
+
+    max_tokens: Annotated[Whole, Field(ge=-1), Floats] | None = None
+    logit_bias: dict[TokenKey, Bias] | None = None
     n: Count | None = None
     stop: NonEmpty | Annotated[list[NonEmpty], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     ignore_eos: Flag | None = None
     max_tpot_ms: Annotated[Number, Field(gt=0, le=1e9)] | None = None
-    stream: Flag | None = None
     stream_options: StreamOptions | None = None
     add_special_tokens: Flag | None = None
     response_format: ResponseFormat | None = None
@@ -128,14 +139,8 @@ class GenerationRequest(Body):
     grammar: Text | None = None
     regex: Text | None = None
     ebnf: Text | None = None
-    user: Unused = None
-    metadata: Unused = None
     store: Unused = None
-    service_tier: Unused = None
     priority: Unused = None
-    safety_identifier: Unused = None
-    prompt_cache_key: Unused = None
-    prompt_cache_retention: Unused = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -184,7 +189,7 @@ class CalledFunction(Body):
 
 
 class ToolCall(Body):
-    """A call of a tool in an answer."""
+    """A tool call in an answer."""
 
     nested = ("function",)
 

@@ -1,4 +1,4 @@
-"""Answers to chats, read as they come: thoughts and calls of tools apart from the text."""
+"""Answers to chats, read as they come: thoughts and tool calls apart from the text."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from specjax.server.choices import Delta
 from specjax.server.reasoning import Thinking, ThoughtSplit
 from specjax.server.responses import CalledFunction, ToolCall
 from specjax.server.tool_use import ToolUse
-from specjax.server.tools import Arguments, Begun, Content, Parser
+from specjax.server.tools import CallArguments, CallStart, Content, Parser
 
 
 class Reader:
@@ -50,19 +50,19 @@ class Reader:
         return dataclasses.replace(delta, thought=thought, text=text)
 
 
-def added_to_call(piece: Begun | Arguments) -> ToolCall:
+def added_to_call(piece: CallStart | CallArguments) -> ToolCall:
     """What an event adds to a call."""
-    if isinstance(piece, Arguments):
+    if isinstance(piece, CallArguments):
         return {"index": piece.place, "function": {"arguments": piece.text}}
     function: CalledFunction = {"name": piece.name, "arguments": ""}
     return {"index": piece.place, "id": piece.id, "type": "function", "function": function}
 
 
-def whole_calls(pieces: Sequence[Begun | Arguments]) -> list[ToolCall]:
+def whole_calls(pieces: Sequence[CallStart | CallArguments]) -> list[ToolCall]:
     """The calls that pieces make."""
     found: list[ToolCall] = []
     for piece in pieces:
-        if isinstance(piece, Begun):
+        if isinstance(piece, CallStart):
             function: CalledFunction = {"name": piece.name, "arguments": ""}
             found.append({"id": piece.id, "type": "function", "function": function})
         else:

@@ -107,8 +107,8 @@ def calls_after_thoughts(calls: GrammarSource, *, inside: bool) -> GrammarSource
 def _body_of(source: GrammarSource) -> str | None:
     """A grammar as the right side of a rule of Lark's."""
     match source.kind:
-        case "json_schema" | "json_object":
-            schema = json.loads(source.text or '{"type": "object"}')
+        case "json_schema":
+            schema = json.loads(source.text)
             schema = schema if isinstance(schema, dict) else {"anyOf": [schema]}
             options = {"whitespace_pattern": WHITE_SPACE}
             return f"%json {json.dumps({'x-guidance': options} | schema)}"

@@ -4,8 +4,6 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import Field
-
 from specjax.server import unsupported
 from specjax.server.choices import Delta
 from specjax.server.errors import ApiError, shown
@@ -13,25 +11,21 @@ from specjax.server.protocol import (
     Body,
     Count,
     Flag,
-    Number,
+    JsonSchema,
     Objects,
-    Schema,
+    SampledRequest,
     Text,
     Unused,
 )
-from specjax.server.tools import Begun
+from specjax.server.tools import CallStart
 
 ROLES = ("user", "system", "developer", "assistant")
 
 
-class TextFormat(Body):
+class TextFormat(JsonSchema):
     """What the text of a response must be."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
-    schema_: Schema | None = Field(None, alias="schema")
-    description: Unused = None
-    strict: Unused = None
 
 
 class TextOptions(Body):
@@ -50,56 +44,36 @@ class Reasoning(Body):
     summary: Unused = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SampledRequest):
     """The body of `/v1/responses`."""
 
     unsupported = unsupported.RESPONSE
     nested = ("text", "reasoning")
 
     input: Text | Objects
-    model: Text | None = None
     instructions: Text | None = None
     max_output_tokens: Count | None = None
     previous_response_id: Text | None = None
     store: Flag | None = None
-    stream: Flag | None = None
-    temperature: Number | None = None
-    top_p: Number | None = None
-    top_k: Any = None
-    min_p: Any = None
-    seed: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     tools: Objects | None = None
     tool_choice: Text | dict[Text, Any] | None = None
     parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[Text, Any] | None = None
-    metadata: Unused = None
     include: Unused = None
-    user: Unused = None
     max_tool_calls: Unused = None
-    service_tier: Unused = None
     stream_options: Unused = None
-    safety_identifier: Unused = None
-    prompt_cache_key: Unused = None
-    prompt_cache_retention: Unused = None
 
 
-_SAME = (
-    *("model", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty", "stream", "parallel_tool_calls"),
-    "chat_template_kwargs",
-)
+_SAME = (*SampledRequest.model_fields, "parallel_tool_calls", "chat_template_kwargs")
 
 
 def chat_of(body: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The chat that a request for a response is, with its messages.
 
     Raises:
-      ApiError: a tool is none of a function's (400).
+      ApiError: a tool is not a function (400).
     """
     chat: dict[str, Any] = {name: getattr(body, name) for name in _SAME}
     chat |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
@@ -190,7 +164,7 @@ class Output:
         if delta.text:
             yield from self._text("message", delta.text)
         for piece in delta.calls:
-            if isinstance(piece, Begun):
+            if isinstance(piece, CallStart):
                 yield from self._begin("function_call", call_id=piece.id, name=piece.name)
             else:
                 item = self.items[-1]

@@ -99,7 +99,7 @@ class CalledFunction(TypedDict):
 
 
 class ToolCall(TypedDict):
-    """A call of a tool, or what an event adds to it; then `index` says to which."""
+    """A tool call, or what an event adds to it; then `index` says to which."""
 
     index: NotRequired[int]
     id: NotRequired[str]

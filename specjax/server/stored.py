@@ -8,25 +8,23 @@ from typing import Any
 from specjax.server.errors import ApiError
 
 _MOST, _MOST_BYTES = 1024, 32 << 20
-"""Responses that are kept, and what their messages have as JSON."""
+"""Responses that are kept, and what they and the messages up to them have as JSON."""
 
 
 class Stored:
     """The last responses, with the messages up to each, for those that go on from one."""
 
     def __init__(self) -> None:
-        self._kept: collections.OrderedDict[str, tuple[bytes, dict[str, Any]]] = (
-            collections.OrderedDict()
-        )
+        self._kept: collections.OrderedDict[str, bytes] = collections.OrderedDict()
         self._bytes = 0
 
     def add(self, messages: Sequence[Mapping[str, Any]], response: dict[str, Any]) -> None:
         """Keeps one, and forgets the oldest for it."""
-        told = json.dumps(messages).encode()
-        self._kept[response["id"]] = told, response
-        self._bytes += len(told)
+        own = json.dumps({"messages": messages, "response": response}).encode()
+        self._kept[response["id"]] = own
+        self._bytes += len(own)
         while len(self._kept) > _MOST or self._bytes > _MOST_BYTES:
-            _, (old, _) = self._kept.popitem(last=False)
+            _, old = self._kept.popitem(last=False)
             self._bytes -= len(old)
 
     def messages(self, identity: str) -> list[dict[str, Any]]:
@@ -35,18 +33,21 @@ class Stored:
         Raises:
           ApiError: it is not known (404).
         """
-        return json.loads(self._of(identity)[0])
+        return self._of(identity)["messages"]
 
     def response(self, identity: str) -> dict[str, Any]:
         """A response. Raises: see `messages`."""
-        return self._of(identity)[1]
+        return self._of(identity)["response"]
 
     def remove(self, identity: str) -> None:
         """Forgets one. Raises: see `messages`."""
-        self._bytes -= len(self._of(identity)[0])
+        self._bytes -= len(self._held(identity))
         del self._kept[identity]
 
-    def _of(self, identity: str) -> tuple[bytes, dict[str, Any]]:
+    def _of(self, identity: str) -> dict[str, Any]:
+        return json.loads(self._held(identity))
+
+    def _held(self, identity: str) -> bytes:
         found = self._kept.get(identity)
         if found is None:
             message = f"There is no response {identity[:80]!r}; this server keeps the last {_MOST}."

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from specjax.grammar.sources import GrammarSource
 from specjax.server.errors import ApiError, shown
+from specjax.server.messages import source_of
 from specjax.server.protocol import ChatCompletionRequest
 from specjax.server.service import Service
 from specjax.server.tools import (
@@ -55,8 +56,7 @@ def tool_use_of(service: Service, body: ChatCompletionRequest) -> ToolUse | None
         raise ApiError(400, message, param="tools")
     if choice == "none":
         return None
-    template = service.tokenizer.chat_template or ""
-    source = template if isinstance(template, str) else "\n".join(template.values())
+    source = source_of(service.tokenizer.chat_template)
     told = [] if takes_tools(source) else body.tools
     style = style_of(source, service.options.tool_call_parser)
     style = HERMES if told and service.options.tool_call_parser is None else style

@@ -1,4 +1,4 @@
-"""Calls of tools: how models of each style write them, read out of a text as it comes.
+"""Tool calls: how models of each style write them, read out of a text as it comes.
 
 What a style is called is what vLLM's `--tool-call-parser` calls it.
 """
@@ -22,7 +22,7 @@ class Content(NamedTuple):
     text: str
 
 
-class Begun(NamedTuple):
+class CallStart(NamedTuple):
     """A call begins: its place among the text's calls, its id and the tool's name."""
 
     place: int
@@ -30,14 +30,14 @@ class Begun(NamedTuple):
     name: str
 
 
-class Arguments(NamedTuple):
+class CallArguments(NamedTuple):
     """More of a call's arguments, which are JSON."""
 
     place: int
     text: str
 
 
-Piece = Content | Begun | Arguments
+Piece = Content | CallStart | CallArguments
 
 
 class Parser(Protocol):
@@ -159,7 +159,7 @@ class _Call:
         """What is certain with one more letter, and whether the object has ended."""
         ended = self._fields.add(letter)
         if ended and self._known and not self._has_arguments:
-            self._pieces.append(Arguments(self._index, "{}"))
+            self._pieces.append(CallArguments(self._index, "{}"))
         pieces, self._pieces = self._pieces, []
         return pieces, ended
 
@@ -168,7 +168,7 @@ class _Call:
             self._name += text
             if done and isinstance(own := _value(self._name), str) and own:
                 self._known = True
-                self._pieces.append(Begun(self._index, self._style.new_id(), own))
+                self._pieces.append(CallStart(self._index, self._style.new_id(), own))
         elif name in ("arguments", "parameters") and self._field in (None, name):
             self._field = name
             self._as_text = text == '"' if self._as_text is None else self._as_text
@@ -176,7 +176,7 @@ class _Call:
             if done and self._as_text:  # JSON that was written as a text
                 self._held, self._as_text = str(_value(self._held) or "{}"), False
         if self._known and self._held and not self._as_text:
-            self._pieces.append(Arguments(self._index, self._held))
+            self._pieces.append(CallArguments(self._index, self._held))
             self._held, self._has_arguments = "", True
 
 
@@ -295,8 +295,8 @@ class _Bare:
             self.is_call = True
             again = self._style.begin.lstrip("[")  # what of a second one came before its name
             name = re.split(r"\[(?:CALL_ID|ARGS)\]", self._name.removeprefix(again))[0].strip()
-            found.append(Begun(self._index, self._style.new_id(), name))
-        found.append(Arguments(self._index, letter))
+            found.append(CallStart(self._index, self._style.new_id(), name))
+        found.append(CallArguments(self._index, letter))
         if self._in_text:
             self._in_text = letter != '"' or self._escaped
             self._escaped = letter == "\\" and not self._escaped
@@ -337,7 +337,7 @@ class PythonCalls:
             return [Content(self._text)]
         found: list[Piece] = []
         for index, (name, arguments) in enumerate(calls):
-            found += [Begun(index, self._style.new_id(), name), Arguments(index, arguments)]
+            found += [CallStart(index, self._style.new_id(), name), CallArguments(index, arguments)]
         return found
 
 
@@ -376,10 +376,10 @@ def _merged(pieces: Sequence[Piece]) -> list[Piece]:
         last = found[-1] if found else None
         if isinstance(each, Content) and isinstance(last, Content):
             found[-1] = Content(last.text + each.text)
-        elif isinstance(each, Arguments) and isinstance(last, Arguments) and (
+        elif isinstance(each, CallArguments) and isinstance(last, CallArguments) and (
             each.place == last.place
         ):  # fmt: skip
-            found[-1] = Arguments(each.place, last.text + each.text)
+            found[-1] = CallArguments(each.place, last.text + each.text)
         else:
             found.append(each)
     return found
