@@ -10,7 +10,7 @@ Of masks it says how many were looked for, and for how long on the host.
 import dataclasses
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,17 +105,25 @@ class Case:
         self.prompts = [self._ids(text) for text, _ in ASKED]
         self.grammars = [compiler.json_schema(schema) for _, schema in ASKED]
         self.masks = Masks()
-        whole = grammars._ROWS.masks
+        grammars._ROWS.masks = self._timed(
+            grammars._ROWS.masks, lambda sizes, packed, _: packed[:, -sizes[2] :] >= grammars.ROOT
+        )
+        grammars._ROWS.completed = self._timed(
+            grammars._ROWS.completed, lambda sizes, _, found: _parents(found, sizes[1])
+        )
 
-        def timed(vocabulary: int, sizes: tuple[int, int, int], packed: Any) -> np.ndarray:
+    def _timed(self, look: Callable[..., np.ndarray], looked_for: Callable[..., np.ndarray]) -> Any:
+        """A look-up of masks that is counted: how many were looked for, and how long it took."""
+
+        def timed(vocabulary: int, sizes: tuple[int, ...], packed: Any) -> np.ndarray:
             start = time.perf_counter()
-            found = whole(vocabulary, sizes, packed)
+            found = look(vocabulary, sizes, packed)
             self.masks.seconds += time.perf_counter() - start
             self.masks.calls += 1
-            self.masks.count += int((np.asarray(packed)[:, -sizes[2] :] >= grammars.ROOT).sum())
+            self.masks.count += int(looked_for(sizes, np.asarray(packed), found).sum())
             return found
 
-        grammars._ROWS.masks = timed
+        return timed
 
     def _ids(self, text: str) -> list[int]:
         if not self.pair.tokenizer.chat_template:
@@ -142,6 +150,12 @@ class Case:
                 for text, size in zip(made.tokens, made.lengths, strict=True)
             ]
         return tokens / seconds, tokens / steps, texts
+
+
+def _parents(found: np.ndarray, nodes: int) -> np.ndarray:
+    """Whether each node of completed trees is there, and the roots."""
+    there = found[:, 2 * nodes : 3 * nodes] > grammars.NO_NODE
+    return np.pad(there, ((0, 0), (1, 0)), constant_values=True)
 
 
 def rows_of(bench: Bench, case: Case) -> Iterator[dict[str, Any]]:

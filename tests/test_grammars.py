@@ -14,10 +14,14 @@ from specjax.base.sampling import Sampling
 from specjax.decoding import stepping
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
+from specjax.draft.ngram import pack
+from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.static import ExpansionDrafter
+from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine.request import Request
 from specjax.measure.distribution_tests import g_test
 from specjax.trees.construction import DISTINCT
+from specjax.trees.tree import TreeShape
 from tests.cases import slow_but
 from tests.engines import collected, ids_of, running, served
 from tests.pairs import alone, generate, head, near, varied_model
@@ -63,6 +67,12 @@ class Table:
 
     def reset(self) -> None:
         self.text = []
+
+    def forced(self) -> list[int]:
+        found = list[int]()
+        while END not in found and len(own := may_follow((*self.text, *found))) == 1:
+            found += own
+        return found
 
     def is_end(self, token: int) -> bool:
         return token == END
@@ -115,6 +125,13 @@ def best_first(budget: int = 3) -> BestFirstDrafter:
     return BestFirstDrafter(near(target(), 1, 0.4), jnp.ones(2), Growth(budget, 1, 2, 2, 0.9))
 
 
+def of_text() -> TextDrafter:
+    """Three successors of each token, most of which are forbidden somewhere."""
+    tokens = (np.arange(VOCABULARY)[:, None] + np.array([1, 4, 5])) % VOCABULARY
+    table = pack(np.zeros((0, 2), int), tokens, np.log(np.full(tokens.shape, 0.3)))
+    return TextDrafter(jnp.full(3, 0.4), table, Growth(5, 1, 2, 3, 0.9), VOCABULARY)
+
+
 CASES = {
     "plain": (lambda: None, "auto"),
     "chain, block": (lambda: alone(near(target(), 1, 0.4), (1, 1)), "block"),
@@ -138,6 +155,11 @@ CASES = {
     ),
     "best first, naive": (best_first, "naive"),
     "best first, one-hot": (best_first, "one-hot"),
+    "of the text, naive": (of_text, "naive"),
+    "of the text, one-hot": (of_text, "one-hot"),
+    "recycled": (
+        lambda: RecycleDrafter(jnp.ones(2), TreeShape((2, 1)), VOCABULARY), "naive"
+    ),
     "a head": (lambda: alone(head(target(), 3), (2, 1)), "multi-step"),
 }  # fmt: skip
 
@@ -165,6 +187,85 @@ def test_texts_are_distributed_as_the_targets_among_the_allowed_tokens(name):
     assert g_test(np.array(found), p).p_value > LEVEL
     assert (np.mean(rates) > 1.1) == (name != "plain")
     assert grammars.num_rows() == 0
+
+
+def completed(tree: dict[int, tuple[int, int]], text: list[int], room: int, deepest: int = 9):
+    """Nodes (slot, token, parent, depth) of a tree, given as (token, parent) by slot, once it is
+    within the grammar; and the masks.
+    """
+    number = grammars.add(Table())
+    tokens, parents = np.zeros((2, 1, room), np.int32)
+    parents[:] = grammars.NO_NODE
+    for slot, node in tree.items():
+        tokens[0, slot], parents[0, slot] = node
+    recent = jnp.asarray([text + [0] * (4 - len(text))], jnp.int32)
+    own = grammars.Grammars(*jnp.asarray([[number], [len(text)]], jnp.int32), recent,
+                            jnp.asarray([len(text)], jnp.int32))  # fmt: skip
+    most = jnp.asarray([deepest], jnp.int32)
+    found = own.completed(jnp.asarray(tokens), jnp.asarray(parents), most, VOCABULARY)
+    grammars.remove(number)
+    fields = [np.asarray(x)[0].tolist() for x in found[:4]]
+    there = [node for node in zip(*fields, strict=True) if node[2] != grammars.NO_NODE]
+    masks = np.asarray(grammars.allowed(found.words, VOCABULARY))[0]
+    return there, [set(np.flatnonzero(own).tolist()) for own in masks]
+
+
+NONE = grammars.NO_NODE
+
+
+@pytest.mark.parametrize(
+    ("text", "tree", "room", "deepest", "expected"),
+    [
+        ([], {}, 4, 9, []),
+        # 4 is a multiple of its place, and so nothing is below it; 5 ends the text.
+        ([], {0: (3, -1), 1: (4, -1), 2: (5, 0), 3: (1, 1)}, 4, 9,
+         [(0, 3, -1, 1), (2, 5, 0, 2), (NONE, END, 1, 3)]),
+        ([], {0: (3, -1), 1: (5, 0)}, 2, 9, [(0, 3, -1, 1), (1, 5, 0, 2)]),
+        ([], {0: (5, -1)}, 3, 1, [(0, 5, -1, 1)]),
+        # What must come takes the place of the last that may not, but not of what is above it.
+        ([3, 5], {0: (1, -1), 1: (7, -1)}, 2, 9, [(NONE, END, -1, 1)]),
+        ([3, 5], {0: (END, -1)}, 1, 9, [(0, END, -1, 1)]),
+        ([3, 5], {}, 1, 0, []),
+    ],
+)  # fmt: skip
+def test_chosen_trees_are_completed_within_a_grammar(text, tree, room, deepest, expected):
+    found, masks = completed(tree, text, room, deepest)
+    assert found == expected
+    paths = [()]
+    for _, token, parent, depth in found:
+        paths.append((*paths[parent + 1], token))
+        assert len(paths[-1]) == depth
+    for path, own in zip(paths, masks, strict=False):
+        ended = END in path
+        assert own == (set(range(VOCABULARY)) if ended else may_follow((*text, *path)))
+
+
+def test_what_must_come_takes_the_place_of_other_nodes():
+    """Here in one way: 1, 2 and an end. Others came first, and there is no room for all."""
+
+    class OneWay(Table):
+        def words(self) -> np.ndarray:
+            bits = np.zeros(32, np.uint8)
+            bits[[1, 2, 7] if len(self.text) < 2 else [END]] = 1
+            return np.packbits(bits, bitorder="little").view(np.int32)
+
+        def consume(self, tokens) -> int:
+            self.text += tokens
+            return len(tokens)
+
+        def forced(self) -> list[int]:
+            return [1, 2, END][len(self.text) :] if set(self.text) <= {1, 2} else []
+
+    row = grammars._Row(OneWay())
+
+    def tree(place) -> list[tuple[tuple[int, ...], int]]:
+        found = grammars._Tree(place, 3, 9)
+        for slot, (above, token) in enumerate([((), 7), ((), 1), ((1,), 7)]):
+            assert found.add(above, token, slot)
+        found.fill()
+        return [(node.path, node.slot) for node in found.nodes()]
+
+    assert row.ask(0, [], tree) == [((1,), 1), ((1, 2), NONE), ((1, 2, END), NONE)]
 
 
 ENGINES = {

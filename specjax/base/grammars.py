@@ -6,13 +6,14 @@ a callback; so loops over steps stay one program, and masks are data. What a row
 its distribution among the allowed tokens, whatever drafts: every rule is exact for that.
 """
 
+import dataclasses
 import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,12 @@ class Matcher(Protocol):
 
     def reset(self) -> None:
         """Forgets all of them, and what went wrong."""
+        ...
+
+    def forced(self) -> Sequence[int]:
+        """The tokens that are to be expected next where the text can go on in one way only, as it
+        is tokenized most often; empty where it can in several.
+        """
         ...
 
     def is_end(self, token: int) -> bool:
@@ -95,11 +102,38 @@ def num_words(vocabulary: int) -> int:
 
 _Path = tuple[int, ...]
 """Tokens below the root."""
-_Masks = dict[_Path, np.ndarray | None]
+_Found = TypeVar("_Found")
+
+
+@dataclasses.dataclass
+class _Place:
+    """What is known below the root of a step, after the `made` tokens before it.
+
+    `row` looks up what is not known yet; without it, as the row has gone on, that is a `KeyError`.
+    """
+
+    made: int
+    row: "_Row | None"
+    masks: dict[_Path, np.ndarray | None] = dataclasses.field(default_factory=dict)
+    chains: dict[_Path, Sequence[int]] = dataclasses.field(default_factory=dict)
+
+    def mask(self, path: _Path) -> np.ndarray | None:
+        """The words after a path; None, which is all that there is, below an end, or below a token
+        that is not allowed, which no text comes to.
+        """
+        if path not in self.masks and self.row is not None:
+            self.masks[path] = self.row.words_after(path)
+        return self.masks[path]
+
+    def forced(self, path: _Path) -> Sequence[int]:
+        """The tokens that are to be expected after a path (see `Matcher.forced`)."""
+        if path not in self.chains and self.row is not None:
+            self.chains[path] = self.row.forced_after(path)
+        return self.chains[path]
 
 
 class _Row:
-    """A row's matcher after the tokens that it has given, and the masks of its tree's nodes.
+    """A row's matcher after the tokens that it has given, and what it said below its root.
 
     Several devices may ask for the same row, one of them a step behind another.
     """
@@ -107,41 +141,46 @@ class _Row:
     def __init__(self, matcher: Matcher) -> None:
         self.matcher = matcher
         self._lock = threading.Lock()
-        self._made, self._ended = 0, False
+        self._ended = False
         self._text: list[int] = []
         self._ahead: list[int] = []
         """Tokens below the root that the matcher has taken."""
-        self._known: _Masks = {}
-        self._before: tuple[int, _Masks] = 0, {}
+        self._now, self._before = _Place(0, self), _Place(0, None)
 
-    def masks(self, made: int, recent: list[int], paths: list[_Path]) -> list[np.ndarray | None]:
-        """The masks after some paths below the root; all that there is below an end, or below a
-        token that is not allowed, which no text comes to.
+    def ask(self, made: int, recent: list[int], question: Callable[[_Place], _Found]) -> _Found:
+        """The answer to a question about what is below the root.
 
         Of the `made` tokens so far `recent` are the last. With fewer than before the text begins
-        anew, unless it is the step before that is asked for again.
+        anew, unless it is the step before that is asked about again.
         """
         with self._lock:
-            earlier, known = self._before
-            if made == earlier < self._made and all(path in known for path in paths):
-                return [known[path] for path in paths]
+            if made == self._before.made < self._now.made:
+                with suppress(KeyError):
+                    return question(self._before)
             self._follow(made, recent)
-            for path in sorted({*paths} - self._known.keys()):
-                self._known[path] = self._after(path)
-            return [self._known[path] for path in paths]
+            return question(self._now)
+
+    def masks(self, made: int, recent: list[int], paths: list[_Path]) -> list[np.ndarray | None]:
+        """The masks after some paths below the root."""
+
+        def look(place: _Place) -> list[np.ndarray | None]:
+            found = {path: place.mask(path) for path in sorted({*paths})}
+            return [found[path] for path in paths]
+
+        return self.ask(made, recent, look)
 
     def _follow(self, made: int, recent: list[int]) -> None:
-        if made == self._made:
+        before = self._now
+        if made == before.made:
             return
         self._go_to(())
-        self._before, self._known = (self._made, self._known), {}
-        if made < self._made:
+        if anew := made < before.made:
             self.matcher.reset()
-            self._made, self._ended, self._text = 0, False, []
-        new = made - self._made
+            self._ended, self._text = False, []
+        new = made - (0 if anew else before.made)
         if not 0 <= new <= len(recent):
-            raise RuntimeError(f"a grammar has followed {self._made} tokens of {made}.")
-        self._made = made
+            raise RuntimeError(f"a grammar has followed {before.made} tokens of {made}.")
+        self._now, self._before = _Place(made, self), dataclasses.replace(before, row=None)
         tokens = recent[len(recent) - new :]
         if self._ended:
             return
@@ -164,15 +203,96 @@ class _Row:
             self._ahead.append(token)
         return True
 
-    def _after(self, path: _Path) -> np.ndarray | None:
+    def words_after(self, path: _Path) -> np.ndarray | None:
+        """The matcher's words below the root (see `_Place.mask`)."""
+        return self._after(path, self.matcher.words, None)
+
+    def forced_after(self, path: _Path) -> Sequence[int]:
+        """What the matcher expects below the root (see `Matcher.forced`)."""
+        return self._after(path, self.matcher.forced, ())
+
+    def _after(self, path: _Path, look: Callable[[], _Found], none: _Found) -> _Found:
         if self._ended:
-            return None
-        found = self.matcher.words() if self._go_to(path) else None
+            return none
+        found = look() if self._go_to(path) else none
         if path and self.matcher.error():  # of what was only drafted: the text may go on elsewhere
             self.matcher.reset()
             self.matcher.consume(self._text)
             self._ahead.clear()
         return found
+
+
+@dataclasses.dataclass
+class _Node:
+    """A node below the root, by what is above it, and the slot that it came from."""
+
+    path: _Path
+    above: "_Node | None"
+    slot: int
+    below: int = 0
+    """Children."""
+
+
+class _Tree:
+    """The nodes of a tree that are to be scored, of which there is room for some.
+
+    Args:
+      place: what follows nodes.
+      room: how many nodes there may be.
+      deepest: tokens of their paths, at most.
+    """
+
+    def __init__(self, place: _Place, room: int, deepest: int) -> None:
+        self._place, self._room, self._deepest = place, room, deepest
+        self._nodes: dict[_Path, _Node] = {}
+
+    def add(self, above: _Path, token: int, slot: int) -> bool:
+        """Adds a node below another, unless it stands there; whether it stands there then."""
+        path = (*above, token)
+        if path in self._nodes:
+            return True
+        words, parent = self._place.mask(above), self._nodes.get(above)
+        full = len(self._nodes) == self._room or len(path) > self._deepest
+        if full or words is None or not _allows(words, token) or (above and parent is None):
+            return False
+        self._nodes[path] = _Node(path, parent, slot)
+        if parent is not None:
+            parent.below += 1
+        return True
+
+    def expect(self, path: _Path, before_others: bool) -> None:
+        """Adds what is to be expected after a path, in place of others if it comes `before_others`
+        and there is no room.
+        """
+        for token in self._place.forced(path):
+            others = [each for each in self._nodes.values() if not each.below and each.path != path]
+            full = len(self._nodes) == self._room and (*path, token) not in self._nodes
+            if full and before_others and others and len(path) < self._deepest:
+                self._remove(others[-1])
+            if not self.add(path, token, NO_NODE):
+                return
+            path = (*path, token)
+
+    def fill(self) -> None:
+        """Adds what is to be expected after the root, then after nodes that have no children."""
+        self.expect((), before_others=True)
+        for node in [each for each in self._nodes.values() if not each.below]:
+            if len(self._nodes) == self._room:
+                return
+            self.expect(node.path, before_others=False)
+
+    def nodes(self) -> list[_Node]:
+        """The nodes, those above others first."""
+        return sorted(self._nodes.values(), key=lambda node: len(node.path))
+
+    def _remove(self, node: _Node) -> None:
+        del self._nodes[node.path]
+        if node.above is not None:
+            node.above.below -= 1
+
+
+def _allows(words: np.ndarray, token: int) -> bool:
+    return bool(words[token // BITS] >> (token % BITS) & 1)
 
 
 class _Registry:
@@ -200,42 +320,115 @@ class _Registry:
     def masks(self, vocabulary: int, sizes: tuple[int, int, int], packed: Array) -> np.ndarray:
         """The words of each wanted node of each row; of one that has no grammar all.
 
-        Each row of `packed` has its number, how many tokens it has made, how many of the recent
-        ones count, and in so many `sizes` these, tokens and parents of nodes, and what is wanted.
+        Each row of `packed` has what `_Asked` says, and in so many `sizes` recent tokens, tokens
+        and parents of nodes, and what is wanted.
         """
-        width, nodes, _ = sizes
+        width, nodes, wanted = sizes
         whole = np.asarray(packed)
-        number, made, count = whole[:, 0], whole[:, 1], whole[:, 2]
-        ends = np.cumsum([3, width, nodes, nodes])
-        _, recent, tokens, parents, wanted = np.split(whole, ends, axis=1)
-        found = np.full((*wanted.shape, num_words(vocabulary)), ALL, np.int32)
-        jobs = []
-        for at in np.flatnonzero(number):
-            row = self._rows.get(int(number[at]))
-            if row is not None:  # one that has left meanwhile is in no text
-                given = recent[at, : count[at]].tolist()
-                jobs.append((row, int(made[at]), given, tokens[at], parents[at], wanted[at],
-                             found[at]))  # fmt: skip
-        # Matchers let go of Python's lock while they look for a mask.
-        for _ in map(_fill, jobs) if len(jobs) < 2 else self._pool.map(_fill, jobs):
-            pass
+        found = np.full((len(whole), wanted, num_words(vocabulary)), ALL, np.int32)
+        self._of_each(_masks, whole, (width, nodes, nodes), found)
         return found
 
+    def completed(self, vocabulary: int, sizes: tuple[int, int], packed: Array) -> np.ndarray:
+        """Each row's tree within its grammar (see `Grammars.completed`), and its masks.
 
-def _fill(job: tuple[_Row, int, list[int], np.ndarray, np.ndarray, np.ndarray, np.ndarray]) -> None:
-    row, made, recent, tokens, parents, wanted, found = job
-    paths: dict[int, tuple[int, ...]] = {ROOT: ()}
+        Each row of `packed` has what `_Asked` says, and in so many `sizes` recent tokens, tokens
+        and parents of nodes; then how deep they may be. Each row that is given has the slots from
+        which nodes come, their tokens, parents and depths, and the words after the root and each.
+        """
+        width, nodes = sizes
+        whole = np.asarray(packed)
+        words = num_words(vocabulary)
+        found = np.full((len(whole), 4 * nodes + (nodes + 1) * words), ALL, np.int32)
+        found[:, :nodes] = np.arange(nodes)
+        found[:, nodes : 3 * nodes] = whole[:, 3 + width : -1]
+        self._of_each(_complete, whole, (width, nodes, nodes), found)
+        return found
 
-    def path(node: int) -> tuple[int, ...]:
-        if node not in paths:
-            paths[node] = (*path(int(parents[node])), int(tokens[node]))
-        return paths[node]
+    def _of_each(
+        self,
+        answer: Callable[["_Asked", np.ndarray], None],
+        whole: np.ndarray,
+        sizes: Sequence[int],
+        found: np.ndarray,
+    ) -> None:
+        """Writes to `found` for the rows that have grammars."""
+        ends = np.cumsum([3, *sizes])
+        jobs = []
+        for at in np.flatnonzero(whole[:, 0]):
+            own, recent, tokens, parents, rest = np.split(whole[at], ends)
+            number, made, count = own.tolist()
+            row = self._rows.get(number)
+            if row is not None:  # one that has left meanwhile is in no text
+                asked = _Asked(row, made, recent[:count].tolist(), tokens.tolist(),
+                               parents.tolist(), rest.tolist())  # fmt: skip
+                jobs.append((asked, found[at]))
+        # Matchers let go of Python's lock while they look for a mask.
+        run = itertools.starmap(answer, jobs)
+        if len(jobs) > 1:
+            run = self._pool.map(lambda job: answer(*job), jobs)
+        for _ in run:
+            pass
 
-    places = np.flatnonzero(wanted >= ROOT)
-    masks = row.masks(made, recent, [path(int(wanted[place])) for place in places])
+
+class _Asked(NamedTuple):
+    """What is asked of a row after so many tokens, the last of which are given, about a tree of
+    nodes; `rest` is what else there is.
+    """
+
+    row: _Row
+    made: int
+    recent: list[int]
+    tokens: list[int]
+    parents: list[int]
+    rest: list[int]
+
+    def path_to(self) -> Callable[[int], _Path]:
+        """Gives the tokens of the path to a node that is there, and to the root."""
+        known: dict[int, _Path] = {ROOT: ()}
+
+        def path(node: int) -> _Path:
+            if node not in known:
+                known[node] = (*path(self.parents[node]), self.tokens[node])
+            return known[node]
+
+        return path
+
+
+def _masks(asked: _Asked, found: np.ndarray) -> None:
+    """The words of the wanted nodes."""
+    path = asked.path_to()
+    places = [place for place, node in enumerate(asked.rest) if node >= ROOT]
+    masks = asked.row.masks(asked.made, asked.recent, [path(asked.rest[at]) for at in places])
     for place, words in zip(places, masks, strict=True):
         if words is not None:
             found[place] = words
+
+
+def _complete(asked: _Asked, found: np.ndarray) -> None:
+    """The tree without what the grammar forbids, with what is to be expected, and its masks."""
+    count, path = len(asked.tokens), asked.path_to()
+
+    def within(place: _Place) -> list[tuple[_Path, int, np.ndarray | None]]:
+        tree = _Tree(place, count, *asked.rest)
+        for slot, (token, parent) in enumerate(zip(asked.tokens, asked.parents, strict=True)):
+            if parent >= ROOT:
+                tree.add(path(parent), token, slot)
+        tree.fill()
+        found = [(node.path, node.slot, place.mask(node.path)) for node in tree.nodes()]
+        return [((), ROOT, place.mask(())), *found]
+
+    nodes = asked.row.ask(asked.made, asked.recent, within)
+    number = {own_path: at - 1 for at, (own_path, *_) in enumerate(nodes)}
+    slots, tokens, parents, depth = found[: 4 * count].reshape(4, count)
+    slots[:], tokens[:], parents[:] = NO_NODE, 0, NO_NODE
+    words = found[4 * count :].reshape(count + 1, -1)
+    for at, (own_path, slot, own) in enumerate(nodes):
+        if own_path:
+            here = slot, own_path[-1], number[own_path[:-1]], len(own_path)
+            slots[at - 1], tokens[at - 1], parents[at - 1], depth[at - 1] = here
+        if own is not None:
+            words[at] = own
 
 
 _ROWS = _Registry()
@@ -308,14 +501,65 @@ class Grammars:
           vocabulary: how many tokens there are.
         """
         shape = jax.ShapeDtypeStruct((*wanted.shape, num_words(vocabulary)), jnp.int32)
-        own = jnp.stack([self.number, self.made, self.count], axis=1)
-        # One array, as each takes a callback some ten microseconds.
-        packed = jnp.concatenate([own, self.recent, tokens, parents, wanted], axis=1)
         sizes = self.recent.shape[1], tokens.shape[1], wanted.shape[1]
         return jax.pure_callback(
-            lambda given: _ROWS.masks(vocabulary, sizes, given), shape, packed,
-            vmap_method="sequential",
+            lambda given: _ROWS.masks(vocabulary, sizes, given), shape,
+            self._packed(tokens, parents, wanted), vmap_method="sequential",
         )  # fmt: skip
+
+    def completed(
+        self,
+        tokens: Int32[Array, "B K"],
+        parents: Int32[Array, "B K"],
+        deepest: Int32[Array, " B"],
+        vocabulary: int,
+    ) -> "Completed":
+        """Trees without nodes that grammars forbid, and with those that are to be expected.
+
+        Where a text can go on in one way only, its tokens come first: below the root in place of
+        the last of other nodes, below others where there is room. What rows hold that have no
+        grammar stays as it is.
+
+        Args:
+          tokens: of the nodes below the root, each behind its parent.
+          parents: of these their parents' numbers, `ROOT` of the root's children, `NO_NODE` of
+            those that are not there.
+          deepest: tokens of a path, at most.
+          vocabulary: how many tokens there are.
+        """
+        count, words = tokens.shape[1], num_words(vocabulary)
+        shape = (tokens.shape[0], 4 * count + (count + 1) * words)
+        sizes = self.recent.shape[1], count
+        found = jax.pure_callback(
+            lambda given: _ROWS.completed(vocabulary, sizes, given),
+            jax.ShapeDtypeStruct(shape, jnp.int32),
+            self._packed(tokens, parents, deepest[:, None]), vmap_method="sequential",
+        )  # fmt: skip
+        masks = found[:, 4 * count :].reshape(-1, count + 1, words)
+        return Completed(*jnp.split(found[:, : 4 * count], 4, axis=1), masks)
+
+    def _packed(self, *rest: Int32[Array, "B _"]) -> Int32[Array, "B _"]:
+        """What is asked, in one array, as each takes a callback some ten microseconds."""
+        own = jnp.stack([self.number, self.made, self.count], axis=1)
+        return jnp.concatenate([own, self.recent, *rest], axis=1)
+
+
+class Completed(NamedTuple):
+    """Trees within their rows' grammars (see `Grammars.completed`).
+
+    Attributes:
+      slots: in which a node stood; `NO_NODE` if it is new, or none.
+      tokens: of nodes.
+      parents: their parents' numbers, `ROOT` of the root's children, `NO_NODE` of none.
+      depth: of the nodes that are new.
+      words: the masks after the root and the nodes.
+    """
+
+    slots: Int32[Array, "B K"]
+    tokens: Int32[Array, "B K"]
+    parents: Int32[Array, "B K"]
+    depth: Int32[Array, "B K"]
+    words: Int32[Array, "B K1 w"]
 
 
 def none_of(rows: int, window: int) -> Grammars:

@@ -21,7 +21,7 @@ import numpy as np
 
 from specjax.base.interrupts import if_interrupted
 from specjax.base.output import tried
-from specjax.base.progress import progress_bars, working
+from specjax.base.progress import counted, working
 from specjax.checkpoints.huggingface import default_dtype, read_config, save_model
 from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import named
@@ -322,9 +322,10 @@ def _measured(server: Server, measurement: Measurement, mix: Mix, env: dict[str,
     if_interrupted(
         lambda: rows_kept(options.json, any(any(each.values()) for each in runs.values()))
     )
-    with progress_bars() as progress:
-        cells = list(measurement.order())
-        for turn, rate, setting in progress.track(cells, description="load"):
+    cells = list(measurement.order())
+    with counted("load") as done:
+        for number, (turn, rate, setting) in enumerate(cells):
+            done(number, len(cells))
             plan = load.at_rate(measurement.plan(mix, turn), rate * requests)
             sheet.add(rate, setting, run(server, setting, plan))
     return sheet

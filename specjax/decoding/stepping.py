@@ -31,7 +31,7 @@ from specjax.models.transformer import (
 from specjax.trees.accepted import Accepted
 from specjax.trees.budget import likeliest, log_acceptance
 from specjax.trees.construction import TOP_K
-from specjax.trees.tree import TokenTree, only, shallower
+from specjax.trees.tree import TokenTree, chosen, only, shallower
 from specjax.verify.rules import NAIVE, Rule, decide
 from specjax.verify.token_wise import match
 
@@ -184,38 +184,73 @@ def top_tokens_in(
     return best.reshape(-1, count)[: x.shape[1]].reshape(*shape, count)
 
 
-def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> tuple[TokenTree, DraftState]:
-    """A tree below each row's root, and the drafter's state."""
-    length = state.cache.length
-    if state.grammars is not None:
-        drafter = drafter.under(state.grammars.without(state.done))
-    tree, draft = drafter.propose(state.key, length, state.draft, state.last, state.sampling)
-    return shallower(tree, target.config.max_positions - length), draft
+Drafted = tuple[TokenTree, Int32[Array, "B N w"] | None, DraftState]
+"""Trees, the masks after their nodes where rows may have grammars, and the drafter's state."""
 
 
-def within_grammars(
-    drafter: Drafter, tree: TokenTree, state: DecodeState
-) -> tuple[TokenTree, Int32[Array, "B N w"] | None]:
-    """Trees without chosen nodes that their rows' grammars forbid, and the mask after every node.
-
-    Drawn nodes stay: the rules are told what they were drawn from, and accept none that the target
-    may not say. Where no row may have a grammar there are no masks.
-    """
+def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> Drafted:
+    """A tree below each row's root, within the row's grammar if it has one."""
+    length, room = state.cache.length, target.config.max_positions - state.cache.length
     if state.grammars is None:
-        return tree, None
+        tree, draft = drafter.propose(state.key, length, state.draft, state.last, state.sampling)
+        return shallower(tree, room), None, draft
+    grammars = state.grammars.without(state.done)
+    own = drafter.under(grammars)
+    tree, draft = own.propose(state.key, length, state.draft, state.last, state.sampling)
+    tree = shallower(tree, room)
+    if drafter.takes_nodes:
+        deepest = jnp.minimum(drafter.window, room) - 1
+        tree, words = _completed(tree, grammars, deepest, drafter.vocab_size)
+        return tree, words, draft
     exists = tree.valid & ~state.done[:, None]
     slots = jnp.arange(tree.num_slots, dtype=jnp.int32) - 1
-    wanted = jnp.where(exists, slots, NO_NODE)
-    words = state.grammars.without(state.done).masks(
-        tree.tokens[:, 1:], tree.parents[:, 1:] - 1, wanted, drafter.vocab_size
-    )
-    if drafter.construction.children != TOP_K:
-        return tree, words
+    words = grammars.masks(
+        tree.tokens[:, 1:], tree.parents[:, 1:] - 1, jnp.where(exists, slots, NO_NODE),
+        drafter.vocab_size,
+    )  # fmt: skip
+    return _allowed(tree, words) if drafter.construction.children == TOP_K else tree, words, draft
+
+
+def _allowed(tree: TokenTree, words: Int32[Array, "B N w"]) -> TokenTree:
+    """Trees without chosen nodes that masks forbid.
+
+    Drawn nodes stay: the rules are told what they were drawn from, and accept none that the target
+    may not say.
+    """
     above = jnp.maximum(tree.parents, 0)
     own = allows(jnp.take_along_axis(words, above[:, :, None], axis=1), tree.tokens)
     own |= tree.parents < 0
-    whole = (own[:, None] | ~tree.attention_mask).all(axis=2)
-    return only(tree, whole), words
+    return only(tree, (own[:, None] | ~tree.attention_mask).all(axis=2))
+
+
+def _completed(
+    tree: TokenTree, grammars: Grammars, deepest: Int32[Array, " B"], vocabulary: int
+) -> tuple[TokenTree, Int32[Array, "B N w"]]:
+    """Trees of chosen nodes within grammars, with the nodes that these let expect, which are the
+    likeliest of all (see `Grammars.completed`); and the masks after their nodes.
+    """
+    parents = jnp.where(tree.valid, tree.parents - 1, NO_NODE)[:, 1:]
+    found = grammars.completed(tree.tokens[:, 1:], parents, deepest, vocabulary)
+
+    def rooted(values: Array) -> Array:
+        return jnp.pad(values, ((0, 0), (1, 0)))
+
+    stood = rooted(found.slots + 1)
+
+    def kept(values: Array, new: Array | int) -> Array:
+        old = jnp.take_along_axis(values, jnp.maximum(stood, 0), axis=1)
+        return jnp.where(stood < 0, jnp.asarray(new, values.dtype), old)
+
+    whole = chosen(
+        tokens=jnp.concatenate([tree.tokens[:, :1], found.tokens], axis=1),
+        parents=rooted(found.parents + 1),
+        depth=kept(tree.depth, rooted(found.depth)),
+        valid=jnp.concatenate([tree.valid[:, :1], found.parents > NO_NODE], axis=1),
+        drafter=kept(tree.drafter, 0),
+        chance=kept(tree.chance, 1),
+        vocabulary=vocabulary,
+    )
+    return whole, found.words
 
 
 class Scored(NamedTuple):
@@ -309,7 +344,7 @@ def verify_tree(
     On rows of temperature 0 all rules decide as the greedy one does, which needs no distribution;
     where there is no other row, none is made. `logits` are those of packed columns if `packing` is
     given. Beside it, `with_probs`, how likely the target found the tokens that this emits. `words`
-    are the masks after nodes (see `within_grammars`).
+    are the masks after nodes (see `draft_tree`).
     """
     logits = penalize_tree(state, tree, logits, packing)
     if words is not None:
@@ -516,8 +551,7 @@ def step_beside(
     """
     packing, naive = UNPACKED, None
     with jax.named_scope("draft"):
-        tree, draft = draft_tree(target, drafter, state)
-        tree, words = within_grammars(drafter, tree, state)
+        tree, words, draft = draft_tree(target, drafter, state)
     if served is not None:
         tree = within_budget(drafter, tree, state, served)
         packing = packing_of(tree.valid & ~state.done[:, None], served.width)

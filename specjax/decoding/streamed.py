@@ -29,7 +29,6 @@ from specjax.decoding.stepping import (
     positions_of,
     scored_of,
     spare_slots,
-    within_grammars,
     without_hidden_states,
 )
 from specjax.draft.drafter import Drafter, Seen, Step
@@ -198,8 +197,7 @@ def _draft(
     outer: Model, drafter: Drafter, rest: DecodeState, draft: Any
 ) -> tuple[TokenTree, Array | None, Any, Array, Columns]:
     state = replace(rest, draft=draft)
-    tree, draft = draft_tree(outer, drafter, state)
-    tree, words = within_grammars(drafter, tree, state)
+    tree, words, draft = draft_tree(outer, drafter, state)
     at = columns_of(tree, state, spare_slots(outer, tree))
     return tree, words, draft, embed(outer, at.tokens, at.positions), at._replace(cache=None)
 

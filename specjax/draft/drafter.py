@@ -140,6 +140,13 @@ class Drafter(abc.ABC):
         return self
 
     @property
+    def takes_nodes(self) -> bool:
+        """Whether its chosen trees may be given other nodes before the target scores them: its
+        state holds nothing of nodes by their number.
+        """
+        return False
+
+    @property
     def settings(self) -> tuple[str, ...]:
         """Names of the settings that a step may be made with; most drafters have one."""
         return ("",)

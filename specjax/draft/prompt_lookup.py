@@ -242,6 +242,11 @@ class OfText(Drafter):
         """Chosen nodes."""
         return Construction(TOP_K, chain=False)
 
+    @property
+    def takes_nodes(self) -> bool:
+        """Its state is a text."""
+        return True
+
     def init(
         self,
         prompt: Int32[Array, "B T"],

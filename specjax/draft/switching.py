@@ -197,6 +197,11 @@ class SwitchingDrafter(Drafter):
         """How the trees of the largest setting are made."""
         return max(self._used, key=lambda each: each.num_slots).construction
 
+    @property
+    def takes_nodes(self) -> bool:
+        """Whether the settings in use may be given nodes."""
+        return all(drafter.takes_nodes for drafter in self._used)
+
     def init(
         self,
         prompt: Int32[Array, "B T"],

@@ -51,6 +51,11 @@ class RecycleDrafter(Drafter):
         """Chosen nodes."""
         return Construction(TOP_K, chain=self.shape.widest == 1)
 
+    @property
+    def takes_nodes(self) -> bool:
+        """Its state is a table of what was seen; a chain stays one."""
+        return self.shape.widest > 1
+
     def init(
         self,
         prompt: Int32[Array, "B T"],

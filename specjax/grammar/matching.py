@@ -70,6 +70,10 @@ class TextMatcher:
         """Goes back to the beginning."""
         self._parser, self._error = self._first.deep_copy(), ""
 
+    def forced(self) -> Sequence[int]:
+        """The tokens of what must come next byte by byte, as they are tokenized most often."""
+        return [] if self._error else self._parser.compute_ff_tokens()
+
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
         return token in self._end_ids

@@ -176,7 +176,7 @@ def _prefill(request: Request) -> DecodeState:
 def _step(request: Request, state: DecodeState) -> tuple[DecodeState, _StepTime]:
     """One step (`stepping.step`), phase by phase."""
     target, drafter, rule = request.target, request.drafter, request.rule
-    (tree, draft), drafting = clocked(lambda: _draft_tree(target, drafter, state))
+    (tree, _, draft), drafting = clocked(lambda: _draft_tree(target, drafter, state))
     held = replace(state, draft=())
     layers = drafter.wants.hidden_layers
     scored, scoring = clocked(lambda: _score_tree(target, tree, held, hidden_layers=layers))
