@@ -251,26 +251,30 @@ class _Tree:
         path = (*above, token)
         if path in self._nodes:
             return True
-        words, parent = self._place.mask(above), self._nodes.get(above)
-        full = len(self._nodes) == self._room or len(path) > self._deepest
-        if full or words is None or not _allows(words, token) or (above and parent is None):
+        if len(self._nodes) == self._room or not self._may_stand(above, token):
             return False
+        parent = self._nodes.get(above)
         self._nodes[path] = _Node(path, parent, slot)
         if parent is not None:
             parent.below += 1
         return True
+
+    def _may_stand(self, above: _Path, token: int) -> bool:
+        words = self._place.mask(above)
+        there = (not above or above in self._nodes) and len(above) < self._deepest
+        return there and words is not None and bool(words[token // BITS] >> (token % BITS) & 1)
 
     def expect(self, path: _Path, before_others: bool) -> None:
         """Adds what is to be expected after a path, in place of others if it comes `before_others`
         and there is no room.
         """
         for token in self._place.forced(path):
-            others = [each for each in self._nodes.values() if not each.below and each.path != path]
-            full = len(self._nodes) == self._room and (*path, token) not in self._nodes
-            if full and before_others and others and len(path) < self._deepest:
-                self._remove(others[-1])
             if not self.add(path, token, NO_NODE):
-                return
+                others = [e for e in self._nodes.values() if not e.below and e.path != path]
+                if not (before_others and others and self._may_stand(path, token)):
+                    return
+                self._remove(others[-1])
+                self.add(path, token, NO_NODE)
             path = (*path, token)
 
     def fill(self) -> None:
@@ -289,10 +293,6 @@ class _Tree:
         del self._nodes[node.path]
         if node.above is not None:
             node.above.below -= 1
-
-
-def _allows(words: np.ndarray, token: int) -> bool:
-    return bool(words[token // BITS] >> (token % BITS) & 1)
 
 
 class _Registry:
