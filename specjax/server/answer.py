@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.server.choices import Delta
+from specjax.server.errors import ApiError
 from specjax.server.generation import Generation
 from specjax.server.protocol import GenerationRequest
 from specjax.server.responses import FinishReason
@@ -54,6 +55,10 @@ class Answer(abc.ABC):
     @abc.abstractmethod
     def part(self, delta: Delta) -> Mapping[str, Any]:
         """A choice of an event."""
+
+    def failure(self, error: ApiError) -> Mapping[str, Any]:
+        """The event that ends a stream in which something failed."""
+        return error.content()
 
     def parts(self, delta: Delta) -> list[Delta]:
         """What one event each gives: the text, then why it ended, as some clients read no text of

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute, APIRouter
-from fastapi.security import HTTPBearer
+from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -20,12 +20,14 @@ from specjax.server.connection import CLIENT_CLOSED_REQUEST, ClientGoneError
 from specjax.server.debug import fix_speculation, show_requests, show_speculation
 from specjax.server.errors import (
     RETRY_SECONDS,
+    MessagesErrorResponse,
     respond_to_api_error,
     respond_to_failure,
     respond_to_invalid_body,
 )
 from specjax.server.hosts import HostCheck
 from specjax.server.log import RequestLog
+from specjax.server.message_route import count_tokens, create_message
 from specjax.server.metrics import CONTENT_TYPE
 from specjax.server.openapi import Documented, add_get, answer, errors, streamed
 from specjax.server.options import ServerOptions
@@ -36,6 +38,7 @@ from specjax.server.responses import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
+    InputTokens,
     ModelCard,
     ModelList,
     Readiness,
@@ -128,15 +131,21 @@ def _respond_to_nobody(_: Request, __: Exception) -> Response:
 
 def _guarded(keys: bool) -> APIRouter:
     """The routes that need a key, if there are keys."""
-    bearer = [Depends(HTTPBearer(auto_error=False))] if keys else []
-    common = errors(401) if keys else {}
-    router = APIRouter(route_class=GuardedRoute, dependencies=bearer, responses=common)
-    body = errors(400, 404, 408, 413, 415)
-    engine = body | errors(429, 500, 503)
+    schemes = HTTPBearer(auto_error=False), APIKeyHeader(name="X-Api-Key", auto_error=False)
+    either = [Depends(scheme) for scheme in schemes] if keys else []
+    keyless = (401,) if keys else ()
+    common = errors(*keyless)
+    router = APIRouter(route_class=GuardedRoute, dependencies=either, responses=common)
+    of_body, of_engine = (400, 404, 408, 413, 415), (429, 500, 503)
+    body = errors(*of_body)
+    engine = body | errors(*of_engine)
+    of_messages = errors(*keyless, *of_body, *of_engine, model=MessagesErrorResponse)
     for path, respond, model, responses in (
         ("/v1/completions", create_completion, streamed(CompletionResponse), engine),
         ("/v1/chat/completions", create_chat_completion, streamed(ChatCompletionResponse), engine),
         ("/v1/responses", create_response, streamed(dict[str, Any]), engine),
+        ("/v1/messages", create_message, streamed(dict[str, Any]), of_messages),
+        ("/v1/messages/count_tokens", count_tokens, answer(InputTokens), of_messages),
         ("/tokenize", tokenize, answer(TokenizeResponse), body),
         ("/detokenize", detokenize, answer(DetokenizeResponse), body),
     ):

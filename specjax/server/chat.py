@@ -31,7 +31,7 @@ from specjax.server.responses import (
 from specjax.server.service import Service, service_of
 from specjax.server.structured import grammar_of
 from specjax.server.submission import check_limits, new_tokens, requests_of, stops_of
-from specjax.server.tool_use import tool_use_of, with_tools
+from specjax.server.tool_use import ToolUse, tool_use_of, with_tools
 
 _LAST = 16
 """Tokens of a prompt in which thoughts may begin or end."""
@@ -70,11 +70,7 @@ async def begin_chat(body: ChatCompletionRequest, request: Request) -> Begun:
     service.check_model(body.model)
     check_limits(body, service.options)
     asked = _max_tokens(body)
-    use = tool_use_of(service, body)
-    variables = variables_of(service, body)
-    chat = for_template(service, body.messages, variables, answer=True)
-    if use is not None and use.told:
-        chat = with_tools(chat[0], use.told), chat[1]
+    use, chat = prepared(service, body)
     special = bool(body.add_special_tokens)
     ids = await unless_gone(request.receive, service.encode_chat(*chat, special=special))
     most = new_tokens(service, asked, None, ids, "messages")
@@ -89,6 +85,21 @@ async def begin_chat(body: ChatCompletionRequest, request: Request) -> Begun:
     texts = service.texts_with(shown)
     record.generation = await submit(service, prompts, stops_of(body), record.started, texts)
     return Begun(record.generation, Reader(use, thinking))
+
+
+def prepared(
+    service: Service, body: ChatCompletionRequest
+) -> tuple[ToolUse | None, tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """What a chat asks of tools, and its messages and variables as the chat template takes them.
+
+    Raises:
+      ApiError: the tools are none, or there can be no prompt (400).
+    """
+    use = tool_use_of(service, body)
+    talk, variables = for_template(service, body.messages, variables_of(service, body), answer=True)
+    if use is not None and use.told:
+        talk = with_tools(talk, use.told)
+    return use, (talk, variables)
 
 
 def thinking_of(service: Service, prompt: Sequence[int]) -> Thinking | None:

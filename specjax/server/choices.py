@@ -88,6 +88,11 @@ class TextUntilStop:
             return "", False
         return self._search.add_token(token, self._detokenizer.pending())
 
+    @property
+    def found(self) -> str | None:
+        """The stop string that was completed; None if none was."""
+        return None if self._search is None else self._search.found
+
     def offset_of(self, token: int) -> int:
         """Characters of all tokens so far, given or held back, ahead of the next one."""
         return self._decoded + self._detokenizer.held_back(token)
@@ -140,6 +145,11 @@ class Choice:
         self._ids: list[int] = []
         self._logprobs: list[Logprob | None] = []
         self._offsets: list[int] = []
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text; None if something else did."""
+        return self._text.found
 
     def take(self, tokens: Tokens) -> None:
         """Adds what a step gave; what follows a stop string is left out."""

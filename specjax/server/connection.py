@@ -55,8 +55,8 @@ async def _wait_until_gone(receive: Receive) -> None:
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """A server-sent event; one that is numbered has the name of its type, too."""
-    name = f"event: {content['type']}\n".encode() if "sequence_number" in content else b""
+    """A server-sent event; one that has a type has its name, too."""
+    name = f"event: {content['type']}\n".encode() if "type" in content else b""
     return name + b"data: " + dumps(content).encode() + b"\n\n"
 
 
@@ -117,11 +117,11 @@ class EventStream(Response):
             await self._generation.stream(write, self._idle_seconds)
             ending = b"".join(map(event, self._answer.last())) + self._answer.ending
         except ApiError as error:
-            ending = event(error.content())
+            ending = event(self._answer.failure(error))
         except Exception as error:
             _logger.exception("a stream failed")
             failure = ApiError(500, f"The server failed: {type(error).__name__}.")
-            ending = event(failure.content())
+            ending = event(self._answer.failure(failure))
         await _send_body(send, ending, last=True)
 
 

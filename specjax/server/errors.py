@@ -1,13 +1,15 @@
-"""Errors in OpenAI's shape, and the sentences for bodies that fit no request."""
+"""Errors in OpenAI's shape, those of `/v1/messages` in Anthropic's, and the sentences for bodies
+that fit no request.
+"""
 
 import difflib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
@@ -15,6 +17,12 @@ RETRY_SECONDS = 5
 """What clients of a server that is not ready, or no longer, are told to wait."""
 
 _KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+_MESSAGES = "/v1/messages"
+_KINDS_OF_MESSAGES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+"""Anthropic's names."""
 _SHOWN = 80
 _LONGEST = 1000
 """Characters of a message, whatever it quotes."""
@@ -33,6 +41,20 @@ class ErrorResponse(TypedDict):
     """The body of every response that is an error."""
 
     error: Error
+
+
+class NamedError(TypedDict):
+    """What is wrong, and its kind."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorResponse(TypedDict):
+    """The body of every response of `/v1/messages` that is an error."""
+
+    type: Literal["error"]
+    error: NamedError
 
 
 class ApiError(HTTPException):
@@ -71,6 +93,11 @@ class ApiError(HTTPException):
             }
         }
 
+    def content_of_messages(self) -> MessagesErrorResponse:
+        """The response's body in Anthropic's shape."""
+        kind = _KINDS_OF_MESSAGES.get(self.status_code, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": self.detail}}
+
 
 def shortened(text: str, length: int = _SHOWN) -> str:
     """The beginning of a text that a client may have made very long."""
@@ -82,21 +109,26 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
-def respond_to_api_error(_: Request | None, error: Exception) -> Response:
+def respond_to_api_error(request: HTTPConnection, error: Exception) -> Response:
     """The response to an `ApiError`, or to what the router raises (404, 405)."""
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
         error = ApiError(error.status_code, f"{error.detail}.", headers=error.headers)
-    return JSONResponse(error.content(), error.status_code, error.headers)
+    path: str = request.scope["path"]
+    of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+    content = error.content_of_messages() if of_messages else error.content()
+    return JSONResponse(content, error.status_code, error.headers)
 
 
-def respond_to_failure(_: Request, error: Exception) -> Response:
+def respond_to_failure(request: Request, error: Exception) -> Response:
     """The response to an error of the server itself; the log has its traceback.
 
     uvicorn closes the connection behind it, which the client must know.
     """
-    failure = ApiError(500, f"The server failed: {type(error).__name__}.", code="internal_error")
-    return JSONResponse(failure.content(), 500, {"Connection": "close"})
+    message = f"The server failed: {type(error).__name__}."
+    headers = {"Connection": "close"}
+    failure = ApiError(500, message, code="internal_error", headers=headers)
+    return respond_to_api_error(request, failure)
 
 
 def respond_to_invalid_body(request: Request, error: Exception) -> Response:

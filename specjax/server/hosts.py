@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specjax.server.errors import ApiError, respond_to_api_error
@@ -40,7 +41,7 @@ class HostCheck:
         if refusal is None:
             await self._app(scope, receive, send)
         else:
-            await respond_to_api_error(None, refusal)(scope, receive, send)
+            await respond_to_api_error(HTTPConnection(scope), refusal)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         found = Headers(scope=scope).getlist("host")

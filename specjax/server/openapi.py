@@ -22,9 +22,9 @@ _ERRORS = {
 }
 
 
-def errors(*statuses: int) -> Responses:
-    """Responses that are errors in OpenAI's shape."""
-    return {each: {"model": ErrorResponse, "description": _ERRORS[each]} for each in statuses}
+def errors(*statuses: int, model: Any = ErrorResponse) -> Responses:
+    """Responses that are errors, by default in OpenAI's shape."""
+    return {each: {"model": model, "description": _ERRORS[each]} for each in statuses}
 
 
 def answer(model: Any) -> Responses:

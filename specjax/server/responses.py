@@ -196,6 +196,12 @@ class TokenizeResponse(TypedDict):
     token_strs: list[str] | None
 
 
+class InputTokens(TypedDict):
+    """The size of a prompt."""
+
+    input_tokens: int
+
+
 class DetokenizeResponse(TypedDict):
     """The text of tokens."""
 

@@ -106,12 +106,17 @@ class Service:
         Raises:
           ApiError: 401.
         """
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys]
-        if self._keys and not (any(matches) and scheme.lower() == "bearer"):
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        given = [bearer] if scheme.lower() == "bearer" else []
+        given += request.headers.getlist("x-api-key")  # as Anthropic's clients send it
+        matches = [
+            hmac.compare_digest(each.encode("latin-1"), key) for each in given for key in self._keys
+        ]
+        if self._keys and not any(matches):
             raise ApiError(
                 401,
-                "The API key is missing or wrong; send it as Authorization: Bearer KEY.",
+                "The API key is missing or wrong; send it as Authorization: Bearer KEY, or as "
+                "X-Api-Key: KEY.",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -254,6 +259,17 @@ class Service:
         chat = self._chat(messages, variables, special, self.options.max_body_bytes)
         arguments, long = (names, self._shared(), *chat), _is_long(messages)
         return await self._run("tokenize_chat", *arguments, param="messages", long=long)
+
+    async def count_of_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> int:
+        """How many tokens a chat has by the model's chat template, which may be beyond the context.
+
+        Raises:
+          ApiError: the template refuses the messages, or it takes too much (400).
+        """
+        chat = self._chat(messages, variables, False, self.options.max_body_bytes)
+        return await self._run("count", *chat, param="messages", long=_is_long(messages))
 
     async def detokenized(self, ids: list[int]) -> bytes:
         """The body of `/detokenize`'s response.

@@ -69,22 +69,22 @@ class _Automaton:
     """Finds the ends of sequences, after Aho and Corasick.
 
     A node is the longest end of what was read that a sequence begins with. Building it is linear
-    in the sequences' symbols.
+    in the sequences' symbols. Each is given with the stop string that it is.
     """
 
-    def __init__(self, sequences: Iterable[Sequence[Symbol]]) -> None:
+    def __init__(self, sequences: Iterable[tuple[Sequence[Symbol], str]]) -> None:
         self.next: list[dict[Symbol, int]] = [{}]
         self.fallback = [0]
         """The node of the longest proper end of a node that is a node too."""
         self.characters = [0]
         """Those of a node."""
-        self.completed: list[int | None] = [None]
-        """Characters of the longest sequence that ends at a node; None where none does."""
-        for sequence in sequences:
-            self._insert(sequence)
+        self.completed: list[tuple[int, str] | None] = [None]
+        """The longest sequence that ends at a node: its characters, and its stop string."""
+        for sequence, string in sequences:
+            self._insert(sequence, string)
         self._link()
 
-    def _insert(self, sequence: Sequence[Symbol]) -> None:
+    def _insert(self, sequence: Sequence[Symbol], string: str) -> None:
         node = 0
         for symbol in sequence:
             if symbol not in self.next[node]:
@@ -94,7 +94,7 @@ class _Automaton:
                 self.characters.append(self.characters[node] + isinstance(symbol, str))
                 self.completed.append(None)
             node = self.next[node][symbol]
-        self.completed[node] = self.characters[node]
+        self.completed[node] = self.characters[node], string
 
     def _link(self) -> None:
         """Sets fallbacks breadth first, so that those of shorter nodes are there."""
@@ -133,8 +133,8 @@ class StopStrings:
         if not all(strings):
             raise ValueError("a stop string is empty.")
         special = special or SpecialTokens()
-        marked = [each for string in strings for each in sequences_of(string, special)]
-        self.in_text = _Automaton(strings)
+        marked = [(each, string) for string in strings for each in sequences_of(string, special)]
+        self.in_text = _Automaton((string, string) for string in strings)
         self.with_tokens = _Automaton(marked) if marked else None
         """Of the strings that name special tokens."""
 
@@ -160,6 +160,8 @@ class StopSearch:
         """Characters so far."""
         self._tokens: deque[tuple[int, int]] = deque()
         """Special tokens that were not read yet, behind so many characters."""
+        self.found: str | None = None
+        """The string that ended the text."""
 
     def add(self, piece: str) -> tuple[str, bool]:
         """The text that is certain with one more piece, and whether a string ended it.
@@ -204,21 +206,25 @@ class StopSearch:
                 return end
             self._read += 1
             self._node = self._in_text.step(self._node, character)
-            length = self._in_text.completed[self._node]
+            found = self._in_text.completed[self._node]
             if (other := self._step_with_tokens(character)) is not None:
-                length = max(other, length or 0)
-            if length is not None:
-                return self._read - length
+                found = other if found is None else max(other, found)
+            if found is not None:
+                return self._end(found)
         return self._read_tokens()
 
     def _read_tokens(self) -> int | None:
         while self._tokens and self._tokens[0][0] <= self._read:
-            length = self._step_with_tokens(self._tokens.popleft()[1])
-            if length is not None:
-                return self._read - length
+            found = self._step_with_tokens(self._tokens.popleft()[1])
+            if found is not None:
+                return self._end(found)
         return None
 
-    def _step_with_tokens(self, symbol: Symbol) -> int | None:
+    def _end(self, found: tuple[int, str]) -> int:
+        length, self.found = found
+        return self._read - length
+
+    def _step_with_tokens(self, symbol: Symbol) -> tuple[int, str] | None:
         automaton = self._with_tokens
         if automaton is None:
             return None

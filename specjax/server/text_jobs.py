@@ -75,6 +75,10 @@ class TextJobs:
         *of_render, special, most_ids = arguments
         return self.encode(self.render(*of_render), special, most_ids, "messages")
 
+    def count(self, *arguments: Any) -> int:
+        """How many tokens a chat has; the arguments are those of `chat`."""
+        return len(self.chat(*arguments))
+
     def encode(self, text: str, special: bool, most_ids: int, param: str) -> list[int]:
         """The tokens of a text, with the tokenizer's special tokens around it if asked for."""
         try:

@@ -166,6 +166,22 @@ RESPONSE: Mapping[str, Neutral] = {
 }
 """Of responses."""
 
+_CLEARED_BY_NONE = {"type": "clear_thinking_20251015", "keep": "all"}
+MESSAGES: Mapping[str, Neutral] = {
+    "max_completion_tokens": _of(instead=_LENGTH),
+    "max_output_tokens": _of(instead=_LENGTH),
+    "stop": _of([], instead="Give stop_sequences."),
+    "response_format": _of(instead="Give output_config.format."),
+    "output_format": _of(instead="Give output_config.format."),
+    "reasoning_effort": _of(instead="Give output_config.effort."),
+    "context_management": _of({}, {"edits": []}, {"edits": [_CLEARED_BY_NONE]}),
+    "mcp_servers": _of([]),
+    "container": _of(),
+    "speed": _of("standard"),
+    "n": _of(1),
+}
+"""Of `/v1/messages`."""
+
 MESSAGE: Mapping[str, Neutral] = {
     "audio": _of(),
     "images": _of([]),
