@@ -12,7 +12,7 @@ import asyncio
 import collections
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import jsonschema
 import tyro
 
 import specjax
+from specjax.base.progress import counted
 from specjax.cli.talk import ids_of_talk
 from specjax.methods.switch import switching
 from tests.engines import collected, ids_of
@@ -71,7 +72,7 @@ async def run(corpus: Corpus) -> int:
     await asyncio.to_thread(engine.start)
     room, wrong = asyncio.Semaphore(4 * corpus.rows), []
 
-    async def one(number: int) -> None:
+    async def one(number: int, done: Callable[[int, int], None]) -> None:
         name, validator, grammar, schema = held[number % len(held)]
         asked = f"Write JSON that matches this schema: {json.dumps(schema)[:600]}"
         prompt = ids_of_talk(pair.tokenizer, [{"role": "user", "content": asked}])
@@ -83,6 +84,7 @@ async def run(corpus: Corpus) -> int:
             events = await collected(engine.submit(request))
         reason = events[-1].finish_reason
         counts[reason] += 1
+        done(counts["stop"] + counts["length"], corpus.texts)
         if reason != "stop":
             return
         text = pair.tokenizer.decode(ids_of(events), skip_special_tokens=True)
@@ -92,7 +94,8 @@ async def run(corpus: Corpus) -> int:
             wrong.append(name)
             print(f"INVALID {name}: {text[:120]!r}: {str(error)[:120]}", flush=True)
 
-    await asyncio.gather(*map(one, range(corpus.texts)))
+    with counted("texts") as done:
+        await asyncio.gather(*(one(number, done) for number in range(corpus.texts)))
     speculation = engine.speculation.steps_by_setting
     engine.close()
     print({name: count for name, count in counts.items() if not name.startswith(" ")})
