@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from specjax.checkpoints import gguf
 from specjax.checkpoints.files import find, name_of
@@ -28,6 +28,11 @@ from specjax.methods.switch import switching
 from specjax.parallel.processes import devices_for
 from specjax.verify.rules import AUTO, check_rule
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from specjax.server.options import ServerOptions
+
 _KEY = "SPECJAX_API_KEY"
 
 
@@ -37,21 +42,33 @@ def serve(options: Serve) -> int:
     Raises:
       ValueError: an option is wrong, the pair does not fit, or a package is missing.
     """
-    _check(options)
-    keys = _keys_of(options)
+    check(options)
+    keys = keys_of(options)
     with _ending_at(signal.SIGTERM):
-        return _served(options, keys)
+        try:
+            from specjax.server.app import run
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"serve needs {error.name}, which is not installed: pip install 'specjax[serve]'."
+            ) from error
+        return run(*prepared(options, keys))
 
 
-def _served(options: Serve, keys: tuple[str, ...]) -> int:
-    try:
-        from specjax.server.app import run
-        from specjax.server.hosts import check_hosts, check_origins
-        from specjax.server.options import ServerOptions
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"serve needs {error.name}, which is not installed: pip install 'specjax[serve]'."
-        ) from error
+def prepared(
+    options: Serve, keys: tuple[str, ...]
+) -> tuple[Engine, "PreTrainedTokenizerFast", "ServerOptions"]:
+    """What `specjax.server.app` makes a server of: an engine that has not started, and its options.
+
+    Args:
+      options: checked (`check`).
+      keys: of which requests must bear one, if there are any.
+
+    Raises:
+      ValueError: an option is wrong, or the pair does not fit.
+    """
+    from specjax.server.hosts import check_hosts, check_origins
+    from specjax.server.options import ServerOptions
+
     hosts, origins = _listed(options.allowed_hosts), _listed(options.allowed_origins)
     check_hosts(hosts)
     check_origins(origins)
@@ -70,7 +87,7 @@ def _served(options: Serve, keys: tuple[str, ...]) -> int:
         reasoning=options.reasoning_parser == "auto",
         debug=options.debug,
     )
-    return run(engine, pair.tokenizer, server)
+    return engine, pair.tokenizer, server
 
 
 def engine_of(
@@ -159,8 +176,12 @@ def _ending_at(number: signal.Signals) -> Iterator[None]:
         signal.signal(number, before)
 
 
-def _keys_of(options: Serve) -> tuple[str, ...]:
-    """The keys that requests may bear; a name without one would open the server to everybody."""
+def keys_of(options: Serve) -> tuple[str, ...]:
+    """The keys that requests may bear; a name without one would open the server to everybody.
+
+    Raises:
+      ValueError: there is such a name.
+    """
     name = "--api-key" if options.api_key is not None else _KEY
     given = os.environ.get(_KEY) if options.api_key is None else options.api_key
     keys = _listed(given)
@@ -181,7 +202,12 @@ def check_engine(options: Serve | Batch) -> None:
     at_least("--rows", options.rows, 1)
 
 
-def _check(options: Serve) -> None:
+def check(options: Serve) -> None:
+    """Checks what can be of a server's options before anything is loaded.
+
+    Raises:
+      ValueError: an option is wrong.
+    """
     check_engine(options)
     for name in ("max_waiting", "max_waiting_tokens"):
         at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)

@@ -1,7 +1,7 @@
 """Prometheus metrics under the names that dashboards for vLLM read, and some of our own."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -54,6 +54,25 @@ class Times:
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def merged(expositions: Mapping[str, str]) -> str:
+    """The metrics of several replicas as one text, with a label `replica`.
+
+    Args:
+      expositions: the metrics of each, as Prometheus reads them, by its name.
+    """
+    families: dict[str, list[str]] = {}
+    for replica, text in expositions.items():
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith("#"):
+                lines = families.setdefault(line.split()[2], [])
+                if line not in lines:
+                    lines.append(line)
+            else:
+                lines.append(line.replace("{", f'{{replica="{replica}",', 1))
+    return "".join(f"{line}\n" for lines in families.values() for line in lines)
 
 
 class Metrics:

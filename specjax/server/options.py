@@ -24,6 +24,7 @@ class ServerOptions:
         the one that the chat template tells of.
       reasoning: whether what a model thinks before it answers is told apart.
       debug: whether `POST /debug/speculation` may fix the setting.
+      replica: of several servers that answer together, the name of this one, without a hyphen.
       max_body_bytes: of a request's body.
       body_seconds: how long a client may take to send it.
       max_choices: the largest `n`.
@@ -50,6 +51,7 @@ class ServerOptions:
     tool_call_parser: str | None = None
     reasoning: bool = True
     debug: bool = False
+    replica: str = ""
     max_body_bytes: int = 4 << 20
     body_seconds: float = 60.0
     max_choices: int = 16

@@ -90,6 +90,18 @@ def _say(sentence: str) -> None:
     print(f"specjax: {sentence}.", file=sys.stderr, flush=True)
 
 
+def start(engine: "Engine") -> None:
+    """Starts an engine until it takes requests, and says so on standard error.
+
+    Raises:
+      RuntimeError: it was started before.
+    """
+    engine.start(wait=False, say=_say)
+    gc.collect()
+    gc.freeze()  # what there is now stays: no collection looks at it again
+    _say("ready")
+
+
 def _end(server: "Server", engine: "Engine") -> int:
     """Ends the engine and says why the server ended, if it failed; gives the exit code."""
     failure = server.failure or engine.failure
@@ -125,10 +137,7 @@ class Server(uvicorn.Server):
 
     def _start(self) -> None:
         try:
-            self._service.engine.start(wait=False, say=_say)
-            gc.collect()
-            gc.freeze()  # what there is now stays: no collection looks at it again
-            _say("ready")
+            start(self._service.engine)
         except BaseException as error:
             self.failure = f"the engine did not start: {error}"
 

@@ -18,7 +18,7 @@ from specjax.server.log import record_of
 from specjax.server.protocol import ChatCompletionRequest
 from specjax.server.response_items import Output, ResponsesRequest, chat_of, messages_of
 from specjax.server.service import Service, service_of
-from specjax.server.stored import Stored
+from specjax.server.stored import Stored, response_id
 
 
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
@@ -88,7 +88,9 @@ class _Response(Answer):
         messages: Sequence[Mapping[str, Any]],
         stored: Stored,
     ) -> None:
-        super().__init__(service, chat, begun.generation, f"resp_{identity}")
+        super().__init__(
+            service, chat, begun.generation, response_id(identity, service.options.replica)
+        )
         self._body, self._messages, self._stored = body, messages, stored
         self._tokenizer = service.tokenizer
         self._read, self._begun = begun.reader.read, False

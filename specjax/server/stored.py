@@ -9,6 +9,19 @@ from specjax.server.errors import ApiError
 
 _MOST, _MOST_BYTES = 1024, 32 << 20
 """Responses that are kept, and what they and the messages up to them have as JSON."""
+_BEGINNING, _END = "resp_", "-"
+"""What is around a replica's name in the ids of its responses."""
+
+
+def response_id(request: str, replica: str) -> str:
+    """The id of a request's response; it names the replica that keeps it, if there are several."""
+    return f"{_BEGINNING}{replica}{_END}{request}" if replica else f"{_BEGINNING}{request}"
+
+
+def replica_of(identity: str) -> str:
+    """The replica that keeps a response; empty if its id names none."""
+    name, end, _ = identity.removeprefix(_BEGINNING).partition(_END)
+    return name if end and identity.startswith(_BEGINNING) else ""
 
 
 class Stored:
