@@ -244,7 +244,8 @@ def test_what_begins_alike_goes_where_it_is_known():
     assert ranked(shared + "u" * 700, index, {"a": 0, "b": 1}, 8)[0] == "a", "less than half"
     assert ranked(shared + "x", index, {"a": 0, "b": 7}, 8)[0] == "b"
     assert ranked(shared + "x", index, {"a": 0, "b": 8}, 8)[0] == "a", "it is too far ahead"
-    assert ranked(shared + "x", index, {"a": 0}, 8) == ["a"], "b is no more"
+    for count in range(3):
+        assert ranked(shared + "x", index, {"a": count}, 8) == ["a"], "b is no more"
     assert ranked(shared, index, {}, 8) == []
     index.add("p" * 2000, "a")
     assert ranked("p" * 1100 + "q" * 9000, index, running, 8)[0] == "a", "as much is worth it"

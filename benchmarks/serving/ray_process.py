@@ -19,6 +19,12 @@ from typing import Any
 _STORE_BYTES = 80 << 20
 """Of Ray's object store: bodies and events are small."""
 _ACTOR = "SERVE_REPLICA::default#Engine#"
+_SETTINGS = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_worker_niceness": "0",  # by default 15: what else a machine does would come first
+}
+"""Of Ray's processes."""
 
 
 class RayServer:
@@ -74,7 +80,7 @@ def serving_with_ray(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "benchmarks.serving.ray_process", json.dumps(options)]
-    own = dict(environment) | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
+    own = dict(environment) | _SETTINGS
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             [*command, str(port)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,

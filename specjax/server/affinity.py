@@ -1,7 +1,7 @@
 """Requests that begin alike to one replica, which then holds what they have in common."""
 
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 _BLOCK = 64
 """Characters that are remembered together."""
@@ -55,7 +55,7 @@ def _hashes(prompt: str) -> Iterator[tuple[int, int]]:
 
 def ranked(
     prompt: str, index: PrefixIndex, running: Mapping[str, int], most_ahead: int
-) -> Sequence[str]:
+) -> list[str]:
     """The replicas, best first, for a prompt.
 
     First comes the one that got most of the prompt's beginning before, if that is half of it or
@@ -71,14 +71,11 @@ def ranked(
     order = sorted(running, key=lambda replica: running[replica])
     if not order:
         return order
-    enough = min(_ENOUGH, len(prompt) / 2)
-    found = {
-        replica: matched
-        for replica, matched in index.matched(prompt).items()
-        if matched >= enough and running.get(replica, most_ahead) - running[order[0]] < most_ahead
-    }
-    if found:
-        best = max((each for each in order if each in found), key=lambda each: found[each])
+    enough, most = min(_ENOUGH, len(prompt) / 2), running[order[0]] + most_ahead
+    matched = index.matched(prompt)
+    known = [each for each in order if matched.get(each, 0) >= enough and running[each] < most]
+    if known:
+        best = max(known, key=lambda replica: matched[replica])
         order.remove(best)
         order.insert(0, best)
     return order

@@ -54,7 +54,7 @@ class PrefixRouter(RequestRouter):
             order = [request.replica]
         else:
             running = {name: len(self._running.get(name, ())) for name in by_name}
-            order = list(ranked(_prompt_of(request), self._index, running, self._most_ahead))
+            order = ranked(_prompt_of(request), self._index, running, self._most_ahead)
         self._begin(pending_request, order[0])
         return [[by_name[name]] for name in order]
 
