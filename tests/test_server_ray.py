@@ -22,7 +22,10 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed"),
 ]
 
-OPTIONS = {"num_replicas": 2, "rows": 2, "method": "none"}
+OPTIONS = {
+    "num_replicas": 2, "rows": 2, "method": "none",
+    "num_cpus": 1, "num_gpus": 0, "debug": True, "strict_fields": False, "draft": None,
+}  # fmt: skip
 BODY = {"prompt": "def add(a, b):", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
 LONG = 3000
 """Tokens of a stream that takes seconds."""

@@ -33,6 +33,7 @@ from specjax.measure import prompts
 from specjax.models.inflate import inflate
 
 _PROBE_SECONDS = 0.25
+_ERROR = b'data: {"error":'
 _LONG = 400
 """Tokens of the streams that run when a replica is killed."""
 
@@ -76,9 +77,9 @@ async def _stream(
             first = first or time.perf_counter() - start
             tail = (tail + piece)[-2000:]
     code = ""
-    if b'"error"' in tail:
-        last = tail.decode(errors="replace").rpartition('{"error"')[2]
-        code = json.loads('{"error"' + last.splitlines()[0])["error"]["code"]
+    if _ERROR in tail:
+        event = _ERROR + tail.rpartition(_ERROR)[2].splitlines()[0]
+        code = json.loads(event.removeprefix(b"data: "))["error"]["code"]
     return response.status_code, code, first
 
 

@@ -138,10 +138,11 @@ def options_of(args: Mapping[str, Any]) -> Replicated:
         option = str(name).replace("-", "_")
         if option in _RAY_S_OWN:
             raise OptionError(f"{option} is Ray's: name it in its http_options.")
-        if value in (True, "true", "True"):
+        shown = str(value)  # 1 and 0 are equal to True and False
+        if shown.lower() == "true":
             line.append(f"--{option.replace('_', '-')}")
-        elif value is not None and value not in (False, "false", "False"):
-            line.append(f"--{option.replace('_', '-')}={value}")
+        elif value is not None and shown.lower() != "false":
+            line.append(f"--{option.replace('_', '-')}={shown}")
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(complaint):
