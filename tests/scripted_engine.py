@@ -153,7 +153,7 @@ class ScriptedEngine:
 
     num_requests_running = property(lambda self: len(self.running))
     num_requests_waiting = 3
-    kv_cache_usage = 0.25
+    kv_cache_usage, num_grammar_matchers = 0.25, 2
     page_counts = PageCounts(total=12, free=4, running=3, cached=5, leaked=0)
 
     def start(self, *, wait: bool = True, say=None) -> None:

@@ -2,17 +2,20 @@
 
     python -m tests.serve_abuse --requests 10000 --connections 1000
 
-A tiny model with a tiny draft is served. Clients ask for texts that are known; three in ten leave
-at any moment, some read more slowly than a socket holds, some send half a head or half a body, some
-ask for as much as fits or one token more. Some attack: with a chat template that never ends, very
-many messages or token ids, megabytes of spaces, a field's name of megabytes. In the end no row and
-no place in the queue may be taken, no text may have been wrong, and memory may not have grown. How
-long the server's event loop was held is asked of the server, and seen from outside by a process
-that asks for `/health` all the time.
+A tiny model with a tiny draft is served. Clients ask for texts that are known; a third ask for
+texts that match a grammar of their own: a schema, an expression, one of some texts, Lark's rules,
+calls of a tool that must be made. Of both kinds three in ten leave at any moment, some read more
+slowly than a socket holds, some send half a head or half a body, some ask for as much as fits or
+one token more. Some attack: with a chat template that never ends, very many messages or token ids,
+megabytes of spaces, a field's name of megabytes, schemas and expressions that are too much for any
+compiler. In the end no row, no place in the queue and no matcher of a grammar may be taken, no text
+may have been wrong or of another's grammar, no status may be 500 or more, and memory may not have
+grown. How long the server's event loop was held is asked of the server, and seen from outside by a
+process that asks for `/health` all the time.
 
 Then the draft's folder is removed while the server runs, a signal comes in mid-stream and one
 while a template runs, a server that was killed is started again at the same port, and one has a
-draft that gives NaN.
+draft that gives NaN. A fault makes the exit status 1.
 """
 
 import asyncio
@@ -20,6 +23,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,8 +32,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import jax
@@ -47,17 +52,74 @@ from tests.pairs import broken
 
 TEXTS, NEW, CONTEXT, CHOICES = 48, 24, 256, 4
 KINDS = {
-    "whole": 0.28, "stream": 0.28, "leaves": 0.28, "slow": 0.04, "half": 0.03, "limit": 0.03,
-    "chat": 0.03, "attack": 0.03,
+    "whole": 0.17, "stream": 0.17, "leaves": 0.17, "matching": 0.12, "matching_stream": 0.12,
+    "matching_leaves": 0.10, "slow": 0.03, "half": 0.03, "limit": 0.03, "chat": 0.03,
+    "attack": 0.03,
 }  # fmt: skip
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
+TAGS, LONGEST = 400, 200
+"""Grammars of each kind, and the tokens that texts which match one may have."""
 TEMPLATE = (
-    "{% for a in range(n | default(0)) %}{% for b in range(n) %}{% for c in range(n) %}"
+    "{# tools #}{% for a in range(n | default(0)) %}{% for b in range(n) %}{% for c in range(n) %}"
     "{% endfor %}{% endfor %}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 )
 USER = [{"role": "user", "content": "hi"}]
 BOMB = {"messages": USER, "chat_template_kwargs": {"n": 99_999}}
 _MANY = 900_000
+
+
+def _nested(levels: int, outer: Callable[[object], object]) -> object:
+    """A schema within a schema within a schema."""
+    schema: object = {"type": "integer"}
+    for _ in range(levels):
+        schema = outer(schema)
+    return schema
+
+
+def _must(schema: object) -> dict[str, object]:
+    """A request whose text must match a schema."""
+    made = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    return {"prompt": "a", "max_tokens": 8, "response_format": made}
+
+
+def _regex(text: str) -> dict[str, object]:
+    return {"prompt": "a", "max_tokens": 8, "structured_outputs": {"regex": text}}
+
+
+_ANY_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}
+HOSTILE: dict[str, tuple[str, dict[str, object]]] = {
+    "a schema of itself": (PATH, _must({"$ref": "#"})),
+    "a schema that refers away": (PATH, _must({"$ref": "http://127.0.0.1:1/a"})),
+    "300 levels of objects": (PATH, _must(_nested(300, lambda own: {"properties": {"a": own}}))),
+    "300 levels of anyOf": (PATH, _must(_nested(300, lambda own: {"anyOf": [own]}))),
+    "a schema that doubles 11 times": (
+        PATH, _must(_nested(11, lambda own: {"anyOf": [own, {"type": "array", "items": own}]})),
+    ),
+    "an enum of 16,000": (PATH, _must({"enum": [f"{n:x}" * 3 for n in range(16_000)]})),
+    "a billion characters": (PATH, _must({"type": "string", "minLength": 10**9})),
+    "a billion items": (PATH, _must({"type": "array", "items": {}, "minItems": 10**9})),
+    "900 fields that may be there": (
+        PATH, _must({"type": "object", "properties": {f"f{n}": {} for n in range(900)}}),
+    ),
+    "a pattern of a million": (PATH, _must({"type": "string", "pattern": "^(a{1,999}){999}$"})),
+    "half a pattern": (PATH, _must({"type": "string", "pattern": "(("})),
+    "an expression of a million": (PATH, _regex("((a|b|ab){1,1000}c?){1,1000}")),
+    "an expression with memory": (PATH, _regex("(.*a){25}.{25}b")),
+    "an expression of 250 KB": (PATH, _regex("(ab|cd)" * 36_000)),
+    "an expression that is none": (PATH, _regex("(?=a)\\1")),
+    "16,000 choices": (PATH, {"prompt": "a", "guided_choice": ["a" * 12] * 16_000}),
+    "a grammar without end": (PATH, {"prompt": "a", "max_tokens": 8, "grammar": "start: start"}),
+    "a grammar of many meanings": (
+        PATH, {"prompt": "a", "max_tokens": 200,
+               "grammar": 'start: a\na: a a | b | ""\nb: /a*/ | /a+/ | "a" b | b "a"'},
+    ),
+    "a grammar that is none": (PATH, {"prompt": "a", "grammar": "start: %%%"}),
+    "128 tools, each of itself": (
+        CHAT, {"messages": USER, "tools": [_ANY_TOOL] * 128, "tool_choice": "required",
+               "max_tokens": 8},
+    ),
+}  # fmt: skip
+"""Grammars that must be refused, or be no more than they say."""
 ATTACKS: dict[str, tuple[str, dict[str, object]]] = {
     "a template that never ends": (CHAT, BOMB),
     "100,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 100_000}),
@@ -71,6 +133,7 @@ ATTACKS: dict[str, tuple[str, dict[str, object]]] = {
     "3.9 MB of spaces, tokenized": ("/tokenize", {"prompt": " " * 3_900_000}),
     "64 prompts of 16 choices": (PATH, {"prompt": ["a"] * 64, "n": 16, "max_tokens": 1}),
     "a field's name of 3.9 MB": (PATH, {"prompt": "a", "x" * 3_900_000: 1}),
+    **HOSTILE,
 }
 """Paths and bodies of what the tiny pair's server must answer quickly or give up."""
 
@@ -121,12 +184,13 @@ class Server:
         return float(line.split()[-1])
 
     def left_behind(self, seconds: float = 30.0) -> list[float]:
-        """Rows and places in the queue that are taken still, at the latest after `seconds`; and
-        pages that have leaked, where there are any.
+        """Rows, places in the queue and matchers of grammars that are taken still, at the latest
+        after `seconds`; and pages that have leaked, where there are any.
         """
         end = time.monotonic() + seconds
         while True:
-            found = [self.gauge("num_requests_running"), self.gauge("num_requests_waiting")]
+            names = "num_requests_running", "num_requests_waiting", "grammar_matchers"
+            found = [self.gauge(name) for name in names]
             found += [self.gauge("kv_cache_pages_leaked")] if self._paged else []
             if not any(found) or time.monotonic() > end:
                 return found
@@ -152,6 +216,68 @@ def body_of(prompt: list[int], **more: object) -> dict[str, object]:
     """A greedy request."""
     asked = {"model": "m", "prompt": prompt, "max_tokens": NEW, "temperature": 0}
     return asked | {"ignore_eos": True} | more
+
+
+class Wanted(NamedTuple):
+    """A request whose text must match a grammar, and whether one does."""
+
+    path: str
+    body: dict[str, object]
+    matches: Callable[[str], bool]
+
+
+def wanted(kind: str, tag: int, more: dict[str, object]) -> Wanted:
+    """A request with a grammar that is only this tag's: no other's text matches it."""
+    body = {"model": "m", "max_tokens": LONGEST, **more}
+    if kind == "calls":
+        only = {"type": "object", "properties": {"tag": {"const": tag}}, "required": ["tag"],
+                "additionalProperties": False}  # fmt: skip
+        function = {"name": f"tool_{tag}", "parameters": only}
+        tools = [{"type": "function", "function": function}]
+        talk = {"messages": USER, "tools": tools, "tool_choice": "required"}
+        written = f'tool_{tag}{{"tag":{tag}}}'
+        return Wanted(CHAT, body | talk | {"parallel_tool_calls": False},
+                      lambda text: "".join(text.split()) == written)  # fmt: skip
+    body["prompt"] = [tag % 200 + 20, 7, 9]
+    if kind == "schema":
+        schema = {"name": "a", "schema": _schema_of(tag)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return Wanted(PATH, body, lambda text: _is_value(text, tag))
+    if kind == "choice":
+        texts = [f"{tag} yes", f"{tag} no", f"{tag} naïve"]
+        return Wanted(PATH, body | {"guided_choice": texts}, lambda text: text in texts)
+    if kind == "rules":
+        rules = f'start: "<{tag}>" word ("," word){{0,4}}\nword: /[a-z]{{1,3}}/'
+        expression = rf"<{tag}>[a-z]{{1,3}}(,[a-z]{{1,3}}){{0,4}}"
+        fields = {"structured_outputs": {"grammar": rules}}
+    else:
+        expression = rf"{tag}-[a-f]{{2,6}}(x|yz)\.?"
+        fields = {"structured_outputs": {"regex": expression}}
+    return Wanted(PATH, body | fields, lambda text: re.fullmatch(expression, text) is not None)
+
+
+def _of_calls(calls: list[dict[str, Any]]) -> str:
+    """The names and arguments of calls."""
+    own = [call["function"] for call in calls]
+    return "".join((each.get("name") or "") + each["arguments"] for each in own)
+
+
+def _schema_of(tag: int) -> dict[str, object]:
+    fields = {"tag": {"const": tag}, "word": {"type": "string", "maxLength": 8},
+              "on": {"type": "boolean"}}  # fmt: skip
+    return {"type": "object", "properties": fields, "required": [*fields],
+            "additionalProperties": False}  # fmt: skip
+
+
+def _is_value(text: str, tag: int) -> bool:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        isinstance(value, dict) and [*value] == ["tag", "word", "on"] and value["tag"] == tag
+        and len(value["word"]) <= 8 and isinstance(value["on"], bool)
+    )  # fmt: skip
 
 
 class Clients:
@@ -194,6 +320,50 @@ class Clients:
             pieces = [piece async for piece in _pieces(response)]
         return _judged("".join(pieces), text)
 
+    def _some_grammar(self, **more: object) -> tuple[str, Wanted]:
+        kind = str(self._noise.choice(["schema", "regex", "choice", "rules", "calls"]))
+        drawn = {"temperature": float(self._noise.choice([0.0, 1.0]))}
+        if self._noise.integers(2):
+            drawn["seed"] = int(self._noise.integers(99))
+        return kind, wanted(kind, int(self._noise.integers(TAGS)), drawn | more)
+
+    async def matching(self) -> str:
+        """Waits for a whole text that matches a grammar."""
+        kind, asked = self._some_grammar()
+        response = await self._client.post(asked.path, json=asked.body)
+        if response.status_code != 200:
+            return f"{kind}: status {response.status_code}"
+        (choice,) = response.json()["choices"]
+        if "message" in choice:
+            choice["text"] = _of_calls(choice["message"].get("tool_calls") or [])
+        return self._matched(kind, asked, choice["text"], choice["finish_reason"])
+
+    async def matching_stream(self) -> str:
+        """Reads a stream of such a text."""
+        kind, asked = self._some_grammar(stream=True)
+        text, reason = "", None
+        async with self._client.stream("POST", asked.path, json=asked.body) as response:
+            if response.status_code != 200:
+                return f"{kind}: status {response.status_code}"
+            async for choice in _choices(response):
+                if "delta" in choice:
+                    choice["text"] = _of_calls(choice["delta"].get("tool_calls") or [])
+                text, reason = text + choice["text"], choice["finish_reason"]
+        return self._matched(kind, asked, text, reason)
+
+    def _matched(self, kind: str, asked: Wanted, text: str, reason: str | None) -> str:
+        if reason == "length":
+            return f"{kind}: cut off"
+        if reason != ("tool_calls" if kind == "calls" else "stop") or not asked.matches(text):
+            print(f"  {reason}, {text!r} to {asked.body}", flush=True)
+            return f"{kind}: WRONG TEXT"
+        return f"{kind}: right text"
+
+    async def matching_leaves(self) -> str:
+        """Leaves such a text, perhaps before its grammar is compiled."""
+        _, asked = self._some_grammar(stream=bool(self._noise.integers(2)))
+        return await self._left(asked.path, asked.body)
+
     async def slow(self) -> str:
         """Reads a stream of several choices with log probabilities, a little at a time."""
         prompt, text = self._some()
@@ -220,10 +390,15 @@ class Clients:
         """Leaves while it waits, or after some of a stream."""
         prompt, _ = self._some()
         body = body_of(prompt, stream=bool(self._noise.integers(2)), max_tokens=150)
+        return await self._left(PATH, body)
+
+    async def _left(self, path: str, body: dict[str, object]) -> str:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(float(self._noise.exponential(0.5))):
-                async with self._client.stream("POST", PATH, json=body) as response:
-                    async for _ in _pieces(response):
+                async with self._client.stream("POST", path, json=body) as response:
+                    if response.status_code not in (200, 429):
+                        return f"left: status {response.status_code}"
+                    async for _ in _choices(response):
                         pass
         return "left"
 
@@ -275,11 +450,16 @@ def _head(length: int, path: str = PATH) -> bytes:
     )).encode()  # fmt: skip
 
 
-async def _pieces(response: httpx.Response) -> AsyncIterator[str]:
+async def _choices(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
     async for line in response.aiter_lines():
         if line.startswith("data: {"):
             for choice in json.loads(line[6:])["choices"]:
-                yield choice["text"]
+                yield choice
+
+
+async def _pieces(response: httpx.Response) -> AsyncIterator[str]:
+    async for choice in _choices(response):
+        yield choice["text"]
 
 
 def _judged(text: str, wanted: str) -> str:
@@ -292,8 +472,14 @@ def resident(process: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-async def sent(server: Server, abuse: Abuse, process: int) -> None:
-    """Sends all requests, and prints what became of them and of the server's memory."""
+_FAULT = re.compile(r"WRONG|AN ERROR OF|(status|:) 5[0-9][0-9]$")
+"""Of outcomes that there may not be."""
+
+
+async def sent(server: Server, abuse: Abuse, process: int) -> int:
+    """Sends all requests, and prints what became of them and of the server's memory; how many had
+    an outcome that there may not be.
+    """
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=100)
     async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
         clients, room = Clients(server, client, 0), asyncio.Semaphore(abuse.connections)
@@ -323,6 +509,7 @@ async def sent(server: Server, abuse: Abuse, process: int) -> None:
         "were its own thread's",
         flush=True,
     )
+    return sum(count for outcome, count in clients.outcomes.items() if _FAULT.search(outcome))
 
 
 @contextlib.contextmanager
@@ -385,11 +572,13 @@ def main() -> None:
     (target / "chat_template.jinja").write_text(TEMPLATE)
     server = Server(abuse, draft, target)
     with server.running() as process:
-        asyncio.run(sent(server, abuse, process.pid))
-        print("  rows, places in the queue (and pages) taken in the end:", server.left_behind())
+        faults = asyncio.run(sent(server, abuse, process.pid))
+        left = server.left_behind()
+        print("  rows, places in the queue, matchers (and pages) taken in the end:", left)
+        faults += sum(map(bool, left))
         shutil.copytree(draft, draft.parent / "kept")
         shutil.rmtree(draft)
-        asyncio.run(sent(server, dataclasses.replace(abuse, requests=100), process.pid))
+        faults += asyncio.run(sent(server, dataclasses.replace(abuse, requests=100), process.pid))
         print("  (that was without the draft's folder)")
         print("a signal in mid-stream:", in_mid_stream(server, process))
     shutil.move(draft.parent / "kept", draft)
@@ -403,8 +592,12 @@ def main() -> None:
         print("killed, and started again at the same port: status", answer.status_code)
     _save_broken(draft)
     with server.running() as process:
-        asyncio.run(sent(server, dataclasses.replace(abuse, requests=200), process.pid))
-        print("  (that was with a draft that gives NaN); taken in the end:", server.left_behind())
+        faults += asyncio.run(sent(server, dataclasses.replace(abuse, requests=200), process.pid))
+        left = server.left_behind()
+        print("  (that was with a draft that gives NaN); taken in the end:", left)
+    faults += sum(map(bool, left))
+    print(f"{faults} faults")
+    sys.exit(bool(faults))
 
 
 if __name__ == "__main__":

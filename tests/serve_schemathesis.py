@@ -77,8 +77,8 @@ def main() -> None:
                     seed += 1
                 memory.append(resident(process.pid))
             left = server.left_behind()
-    print(f"{total} cases; memory, MiB: {', '.join(f'{each:.0f}' for each in memory)}; rows and "
-          f"places in the queue taken in the end: {left}")  # fmt: skip
+    print(f"{total} cases; memory, MiB: {', '.join(f'{each:.0f}' for each in memory)}; rows, "
+          f"places in the queue and matchers of grammars taken in the end: {left}")  # fmt: skip
     if any(left) or memory[-1] > 1.1 * memory[-2]:
         sys.exit(1)
 

@@ -393,6 +393,17 @@ def test_models_and_version(client):
     assert list(client.get("/version").json()) == ["version"]
 
 
+def test_another_method_is_told_all_that_a_path_has(client):
+    for path, methods in (
+        ("/v1/responses/a", "DELETE, GET, HEAD"),
+        ("/v1/models", "GET, HEAD"),
+        ("/v1/completions", "POST"),
+        ("/health", "GET, HEAD"),
+    ):
+        response = client.put(path)
+        assert (response.status_code, response.headers["allow"]) == (405, methods)
+
+
 def test_metrics(client, engine):
     before = numbers(client.get("/metrics").text)
     completion(client, n=2)
@@ -409,6 +420,7 @@ def test_metrics(client, engine):
     for state, count in {"free": 4, "running": 3, "cached": 5}.items():
         assert after[f'specjax:kv_cache_pages{{model_name="scripted",state="{state}"}}'] == count
     assert after[f"specjax:kv_cache_pages_leaked{label}"] == 0
+    assert after[f"specjax:grammar_matchers{label}"] == 2
     by_position = (
         'spec_decode_num_accepted_tokens_per_pos_total{model_name="scripted",position="1"}'
     )

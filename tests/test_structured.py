@@ -401,3 +401,17 @@ def test_the_command_takes_them(options, wanted, tmp_path, capsys, monkeypatch):
 def test_the_command_refuses_in_a_sentence(options, message, capsys):
     assert main(["generate", "x = ", "--max-new-tokens", "4", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_large_grammars_are_forgotten_before_small_ones_are_many(pair):
+    compiler = GrammarCompiler(pair.tokenizer, pair.target.config.vocab_size, (0,))
+
+    def compiled(number: int, size: int):
+        return compiler.json_schema({"type": "integer", "description": f"{number:{size}}"})
+
+    small = [compiled(number, 10) for number in range(8)]
+    assert [compiled(number, 10) for number in range(8)] == small
+    large = [compiled(number, 200_000) for number in range(6)]  # 5 have a mebibyte
+    assert compiled(5, 200_000) is large[5]
+    assert compiled(0, 200_000) is not large[0]
+    assert compiled(0, 10) is not small[0]

@@ -16,6 +16,7 @@ import numpy as np
 from rich.progress import Progress
 
 from pallas_kernels.platform import platform
+from specjax.base.grammars import num_rows
 from specjax.base.progress import progress_bars
 from specjax.base.pytree import replace
 from specjax.decoding.extending import can_truncate
@@ -240,6 +241,11 @@ class Engine:
             return counts.running / counts.total
         held = sum(len(row.tokens) for row in self._scheduler.rows if row.sequence is not None)
         return held / self.kv_cache_tokens
+
+    @property
+    def num_grammar_matchers(self) -> int:
+        """Rows of this process whose texts are followed through a grammar."""
+        return num_rows()
 
     @property
     def page_counts(self) -> PageCounts | None:

@@ -20,8 +20,10 @@ LARGEST = 2**18
 """Bytes of a grammar's text."""
 _SIMPLE = {"true": "{}", "false": '{"not": {}}'}
 """Schemas that are no objects, as ones."""
-_KEPT = 256
-"""Compiled grammars."""
+_KEPT, _KEPT_BYTES = 256, 2**20
+"""Compiled grammars, and characters of their sources: compiled, an expression takes up to 250 bytes
+for each.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +41,8 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model; equal ones once, as long as they are among the last 256.
+    """Compiles grammars for a model; equal ones once, as long as they are among the last 256, of
+    which large ones are fewer.
 
     Args:
       tokenizer: the model's.
@@ -71,6 +74,8 @@ class GrammarCompiler:
             step_lexer_fuel=100_000, verbose_errors=False,
         )  # fmt: skip
         self._known: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
+        self._characters = 0
+        """Of the sources that are known."""
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:
@@ -108,9 +113,11 @@ class GrammarCompiler:
                 return self._known[source]
         made = self._compiled(source)
         with self._lock:
+            self._characters += 0 if source in self._known else len(source.text)
             self._known[source] = made
-            while len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            while len(self._known) > _KEPT or self._characters > _KEPT_BYTES:
+                old, _ = self._known.popitem(last=False)
+                self._characters -= len(old.text)
         return made
 
     def _compiled(self, source: GrammarSource) -> Grammar:

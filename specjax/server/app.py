@@ -119,9 +119,10 @@ def create_app(
     app.add_exception_handler(RequestValidationError, respond_to_invalid_body)
     app.add_exception_handler(ClientGoneError, _respond_to_nobody)
     app.add_exception_handler(Exception, respond_to_failure)
-    app.include_router(_guarded(bool(options.api_keys)))
-    app.include_router(_open())
-    app.include_router(page_routes())
+    routers = _guarded(bool(options.api_keys)), _open(), page_routes()
+    for router in routers:
+        app.include_router(router)
+    app.state.routes = [route for router in routers for route in router.routes]
     return app
 
 

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
 from typing_extensions import TypedDict
 
 RETRY_SECONDS = 5
@@ -113,11 +114,19 @@ def respond_to_api_error(request: HTTPConnection, error: Exception) -> Response:
     """The response to an `ApiError`, or to what the router raises (404, 405)."""
     assert isinstance(error, HTTPException)
     if not isinstance(error, ApiError):
-        error = ApiError(error.status_code, f"{error.detail}.", headers=error.headers)
+        allow = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+        error = ApiError(error.status_code, f"{error.detail}.", headers=allow)
     path: str = request.scope["path"]
     of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
     content = error.content_of_messages() if of_messages else error.content()
     return JSONResponse(content, error.status_code, error.headers)
+
+
+def _allowed(request: HTTPConnection) -> str:
+    """The methods of all routes of a path, of which the router names the first one's."""
+    routes: list[Route] = request.app.state.routes
+    own = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for each in own for method in each.methods or ()}))
 
 
 def respond_to_failure(request: Request, error: Exception) -> Response:

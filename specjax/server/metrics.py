@@ -215,6 +215,11 @@ class _EngineCollector(Collector):
                 counter.add_metric([self._model], count(statistics))
                 yield counter
             yield self._by_position(prefix, statistics.accepted_at)
+        matchers = GaugeMetricFamily(
+            "specjax:grammar_matchers", "Rows that are held to a grammar.", labels=["model_name"]
+        )
+        matchers.add_metric([self._model], self._engine.num_grammar_matchers)
+        yield matchers
         if (pages := self._engine.page_counts) is not None:
             yield from self._of_pages(pages)
         yield from families(self._engine.report(), self._model)
