@@ -225,6 +225,10 @@ class Odd:
     def reset(self) -> None:
         self._text = [0]
 
+    def forced(self) -> list[int]:
+        """What may come, and is not all that may: expecting it changes no text."""
+        return [4, 3] if self._text[-1] % 2 else [3]
+
     def is_end(self, token: int) -> bool:
         return False
 
@@ -236,7 +240,7 @@ def within_grammars(folder: Path) -> dict:
     """Texts under grammars, and those of one device; devices ask for the same masks at once."""
     found = {}
     for name, method in (("alone", "none"), ("model=4", "chain"), ("data=2,model=4", "specexec"),
-                         ("data=2,draft=3", "pool")):  # fmt: skip
+                         ("data=2,draft=3", "pool"), ("data=2", "lookup")):  # fmt: skip
         mesh = make_mesh(**MESHES[name]) if name != "alone" else None
         pair = pair_on(folder, mesh)
         grammar = Odd(num_words(pair.target.config.vocab_size))

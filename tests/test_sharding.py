@@ -110,7 +110,7 @@ def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):
 @pytest.mark.slow
 def test_texts_under_grammars_are_those_of_one_device(other_facts):
     found = other_facts["grammars"]
-    assert len(found) == 4
+    assert len(found) == 5
     for name, tokens in found.items():
         assert tokens == found["alone"], name
     held = np.array(found["alone"])[::2]
