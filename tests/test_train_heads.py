@@ -21,7 +21,7 @@ from specjax.models.transformer import Model, initialize, trunk, unembed
 from tests.cases import slow_but
 from tests.pairs import head, varied_model
 from tests.rows import rows_of
-from train import heads
+from train import evaluate, heads
 from train import run as train_run
 from train.checks import check
 from train.config import Head, Size, load_recipe
@@ -265,6 +265,21 @@ def test_a_pool_of_heads_is_trained_and_exported_as_others_write_them(folder):
     drafted = generate(jax.random.key(0), pair.target, pool, prompts, **options)
     np.testing.assert_array_equal(drafted.tokens, plain.tokens)
     assert (drafted.steps < plain.steps).any()
+    found = evaluate.drafts_in(folder / "export", pair.target)
+    assert [head.config for head in found] == [head.config for head in pair.drafts]
+    jax.tree.map(np.testing.assert_array_equal, found, list(pair.drafts))
+
+
+@pytest.mark.slow
+def test_tables_are_measured_of_a_pool_of_heads(folder, tmp_path):
+    """Beside heads trained alike, here the same ones."""
+    file, export = tmp_path / "tables.json", str(folder / "export")
+    arguments = ["--model", export, "--alike", export, "--tables", "coverage", "--limit", "4"]
+    assert evaluate.main([*arguments, "--max-new-tokens", "8", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())["coverage"]
+    of = {(row["pool"], row["of"]): row for row in found if row["temperature"]}
+    assert of["boosted", "union"]["top2"] >= of["boosted", "draft 0"]["top2"] > 0
+    assert of["alike", "union"] | {"pool": "boosted"} == of["boosted", "union"]
 
 
 def test_the_log_says_what_chains_of_a_head_are_worth(folder):

@@ -19,8 +19,9 @@ from rich.table import Table
 
 from specjax.base.interrupts import CODE, ending_at_interrupts, if_interrupted, leave
 from specjax.base.progress import reporting
-from specjax.checkpoints.files import BUNDLED
-from specjax.checkpoints.load import load, load_pool
+from specjax.checkpoints.feature_drafts import is_feature_draft, load_feature_draft
+from specjax.checkpoints.files import BUNDLED, Files
+from specjax.checkpoints.load import load, load_draft, pool_in
 from specjax.cli.options import parsed
 from specjax.cli.values import at_least, check_seed, check_target_file
 from specjax.measure import prompts
@@ -138,8 +139,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     """
     folder = _pair_folder(options.model)
     target, tokenizer = load(_target_folder(folder))
-    boosted = _drafts(folder)
-    other = _drafts(Path(options.alike)) if options.alike else []
+    boosted = drafts_in(folder, target)
+    other = drafts_in(Path(options.alike), target) if options.alike else []
     _check_rows(target, boosted)
     _check_rows(target, other)
 
@@ -162,8 +163,8 @@ def evaluate(options: Options) -> dict[str, Any]:
     development, measured_on = task(choosing), task(asked)
     settings = {
         "model": options.model,
-        "weights": _digest([target, *boosted, *other]),
-        "shapes": _digest([tables.SHAPES, tables.BUDGETS, tables.TIMED]),
+        "weights": digest([target, *boosted, *other]),
+        "shapes": digest([tables.SHAPES, tables.BUDGETS, tables.TIMED]),
         "rows": [development.rows, measured_on.rows],
         "target_parameters": target.config.num_parameters,
         "drafts": [draft.config.num_parameters for draft in boosted],
@@ -174,8 +175,8 @@ def evaluate(options: Options) -> dict[str, Any]:
         "new_tokens": options.max_new_tokens,
         "draws": options.draws,
         "seed": options.seed,
-        "earlier": _digest([str(sorted(earlier.items()))]),
-        "texts": _digest([development.prompts, measured_on.prompts]),
+        "earlier": digest([str(sorted(earlier.items()))]),
+        "texts": digest([development.prompts, measured_on.prompts]),
     }
     found = _kept(options.json, environment() | settings)
     if "single" not in found["env"]:
@@ -243,7 +244,7 @@ def _earlier(file: str | None, sizes: Mapping[str, int]) -> dict[Cell, Shape]:
         raise ValueError(f"--shapes is {file}: {error}") from error
 
 
-def _digest(values: Sequence[Any]) -> str:
+def digest(values: Sequence[Any]) -> str:
     """A number that changes with any of the models, texts or shapes, and with their structure."""
     leaves, structure = jax.tree.flatten(values)
     found = hashlib.sha256(str(structure).encode())
@@ -281,10 +282,21 @@ def _target_folder(folder: Path) -> str | Path:
         ) from None
 
 
-def _drafts(folder: Path) -> list[Model]:
-    """The members of a pool: a pair's, or those of a folder that holds nothing else."""
+def drafts_in(folder: Path, target: Model) -> list[Model]:
+    """The members of a pool: a pair's, or those of a folder that holds nothing else.
+
+    Heads among them read hidden states of `target`.
+
+    Raises:
+      CheckpointError: there is none, or one is not supported.
+      ValueError: one is a head of another target.
+    """
     own = folder / "drafts"
-    return load_pool(own if own.is_dir() else folder)
+    listed = map(Files, pool_in(own if own.is_dir() else folder))
+    return [
+        load_feature_draft(files, target) if is_feature_draft(files) else load_draft(files)
+        for files in listed
+    ]
 
 
 def _check_rows(target: Model, drafts: Sequence[Model]) -> None:

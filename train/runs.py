@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from specjax.base.sampling import Sampling
 from specjax.decoding.generate import Generation, generate
 from specjax.decoding.request import prepare
-from specjax.draft import ExpansionDrafter
+from specjax.draft import Drafter, ExpansionDrafter
 from specjax.measure import timing
 from specjax.models.transformer import Model
 from specjax.trees.construction import DRAWN
@@ -37,7 +38,7 @@ class Task(NamedTuple):
 
 def continuations(target: Model, task: Task, temperature: float) -> Collected:
     """The target's own continuations of the prompts."""
-    made = _generate(target, None, task, temperature, NAIVE.name)
+    made = generated(target, None, task, temperature, NAIVE.name)
     width = max(len(prompt) for prompt in task.prompts) + task.new_tokens
     same = np.full(len(task.prompts), temperature, np.float32)
     return joined(task.prompts, made.tokens, made.lengths, same, width)
@@ -58,11 +59,7 @@ def measured(
     None for a single one.
     """
     drafter = ExpansionDrafter.of(drafts, shape, children)
-    draws = task.draws if temperature else 1
-    repeated = task._replace(prompts=task.prompts * draws)
-    made = _generate(target, drafter, repeated, temperature, rule)
-    fields = (made.lengths, made.steps, made.nodes)
-    tokens, steps, nodes = (np.reshape(field, (draws, -1)).sum(axis=0) for field in fields)
+    tokens, steps, nodes = counted(target, drafter, task, temperature, rule)
     rate = tokens.sum() / steps.sum()
     left = tokens - rate * steps  # of a ratio estimate
     count = len(left)
@@ -72,12 +69,31 @@ def measured(
         "spread": float(error) if count > 1 else None,
         "mean_nodes": float(nodes.sum() / steps.sum()),
         "prompts": count,
-        "draws": draws,
+        "draws": task.draws if temperature else 1,
     }
 
 
-def _generate(
-    target: Model, drafter: ExpansionDrafter | None, task: Task, temperature: float, rule: str
+class Counts(NamedTuple):
+    """Emitted tokens, steps and nodes of each prompt, all its draws together."""
+
+    tokens: Int[np.ndarray, " N"]
+    steps: Int[np.ndarray, " N"]
+    nodes: Int[np.ndarray, " N"]
+
+
+def counted(
+    target: Model, drafter: Drafter | None, task: Task, temperature: float, rule: str
+) -> Counts:
+    """What every prompt took; a greedy one is drawn once."""
+    draws = task.draws if temperature else 1
+    repeated = task._replace(prompts=task.prompts * draws)
+    made = generated(target, drafter, repeated, temperature, rule)
+    fields = (made.lengths, made.steps, made.nodes)
+    return Counts(*(np.reshape(field, (draws, -1)).sum(axis=0) for field in fields))
+
+
+def generated(
+    target: Model, drafter: Drafter | None, task: Task, temperature: float, rule: str
 ) -> Generation:
     """All prompts, `rows` at a time; what fills a batch up is not counted.
 
