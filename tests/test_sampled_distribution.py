@@ -178,6 +178,10 @@ CASES = {
         lambda target: replace(best_first(target), model=head(target, 3)),
         ONE_HOT,
     ),
+    "a pool of heads": (
+        lambda target: ExpansionDrafter.of([head(target, 3), head(target, 4, 40)], ((2, 1), (1,))),
+        MULTI_STEP,
+    ),
     "pruned beside a whole one": (
         lambda target: ExpansionDrafter.of([some_tokens(target), near(target, 2, 0.3)], (1, 1)),
         MULTI_STEP,
