@@ -196,6 +196,8 @@ def test_a_request_whose_replica_ends_is_told_so(replicas):
     assert stream.status_code == 200
     assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "replica_lost"
     assert "[DONE]" not in stream.text
+    own.lost_after = 0
+    assert ask(own.front, "POST", "/v1/messages", json={}).json()["type"] == "error"
     assert not own.engines[0].running
 
 

@@ -99,6 +99,11 @@ class ApiError(HTTPException):
         kind = _KINDS_OF_MESSAGES.get(self.status_code, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": self.detail}}
 
+    def content_at(self, path: str) -> ErrorResponse | MessagesErrorResponse:
+        """The response's body in the shape of the API that has a path."""
+        of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
+        return self.content_of_messages() if of_messages else self.content()
+
 
 def shortened(text: str, length: int = _SHOWN) -> str:
     """The beginning of a text that a client may have made very long."""
@@ -116,9 +121,7 @@ def respond_to_api_error(request: HTTPConnection, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         allow = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
         error = ApiError(error.status_code, f"{error.detail}.", headers=allow)
-    path: str = request.scope["path"]
-    of_messages = path == _MESSAGES or path.startswith(f"{_MESSAGES}/")
-    content = error.content_of_messages() if of_messages else error.content()
+    content = error.content_at(request.scope["path"])
     return JSONResponse(content, error.status_code, error.headers)
 
 

@@ -152,7 +152,7 @@ class Front:
         try:
             body = await request.body() if request.method == "POST" else b""
         except ApiError as refused:
-            await respond_to_api_error(None, refused)(scope, receive, send)
+            await respond_to_api_error(request, refused)(scope, receive, send)
             return
         if len(body) > _LARGE:
             prompt, named = await asyncio.to_thread(beginning, body)
@@ -187,9 +187,10 @@ class Front:
                 headers={"Retry-After": str(_RETRY_SECONDS)},
             )
             if kind is None:
-                await respond_to_api_error(None, lost)(scope, receive, send)
+                await respond_to_api_error(Request(scope), lost)(scope, receive, send)
             elif kind.startswith(b"text/event-stream"):
-                await send({"type": "http.response.body", "body": event(lost.content())})
+                content = lost.content_at(scope["path"])
+                await send({"type": "http.response.body", "body": event(content)})
             else:
                 raise
 
@@ -211,7 +212,7 @@ def beginning(body: bytes) -> tuple[str, str]:
     if not isinstance(value, dict):
         return "", ""
     named = value.get("previous_response_id")
-    parts = (value.get(name) for name in ("instructions", "messages", "prompt", "input"))
+    parts = (value.get(name) for name in ("instructions", "system", "messages", "prompt", "input"))
     texts = (_text(part) for part in parts if part is not None)
     return "".join(texts)[:_MOST], named if isinstance(named, str) else ""
 
