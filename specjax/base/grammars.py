@@ -535,8 +535,9 @@ class Grammars:
             jax.ShapeDtypeStruct(shape, jnp.int32),
             self._packed(tokens, parents, deepest[:, None]), vmap_method="sequential",
         )  # fmt: skip
+        slots, tokens, parents, depth = jnp.split(found[:, : 4 * count], 4, axis=1)
         masks = found[:, 4 * count :].reshape(-1, count + 1, words)
-        return Completed(*jnp.split(found[:, : 4 * count], 4, axis=1), masks)
+        return Completed(slots, tokens, parents, depth, masks)
 
     def _packed(self, *rest: Int32[Array, "B _"]) -> Int32[Array, "B _"]:
         """What is asked, in one array, as each takes a callback some ten microseconds."""
