@@ -258,12 +258,12 @@ def test_what_must_come_takes_the_place_of_other_nodes():
 
     row = grammars._Row(OneWay())
 
-    def tree(place) -> list[tuple[tuple[int, ...], int]]:
+    def tree(place):
         found = grammars._Tree(place, 3, 9)
         for slot, (above, token) in enumerate([((), 7), ((), 1), ((1,), 7)]):
             assert found.add(above, token, slot)
         found.fill()
-        return [(node.path, node.slot) for node in found.nodes()]
+        return found.nodes()
 
     assert row.ask(0, [], tree) == [((1,), 1), ((1, 2), NONE), ((1, 2, END), NONE)]
 

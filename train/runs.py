@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 def continuations(target: Model, task: Task, temperature: float) -> Collected:
     """The target's own continuations of the prompts."""
-    made = generated(target, None, task, temperature, NAIVE.name)
+    made = _generate(target, None, task, temperature, NAIVE.name)
     width = max(len(prompt) for prompt in task.prompts) + task.new_tokens
     same = np.full(len(task.prompts), temperature, np.float32)
     return joined(task.prompts, made.tokens, made.lengths, same, width)
@@ -87,12 +87,12 @@ def counted(
     """What every prompt took; a greedy one is drawn once."""
     draws = task.draws if temperature else 1
     repeated = task._replace(prompts=task.prompts * draws)
-    made = generated(target, drafter, repeated, temperature, rule)
+    made = _generate(target, drafter, repeated, temperature, rule)
     fields = (made.lengths, made.steps, made.nodes)
     return Counts(*(np.reshape(field, (draws, -1)).sum(axis=0) for field in fields))
 
 
-def generated(
+def _generate(
     target: Model, drafter: Drafter | None, task: Task, temperature: float, rule: str
 ) -> Generation:
     """All prompts, `rows` at a time; what fills a batch up is not counted.

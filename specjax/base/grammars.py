@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -222,17 +223,6 @@ class _Row:
         return found
 
 
-@dataclasses.dataclass
-class _Node:
-    """A node below the root, by what is above it, and the slot that it came from."""
-
-    path: _Path
-    above: "_Node | None"
-    slot: int
-    below: int = 0
-    """Children."""
-
-
 class _Tree:
     """The nodes of a tree that are to be scored, of which there is room for some.
 
@@ -244,24 +234,22 @@ class _Tree:
 
     def __init__(self, place: _Place, room: int, deepest: int) -> None:
         self._place, self._room, self._deepest = place, room, deepest
-        self._nodes: dict[_Path, _Node] = {}
+        self._slots: dict[_Path, int] = {}
+        """Those that nodes come from, by their paths."""
 
     def add(self, above: _Path, token: int, slot: int) -> bool:
         """Adds a node below another, unless it stands there; whether it stands there then."""
         path = (*above, token)
-        if path in self._nodes:
+        if path in self._slots:
             return True
-        if len(self._nodes) == self._room or not self._may_stand(above, token):
+        if len(self._slots) == self._room or not self._may_stand(above, token):
             return False
-        parent = self._nodes.get(above)
-        self._nodes[path] = _Node(path, parent, slot)
-        if parent is not None:
-            parent.below += 1
+        self._slots[path] = slot
         return True
 
     def _may_stand(self, above: _Path, token: int) -> bool:
         words = self._place.mask(above)
-        there = (not above or above in self._nodes) and len(above) < self._deepest
+        there = (not above or above in self._slots) and len(above) < self._deepest
         return there and words is not None and bool(words[token // BITS] >> (token % BITS) & 1)
 
     def expect(self, path: _Path, before_others: bool) -> None:
@@ -270,29 +258,28 @@ class _Tree:
         """
         for token in self._place.forced(path):
             if not self.add(path, token, NO_NODE):
-                others = [e for e in self._nodes.values() if not e.below and e.path != path]
+                others = [each for each in self._leaves() if each != path]
                 if not (before_others and others and self._may_stand(path, token)):
                     return
-                self._remove(others[-1])
+                del self._slots[others[-1]]
                 self.add(path, token, NO_NODE)
             path = (*path, token)
 
     def fill(self) -> None:
         """Adds what is to be expected after the root, then after nodes that have no children."""
         self.expect((), before_others=True)
-        for node in [each for each in self._nodes.values() if not each.below]:
-            if len(self._nodes) == self._room:
+        for path in self._leaves():
+            if len(self._slots) == self._room:
                 return
-            self.expect(node.path, before_others=False)
+            self.expect(path, before_others=False)
 
-    def nodes(self) -> list[_Node]:
-        """The nodes, those above others first."""
-        return sorted(self._nodes.values(), key=lambda node: len(node.path))
+    def nodes(self) -> list[tuple[_Path, int]]:
+        """The paths of nodes and the slots that they come from, those above others first."""
+        return sorted(self._slots.items(), key=lambda node: len(node[0]))
 
-    def _remove(self, node: _Node) -> None:
-        del self._nodes[node.path]
-        if node.above is not None:
-            node.above.below -= 1
+    def _leaves(self) -> list[_Path]:
+        above = {path[:-1] for path in self._slots}
+        return [path for path in self._slots if path not in above]
 
 
 class _Registry:
@@ -415,8 +402,7 @@ def _complete(asked: _Asked, found: np.ndarray) -> None:
             if parent >= ROOT:
                 tree.add(path(parent), token, slot)
         tree.fill()
-        found = [(node.path, node.slot, place.mask(node.path)) for node in tree.nodes()]
-        return [((), ROOT, place.mask(())), *found]
+        return [(*node, place.mask(node[0])) for node in [((), ROOT), *tree.nodes()]]
 
     nodes = asked.row.ask(asked.made, asked.recent, within)
     number = {own_path: at - 1 for at, (own_path, *_) in enumerate(nodes)}
@@ -500,12 +486,10 @@ class Grammars:
           wanted: numbers of nodes, `ROOT`, or `NO_NODE`, which may be followed by anything.
           vocabulary: how many tokens there are.
         """
-        shape = jax.ShapeDtypeStruct((*wanted.shape, num_words(vocabulary)), jnp.int32)
         sizes = self.recent.shape[1], tokens.shape[1], wanted.shape[1]
-        return jax.pure_callback(
-            lambda given: _ROWS.masks(vocabulary, sizes, given), shape,
-            self._packed(tokens, parents, wanted), vmap_method="sequential",
-        )  # fmt: skip
+        shape = (*wanted.shape, num_words(vocabulary))
+        answer = partial(_ROWS.masks, vocabulary, sizes)
+        return self._asked(answer, shape, tokens, parents, wanted)
 
     def completed(
         self,
@@ -530,19 +514,25 @@ class Grammars:
         count, words = tokens.shape[1], num_words(vocabulary)
         shape = (tokens.shape[0], 4 * count + (count + 1) * words)
         sizes = self.recent.shape[1], count
-        found = jax.pure_callback(
-            lambda given: _ROWS.completed(vocabulary, sizes, given),
-            jax.ShapeDtypeStruct(shape, jnp.int32),
-            self._packed(tokens, parents, deepest[:, None]), vmap_method="sequential",
-        )  # fmt: skip
+        answer = partial(_ROWS.completed, vocabulary, sizes)
+        found = self._asked(answer, shape, tokens, parents, deepest[:, None])
         slots, tokens, parents, depth = jnp.split(found[:, : 4 * count], 4, axis=1)
         masks = found[:, 4 * count :].reshape(-1, count + 1, words)
         return Completed(slots, tokens, parents, depth, masks)
 
-    def _packed(self, *rest: Int32[Array, "B _"]) -> Int32[Array, "B _"]:
-        """What is asked, in one array, as each takes a callback some ten microseconds."""
+    def _asked(
+        self,
+        answer: Callable[[Array], np.ndarray],
+        shape: tuple[int, ...],
+        *about: Int32[Array, "B _"],
+    ) -> Int32[Array, "..."]:
+        """What the host answers about rows; asked in one array, as each takes a callback some ten
+        microseconds.
+        """
         own = jnp.stack([self.number, self.made, self.count], axis=1)
-        return jnp.concatenate([own, self.recent, *rest], axis=1)
+        packed = jnp.concatenate([own, self.recent, *about], axis=1)
+        given = jax.ShapeDtypeStruct(shape, jnp.int32)
+        return jax.pure_callback(answer, given, packed, vmap_method="sequential")
 
 
 class Completed(NamedTuple):

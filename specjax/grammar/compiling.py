@@ -20,7 +20,7 @@ LARGEST = 2**18
 """Bytes of a grammar's text."""
 _SIMPLE = {"true": "{}", "false": '{"not": {}}'}
 """Schemas that are no objects, as ones."""
-_KEPT, _KEPT_BYTES = 256, 2**20
+_KEPT, _KEPT_CHARACTERS = 256, 2**20
 """Compiled grammars, and characters of their sources: compiled, an expression takes up to 250 bytes
 for each.
 """
@@ -74,8 +74,6 @@ class GrammarCompiler:
             step_lexer_fuel=100_000, verbose_errors=False,
         )  # fmt: skip
         self._known: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
-        self._characters = 0
-        """Of the sources that are known."""
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:
@@ -113,12 +111,15 @@ class GrammarCompiler:
                 return self._known[source]
         made = self._compiled(source)
         with self._lock:
-            self._characters += 0 if source in self._known else len(source.text)
             self._known[source] = made
-            while len(self._known) > _KEPT or self._characters > _KEPT_BYTES:
-                old, _ = self._known.popitem(last=False)
-                self._characters -= len(old.text)
+            while len(self._known) > _KEPT or self._characters > _KEPT_CHARACTERS:
+                self._known.popitem(last=False)
         return made
+
+    @property
+    def _characters(self) -> int:
+        """Of the sources that are known."""
+        return sum(len(source.text) for source in self._known)
 
     def _compiled(self, source: GrammarSource) -> Grammar:
         name = source.kind.replace("_", " ").replace("json", "JSON")

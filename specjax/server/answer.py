@@ -1,13 +1,12 @@
-"""What the responses of completions and of chats have in common."""
+"""What responses to requests for texts have in common."""
 
 import abc
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from specjax.server.choices import Delta
-from specjax.server.errors import ApiError
 from specjax.server.generation import Generation
 from specjax.server.protocol import GenerationRequest
 from specjax.server.responses import FinishReason
@@ -18,7 +17,80 @@ LOWEST_LOGPROB = -9999.0
 
 
 class Answer(abc.ABC):
-    """A response's objects, whole or as events; `choice` and `part` give their shape.
+    """What a response says, whole or as events."""
+
+    ending = b""
+    """Behind a stream's last event."""
+
+    @abc.abstractmethod
+    def whole(self) -> Mapping[str, Any]:
+        """The response when all choices have ended."""
+
+    @abc.abstractmethod
+    def chunks(self, deltas: Sequence[Delta]) -> list[Mapping[str, Any]]:
+        """The events of the choices that have something to give."""
+
+    @abc.abstractmethod
+    def last(self) -> list[Mapping[str, Any]]:
+        """The events behind those of the choices."""
+
+
+class ObjectAnswer(Answer):
+    """An answer of one choice as an object, and events that have a type.
+
+    Args:
+      service: for the model's name.
+      generation: the choice.
+      read: what a delta says in parts.
+      add: adds that to the object; gives the events of it.
+      identity: the response's id.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        generation: Generation,
+        read: Callable[[Delta], Delta],
+        add: Callable[[Delta], Iterator[dict[str, Any]]],
+        identity: str,
+    ) -> None:
+        self._generation, self._read, self._add = generation, read, add
+        self._identity, self._model = identity, service.options.served_model_name
+        self._begun = False
+        self._reason: str | None = None
+
+    @abc.abstractmethod
+    def _first(self) -> list[dict[str, Any]]:
+        """The events before any of the choice."""
+
+    @abc.abstractmethod
+    def _ended(self) -> dict[str, Any]:
+        """The object when the choice has ended."""
+
+    def whole(self) -> Mapping[str, Any]:
+        """The object when the choice has ended."""
+        for delta in self._generation.deltas():
+            self._events_of(delta)
+        return self._ended()
+
+    def chunks(self, deltas: Sequence[Delta]) -> list[Mapping[str, Any]]:
+        """The events of what came."""
+        events: list[Mapping[str, Any]] = []
+        if deltas and not self._begun:
+            self._begun = True
+            events += self._first()
+        for delta in deltas:
+            events += self._events_of(delta)
+        return events
+
+    def _events_of(self, delta: Delta) -> list[dict[str, Any]]:
+        own = self._read(delta)
+        self._reason = own.finish_reason or self._reason
+        return list(self._add(own))
+
+
+class ChoicesAnswer(Answer):
+    """An answer as OpenAI's completions and chats have it; `choice` and `part` give its shape.
 
     Args:
       service: for the model's name and the tokens' texts.
@@ -30,7 +102,6 @@ class Answer(abc.ABC):
     whole_kind: str
     chunk_kind: str
     ending = b"data: [DONE]\n\n"
-    """Behind a stream's last event."""
 
     def __init__(
         self, service: Service, body: GenerationRequest, generation: Generation, identity: str
@@ -55,10 +126,6 @@ class Answer(abc.ABC):
     @abc.abstractmethod
     def part(self, delta: Delta) -> Mapping[str, Any]:
         """A choice of an event."""
-
-    def failure(self, error: ApiError) -> Mapping[str, Any]:
-        """The event that ends a stream in which something failed."""
-        return error.content()
 
     def parts(self, delta: Delta) -> list[Delta]:
         """What one event each gives: the text, then why it ended, as some clients read no text of

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from specjax.checkpoints.detokenizer import TokenTexts
-from specjax.server.answer import Answer, finite, reason_of
+from specjax.server.answer import ChoicesAnswer, finite, reason_of
 from specjax.server.choices import Delta
 from specjax.server.connection import respond, unless_gone
 from specjax.server.errors import ApiError
@@ -176,7 +176,7 @@ def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:
         raise ApiError(400, f"{param} is not supported: it is no template's variable.", param=param)
 
 
-class _Chat(Answer):
+class _Chat(ChoicesAnswer):
     """A chat's responses."""
 
     whole_kind = "chat.completion"

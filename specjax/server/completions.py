@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from specjax.checkpoints.detokenizer import TokenTexts
 from specjax.engine.request import Logprob
-from specjax.server.answer import Answer, finite, reason_of
+from specjax.server.answer import ChoicesAnswer, finite, reason_of
 from specjax.server.choices import Delta, Echo, echo_of
 from specjax.server.connection import respond, unless_gone
 from specjax.server.errors import ApiError
@@ -119,7 +119,7 @@ async def _echo(
     )
 
 
-class _Completion(Answer):
+class _Completion(ChoicesAnswer):
     """A completion's responses."""
 
     whole_kind = chunk_kind = "text_completion"

@@ -97,13 +97,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until all choices have ended or the client goes away."""
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(scope, send))
         except ClientGoneError:
             pass
         finally:
             self._generation.abort()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         async def write(deltas: Sequence[Delta]) -> None:
             if sum(len(delta.ids) for delta in deltas) < _LONG:
                 events = b"".join(map(event, self._answer.chunks(deltas)))
@@ -117,11 +117,11 @@ class EventStream(Response):
             await self._generation.stream(write, self._idle_seconds)
             ending = b"".join(map(event, self._answer.last())) + self._answer.ending
         except ApiError as error:
-            ending = event(self._answer.failure(error))
+            ending = event(error.content_at(scope["path"]))
         except Exception as error:
             _logger.exception("a stream failed")
             failure = ApiError(500, f"The server failed: {type(error).__name__}.")
-            ending = event(self._answer.failure(failure))
+            ending = event(failure.content_at(scope["path"]))
         await _send_body(send, ending, last=True)
 
 

@@ -6,11 +6,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specjax.server.answer import Answer
+from specjax.server.answer import ObjectAnswer
 from specjax.server.chat import Begun, begin_chat, prepared
-from specjax.server.choices import Delta
 from specjax.server.connection import respond, unless_gone
-from specjax.server.errors import ApiError, MessagesErrorResponse
+from specjax.server.errors import ApiError
 from specjax.server.fields import check_fields
 from specjax.server.log import record_of
 from specjax.server.message_blocks import CountTokensRequest, MessagesRequest, Output, chat_of
@@ -39,7 +38,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
         begun = await begin_chat(chat, request)
     except ApiError as error:
         raise _renamed(error) from error
-    answer = _Message(service, chat, begun, record_of(request).id)
+    answer = _Message(service, begun, record_of(request).id)
     return await respond(request, begun.generation, answer, bool(body.stream))
 
 
@@ -68,75 +67,44 @@ def _renamed(error: ApiError) -> ApiError:
     return ApiError(error.status_code, message, param=own, code=error.code, headers=error.headers)
 
 
-class _Message(Answer):
+class _Message(ObjectAnswer):
     """A message and its events."""
 
-    whole_kind = chunk_kind = "message"
-    ending = b""
-
-    def __init__(
-        self, service: Service, chat: ChatCompletionRequest, begun: Begun, identity: str
-    ) -> None:
-        super().__init__(service, chat, begun.generation, f"msg_{identity}")
-        self._read, self._begun = begun.reader.read, False
+    def __init__(self, service: Service, begun: Begun, identity: str) -> None:
         self._output = Output()
-        self._reason: str | None = None
+        read, add = begun.reader.read, self._output.add
+        super().__init__(service, begun.generation, read, add, f"msg_{identity}")
 
-    def choice(self, delta: Delta) -> Mapping[str, Any]:
-        """The message, of which `delta` is all."""
-        list(self._events_of(delta))
-        return {}
+    def _first(self) -> list[dict[str, Any]]:
+        return [{"type": "message_start", "message": self._object_of([], None, None)}]
 
-    part = choice
-
-    def whole(self) -> Mapping[str, Any]:
-        """The message when it has ended."""
-        for delta in self._generation.deltas():
-            self.choice(delta)
-        return self._object_of(self._output.blocks) | self._end()
-
-    def chunks(self, deltas: Sequence[Delta]) -> list[Mapping[str, Any]]:
-        """The events of what came."""
-        events: list[Mapping[str, Any]] = []
-        if deltas and not self._begun:
-            self._begun = True
-            nothing = {"stop_reason": None, "stop_sequence": None}
-            events.append({"type": "message_start", "message": self._object_of([]) | nothing})
-        for delta in deltas:
-            events += self._events_of(delta)
-        return events
+    def _ended(self) -> dict[str, Any]:
+        return self._object_of(self._output.blocks, *self._end())
 
     def last(self) -> list[Mapping[str, Any]]:
         """The events that end it."""
-        delta = {"type": "message_delta", "delta": self._end(), "usage": self._usage_of()}
+        reason, stop = self._end()
+        ended = {"stop_reason": reason, "stop_sequence": stop}
+        delta = {"type": "message_delta", "delta": ended, "usage": self._usage_of()}
         return [delta, {"type": "message_stop"}]
 
-    def failure(self, error: ApiError) -> MessagesErrorResponse:
-        """The event in place of those that end it."""
-        return error.content_of_messages()
-
-    def _events_of(self, delta: Delta) -> list[dict[str, Any]]:
-        own = self._read(delta)
-        self._reason = own.finish_reason or self._reason
-        return list(self._output.add(own))
-
-    def _end(self) -> dict[str, Any]:
-        """Why it ended."""
+    def _end(self) -> tuple[str, str | None]:
+        """Why it ended, and the stop sequence that ended it."""
         stop = self._generation.choices[0].stop_string if self._reason == "stop" else None
         reason = "end_turn" if stop is None else "stop_sequence"
-        return {
-            "stop_reason": _REASONS.get(self._reason or "", reason),
-            "stop_sequence": stop,
-        }
+        return _REASONS.get(self._reason or "", reason), stop
 
-    def _object_of(self, content: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The message with its content, but for why it ended."""
+    def _object_of(
+        self, content: Sequence[Mapping[str, Any]], reason: str | None, stop: str | None
+    ) -> dict[str, Any]:
         return {
-            "id": self._envelope["id"],
+            "id": self._identity,
             "type": "message",
             "role": "assistant",
-            "model": self._envelope["model"],
+            "model": self._model,
             "content": content,
+            "stop_reason": reason,
+            "stop_sequence": stop,
             "usage": self._usage_of(),
         }
 

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from specjax.server.answer import Answer
+from specjax.server.answer import ObjectAnswer
 from specjax.server.chat import Begun, begin_chat
 from specjax.server.choices import Delta
 from specjax.server.connection import respond
@@ -36,7 +36,7 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     first = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat = _checked(chat_of(body, [*first, *messages]))
     begun = await begin_chat(chat, request)
-    answer = _Response(service, chat, begun, record_of(request).id, body, messages, stored)
+    answer = _Response(service, begun, record_of(request).id, body, messages, stored)
     return await respond(request, begun.generation, answer, bool(body.stream))
 
 
@@ -72,68 +72,40 @@ async def delete_response(response: str, request: Request) -> Response:
     return JSONResponse({"id": response, "object": "response", "deleted": True})
 
 
-class _Response(Answer):
+class _Response(ObjectAnswer):
     """A response's object and its events."""
-
-    whole_kind = chunk_kind = "response"
-    ending = b""
 
     def __init__(
         self,
         service: Service,
-        chat: ChatCompletionRequest,
         begun: Begun,
         identity: str,
         body: ResponsesRequest,
         messages: Sequence[Mapping[str, Any]],
         stored: Stored,
     ) -> None:
-        super().__init__(
-            service, chat, begun.generation, response_id(identity, service.options.replica)
-        )
+        self._output, self._number, self._made = Output(), 0, int(time.time())
         self._body, self._messages, self._stored = body, messages, stored
         self._tokenizer = service.tokenizer
-        self._read, self._begun = begun.reader.read, False
-        self._output, self._number, self._made = Output(), 0, int(time.time())
-        self._reason: str | None = None
+        named = response_id(identity, service.options.replica)
+        super().__init__(service, begun.generation, begun.reader.read, self._output.add, named)
 
-    def choice(self, delta: Delta) -> Mapping[str, Any]:
-        """The response, of which `delta` is all."""
-        list(self._events_of(delta))
-        return {}
-
-    part = choice
-
-    def whole(self) -> Mapping[str, Any]:
-        """The response when it has ended."""
-        for delta in self._generation.deltas():
-            self.choice(delta)
-        return self._ended()
+    def _first(self) -> list[dict[str, Any]]:
+        kinds = "response.created", "response.in_progress"
+        return [{"type": kind, "response": self._object_of(None)} for kind in kinds]
 
     def chunks(self, deltas: Sequence[Delta]) -> list[Mapping[str, Any]]:
-        """The events of what came."""
-        events: list[Mapping[str, Any]] = []
-        if deltas and not self._begun:
-            self._begun = True
-            for kind in ("response.created", "response.in_progress"):
-                events.append(self._numbered({"type": kind, "response": self._object_of(None)}))
-        for delta in deltas:
-            events += map(self._numbered, self._events_of(delta))
-        return events
+        """The events of what came, with their numbers."""
+        return [self._numbered(each) for each in super().chunks(deltas)]
 
     def last(self) -> list[Mapping[str, Any]]:
         """The event that ends it."""
         whole = self._ended()
         return [self._numbered({"type": f"response.{whole['status']}", "response": whole})]
 
-    def _events_of(self, delta: Delta) -> list[dict[str, Any]]:
-        own = self._read(delta)
-        self._reason = own.finish_reason or self._reason
-        return list(self._output.add(own))
-
-    def _numbered(self, event: dict[str, Any]) -> Mapping[str, Any]:
+    def _numbered(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
         self._number += 1
-        return event | {"sequence_number": self._number - 1}
+        return {**event, "sequence_number": self._number - 1}
 
     def _ended(self) -> dict[str, Any]:
         status = "incomplete" if self._reason == "length" else "completed"
@@ -151,7 +123,7 @@ class _Response(Answer):
         kind = {"type": "text"} if own is None else own.model_dump(by_alias=True, exclude_none=True)
         effort = None if body.reasoning is None else body.reasoning.effort
         return {
-            "id": self._envelope["id"],
+            "id": self._identity,
             "object": "response",
             "created_at": self._made,
             "status": status or "in_progress",
@@ -160,7 +132,7 @@ class _Response(Answer):
             "incomplete_details": cut,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "model": self._envelope["model"],
+            "model": self._model,
             "output": [] if status is None else self._output.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
