@@ -5,7 +5,8 @@
 
 Files hold a schema each, or the suite's groups, each with one. Schemas that refer elsewhere or that
 the compiler refuses are counted and left out. An engine continues a prompt under each of them, some
-texts at a time; those that end before `--new` tokens are whole, the others only counted.
+texts at a time, those of one schema after each other so that their prompt is read once; those that
+end before `--new` tokens are whole, the others only counted.
 """
 
 import asyncio
@@ -73,7 +74,7 @@ async def run(corpus: Corpus) -> int:
     room, wrong = asyncio.Semaphore(4 * corpus.rows), []
 
     async def one(number: int, done: Callable[[int, int], None]) -> None:
-        name, validator, grammar, schema = held[number % len(held)]
+        name, validator, grammar, schema = held[number * len(held) // corpus.texts]
         asked = f"Write JSON that matches this schema: {json.dumps(schema)[:600]}"
         prompt = ids_of_talk(pair.tokenizer, [{"role": "user", "content": asked}])
         request = specjax.Request(

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import weakref
 
 import httpx
 import jax
@@ -13,11 +14,12 @@ import specjax
 from specjax.base import grammars
 from specjax.cli.main import main
 from specjax.grammar.compiling import LARGEST, GrammarCompiler
-from specjax.grammar.sources import GrammarSource
+from specjax.grammar.sources import GrammarsInUseError, GrammarSource
 from specjax.methods.registry import build, setting_of
+from specjax.server import service
 from tests.cases import slow_but
 from tests.folders import answer
-from tests.scripted_engine import serving
+from tests.scripted_engine import ScriptedEngine, serving
 
 SCHEMA = {
     "type": "object",
@@ -411,7 +413,46 @@ def test_large_grammars_are_forgotten_before_small_ones_are_many(pair):
 
     small = [compiled(number, 10) for number in range(8)]
     assert [compiled(number, 10) for number in range(8)] == small
-    large = [compiled(number, 200_000) for number in range(6)]  # 5 have a mebibyte
-    assert compiled(5, 200_000) is large[5]
-    assert compiled(0, 200_000) is not large[0]
-    assert compiled(0, 10) is not small[0]
+    large = [weakref.ref(compiled(number, 200_000)) for number in range(6)]  # 5 have a mebibyte
+    assert [each() is not None for each in large] == [False, *[True] * 5]
+    assert compiled(5, 200_000) is large[5]()
+    assert compiled(0, 10) is small[0]  # as it is in use
+    forgotten = weakref.ref(small.pop())
+    assert forgotten() is None
+
+
+def test_large_grammars_in_use_are_bounded_and_small_ones_are_not(pair):
+    config = pair.target.config
+    compiler = GrammarCompiler(
+        pair.tokenizer, config.vocab_size, config.eos_ids, in_use_characters=20_000
+    )
+
+    def compiled(number: int, size: int):
+        return compiler.regex(f"{number}" + "a" * (size - 1))
+
+    held = [compiled(number, 6_000) for number in range(3)]
+    assert compiled(1, 6_000) is held[1]
+    message = "large grammars of 18000 characters are in use; with 5000 more they exceed the 20000"
+    with pytest.raises(GrammarsInUseError, match=message):
+        compiled(9, 5_000)
+    compiled(9, 50)
+    for number in range(5):  # what is kept beside what is held makes no room scarce
+        del held[0]
+        held.append(compiled(number + 3, 6_000))
+
+
+def test_a_server_has_requests_with_large_grammars_come_again(pair, monkeypatch):
+    monkeypatch.setattr(service, "_GRAMMARS_IN_USE", 12_000)
+    engine = ScriptedEngine()
+    with serving(engine, pair.tokenizer) as server:
+
+        def ask(number: int, size: int) -> httpx.Response:
+            body = {"prompt": "x", "guided_regex": f"{number}" + "a" * size}
+            return httpx.post(f"{server.url}/v1/completions", json=body)
+
+        assert [ask(number, 5_000).status_code for number in range(2)] == [200, 200]
+        refused = ask(2, 5_000)  # this engine never lets go of its requests
+        assert (refused.status_code, refused.json()["error"]["param"]) == (429, "guided_regex")
+        assert int(refused.headers["retry-after"]) > 0
+        assert ask(3, 50).status_code == 200
+        server.engine.requests.clear()

@@ -4,13 +4,21 @@ import collections
 import dataclasses
 import json
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specjax.grammar.matching import TextMatcher
-from specjax.grammar.sources import INSTALL, KINDS, WHITE_SPACE, GrammarSource, choice_in_lark
+from specjax.grammar.sources import (
+    INSTALL,
+    KINDS,
+    WHITE_SPACE,
+    GrammarsInUseError,
+    GrammarSource,
+    choice_in_lark,
+)
 
 if TYPE_CHECKING:
     import llguidance
@@ -24,6 +32,8 @@ _KEPT, _KEPT_CHARACTERS = 256, 2**20
 """Compiled grammars, and characters of their sources: compiled, an expression takes up to 250 bytes
 for each.
 """
+_LARGE = 2**12
+"""Characters from which on a source counts for what may be in use."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,13 +51,15 @@ class Grammar:
 
 
 class GrammarCompiler:
-    """Compiles grammars for a model; equal ones once, as long as they are among the last 256, of
-    which large ones are fewer.
+    """Compiles grammars for a model; equal ones once, as long as they are in use or among the last
+    256, of which large ones are fewer.
 
     Args:
       tokenizer: the model's.
       vocab_size: tokens of the model, of which there may be more than the tokenizer knows.
       eos_ids: its end tokens, one of which follows where a text may end.
+      in_use_characters: of the sources of large grammars (from 4,096 characters on) that anybody
+        may hold at once; None is no limit.
 
     Raises:
       ValueError: llguidance is not installed, the tokenizer is not a fast one, or the model has no
@@ -55,7 +67,11 @@ class GrammarCompiler:
     """
 
     def __init__(
-        self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int, eos_ids: Sequence[int]
+        self,
+        tokenizer: "PreTrainedTokenizerFast",
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        in_use_characters: int | None = None,
     ) -> None:
         try:
             import llguidance
@@ -73,7 +89,9 @@ class GrammarCompiler:
             max_lexer_states=50_000, max_grammar_size=100_000, step_max_items=8_000,
             step_lexer_fuel=100_000, verbose_errors=False,
         )  # fmt: skip
-        self._known: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
+        self._last: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
+        self._in_use = weakref.WeakValueDictionary[GrammarSource, Grammar]()
+        self._most_in_use = in_use_characters
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:
@@ -104,22 +122,46 @@ class GrammarCompiler:
 
         Raises:
           ValueError: the text is not of its kind, too large or too complex, or nothing matches.
+          GrammarsInUseError: it is large, and so many such are in use that it may not be.
         """
         with self._lock:
-            if source in self._known:
-                self._known.move_to_end(source)
-                return self._known[source]
+            found = self._in_use.get(source)
+            if found is None:
+                self._check_room(source)
+            else:
+                self._keep(source, found)
+                return found
         made = self._compiled(source)
         with self._lock:
-            self._known[source] = made
-            while len(self._known) > _KEPT or self._characters > _KEPT_CHARACTERS:
-                self._known.popitem(last=False)
+            self._in_use[source] = made
+            self._keep(source, made)
         return made
 
-    @property
-    def _characters(self) -> int:
-        """Of the sources that are known."""
-        return sum(len(source.text) for source in self._known)
+    def _check_room(self, source: GrammarSource) -> None:
+        """Refuses one that is too large beside those in use; what is only kept makes room."""
+        size, most = len(source.text), self._most_in_use
+        if most is None or size < _LARGE:
+            return
+        for kept in [each for each in self._last if len(each.text) >= _LARGE]:
+            if self._large_in_use() + size <= most:
+                return
+            del self._last[kept]
+        used = self._large_in_use()
+        if used and used + size > most:
+            raise GrammarsInUseError(
+                f"large grammars of {used} characters are in use; with {size} more they exceed "
+                f"the {most} that may be."
+            )
+
+    def _large_in_use(self) -> int:
+        return _characters(each for each in [*self._in_use] if len(each.text) >= _LARGE)
+
+    def _keep(self, source: GrammarSource, grammar: Grammar) -> None:
+        """Keeps one as the last, in place of those before that there is no room for."""
+        self._last[source] = grammar
+        self._last.move_to_end(source)
+        while len(self._last) > _KEPT or _characters(self._last) > _KEPT_CHARACTERS:
+            self._last.popitem(last=False)
 
     def _compiled(self, source: GrammarSource) -> Grammar:
         name = source.kind.replace("_", " ").replace("json", "JSON")
@@ -169,6 +211,10 @@ class GrammarCompiler:
                     raise ValueError("its texts must be texts that are not empty.")
                 return self._make.grammar_from_lark(f"start: CHOICE\n{choice_in_lark(texts)}")
         raise ValueError(f"there is no kind {source.kind!r}; there are {', '.join(KINDS)}.")
+
+
+def _characters(sources: Iterable[GrammarSource]) -> int:
+    return sum(len(source.text) for source in sources)
 
 
 def _line(error: object) -> str:

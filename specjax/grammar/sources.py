@@ -21,6 +21,10 @@ class GrammarSource(NamedTuple):
     text: str
 
 
+class GrammarsInUseError(RuntimeError):
+    """As many large grammars are in use as may be."""
+
+
 def choice_in_lark(texts: Sequence[str]) -> str:
     """The terminal CHOICE of Lark's, which is one of some texts: as rules they would be limited."""
     return f"CHOICE: {' | '.join(json.dumps(each, ensure_ascii=False) for each in texts)}\n"

@@ -115,6 +115,16 @@ def unavailable(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, headers={"Retry-After": str(RETRY_SECONDS)})
 
 
+def queue_full(
+    message: str, retry_after: int = RETRY_SECONDS, param: str | None = None
+) -> ApiError:
+    """A 429 that says when to try again."""
+    return ApiError(
+        429, message, param=param, code="rate_limit_exceeded",
+        headers={"Retry-After": str(retry_after)},
+    )  # fmt: skip
+
+
 def respond_to_api_error(request: HTTPConnection, error: Exception) -> Response:
     """The response to an `ApiError`, or to what the router raises (404, 405)."""
     assert isinstance(error, HTTPException)

@@ -16,7 +16,7 @@ from specjax.engine.request import (
     Statistics,
 )
 from specjax.server.choices import Choice, Delta, Echo
-from specjax.server.errors import ApiError, unavailable
+from specjax.server.errors import ApiError, queue_full, unavailable
 from specjax.server.metrics import Metrics, Times
 from specjax.server.responses import ResponseMetrics, Usage
 from specjax.server.service import Service
@@ -247,8 +247,7 @@ async def _submitted(service: Service, prompts: abc.Sequence[Prompt]) -> "list[S
         service.engine.enqueue(sequences)
         return sequences
     except QueueFullError as error:
-        headers = {"Retry-After": str(error.retry_after)}
-        raise ApiError(429, str(error), code="rate_limit_exceeded", headers=headers) from error
+        raise queue_full(str(error), error.retry_after) from error
     except EngineClosedError as error:
         known = {"failed": "engine_failed", "ready": "structured_output_unavailable"}
         code = known.get(service.state(), "server_shutting_down")

@@ -37,6 +37,8 @@ _MOST_IDS = 1 << 18
 """Of `/detokenize`, or the model's context if that is longer."""
 _MOST_VALUES = 1 << 14
 """Of a body, token ids aside."""
+_GRAMMARS_IN_USE = 1 << 22
+"""Characters of large grammars that requests may wait or run with, which take about a gibibyte."""
 
 
 class Service:
@@ -173,6 +175,7 @@ class Service:
 
         Raises:
           ValueError: it is refused, or there can be none.
+          GrammarsInUseError: there are too many large ones.
         """
         work = partial(self._compile, source)
         return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
@@ -183,8 +186,9 @@ class Service:
         with self._compiler_lock:  # the first one takes half a second
             if self._compiler is None:
                 self._compiler = GrammarCompiler(
-                    self.tokenizer, self.engine.vocab_size, self.engine.eos_ids
-                )
+                    self.tokenizer, self.engine.vocab_size, self.engine.eos_ids,
+                    in_use_characters=_GRAMMARS_IN_USE,
+                )  # fmt: skip
         return self._compiler.compile(source())
 
     def most(self) -> Most:

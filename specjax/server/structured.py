@@ -5,8 +5,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from specjax.grammar.sources import GrammarSource
-from specjax.server.errors import ApiError
+from specjax.grammar.sources import GrammarsInUseError, GrammarSource
+from specjax.server.errors import ApiError, queue_full
 from specjax.server.protocol import GenerationRequest, StructuredOutputs
 from specjax.server.reasoning import Thinking, after_thoughts, calls_after_thoughts
 from specjax.server.service import Service
@@ -34,7 +34,8 @@ async def grammar_of(
     what it likes.
 
     Raises:
-      ApiError: it says so twice, or what it says is refused (400).
+      ApiError: it says so twice, or what it says is refused (400), or there are too many large
+        ones (429).
     """
     if calls is not None:
         if thinking is not None:
@@ -66,6 +67,8 @@ async def _compiled(service: Service, source: Callable[[], GrammarSource], param
         raise ApiError(400, message, param=param) from error
     except ValueError as error:
         raise ApiError(400, f"{param}: {error}", param=param) from error
+    except GrammarsInUseError as error:
+        raise queue_full(f"{param}: {error}", param=param) from error
 
 
 def _source(kind: str, value: Any) -> GrammarSource:
