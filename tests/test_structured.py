@@ -360,6 +360,16 @@ def test_a_hostile_schema_stops_nobody(client):
     assert said(client, COMPLETIONS, guided_choice=["left", "right"]) in ("left", "right")
 
 
+def test_the_engine_learns_what_steps_under_a_grammar_take(client, server):
+    def steps() -> int:
+        return sum(known for *_, known in server.engine._costs.table())
+
+    said(client, COMPLETIONS, response_format=FORMAT)  # its program is there from now on
+    before = steps()
+    said(client, COMPLETIONS, response_format=FORMAT)
+    assert steps() > before
+
+
 def test_streamed_and_several_choices(client):
     asked = {
         "messages": [{"role": "user", "content": PROMPT}], "response_format": FORMAT, "n": 3,

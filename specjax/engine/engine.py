@@ -102,8 +102,7 @@ class _InFlight(NamedTuple):
     It has so many `steps` unless all of its rows end before; `cached` are the tokens that they
     held. `alone` says whether the device did nothing else since the burst before but chunks of
     prompts, which were to take `chunk_seconds`, with the `mixed_seconds` that tokens of prompts
-    were to add to each step; None where steps read none. All steps are made where they do. Of a
-    burst that held rows to grammars (`masked`) no time is known: its programs are others.
+    were to add to each step; None where steps read none. All steps are made where they do.
     """
 
     pending: Pending
@@ -114,14 +113,13 @@ class _InFlight(NamedTuple):
     alone: bool
     chunk_seconds: float
     mixed_seconds: float | None
-    masked: bool
 
     def timed(self, taken: float, gave: int) -> Timed | None:
         """How long each step took, of the time since the burst before, if so many gave anything;
         None if that cannot be said.
         """
         steps = gave if self.mixed_seconds is None else self.steps
-        known = self.alone and steps > 0 and not self.masked
+        known = self.alone and steps > 0
         return self.decision.timed(taken, self.chunk_seconds, steps) if known else None
 
 
@@ -820,7 +818,7 @@ class Engine:
             self._read_chunks()
         return _InFlight(
             pending, scheduled, decision, steps, cached, alone, chunks,
-            seconds if prompts else None, masked,
+            seconds if prompts else None,
         )  # fmt: skip
 
     def _beside(self, decision: Decision) -> tuple[Decision, list[list[Chunk]], float]:
