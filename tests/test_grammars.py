@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ from specjax.decoding import stepping
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.ngram import pack
+from specjax.draft.plain import PlainDrafter
 from specjax.draft.prompt_lookup import TextDrafter
 from specjax.draft.static import ExpansionDrafter
+from specjax.draft.switching import SwitchingDrafter
 from specjax.draft.token_recycling import RecycleDrafter
 from specjax.engine.request import Request
+from specjax.goodput.policy import Decision, StepShape
 from specjax.measure.distribution_tests import g_test
 from specjax.trees.construction import DISTINCT
 from specjax.trees.tree import TreeShape
@@ -349,3 +353,22 @@ def test_a_request_may_come_before_the_engine_begins():
     assert first == greedy_texts([PROMPT], [True], 5)[0]
     assert second
     assert grammars.num_rows() == 0
+
+
+def test_programs_that_come_later_hold_rows_to_grammars_too():
+    drafter = SwitchingDrafter.of(
+        {"none": PlainDrafter(VOCABULARY), "chain:1": alone(near(target(), 1, 0.4), (1,))}
+    )
+    later = StepShape("chain:1", 1, 3)
+    request = Request(prompt=PROMPT, max_new_tokens=3, grammar=Table())
+    with running(target(), drafter, rows=1, max_model_len=64) as engine:
+        served(engine, [request])
+        programs = engine._grammars
+        instead = programs.instead(Decision(later, (1,)))
+        assert (instead.shape, instead.depths) == (("none", 1, 1), (0,))
+        programs.add([later])
+        end = time.monotonic() + 120
+        while programs.instead(Decision(later, (1,))).shape != later:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        served(engine, [request])

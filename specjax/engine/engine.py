@@ -392,6 +392,8 @@ class Engine:
         assert self._device is not None
         assert self._costs is not None
         self._costs.join(costs.step_costs)
+        if self._grammars is not None:
+            self._grammars.add(costs.step_costs)
         with self._lock:
             self.speculation.join(costs.step_costs, self._device)
 

@@ -5,8 +5,9 @@ grammar pay nothing for those that have one, and a server that is never asked fo
 """
 
 import logging
+import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from specjax.base import grammars
 from specjax.engine.device import Device, Plan
@@ -21,13 +22,17 @@ class GrammarPrograms:
 
     Args:
       device: of the engine.
-      plan: of its programs.
+      plan: of its programs, of which there may be more later.
       wake: lets the engine's thread take a turn; called from any thread.
     """
 
     def __init__(self, device: Device, plan: Plan, wake: Callable[[], None]) -> None:
         self._device, self._plan, self._wake = device, plan, wake
-        self._order = _widest_first(plan.steps)
+        order = _widest_first(plan.steps)
+        self._first, self._known = order[0], set(order)
+        self._to_compile: queue.SimpleQueue[StepShape | None] = queue.SimpleQueue()
+        for shape in order:
+            self._to_compile.put(shape)
         self._there: set[StepShape] = set()
         self._thread: threading.Thread | None = None
         self._stops = False
@@ -36,7 +41,7 @@ class GrammarPrograms:
     @property
     def is_ready(self) -> bool:
         """Whether rows with grammars can take steps: those of all rows, at least."""
-        return self._order[0] in self._there
+        return self._first in self._there
 
     def want(self) -> None:
         """Begins to compile, if nobody has wanted it before."""
@@ -46,14 +51,21 @@ class GrammarPrograms:
             )
             self._thread.start()
 
+    def add(self, shapes: Iterable[StepShape]) -> None:
+        """Steps of these shapes are there without grammars."""
+        for shape in _widest_first({*shapes} - self._known):
+            self._known.add(shape)
+            self._to_compile.put(shape)
+
     def stop(self) -> None:
         """Compiles nothing more; waits for what is being compiled, which cannot be ended."""
         self._stops = True
+        self._to_compile.put(None)
         if self._thread is not None:
             self._thread.join()
 
     def _compile(self) -> None:
-        for shape in self._order:
+        while (shape := self._to_compile.get()) is not None:
             if self._stops:
                 return
             own = self._plan._replace(steps=(), catch_ups=(), mixed_steps=(), masked_steps=[shape])
@@ -72,19 +84,20 @@ class GrammarPrograms:
                 return
 
     def instead(self, decision: Decision) -> Decision:
-        """What a step of rows with grammars is made with while its own program is not there yet."""
+        """What a step of rows with grammars is made with while its own program is not there yet:
+        plain decoding, where an engine has a choice, as that of more rows costs least.
+        """
         shape = decision.shape
         if shape in self._there:
             return decision
-        settings = (shape.setting, self._order[0].setting)
         able = [each for each in self._there
-                if each.rows >= shape.rows and each.setting in settings]  # fmt: skip
-        best = min(able, key=lambda each: (each.setting != shape.setting, each.rows, -each.width))
+                if each.rows >= shape.rows and each.setting == self._first.setting]  # fmt: skip
+        best = min(able, key=lambda each: (each.rows, -each.width))
         depths = decision.depths if best.setting == shape.setting else (0,) * len(decision.depths)
         return decision._replace(shape=best, depths=depths, reason="grammar", forecast=None)
 
 
-def _widest_first(steps: Sequence[StepShape]) -> list[StepShape]:
+def _widest_first(steps: Iterable[StepShape]) -> list[StepShape]:
     """Steps in the order in which they are compiled: that in which any row can run comes first."""
     return sorted(steps, key=lambda each: (each.setting != PLAIN, -each.rows, -each.width))
 
