@@ -106,22 +106,21 @@ class Case:
         self.grammars = [compiler.json_schema(schema) for _, schema in ASKED]
         self.masks = Masks()
         grammars._ROWS.masks = self._timed(
-            grammars._ROWS.masks, lambda sizes, packed, _: packed[:, -sizes[2] :] >= grammars.ROOT
+            grammars._ROWS.masks, lambda asked, whole, _: whole[:, -asked.rest :] >= grammars.ROOT
         )
         grammars._ROWS.completed = self._timed(
-            grammars._ROWS.completed, lambda sizes, _, found: _parents(found, sizes[1])
+            grammars._ROWS.completed, lambda asked, _, found: _parents(found, asked.nodes)
         )
 
-    def _timed(self, look: Callable[..., np.ndarray], looked_for: Callable[..., np.ndarray]) -> Any:
+    def _timed(self, look: Callable[..., None], looked_for: Callable[..., np.ndarray]) -> Any:
         """A look-up of masks that is counted: how many were looked for, and how long it took."""
 
-        def timed(vocabulary: int, sizes: tuple[int, ...], packed: Any) -> np.ndarray:
+        def timed(question: Any, whole: np.ndarray, found: np.ndarray) -> None:
             start = time.perf_counter()
-            found = look(vocabulary, sizes, packed)
+            look(question, whole, found)
             self.masks.seconds += time.perf_counter() - start
             self.masks.calls += 1
-            self.masks.count += int(looked_for(sizes, np.asarray(packed), found).sum())
-            return found
+            self.masks.count += int(looked_for(question, whole, found).sum())
 
         return timed
 

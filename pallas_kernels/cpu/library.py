@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 
 MATMUL, ATTENTION = "specjax_cpu_matmul", "specjax_cpu_attention"
+HOST_CALL = "specjax_host_call"
 MOST_COLUMNS = 64
 """That it takes at a time; wider products are XLA's."""
-_VERSION = 7
+_VERSION = 8
 _PORTABLE = "portable"
 _NAME = "_native"
 _ANEW = "pip install --no-build-isolation specjax builds it for the jaxlib that is here"
@@ -59,13 +60,20 @@ def _library() -> _Library:
         # A handler that jax refuses once its CPUs are known is refused here; before, it would be
         # refused when they are asked for, and there would be no CPU at all.
         jax.local_devices(backend="cpu")
-        for name in (MATMUL, ATTENTION):
+        for name in (MATMUL, ATTENTION, HOST_CALL):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # whatever jax raises, XLA's product is there
         reason = str(error).strip().splitlines()[0].rstrip(".")
         return _Library(None, f"cpu_matmul does not load ({reason}); {_ANEW}")
     return _Library(library, None)
+
+
+def library() -> ctypes.CDLL:
+    """The library, where `status` says that it is there."""
+    found = _library().library
+    assert found is not None
+    return found
 
 
 def status() -> Status:

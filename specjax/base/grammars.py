@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.cpu.host_call import answer_host_calls, host_call, host_call_unable
 from specjax.base.pytree import pytree, replace
 
 BITS = 32
@@ -304,51 +305,45 @@ class _Registry:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def masks(self, vocabulary: int, sizes: tuple[int, int, int], packed: Array) -> np.ndarray:
-        """The words of each wanted node of each row; of one that has no grammar all.
+    def masks(self, question: "_Question", whole: np.ndarray, found: np.ndarray) -> None:
+        """Writes the words of each wanted node of each row; of one that has no grammar all.
 
-        Each row of `packed` has what `_Asked` says, and in so many `sizes` recent tokens, tokens
-        and parents of nodes, and what is wanted.
+        Each row of `whole` has what `_Asked` says; the rest is what is wanted.
         """
-        width, nodes, wanted = sizes
-        whole = np.asarray(packed)
-        found = np.full((len(whole), wanted, num_words(vocabulary)), ALL, np.int32)
-        self._of_each(_masks, whole, (width, nodes, nodes), found)
-        return found
+        found[:] = ALL
+        shape = len(whole), question.rest, num_words(question.vocabulary)
+        self._of_each(_masks, question, whole, found.reshape(shape))
 
-    def completed(self, vocabulary: int, sizes: tuple[int, int], packed: Array) -> np.ndarray:
-        """Each row's tree within its grammar (see `Grammars.completed`), and its masks.
+    def completed(self, question: "_Question", whole: np.ndarray, found: np.ndarray) -> None:
+        """Writes each row's tree within its grammar (see `Grammars.completed`), and its masks.
 
-        Each row of `packed` has what `_Asked` says, and in so many `sizes` recent tokens, tokens
-        and parents of nodes; then how deep they may be. Each row that is given has the slots from
-        which nodes come, their tokens, parents and depths, and the words after the root and each.
+        Each row of `whole` has what `_Asked` says; the rest is how deep nodes may be. Each row of
+        `found` gets the slots from which nodes come, their tokens, parents and depths, and the
+        words after the root and each.
         """
-        width, nodes = sizes
-        whole = np.asarray(packed)
-        words = num_words(vocabulary)
-        found = np.full((len(whole), 4 * nodes + (nodes + 1) * words), ALL, np.int32)
+        nodes = question.nodes
+        found[:] = ALL
         found[:, :nodes] = np.arange(nodes)
-        found[:, nodes : 3 * nodes] = whole[:, 3 + width : -1]
-        self._of_each(_complete, whole, (width, nodes, nodes), found)
-        return found
+        found[:, nodes : 3 * nodes] = whole[:, -1 - 2 * nodes : -1]
+        self._of_each(_complete, question, whole, found)
 
     def _of_each(
         self,
         answer: Callable[["_Asked", np.ndarray], None],
+        question: "_Question",
         whole: np.ndarray,
-        sizes: Sequence[int],
         found: np.ndarray,
     ) -> None:
         """Writes to `found` for the rows that have grammars."""
-        ends = np.cumsum([3, *sizes])
+        nodes, rest = question.nodes, whole.shape[1] - question.rest
         jobs = []
-        for at in np.flatnonzero(whole[:, 0]):
-            own, recent, tokens, parents, rest = np.split(whole[at], ends)
-            number, made, count = own.tolist()
+        for at in np.flatnonzero(whole[:, 0]).tolist():
+            given = whole[at].tolist()  # lists are cut faster than arrays
+            number, made, count = given[:3]
             row = self._rows.get(number)
             if row is not None:  # one that has left meanwhile is in no text
-                asked = _Asked(row, made, recent[:count].tolist(), tokens.tolist(),
-                               parents.tolist(), rest.tolist())  # fmt: skip
+                tokens, parents = given[rest - 2 * nodes : rest - nodes], given[rest - nodes : rest]
+                asked = _Asked(row, made, given[3 : 3 + count], tokens, parents, given[rest:])
                 jobs.append((asked, found[at]))
         # Matchers let go of Python's lock while they look for a mask.
         run = itertools.starmap(answer, jobs)
@@ -486,10 +481,10 @@ class Grammars:
           wanted: numbers of nodes, `ROOT`, or `NO_NODE`, which may be followed by anything.
           vocabulary: how many tokens there are.
         """
-        sizes = self.recent.shape[1], tokens.shape[1], wanted.shape[1]
-        shape = (*wanted.shape, num_words(vocabulary))
-        answer = partial(_ROWS.masks, vocabulary, sizes)
-        return self._asked(answer, shape, tokens, parents, wanted)
+        words = num_words(vocabulary)
+        question = _Question("masks", vocabulary, tokens.shape[1], wanted.shape[1])
+        found = self._asked(question, wanted.shape[1] * words, tokens, parents, wanted)
+        return found.reshape(*wanted.shape, words)
 
     def completed(
         self,
@@ -512,27 +507,66 @@ class Grammars:
           vocabulary: how many tokens there are.
         """
         count, words = tokens.shape[1], num_words(vocabulary)
-        shape = (tokens.shape[0], 4 * count + (count + 1) * words)
-        sizes = self.recent.shape[1], count
-        answer = partial(_ROWS.completed, vocabulary, sizes)
-        found = self._asked(answer, shape, tokens, parents, deepest[:, None])
+        question = _Question("completed", vocabulary, count, 1)
+        size = 4 * count + (count + 1) * words
+        found = self._asked(question, size, tokens, parents, deepest[:, None])
         slots, tokens, parents, depth = jnp.split(found[:, : 4 * count], 4, axis=1)
         masks = found[:, 4 * count :].reshape(-1, count + 1, words)
         return Completed(slots, tokens, parents, depth, masks)
 
     def _asked(
-        self,
-        answer: Callable[[Array], np.ndarray],
-        shape: tuple[int, ...],
-        *about: Int32[Array, "B _"],
-    ) -> Int32[Array, "..."]:
-        """What the host answers about rows; asked in one array, as each takes a callback some ten
-        microseconds.
+        self, question: "_Question", size: int, *about: Int32[Array, "B _"]
+    ) -> Int32[Array, "B n"]:
+        """What the host answers about rows, so many numbers each; asked in one array, as each takes
+        a callback some ten microseconds.
         """
         own = jnp.stack([self.number, self.made, self.count], axis=1)
         packed = jnp.concatenate([own, self.recent, *about], axis=1)
-        given = jax.ShapeDtypeStruct(shape, jnp.int32)
-        return jax.pure_callback(answer, given, packed, vmap_method="sequential")
+        shape = (packed.shape[0], size)
+        if host_call_unable() is None:
+            _answer_host_calls()
+            return host_call(question.text, packed, shape)
+        answer = partial(_called_back, question, shape)
+        return jax.pure_callback(
+            answer, jax.ShapeDtypeStruct(shape, jnp.int32), packed, vmap_method="sequential"
+        )
+
+
+class _Question(NamedTuple):
+    """What is asked about rows: a method of `_Registry`, and how much each says beside its recent
+    tokens: tokens and parents of so many nodes, and so many numbers more.
+    """
+
+    method: str
+    vocabulary: int
+    nodes: int
+    rest: int
+
+    @property
+    def text(self) -> str:
+        """It in a program that is kept."""
+        return " ".join(map(str, self))
+
+    def answer(self, whole: np.ndarray, found: np.ndarray) -> None:
+        """Writes the answer."""
+        getattr(_ROWS, self.method)(self, whole, found)
+
+
+def _called_back(question: _Question, shape: tuple[int, int], packed: Array) -> np.ndarray:
+    found = np.empty(shape, np.int32)
+    question.answer(np.asarray(packed), found)
+    return found
+
+
+@cache
+def _answer_host_calls() -> None:
+    def answer(text: str, given: Any, shape: tuple[int, int], found: Any) -> None:
+        method, *numbers = text.split()
+        whole = np.frombuffer(given, np.int32).reshape(shape)
+        own = np.frombuffer(found, np.int32).reshape(shape[0], -1)
+        _Question(method, *map(int, numbers)).answer(whole, own)
+
+    answer_host_calls(answer)
 
 
 class Completed(NamedTuple):

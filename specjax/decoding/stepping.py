@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.platform import platform
 from specjax.base.axes import Key
 from specjax.base.grammars import NO_NODE, Grammars, allows, masked
 from specjax.base.penalties import TokenCounts, penalized
@@ -208,7 +209,21 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> Drafted:
         tree.tokens[:, 1:], tree.parents[:, 1:] - 1, jnp.where(exists, slots, NO_NODE),
         drafter.vocab_size,
     )  # fmt: skip
-    return _allowed(tree, words) if drafter.construction.children == TOP_K else tree, words, draft
+    if drafter.construction.children == TOP_K:
+        return _allowed(tree, words), words, draft
+    return _once_there(tree, words), words, draft
+
+
+def _once_there(tree: TokenTree, words: Int32[Array, "B N w"]) -> TokenTree:
+    """The same trees, once there are the masks after their nodes.
+
+    On a CPU the call that makes them would take a core from a pass beside it, in which all cores
+    wait for each other.
+    """
+    if platform() != "cpu":
+        return tree
+    nothing = (words[:, :1, 0] & 1) >> 1  # 0, which XLA does not find
+    return replace(tree, tokens=tree.tokens + nothing)
 
 
 def _allowed(tree: TokenTree, words: Int32[Array, "B N w"]) -> TokenTree:

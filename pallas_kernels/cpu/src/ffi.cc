@@ -1,10 +1,12 @@
 // What XLA calls, and what Python asks by ctypes.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "dispatch.h"
@@ -14,6 +16,7 @@
 
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul(XLA_FFI_CallFrame*);
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_attention(XLA_FFI_CallFrame*);
+SPECJAX_EXPORT XLA_FFI_Error* specjax_host_call(XLA_FFI_CallFrame*);
 
 namespace specjax {
 namespace {
@@ -193,6 +196,26 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   return ffi::Error::Success();
 }
 
+constexpr int64_t kMessage = 512;
+
+// Given the question, what it is about and where the answer belongs, each with its size; the last are for a message of
+// why there is none, which is said by giving another number than 0.
+using Answer = int (*)(const char*, int64_t, const int32_t*, int64_t, int64_t, int32_t*, int64_t, char*, int64_t);
+
+std::atomic<Answer> answer{nullptr};
+
+ffi::Error host_call(ffi::Buffer<ffi::S32> given, std::string_view question,
+                     ffi::Result<ffi::Buffer<ffi::S32>> found) {
+  Answer ask = answer.load();
+  if (ask == nullptr) return ffi::Error(ffi::ErrorCode::kFailedPrecondition, "host_call: nobody answers.");
+  auto sizes = given.dimensions();
+  if (sizes.size() != 2) return ffi::Error::InvalidArgument("host_call: what is given has rows and columns.");
+  char message[kMessage] = "";
+  int failed = ask(question.data(), question.size(), given.typed_data(), sizes[0], sizes[1], found->typed_data(),
+                   found->element_count(), message, kMessage);
+  return failed ? ffi::Error::Internal(message) : ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace specjax
 
@@ -219,9 +242,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Attr<int64_t>("window")
                                   .Ret<xla::ffi::AnyBuffer>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_host_call, specjax::host_call,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Attr<std::string_view>("question")
+                                  .Ret<xla::ffi::Buffer<xla::ffi::S32>>());
+
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 7; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 8; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 
 SPECJAX_EXPORT int specjax_cpu_matmul_select(const char* name) { return specjax::select(name) ? 1 : 0; }
+
+SPECJAX_EXPORT void specjax_answer_host_calls(specjax::Answer answer) { specjax::answer.store(answer); }
