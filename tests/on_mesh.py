@@ -6,6 +6,7 @@ A section is a mesh with a method (`data=8/specexec`), `programs`, `families`, `
 with `/stack` the target's layers are a stack.
 """
 
+import copy
 import json
 import re
 import sys
@@ -219,8 +220,11 @@ class Odd:
             self._text.append(token)
         return len(tokens)
 
-    def rollback(self, count: int) -> None:
-        del self._text[-count:]
+    def copy(self) -> "Odd":
+        return copy.deepcopy(self)
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     def reset(self) -> None:
         self._text = [0]

@@ -1,6 +1,7 @@
 """Texts under grammars: their distribution through trees, and texts that match."""
 
 import asyncio
+import copy
 import functools
 import time
 
@@ -65,9 +66,11 @@ class Table:
             self.text.append(token)
         return len(tokens)
 
-    def rollback(self, count: int) -> None:
-        assert 0 < count <= len(self.text)
-        del self.text[-count:]
+    def copy(self) -> "Table":
+        return copy.deepcopy(self)
+
+    def fail(self, reason: str) -> None:
+        raise AssertionError(reason)
 
     def reset(self) -> None:
         self.text = []

@@ -415,6 +415,70 @@ def test_the_command_refuses_in_a_sentence(options, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def fresh_words(grammar, tokens: list[int]) -> np.ndarray:
+    """The mask after tokens, by a matcher that was asked for nothing else."""
+    matcher = grammar.matcher()
+    assert matcher.consume(tokens) == len(tokens)
+    return matcher.words()
+
+
+def test_what_was_drafted_and_not_taken_leaves_no_trace(compiler):
+    """llguidance's own way back leaves one: where a mask was looked for after the draft ` "` of
+    `{"1":`, and a list or an object came, it let `",` follow in place of `":`.
+    """
+    grammar = compiler.json_object()
+    text = compiler_tokens(compiler, '{"1":')
+    drafted, taken = (compiler_tokens(compiler, own) for own in (' "', '{"'))
+    row = grammars._Row(grammar.matcher())
+    for path in (drafted, taken, drafted):
+        (found,) = row.masks(len(text), text, [tuple(path)])
+        np.testing.assert_array_equal(found, fresh_words(grammar, text + path))
+    (found,) = row.masks(len(text) + len(taken), taken, [()])
+    np.testing.assert_array_equal(found, fresh_words(grammar, text + taken))
+
+
+@pytest.mark.parametrize("schema", [SCHEMA, {"type": "object"}, {"type": "array"}], ids=str)
+def test_masks_of_any_tree_are_those_of_its_paths(schema, compiler):
+    grammar, drawn = compiler.json_schema(schema), np.random.default_rng(0)
+    parts = [
+        '{"name": "ab", "size": [12, {"x": null}], "kind": true} ',
+        ' "',
+        " 1",
+        " [",
+        '":',
+        "{",
+    ]
+    often = [token for part in parts for token in compiler_tokens(compiler, part)]
+
+    def drawn_after(tokens: list[int]) -> int:
+        allowed = np.unpackbits(fresh_words(grammar, tokens).view(np.uint8), bitorder="little")
+        own = [token for token in often if allowed[token]] or np.flatnonzero(allowed)
+        return int(drawn.choice(own))
+
+    for _ in range(20):
+        row, text, new = grammars._Row(grammar.matcher()), list[int](), list[int]()
+        while len(text) < 30 and not compiler._end_ids & {*text}:
+            paths = [list[int]()]
+            for _ in range(4):
+                above = paths[drawn.integers(len(paths))]
+                token = drawn_after(text + above)
+                if token not in compiler._end_ids:
+                    paths.append([*above, token])
+            found = row.masks(len(text), new, [tuple(path) for path in paths])
+            for path, words in zip(paths, found, strict=True):
+                np.testing.assert_array_equal(words, fresh_words(grammar, text + path))
+            new = paths[drawn.integers(len(paths))]
+            new = [*new, drawn_after(text + new)]
+            text = text + new
+
+
+def test_a_text_that_has_left_its_grammar_ends_with_an_error(compiler):
+    matcher = compiler.regex("ab").matcher()
+    row = grammars._Row(matcher)
+    row.masks(1, compiler_tokens(compiler, "x"), [()])
+    assert matcher.error() == "a text has left its grammar."
+
+
 def test_large_grammars_are_forgotten_before_small_ones_are_many(pair):
     compiler = GrammarCompiler(pair.tokenizer, pair.target.config.vocab_size, (0,))
 

@@ -45,8 +45,8 @@ class Matcher(Protocol):
         """Takes the first tokens as far as they are allowed; how many that are."""
         ...
 
-    def rollback(self, count: int) -> None:
-        """Forgets the last tokens that were taken."""
+    def copy(self) -> "Matcher":
+        """Another that is where this one is."""
         ...
 
     def reset(self) -> None:
@@ -61,6 +61,10 @@ class Matcher(Protocol):
 
     def is_end(self, token: int) -> bool:
         """Whether a token ends the text."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Follows no further, for a reason in a sentence."""
         ...
 
     def error(self) -> str:
@@ -144,9 +148,10 @@ class _Row:
         self.matcher = matcher
         self._lock = threading.Lock()
         self._ended = False
-        self._text: list[int] = []
-        self._ahead: list[int] = []
-        """Tokens below the root that the matcher has taken."""
+        self._ahead, self._path = matcher, ()
+        """One that has taken tokens below the root, and which: those that are drafted are followed
+        by copies, as what takes them back may not be what it was (see `TextMatcher.copy`).
+        """
         self._now, self._before = _Place(0, self), _Place(0, None)
 
     def ask(self, made: int, recent: list[int], question: Callable[[_Place], _Found]) -> _Found:
@@ -175,10 +180,10 @@ class _Row:
         before = self._now
         if made == before.made:
             return
-        self._go_to(())
+        self._ahead, self._path = self.matcher, ()
         if anew := made < before.made:
             self.matcher.reset()
-            self._ended, self._text = False, []
+            self._ended = False
         new = made - (0 if anew else before.made)
         if not 0 <= new <= len(recent):
             raise RuntimeError(f"a grammar has followed {before.made} tokens of {made}.")
@@ -189,39 +194,35 @@ class _Row:
         ends = [at for at, token in enumerate(tokens) if self.matcher.is_end(token)]
         own = tokens[: ends[0]] if ends else tokens
         self._ended = bool(ends)
-        self._text += own[: self.matcher.consume(own)]
-
-    def _go_to(self, path: _Path) -> bool:
-        """Takes the tokens of a path below the root; whether all are allowed and none is an end."""
-        same = 0
-        while same < min(len(path), len(self._ahead)) and path[same] == self._ahead[same]:
-            same += 1
-        if len(self._ahead) > same:
-            self.matcher.rollback(len(self._ahead) - same)
-            del self._ahead[same:]
-        for token in path[same:]:
-            if self.matcher.is_end(token) or not self.matcher.consume([token]):
-                return False
-            self._ahead.append(token)
-        return True
+        if self.matcher.consume(own) < len(own) and not self.matcher.error():
+            self.matcher.fail("a text has left its grammar.")
 
     def words_after(self, path: _Path) -> np.ndarray | None:
         """The matcher's words below the root (see `_Place.mask`)."""
-        return self._after(path, self.matcher.words, None)
+        ahead = self._after(path)
+        return None if ahead is None else ahead.words()
 
     def forced_after(self, path: _Path) -> Sequence[int]:
         """What the matcher expects below the root (see `Matcher.forced`)."""
-        return self._after(path, self.matcher.forced, ())
+        ahead = self._after(path)
+        return () if ahead is None else ahead.forced()
 
-    def _after(self, path: _Path, look: Callable[[], _Found], none: _Found) -> _Found:
+    def _after(self, path: _Path) -> Matcher | None:
+        """A matcher that has taken a path below the root, or came to its limits there; None if the
+        path is not allowed, or the text ended.
+        """
         if self._ended:
-            return none
-        found = look() if self._go_to(path) else none
-        if path and self.matcher.error():  # of what was only drafted: the text may go on elsewhere
-            self.matcher.reset()
-            self.matcher.consume(self._text)
-            self._ahead.clear()
-        return found
+            return None
+        if not path:
+            return self.matcher
+        known = len(self._path)
+        if not known or path[:known] != self._path or self._ahead.error():
+            self._ahead, self._path, known = self.matcher.copy(), (), 0
+        for token in path[known:]:
+            if self._ahead.is_end(token) or not self._ahead.consume([token]):
+                return self._ahead if self._ahead.error() else None
+            self._path = (*self._path, token)
+        return self._ahead
 
 
 class _Tree:

@@ -183,9 +183,10 @@ class GrammarCompiler:
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
         token = next((n for n in np.flatnonzero(bits).tolist() if not first.is_end(n)), None)
         if token is not None:
-            first.consume([token])
-            first.rollback(1)  # which rules with max_tokens or stop cannot be
-            if first.error():
+            made = made.deep_copy()
+            made.consume_token(token)
+            made.rollback(1)  # which rules with max_tokens or stop cannot be
+            if made.is_error():
                 raise ValueError(
                     f"the {name} is refused: its texts cannot be drafted, as rules with max_tokens "
                     "or stop cannot."
