@@ -6,12 +6,14 @@
 Files hold a schema each, or the suite's groups, each with one. Schemas that refer elsewhere or that
 the compiler refuses are counted and left out. An engine continues a prompt under each of them, some
 texts at a time, those of one schema after each other so that their prompt is read once; those that
-end before `--new` tokens are whole, the others only counted.
+end before `--new` tokens are whole, the others only counted. Settings take turns, also where the
+engine would draft with none of them.
 """
 
 import asyncio
 import collections
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,6 +41,8 @@ class Corpus:
     new: int = 96
     temperature: float = 1.0
     rows: int = 8
+    seconds: float = 0.5
+    """Of a setting's turn."""
 
 
 def schemas_in(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -95,8 +99,15 @@ async def run(corpus: Corpus) -> int:
             wrong.append(name)
             print(f"INVALID {name}: {text[:120]!r}: {str(error)[:120]}", flush=True)
 
+    async def take_turns() -> None:
+        for setting in itertools.cycle(corpus.settings):
+            engine.fix(setting)
+            await asyncio.sleep(corpus.seconds)
+
+    turns = asyncio.create_task(take_turns())
     with counted("texts") as done:
         await asyncio.gather(*(one(number, done) for number in range(corpus.texts)))
+    turns.cancel()
     speculation = engine.speculation.steps_by_setting
     engine.close()
     print({name: count for name, count in counts.items() if not name.startswith(" ")})
