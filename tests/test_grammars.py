@@ -180,6 +180,15 @@ def found_texts(drafter, rule: str, seed: int) -> tuple[list[tuple[int, ...]], f
     return [tuple(own[:length]) for own, length in texts], made.tokens_per_step.mean()
 
 
+@pytest.fixture(params=["as here", "by callbacks"])
+def rows(request, monkeypatch) -> int:
+    """Of a batch, so that none is another's program; also as on a GPU or TPU: jax calls back."""
+    if request.param == "as here":
+        return 2
+    monkeypatch.setattr(grammars, "host_call_unable", lambda: "this is a test")
+    return 3
+
+
 @pytest.mark.parametrize("name", slow_but(CASES, "drawn, multi-step", "best first, one-hot"))
 def test_texts_are_distributed_as_the_targets_among_the_allowed_tokens(name):
     make, rule = CASES[name]
@@ -235,6 +244,7 @@ NONE = grammars.NO_NODE
         ([3, 5], {}, 1, 0, []),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("rows")
 def test_chosen_trees_are_completed_within_a_grammar(text, tree, room, deepest, expected):
     found, masks = completed(tree, text, room, deepest)
     assert found == expected
@@ -245,6 +255,19 @@ def test_chosen_trees_are_completed_within_a_grammar(text, tree, room, deepest, 
     for path, own in zip(paths, masks, strict=False):
         ended = END in path
         assert own == (set(range(VOCABULARY)) if ended else may_follow((*text, *path)))
+
+
+def test_greedy_texts_follow_the_grammar_however_masks_are_asked_for(rows):
+    """One token after the other, by passes over the whole text."""
+    text = ()
+    while len(text) < 6 and (not text or text[-1] != END):
+        text = (*text, int(probs_after([text])[0].argmax()))
+    for drafter in (None, alone(near(target(), 1, 0.4), (1, 1)), of_text()):
+        made = generate(
+            target(), drafter, [PROMPT] * rows, max_new_tokens=len(text), sampling=Sampling(),
+            grammar=[Table(), *[None] * (rows - 1)], stop_at_eos=False,
+        )  # fmt: skip
+        assert tuple(made.tokens[0, : made.lengths[0]].tolist()) == text
 
 
 def test_what_must_come_takes_the_place_of_other_nodes():

@@ -498,7 +498,7 @@ def test_large_grammars_are_forgotten_before_small_ones_are_many(pair):
 def test_large_grammars_in_use_are_bounded_and_small_ones_are_not(pair):
     config = pair.target.config
     compiler = GrammarCompiler(
-        pair.tokenizer, config.vocab_size, config.eos_ids, in_use_characters=20_000
+        pair.tokenizer, config.vocab_size, config.eos_ids, max_characters_in_use=20_000
     )
 
     def compiled(number: int, size: int):

@@ -211,10 +211,10 @@ def draft_tree(target: Model, drafter: Drafter, state: DecodeState) -> Drafted:
     )  # fmt: skip
     if drafter.construction.children == TOP_K:
         return _allowed(tree, words), words, draft
-    return _once_there(tree, words), words, draft
+    return _after_masks(tree, words), words, draft
 
 
-def _once_there(tree: TokenTree, words: Int32[Array, "B N w"]) -> TokenTree:
+def _after_masks(tree: TokenTree, words: Int32[Array, "B N w"]) -> TokenTree:
     """The same trees, once there are the masks after their nodes.
 
     On a CPU the call that makes them would take a core from a pass beside it, in which all cores

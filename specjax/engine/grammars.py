@@ -28,11 +28,9 @@ class GrammarPrograms:
 
     def __init__(self, device: Device, plan: Plan, wake: Callable[[], None]) -> None:
         self._device, self._plan, self._wake = device, plan, wake
-        order = _widest_first(plan.steps)
-        self._first, self._known = order[0], set(order)
+        self._first, *_ = _widest_first(plan.steps)
         self._to_compile: queue.SimpleQueue[StepShape | None] = queue.SimpleQueue()
-        for shape in order:
-            self._to_compile.put(shape)
+        self.add(plan.steps)
         self._there: set[StepShape] = set()
         self._thread: threading.Thread | None = None
         self._stops = False
@@ -52,9 +50,8 @@ class GrammarPrograms:
             self._thread.start()
 
     def add(self, shapes: Iterable[StepShape]) -> None:
-        """Steps of these shapes are there without grammars."""
-        for shape in _widest_first({*shapes} - self._known):
-            self._known.add(shape)
+        """Steps of these shapes are there without grammars; some may have been before."""
+        for shape in _widest_first(shapes):
             self._to_compile.put(shape)
 
     def stop(self) -> None:

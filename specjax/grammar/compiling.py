@@ -58,8 +58,8 @@ class GrammarCompiler:
       tokenizer: the model's.
       vocab_size: tokens of the model, of which there may be more than the tokenizer knows.
       eos_ids: its end tokens, one of which follows where a text may end.
-      in_use_characters: of the sources of large grammars (from 4,096 characters on) that anybody
-        may hold at once; None is no limit.
+      max_characters_in_use: of the sources of large grammars (from 4,096 characters on) that may
+        be held at once; None is no limit.
 
     Raises:
       ValueError: llguidance is not installed, the tokenizer is not a fast one, or the model has no
@@ -71,7 +71,7 @@ class GrammarCompiler:
         tokenizer: "PreTrainedTokenizerFast",
         vocab_size: int,
         eos_ids: Sequence[int],
-        in_use_characters: int | None = None,
+        max_characters_in_use: int | None = None,
     ) -> None:
         try:
             import llguidance
@@ -91,7 +91,7 @@ class GrammarCompiler:
         )  # fmt: skip
         self._last: collections.OrderedDict[GrammarSource, Grammar] = collections.OrderedDict()
         self._in_use = weakref.WeakValueDictionary[GrammarSource, Grammar]()
-        self._most_in_use = in_use_characters
+        self._most_in_use = max_characters_in_use
         self._lock = threading.Lock()
 
     def json_schema(self, schema: Mapping[str, Any] | str | bool) -> Grammar:

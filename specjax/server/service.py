@@ -187,7 +187,7 @@ class Service:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(
                     self.tokenizer, self.engine.vocab_size, self.engine.eos_ids,
-                    in_use_characters=_GRAMMARS_IN_USE,
+                    max_characters_in_use=_GRAMMARS_IN_USE,
                 )  # fmt: skip
         return self._compiler.compile(source())
 
