@@ -91,6 +91,37 @@ def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monk
     engine.close()
 
 
+def test_what_was_measured_beside_a_compilation_is_measured_again(target, monkeypatch):
+    """Compiling takes the cores that programs run on: a CPU's steps took 35 times as long."""
+    allowed, measured = threading.Event(), []
+    compiling(monkeypatch, allowed.wait)
+    part, chunks = measuring.part, measuring.chunks
+
+    def of_part(device, plan):
+        measured.append(plan.steps[0].setting)
+        return part(device, plan)
+
+    def of_chunks(device, plan):
+        measured.append("chunks")
+        return chunks(device, plan)
+
+    monkeypatch.setattr(measuring, "part", of_part)
+    monkeypatch.setattr(measuring, "chunks", of_chunks)
+    engine = an_engine(target, monkeypatch, rows=2)
+    engine.start(wait=False)
+    until(lambda: engine.settings_compiling == ["chain:2"], 20)
+    assert measured == ["chunks", "none"]
+    folder = cache_folder()
+    assert folder is not None
+    assert not (folder / "step_costs.json").exists()
+    before = dict(engine._device.step_costs)
+    allowed.set()
+    until((folder / "step_costs.json").exists, 20)
+    assert sorted(measured[2:]) == ["chain:2", "chunks", "none"]
+    assert engine._device.step_costs != before
+    engine.close()
+
+
 def test_a_setting_that_cannot_be_compiled_is_left_out(target, monkeypatch, caplog):
     def fails() -> None:
         raise ValueError("scripted trouble.")
