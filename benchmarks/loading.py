@@ -40,7 +40,7 @@ def config_of(size: int) -> ModelConfig:
         vocab_size=16 * width, hidden_size=width, intermediate_size=3 * width, num_layers=1,
         num_heads=width // 64, num_kv_heads=width // 256, head_dim=64, tie_embeddings=False,
     )  # fmt: skip
-    layer = sum(int(np.prod(shape)) for shape in config.layer_shapes.values())
+    layer = sum(int(np.prod(shape)) for shape in config.layer_shapes(0).values())
     outer = config.num_parameters - layer
     layers = max(1, round((size / 2 - outer) / layer))
     return dataclasses.replace(config, num_layers=layers)

@@ -73,8 +73,9 @@ def test_they_are_what_leaves_each_layer(stack):
     tokens = jnp.asarray(PROMPTS[1], jnp.int32)[None]
     at = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     states = [embed(model, tokens, at)]
-    for weights in model.layers:
-        states.append(layer_of_pass(model, weights, None, states[-1], at, None, None)[0])
+    for index, weights in enumerate(model.layers):
+        kind = model.config.kind_of(index)
+        states.append(layer_of_pass(model, weights, kind, states[-1], at, None, None)[0])
     target = stacked(model) if stack else model
     made = trunk(target, tokens, at, None, None, hidden_layers=(0, 1, 2, 3))
     assert [state.dtype for state in made.hidden] == [jnp.float32] * 4

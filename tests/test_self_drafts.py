@@ -42,7 +42,7 @@ def offloaded(monkeypatch, folder):
     monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
     config, _ = memory.read_config(folder)
     whole = memory.division(find(folder), config, np.dtype("float32"), 10**9)
-    return whole.outer + whole.layer + 1
+    return whole.outer + whole.layers[0] + 1
 
 
 def dequantized(draft):
@@ -182,7 +182,7 @@ def test_info_says_what_an_offloaded_model_takes(folder, offloaded, capsys):
     assert (found["layers_in_memory"], found["layers"]) == (1, LAYERS)
     assert found["weights_bytes"] == shared.total
     assert found["draft_weights_bytes"] == self_bytes(config, 4)
-    assert found["read_a_pass_bytes"] == shared.bytes_a_pass > 3 * shared.layer
+    assert found["read_a_pass_bytes"] == shared.bytes_a_pass > 3 * shared.layers[0]
     assert "reading" in found["method_greedy"]
     assert main(["info", *flags[:-1], "1KiB"]) == 2
     assert "there are 0.0 MiB for both" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def room_for(folder, resident, dtype="float32"):
     """The bytes that so many layers in memory take, beside the one that streaming does here."""
     config, _ = memory.read_config(folder)
     whole = division(find(folder), config, np.dtype(dtype), EVERYTHING)
-    return whole.outer + whole.layer * resident + 1
+    return whole.outer + whole.layers[0] * resident + 1
 
 
 def streamed(folder, resident, **options):

@@ -69,7 +69,7 @@ def command(folder):
     return [
         sys.executable, "-c", _GENERATE, "generate", "def add(a", "--model", str(folder),
         "--method", "none", "--draft", "none", "--max-new-tokens", "1500", "--dtype", "float32",
-        "--offload", "disk", "--memory", str(least.outer + least.layer + 4096),
+        "--offload", "disk", "--memory", str(least.outer + least.layers[0] + 4096),
     ]  # fmt: skip
 
 

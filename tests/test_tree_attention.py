@@ -15,8 +15,10 @@ from pallas_kernels.tree_attention import (
     merge,
     reference,
     tree_attention,
+    xla,
 )
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
+from pallas_kernels.tree_attention.operands import Operands
 from tests.cases import slow_but
 
 PALLAS = ("tpu", "hopper", "triton")
@@ -46,7 +48,7 @@ def run(at, implementation=None, plain=False):
 def compiled(at, soft_cap, implementation):
     return tree_attention(
         *at[:5], first=at.first, soft_cap=soft_cap, implementation=implementation,
-        interpret=away_from_home(implementation),
+        sinks=None if at.sinks is None else at.sinks[0], interpret=away_from_home(implementation),
     )  # fmt: skip
 
 
@@ -110,6 +112,53 @@ def test_a_tile_less_would_be_seen(name):
 def test_windows_and_capped_scores(attention, name, dtype):
     at = make(SHAPES[name], jnp.dtype(dtype), first=True, soft_cap=3.0)
     assert_close(attention(at), at)
+
+
+def with_sinks(at):
+    """The operands with a sink for each head, some far below all scores and some above them."""
+    rows, heads = at.query.shape[:2]
+    own = jnp.linspace(-20.0, 6.0, heads)
+    return at._replace(sinks=jnp.broadcast_to(own, (rows, heads)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("several tiles", True), ("earlier levels", False), ("more slots than a share", False),
+     ("more nodes than a mask has words", True)],
+)  # fmt: skip
+def test_sinks_take_their_share_and_give_nothing(attention, name, first, dtype):
+    at = with_sinks(make(SHAPES[name], jnp.dtype(dtype), first=first))
+    assert_close(attention(at), at)
+    without = np.asarray(definition(at._replace(sinks=None), None), np.float32)
+    assert np.abs(np.asarray(attention(at), np.float32) - without).max() > 0.1
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+@pytest.mark.parametrize(("tokens", "window"), [(40, None), (40, 7), (900, None), (900, 130)])
+def test_sinks_of_a_plain_sequence_and_their_gradients(implementation, tokens, window):
+    drawn = np.random.default_rng(0)
+    query, keys, values = (
+        jnp.asarray(drawn.normal(size=(1, heads, tokens, 16)), jnp.float32) for heads in (4, 2, 2)
+    )
+    sinks = jnp.asarray([-2.0, 0.0, 1.0, 3.0])
+
+    def made(sinks):
+        return tree_attention(
+            query, keys, values, None, window=window, sinks=sinks, implementation=implementation
+        )
+
+    def wanted(sinks):
+        at = np.arange(tokens)
+        seen = jnp.asarray(xla.within(at, at, window))[None]
+        own = Operands(query, keys, values, seen, sinks=sinks[None])
+        return reference.tree_attention(own)
+
+    np.testing.assert_allclose(made(sinks), wanted(sinks), rtol=0, atol=2e-5)
+    found, expected = (
+        jax.grad(lambda sinks, of=of: (of(sinks) ** 2).sum())(sinks) for of in (made, wanted)
+    )
+    np.testing.assert_allclose(found, expected, rtol=2e-4)
 
 
 @pytest.mark.parametrize("mapped", [False, True])

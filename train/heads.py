@@ -84,11 +84,10 @@ def begun(first: Model, target: Model, known: Int[np.ndarray, " D"] | None) -> M
         "unembedding": unembedding,
         "final_norm": _float(target.final_norm),
     }
-    shapes = config.layer_shapes | {
-        name: (*config.layer_shapes[name][:-1], size) for name in ("query", "key", "value")
-    }
-    if not target.is_offloaded and shapes == own.layer_shapes:
-        last, layer = target.layer(own.num_layers - 1), first.layers[0]
+    shapes, number = config.layer_shapes(0), own.num_layers - 1
+    shapes |= {name: (*shapes[name][:-1], size) for name in ("query", "key", "value")}
+    if not target.is_offloaded and shapes == own.layer_shapes(number):
+        last, layer = target.layer(number), first.layers[0]
         half = {
             name: jnp.asarray(getattr(layer, name)).at[:, size:].set(_float(getattr(last, name)))
             for name in ("query", "key", "value")

@@ -52,13 +52,13 @@ def matmul_rate(dtype: str) -> float:
 def flops_per_token(config: ModelConfig, length: int) -> float:
     """Operations of a training step a token, in sequences of `length`: forward and backward.
 
-    Six a weight that is multiplied (the embedding only where it is tied), and six times the
-    causal half of queries times keys and of weights times values.
+    Six a weight that is multiplied (of experts those that a token takes, the embedding only where
+    it is tied), and six times the causal half of queries times keys and of weights times values.
     """
     is_looked_up = not config.tie_embeddings and "embedding" in config.outer_shapes
     lookup = config.vocab_size * config.hidden_size if is_looked_up else 0
     attention = config.num_layers * config.num_heads * config.head_dim * length
-    return 6.0 * (config.num_parameters - lookup) + 6.0 * attention
+    return 6.0 * (config.num_active_parameters - lookup) + 6.0 * attention
 
 
 def stage_seconds(log_file: Path, places: Collection[str]) -> dict[str, float]:

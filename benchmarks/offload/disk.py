@@ -202,7 +202,7 @@ def room_of(bench: Bench) -> int | None:
         with contextlib.suppress(CheckpointError):
             if split(least).resident >= bench.layers:
                 return least
-        least += whole.layer // 2
+        least += max(whole.layers) // 2
 
 
 def settings_of(bench: Bench, pair: Pair) -> Iterator[tuple[str, Setting]]:

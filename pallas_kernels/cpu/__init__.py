@@ -5,6 +5,7 @@ Weights of float32, bfloat16, 8 and 4 bits times up to 64 columns of float32. It
 """
 
 from pallas_kernels.cpu.api import (
+    cpu_experts,
     cpu_matmul,
     cpu_matmuls,
     multiplies_bfloat16,
@@ -17,6 +18,7 @@ from pallas_kernels.cpu.library import MOST_COLUMNS, select, status
 
 __all__ = [
     "MOST_COLUMNS",
+    "cpu_experts",
     "cpu_matmul",
     "cpu_matmuls",
     "multiplies_bfloat16",

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int32, Num
 
-from pallas_kernels.cpu.library import MATMUL, MOST_COLUMNS, status
+from pallas_kernels.cpu.library import EXPERTS, MATMUL, MOST_COLUMNS, status
 from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
 
@@ -23,6 +23,7 @@ class _Columns(NamedTuple):
 
     rounded: bool
     quantized: bool
+    has_table: bool
 
 
 def unable_here(columns: int) -> str | None:
@@ -101,11 +102,12 @@ def cpu_matmul(
     *,
     rounded: bool = False,
     quantized: bool = False,
+    table: Float[Array, "*lead 16"] | None = None,
 ) -> Float[Array, "*lead O N"]:
     """`weights @ x` with sums in float32, for each of the first dimensions.
 
-    Codes stand for `scale · (code - middle)`, the middle being 128 or 8, or for
-    `scale · code + offset`; of those of 8 bits with a scale a row and no offset the sums are
+    Codes stand for `scale · (code - middle)`, the middle being 128 or 8, for
+    `scale · code + offset`, or for `scale · table[code]`; of those of 8 bits with a scale a row and no offset the sums are
     scaled. What a column gives does not depend on the others, nor on the number of threads, to the
     bit.
 
@@ -118,13 +120,16 @@ def cpu_matmul(
         where it is sums that are scaled.
       quantized: whether x is quantized to 8 bits (`reference.quantized`), of codes alone. Their
         products are summed as integers for each 32 inputs; every form gives the same bits.
+      table: of codes of 4 bits, float32.
 
     Raises:
       ValueError: it cannot run so (`unable`), weights of float32 would have to be rounded, or x is
-        to be both, or quantized for others than codes.
+        to be both, or quantized for others than codes or for those of a table.
     """
     scales, offsets = (None if part is None else (part,) for part in (scale, offset))
-    (made,) = cpu_matmuls((weights,), x, scales, offsets, rounded=rounded, quantized=quantized)
+    (made,) = cpu_matmuls(
+        (weights,), x, scales, offsets, rounded=rounded, quantized=quantized, table=table
+    )
     return made
 
 
@@ -136,6 +141,7 @@ def cpu_matmuls(
     *,
     rounded: bool = False,
     quantized: bool = False,
+    table: Float[Array, "*lead 16"] | None = None,
 ) -> tuple[Float[Array, "*lead _ N"], ...]:
     """Several matrices times the same columns in one call: to the bit what `cpu_matmul` gives.
 
@@ -146,10 +152,82 @@ def cpu_matmuls(
       offsets: of codes; all of them have some or none has.
       rounded: see `cpu_matmul`.
       quantized: see `cpu_matmul`.
+      table: see `cpu_matmul`; of all matrices.
 
     Raises:
       ValueError: see `cpu_matmul`; or they cannot share a call (`share_a_call`).
     """
+    columns = _Columns(rounded, quantized, table is not None)
+    _check(weights, scales, offsets, columns)
+    scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
+    if (reason := unable(weights[0], x.shape[-2], x.shape[-1], scale, offset)) is not None:
+        raise ValueError(f"cpu_matmul cannot run here: {reason}.")
+    parts = (*weights, *(scales or ()), *(offsets or ()), *([] if table is None else [table]))
+    return _products(columns, len(weights), parts, x.astype(jnp.float32))
+
+
+def cpu_experts(
+    weights: Sequence[Num[Array, "X _ B"]],
+    x: Float[Array, "I N"],
+    chosen: Int32[Array, "K C"],
+    scales: Sequence[Num[Array, "X _ G"]] | None = None,
+    offsets: Sequence[Num[Array, "X _ G"]] | None = None,
+    *,
+    rounded: bool = False,
+    quantized: bool = False,
+    table: Float[Array, "16"] | None = None,
+) -> tuple[Float[Array, "_ K C"], ...]:
+    """Matrices of experts times the columns that chose each; those that nobody chose are not read.
+
+    To the bit what `cpu_matmul` gives of a column and an expert's matrix, for any number of
+    columns.
+
+    Args:
+      weights: as of `cpu_matmuls`, those of `X` experts behind one another.
+      x: float32; `C` columns, each for all `K` experts that it chose, or `K·C`, the columns for the
+        first expert of each before those for the second.
+      chosen: experts; of a number that is none the product is 0.
+      scales: see `cpu_matmuls`.
+      offsets: see `cpu_matmuls`.
+      rounded: see `cpu_matmul`.
+      quantized: see `cpu_matmul`.
+      table: see `cpu_matmuls`.
+
+    Raises:
+      ValueError: see `cpu_matmuls`, but for the number of columns.
+    """
+    how = _Columns(rounded, quantized, table is not None)
+    _check(weights, scales, offsets, how)
+    scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
+    if (reason := unable(weights[0], x.shape[-2], 1, scale, offset)) is not None:
+        raise ValueError(f"cpu_matmul cannot run here: {reason}.")
+    made = [
+        jax.ShapeDtypeStruct((each.shape[-2], chosen.size), jnp.float32) for each in weights
+    ]
+
+    @jax.custom_batching.sequential_vmap
+    def call(parts: tuple[Array, ...], x: Array, chosen: Array) -> tuple[Array, ...]:
+        return tuple(jax.ffi.ffi_call(EXPERTS, made)(x, chosen, *parts, **how._asdict()))
+
+    parts = (*weights, *(scales or ()), *(offsets or ()), *([] if table is None else [table]))
+    found = call(parts, x.astype(jnp.float32), chosen)
+    return tuple(each.reshape(-1, *chosen.shape) for each in found)
+
+
+def _check(
+    weights: Sequence[_Operand],
+    scales: Sequence[_Operand] | None,
+    offsets: Sequence[_Operand] | None,
+    how: _Columns,
+) -> None:
+    """Checks that matrices can share a call, and what becomes of x.
+
+    Raises:
+      ValueError: they cannot, or it cannot be.
+    """
+    rounded, quantized, has_table = how
+    if has_table and (quantized or offsets is not None or scales is None):
+        raise ValueError("cpu_matmul has tables for codes without offsets, of x that is no codes.")
     if rounded and weights[0].dtype == jnp.float32:
         raise ValueError("cpu_matmul rounds no weights of float32; give them as bfloat16.")
     if quantized and (rounded or scales is None):
@@ -160,12 +238,6 @@ def cpu_matmuls(
             "cpu_matmul takes matrices of one dtype, with rows of one length and as many scales, "
             f"not {given}."
         )
-    scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
-    if (reason := unable(weights[0], x.shape[-2], x.shape[-1], scale, offset)) is not None:
-        raise ValueError(f"cpu_matmul cannot run here: {reason}.")
-    parts = (*weights, *(scales or ()), *(offsets or ()))
-    columns = _Columns(rounded, quantized)
-    return _products(columns, len(weights), parts, x.astype(jnp.float32))
 
 
 def share_a_call(

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import jax
 
-MATMUL, ATTENTION = "specjax_cpu_matmul", "specjax_cpu_attention"
-HOST_CALL = "specjax_host_call"
+MATMUL, EXPERTS = "specjax_cpu_matmul", "specjax_cpu_experts"
+ATTENTION, HOST_CALL = "specjax_cpu_attention", "specjax_host_call"
 MOST_COLUMNS = 64
 """That it takes at a time; wider products are XLA's."""
-_VERSION = 8
+_VERSION = 9
 _PORTABLE = "portable"
 _NAME = "_native"
 _ANEW = "pip install --no-build-isolation specjax builds it for the jaxlib that is here"
@@ -60,7 +60,7 @@ def _library() -> _Library:
         # A handler that jax refuses once its CPUs are known is refused here; before, it would be
         # refused when they are asked for, and there would be no CPU at all.
         jax.local_devices(backend="cpu")
-        for name in (MATMUL, ATTENTION, HOST_CALL):
+        for name in (MATMUL, EXPERTS, ATTENTION, HOST_CALL):
             handler = jax.ffi.pycapsule(getattr(library, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # whatever jax raises, XLA's product is there

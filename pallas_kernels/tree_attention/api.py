@@ -27,6 +27,7 @@ def tree_attention(
     first: Int[Array, "B T"] | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: Float[Array, " H"] | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B H T D"]:
@@ -38,7 +39,8 @@ def tree_attention(
     sequence: each token sees itself and those before it; it takes no prefix and no earlier block.
     `first` is the first slot of the prefix that a node sees, for a sliding window; a token of a
     plain sequence sees the last `window` tokens up to itself. Scores are capped to ±`soft_cap` by
-    a tangent. `interpret` runs a Pallas kernel in its interpreter.
+    a tangent. `sinks` are a further score of each head, which has no value (gpt-oss). `interpret`
+    runs a Pallas kernel in its interpreter.
 
     Raises:
       ValueError: a plain sequence came with a prefix or with more keys than queries, `first`
@@ -49,6 +51,7 @@ def tree_attention(
         raise ValueError("`first` bounds a prefix, and there is none.")
     if window is not None and tree_mask is not None:
         raise ValueError("`window` is for plain sequences; `first` and `tree_mask` bound a tree's.")
+    by_row = None if sinks is None else jnp.broadcast_to(sinks, query.shape[:2])
     if tree_mask is None:
         if prefix is not None or block_keys.shape[2] != query.shape[2]:
             raise ValueError(
@@ -56,13 +59,13 @@ def tree_attention(
                 f"as queries ({query.shape[2]})."
             )
         if implementation is None and dispatch.named() != "xla":
-            return sequence.causal(query, block_keys, block_values, soft_cap, window)
+            return sequence.causal(query, block_keys, block_values, soft_cap, window, by_row)
         if implementation in (None, "xla"):
-            return xla.causal(query, block_keys, block_values, soft_cap, window)
+            return xla.causal(query, block_keys, block_values, soft_cap, window, by_row)
         rows, tokens = query.shape[0], query.shape[2]
         plain = xla.within(jnp.arange(tokens), jnp.arange(tokens), window)
         tree_mask = jnp.broadcast_to(plain, (rows, tokens, tokens))
-    at = Operands(query, block_keys, block_values, tree_mask, prefix, first, soft_cap)
+    at = Operands(query, block_keys, block_values, tree_mask, prefix, first, soft_cap, by_row)
     return _run(at, implementation or dispatch.named(), interpret)
 
 

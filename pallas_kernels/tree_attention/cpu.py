@@ -51,18 +51,19 @@ def causal(
     keys: Float[Array, "B K T D"],
     values: Float[Array, "B K T D"],
     window: int | None = None,
+    sinks: Float[Array, "B H"] | None = None,
 ) -> Float[Array, "B H T D"]:
     """Attention of plain sequences (see `sequence.causal`), differentiable as XLA's form is."""
-    at = of_sequence(query, keys, values)
+    at = of_sequence(query, keys, values, sinks)
 
     def run(at: Operands) -> Array:
         return _called(at, window or 0)
 
     def alike(at: Operands) -> Array:
-        return xla.causal(at.query, at.block_keys, at.block_values, None, window)
+        return xla.causal(at.query, at.block_keys, at.block_values, None, window, at.sinks)
 
     def again(at: Operands) -> Array:
-        return causal(at.query, at.block_keys, at.block_values, window)
+        return causal(at.query, at.block_keys, at.block_values, window, at.sinks)
 
     return differentiable(folding(run, again), alike)(at)
 
@@ -73,11 +74,12 @@ def _called(at: Operands, window: int = 0) -> Float[Array, "B H T D"]:
     if at.prefix is not None:
         rest += [at.prefix.keys, at.prefix.values, at.prefix.length.astype(jnp.int32)]
     rest += [each.astype(jnp.int32) for each in (at.first, pages) if each is not None]
+    rest += [] if at.sinks is None else [at.sinks.astype(jnp.float32)]
     made = jax.ShapeDtypeStruct(at.query.shape, jnp.float32)
     orders = _FEATURES_FIRST, None, None, *(None for _ in rest)
     run = jax.ffi.ffi_call(ATTENTION, made, input_layouts=orders, output_layouts=_FEATURES_FIRST)
     return run(
         at.query, at.block_keys, at.block_values, *rest, has_mask=at.tree_mask is not None,
         has_prefix=at.prefix is not None, has_first=at.first is not None,
-        has_pages=pages is not None, window=_INT64(window),
+        has_pages=pages is not None, has_sinks=at.sinks is not None, window=_INT64(window),
     )  # fmt: skip

@@ -66,6 +66,8 @@ def unable(at: Operands) -> str | None:
         return f"the cache is {at.prefix.keys.dtype}, the block {at.block_keys.dtype}"
     if at.query.shape[-1] % _FEATURES or at.query.shape[-1] > _MOST_FEATURES:
         return f"a head has {at.query.shape[-1]} features; it takes 64, 128, 192 or 256"
+    if at.sinks is not None:
+        return "it has no sinks"
     if at.prefix is not None and (at.prefix.scales is not None or not at.slots):
         return "it takes no scales and no cache of 0 slots"
     if platform() == "gpu" and at_hand():

@@ -58,7 +58,8 @@ class Operands(NamedTuple):
     """Queries of `T` nodes, the block they may see, the prefix, and what bounds and caps scores.
 
     Node t sees the prefix from slot `first[b, t]` on (from 0 where `first` is None); scores are
-    capped to ±`soft_cap` by a tangent.
+    capped to ±`soft_cap` by a tangent. `sinks` are a further score of each head that takes its
+    share of the softmax and has no value.
     """
 
     query: Float[Array, "B H T D"]
@@ -68,6 +69,7 @@ class Operands(NamedTuple):
     prefix: Prefix | None = None
     first: Int[Array, "B T"] | None = None
     soft_cap: float | None = None
+    sinks: Float[Array, "B H"] | None = None
 
     @property
     def groups(self) -> int:
@@ -80,10 +82,12 @@ class Operands(NamedTuple):
         return 0 if self.prefix is None else self.prefix.pages_a_row * self.prefix.page_size
 
 
-def of_sequence(query: Array, keys: Array, values: Array) -> Operands:
+def of_sequence(
+    query: Array, keys: Array, values: Array, sinks: Array | None = None
+) -> Operands:
     """Operands of a plain sequence, whose `tree_mask` is None."""
     none: Any = None
-    return Operands(query, keys, values, none)
+    return Operands(query, keys, values, none, sinks=sinks)
 
 
 def undivided(at: Operands, tile: int) -> str | None:
@@ -98,6 +102,14 @@ def folded(at: Operands) -> Float[Array, "B K G T D"]:
     rows, heads, tokens, dim = at.query.shape
     scaled = (at.query * dim**-0.5).astype(at.block_keys.dtype)
     return scaled.reshape(rows, heads // at.groups, at.groups, tokens, dim)
+
+
+def sinks_by_query(at: Operands) -> Float[Array, "B K G T"]:
+    """The sink of every query, by the key/value head that it uses; float32."""
+    assert at.sinks is not None
+    rows, _, tokens, _ = at.query.shape
+    own = at.sinks.astype(jnp.float32).reshape(rows, -1, at.groups, 1)
+    return jnp.broadcast_to(own, (*own.shape[:3], tokens))
 
 
 def seen_values(at: Operands) -> Float[Array, "B K M D"]:

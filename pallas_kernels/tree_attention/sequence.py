@@ -32,17 +32,21 @@ def causal(
     values: Float[Array, "B K T D"],
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: Float[Array, "B H"] | None = None,
 ) -> Float[Array, "B H T D"]:
-    """Each token sees itself and those before it; with a `window` the last `window` of these."""
-    if platform() == "tpu" and can_splash(query, keys):
+    """Each token sees itself and those before it; with a `window` the last `window` of these.
+
+    Heads with `sinks` are ours or XLA's on every platform.
+    """
+    if platform() == "tpu" and sinks is None and can_splash(query, keys):
         return splash(query, keys, values, soft_cap, window)
-    if platform() == "gpu" and can_cudnn(query, keys, soft_cap):
+    if platform() == "gpu" and sinks is None and can_cudnn(query, keys, soft_cap):
         return fused(query, keys, values, window)
     if platform() == "cpu" and soft_cap is None:
         cpu = importlib.import_module("pallas_kernels.tree_attention.cpu")
         if cpu.unable(of_sequence(query, keys, values)) is None:
-            return cpu.causal(query, keys, values, window)
-    return xla.causal(query, keys, values, soft_cap, window)
+            return cpu.causal(query, keys, values, window, sinks)
+    return xla.causal(query, keys, values, soft_cap, window, sinks)
 
 
 def can_splash(query: Array, keys: Array) -> bool:

@@ -84,8 +84,15 @@ def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H
     ]
     bounds, past, past_specs = _prefix(at, tiles, spare)
     reach = at.groups * tiles.tokens
+    if at.sinks is not None:
+        own = at.sinks.astype(jnp.float32).reshape(rows, kv_heads, at.groups, 1, 1)
+        shape = (rows, kv_heads, at.groups, tiles.tokens, 1)
+        block.append(jnp.broadcast_to(own, shape).reshape(rows, kv_heads, reach, 1))
+        specs.append(pl.BlockSpec((1, 1, reach, 1), lambda b, k, i, j, *_: (b, k, 0, 0)))
     out = pl.pallas_call(
-        functools.partial(_kernel, at.soft_cap, tiles, at.first is not None),
+        functools.partial(
+            _kernel, at.soft_cap, tiles, at.first is not None, at.sinks is not None
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows, kv_heads, tiles.token_tiles, tiles.slot_tiles + tiles.column_tiles),
@@ -150,8 +157,11 @@ def _prefix(at: Operands, tiles: _Tiles, spare: int) -> tuple[Array, list[Array]
     return bounds, arrays, specs
 
 
-def _kernel(soft_cap: float | None, tiles: _Tiles, bounded: bool, bounds_ref: Any, *refs: Any):
+def _kernel(
+    soft_cap: float | None, tiles: _Tiles, bounded: bool, sinks: bool, bounds_ref: Any, *refs: Any
+) -> None:
     query_ref, keys_ref, values_ref, visible_ref, *past, out_ref, top_ref, sum_ref, mix_ref = refs
+    sinks_ref = past.pop(0) if sinks else None
     row, step = pl.program_id(0), pl.program_id(3)
     start, stop = bounds_ref[row, 0], bounds_ref[row, 1]
     groups, tokens, dim = query_ref.shape[2:]
@@ -165,8 +175,12 @@ def _kernel(soft_cap: float | None, tiles: _Tiles, bounded: bool, bounds_ref: An
 
     @pl.when(step == 0)
     def _():
-        top_ref[...] = jnp.full_like(top_ref, _LOW)
-        sum_ref[...] = jnp.zeros_like(sum_ref)
+        if sinks_ref is None:
+            top_ref[...] = jnp.full_like(top_ref, _LOW)
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+        else:
+            top_ref[...] = jnp.broadcast_to(sinks_ref[0, 0], top_ref.shape)
+            sum_ref[...] = jnp.ones_like(sum_ref)
         mix_ref[...] = jnp.zeros_like(mix_ref)
 
     def of_cache() -> None:

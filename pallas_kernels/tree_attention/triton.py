@@ -86,6 +86,10 @@ def tree_attention(at: Operands, *, interpret: bool = False) -> Float[Array, "B 
             operands.append(at.first.astype(jnp.int32))
             specs.append(pl.BlockSpec((None, tokens), lambda i, k, b: (b, 0)))
             names.append("first")
+    if at.sinks is not None:
+        operands.append(at.sinks.astype(jnp.float32).reshape(rows, kv_heads, at.groups))
+        specs.append(pl.BlockSpec((None, None, at.groups), lambda i, k, b: (b, k, 0)))
+        names.append("sinks")
     static = _Static(at.soft_cap, tokens, dim, tiles, splits, tuple(names))
     shape = (rows, kv_heads, splits, tiles * tile)
     out, lse = pl.pallas_call(
@@ -167,11 +171,13 @@ def _kernel(static: _Static, *refs: Any) -> None:
                       for name in ("key_scales", "value_scales")]  # fmt: skip
         return update(keys.astype(query.dtype), values.astype(query.dtype), seen, scales, at)
 
-    at = _Running(
-        jnp.full((tile,), _LOW, jnp.float32),
-        jnp.zeros((tile,), jnp.float32),
-        jnp.zeros((tile, wide), jnp.float32),
-    )
+    top = jnp.full((tile,), _LOW, jnp.float32)
+    total = jnp.zeros((tile,), jnp.float32)
+    if "sinks" in named:  # of the first share alone
+        group = jnp.minimum(row // static.tokens, named["sinks"].shape[0] - 1)
+        top = jnp.where(share == 0, plgpu.load(named["sinks"].at[group]), top)
+        total = jnp.where(share == 0, 1.0, total)
+    at = _Running(top, total, jnp.zeros((tile, wide), jnp.float32))
     if "length" in named:
         stop, slots = named["length"][...], named["values"].shape[2]
         head, several = pl.program_id(1), named["pages"].shape[0] > 1

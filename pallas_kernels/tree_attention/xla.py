@@ -11,7 +11,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.dispatch import precision_of
 from pallas_kernels.platform import platform
-from pallas_kernels.tree_attention.operands import Operands, Prefix
+from pallas_kernels.tree_attention.operands import Operands, Prefix, sinks_by_query
+
+_Row = tuple[Array, Array, Array, Array | None]
+"""Queries, keys, values and sinks of a plain sequence."""
 
 _CHUNK = 128
 """Queries of a causal chunk: its scores stay in cache (2026-11-20, 16 rows of 512 tokens, 10 heads
@@ -80,22 +83,34 @@ def _at_once(at: Operands) -> Float[Array, "B H T D"]:
     bias = jnp.where(at.tree_mask, 0.0, -jnp.inf)[:, None, None]
     scores = jnp.where(at.tree_mask[:, None, None], scores, bias).reshape(*query.shape[:3], -1)
     top = scores.max(axis=-1, keepdims=True)
+    sinks = None
+    if at.sinks is not None:
+        sinks = sinks_by_query(at).reshape(*query.shape[:3], 1)
+        top = jnp.maximum(top, sinks)
     if at.prefix is None:
-        weights = jnp.exp(scores - lax.stop_gradient(top))
-        total = weights.sum(axis=-1, keepdims=True)
+        top = lax.stop_gradient(top)
+        weights = jnp.exp(scores - top)
+        total = _with_sinks(weights.sum(axis=-1, keepdims=True), sinks, top)
         mixed = _dot(weights, at.block_values, "bkqm,bkmd->bkqd")
     elif at.prefix.pages is not None:
         weights = jnp.exp(scores - top)
-        own = weights.sum(axis=-1, keepdims=True), _dot(weights, at.block_values, "bkqm,bkmd->bkqd")
-        total, mixed = _past_in_place(at, query, top, *own)
+        own = _with_sinks(weights.sum(axis=-1, keepdims=True), sinks, top)
+        mixed = _dot(weights, at.block_values, "bkqm,bkmd->bkqd")
+        total, mixed = _past_in_place(at, query, top, own, mixed)
     else:
         past, live = _past(at, query)
         top = jnp.maximum(top, past.max(axis=-1, keepdims=True))
         weights, past = jnp.exp(scores - top), jnp.exp(past - top)
         total = weights.sum(axis=-1, keepdims=True) + past.sum(axis=-1, keepdims=True)
+        total = _with_sinks(total, sinks, top)
         mixed = _dot(weights, at.block_values, "bkqm,bkmd->bkqd")
         mixed = mixed + _past_values(at, past, live)
     return (mixed / total).reshape(rows, heads, tokens, dim).astype(at.query.dtype)
+
+
+def _with_sinks(total: Array, sinks: Array | None, top: Array) -> Array:
+    """The sums of weights with those of sinks."""
+    return total if sinks is None else total + jnp.exp(sinks - top)
 
 
 def _capped(scores: Array, soft_cap: float | None) -> Array:
@@ -231,6 +246,7 @@ def causal(
     values: Float[Array, "B K T D"],
     soft_cap: float | None,
     window: int | None = None,
+    sinks: Float[Array, "B H"] | None = None,
 ) -> Float[Array, "B H T D"]:
     """Attention of plain sequences: each token sees itself and those before it.
 
@@ -242,7 +258,7 @@ def causal(
         one = jax.checkpoint(partial(_written_out, soft_cap, window))
     else:
         one = partial(_looped, soft_cap, window)
-    return lax.map(one, (query, keys, values))
+    return lax.map(one, (query, keys, values, sinks))
 
 
 def within(query: Array, key: Array, window: int | None) -> Bool[Array, "T M"]:
@@ -251,15 +267,13 @@ def within(query: Array, key: Array, window: int | None) -> Bool[Array, "T M"]:
     return before >= 0 if window is None else (before >= 0) & (before < window)
 
 
-def _written_out(
-    soft_cap: float | None, window: int | None, row: tuple[Array, Array, Array]
-) -> Array:
+def _written_out(soft_cap: float | None, window: int | None, row: _Row) -> Array:
     """One row of causal attention `[H, T, D]`, in chunks of queries that skip unseen keys."""
-    query, keys, values = row
+    query, keys, values, sinks = row
     tokens = query.shape[1]
     starts = range(0, tokens, _CHUNK)
     chunks = [
-        _chunk(soft_cap, window, query[:, start : start + _CHUNK], keys, values, start,
+        _chunk(soft_cap, window, query[:, start : start + _CHUNK], keys, values, sinks, start,
                0 if window is None else max(0, start - window + 1), min(start + _CHUNK, tokens))
         for start in starts
     ]  # fmt: skip
@@ -267,14 +281,14 @@ def _written_out(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _looped(soft_cap: float | None, window: int | None, row: tuple[Array, Array, Array]) -> Array:
+def _looped(soft_cap: float | None, window: int | None, row: _Row) -> Array:
     """The same by a loop over chunks.
 
     A chunk takes the keys from the first on up to one of `_SPANS` ends, the first that holds all
     that it sees (9/8 of the products that are needed where it could be any); with a window those
     that it sees.
     """
-    query, keys, values = row
+    query, keys, values, sinks = row
     heads, tokens, dim = query.shape
     count = -(-tokens // _CHUNK)
     spare = count * _CHUNK - tokens  # queries that only fill up; what they give is cut off
@@ -282,7 +296,7 @@ def _looped(soft_cap: float | None, window: int | None, row: tuple[Array, Array,
 
     def from_first(span: int) -> Callable[..., Array]:
         def run(query: Array, keys: Array, values: Array, start: Array) -> Array:
-            return _chunk(soft_cap, window, query, keys, values, start, 0, span)
+            return _chunk(soft_cap, window, query, keys, values, sinks, start, 0, span)
 
         return run
 
@@ -295,7 +309,7 @@ def _looped(soft_cap: float | None, window: int | None, row: tuple[Array, Array,
         since = jnp.clip(start - window + 1, 0, tokens - span)
         own_keys = lax.dynamic_slice_in_dim(keys, since, span, axis=1)
         own_values = lax.dynamic_slice_in_dim(values, since, span, axis=1)
-        return _chunk(soft_cap, window, query, own_keys, own_values, start - since, 0, span)
+        return _chunk(soft_cap, window, query, own_keys, own_values, sinks, start - since, 0, span)
 
     def one(chunk: tuple[Array, Array]) -> Array:
         start, query = chunk[0] * _CHUNK, chunk[1]
@@ -309,14 +323,14 @@ def _looped(soft_cap: float | None, window: int | None, row: tuple[Array, Array,
 
 
 def _looped_forward(
-    soft_cap: float | None, window: int | None, row: tuple[Array, Array, Array]
-) -> tuple[Array, tuple[Array, Array, Array]]:
+    soft_cap: float | None, window: int | None, row: _Row
+) -> tuple[Array, _Row]:
     return _looped(soft_cap, window, row), row
 
 
 def _looped_backward(
-    soft_cap: float | None, window: int | None, row: tuple[Array, Array, Array], grad: Array
-) -> tuple[tuple[Array, Array, Array]]:
+    soft_cap: float | None, window: int | None, row: _Row, grad: Array
+) -> tuple[_Row]:
     """Gradients by the chunks written out: those of the loop take three times as long."""
     return jax.vjp(partial(_written_out, soft_cap, window), row)[1](grad)
 
@@ -330,6 +344,7 @@ def _chunk(
     query: Float[Array, "H Q D"],
     keys: Float[Array, "K T D"],
     values: Float[Array, "K T D"],
+    sinks: Float[Array, " H"] | None,
     start: int | Int[Array, ""],
     since: int,
     stop: int,
@@ -341,7 +356,9 @@ def _chunk(
     number = jnp.minimum(start + jnp.arange(query.shape[1]), keys.shape[1] - 1)
     tree_mask = within(number, jnp.arange(since, stop), window)
     seen = keys[None, :, since:stop], values[None, :, since:stop]
-    return tree_attention(Operands(query[None], *seen, tree_mask[None], soft_cap=soft_cap))[0]
+    sinks = None if sinks is None else sinks[None]
+    at = Operands(query[None], *seen, tree_mask[None], soft_cap=soft_cap, sinks=sinks)
+    return tree_attention(at)[0]
 
 
 def _dot(x: Array, y: Array, axes: str) -> Array:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int32
 
+from specjax.models.config import LayerKind
 from specjax.models.layer_weights import LayerWeights
 from specjax.models.transformer import Model, embed, layer_of_pass
 
@@ -25,8 +26,10 @@ Gram = Float[np.ndarray, "I I"]
 OF_MATRIX = {
     "query": "query", "key": "query", "value": "query", "output": "output",
     "gate": "up", "up": "up", "down": "down",
+    "expert_gate": "up", "expert_up": "up",
 }  # fmt: skip
-"""Of which inputs a matrix's are, as `apply_layer` names them."""
+"""Of which inputs a matrix's are, as `apply_layer` names them; those of experts are of all tokens.
+"""
 
 
 def rows_of(
@@ -95,23 +98,22 @@ class Calibration:
     def _pass(
         self, weights: LayerWeights, layer: int, columns: Array, wanted: bool
     ) -> tuple[Array, dict[str, Array]]:
-        windows = self._outer.config.windows
-        window = windows[layer] if windows else None
-        return _layer(self._outer, weights, columns, self._positions, window, wanted)
+        kind = self._outer.config.kind_of(layer)
+        return _layer(self._outer, weights, columns, self._positions, kind, wanted)
 
 
-@partial(jax.jit, static_argnames=("window", "wanted"))
+@partial(jax.jit, static_argnames=("kind", "wanted"))
 def _layer(
     outer: Model,
     weights: LayerWeights,
     columns: Float[Array, "E C"],
     positions: Int32[Array, "B T"],
-    window: int | None,
+    kind: LayerKind,
     wanted: bool,
 ) -> tuple[Float[Array, "E C"], dict[str, Float[Array, "I I"]]]:
     """What leaves a layer; where they are wanted, the grams of what enters its matrices instead."""
     inputs: dict[str, Array] = {}
-    made, _ = layer_of_pass(outer, weights, window, columns, positions, None, None, inputs)
+    made, _ = layer_of_pass(outer, weights, kind, columns, positions, None, None, inputs)
     if wanted:  # what leaves is not, so that its product is not computed
         return columns, {name: each @ each.T for name, each in inputs.items()}
     return made, {}

@@ -35,7 +35,7 @@ from specjax.checkpoints.files import (
 from specjax.checkpoints.generation_config import end_ids_in, union
 from specjax.checkpoints.tokenizers import save_tokenizer
 from specjax.models import families
-from specjax.models.config import MATRICES, ModelConfig
+from specjax.models.config import EXPERT_MATRICES, MATRICES, ROUTERS, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.families.eagle import NORMS
 from specjax.models.placement import Placement
@@ -51,6 +51,10 @@ from specjax.models.transformer import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+_MAY_BE_KEPT = frozenset((*MATRICES, *EXPERT_MATRICES, *ROUTERS, *TABLES))
+"""Leaves that may stay in bfloat16 where float32 is computed in."""
 
 
 def default_dtype() -> str:
@@ -106,7 +110,7 @@ def leaves_of(
 
 
 def _may_be_kept(leaf: str, dtype: Any) -> bool:
-    return leaf in (*MATRICES, *TABLES) and dtype == jnp.bfloat16
+    return leaf in _MAY_BE_KEPT and dtype == jnp.bfloat16
 
 
 def held_bytes(files: Files, dtype: Any, keeps_bfloat16: bool = False) -> int | None:
@@ -142,21 +146,23 @@ def _narrow_bytes(files: Files, dtype: Any) -> int | None:
 
 
 def _is_narrow(tensor: Extent) -> bool:
-    """Whether a tensor is a matrix of bfloat16."""
-    return tensor.dtype == jnp.bfloat16 and len(tensor.shape) == 2
+    """Whether a tensor is a matrix of bfloat16, or one of each expert."""
+    return tensor.dtype == jnp.bfloat16 and len(tensor.shape) in (2, 3)
 
 
 def _bytes_of(tensor: Extent, size: int) -> int:
     """Bytes of a tensor of `size` a number, or of a matrix that stays in bfloat16."""
     return (
-        2 * tensor.shape[0] + tensor.size if _is_narrow(tensor) else size * math.prod(tensor.shape)
+        2 * math.prod(tensor.shape[:-1]) + tensor.size
+        if _is_narrow(tensor)
+        else size * math.prod(tensor.shape)
     )
 
 
 def _split(stored: Stored, packed: PackedWeight) -> list[PackedWeight]:
     """The leaves of a tensor that is quantized."""
     return [
-        packed.of_rows(lambda rows, at=at: stored.split(rows)[at])
+        packed.of_rows(lambda rows, at=at: stored.split_rows(rows)[at])
         for at in range(len(stored.leaves))
     ]
 
@@ -372,7 +378,8 @@ def checked(
         stored = missing.pop(name, None)
         shape = expected[repeated[0]].shape if repeated and name == repeated[1] else None
         if stored is not None:
-            shape = stored.shape
+            is_packed = isinstance(tensor, PackedWeight)
+            shape = stored.shape_as_rows if is_packed else stored.shape
         elif name in expected:
             raise CheckpointError(f"{found} in {file} is there twice.")
         if shape is None:
@@ -406,12 +413,17 @@ def _quantized(name: str, file: Path, packed: PackedWeight, stored: Stored | Non
     Raises:
       CheckpointError: it may not.
     """
-    if stored is None or not (stored.turned or _is_outside(stored)):
+    if stored is None or not (_is_turned(stored) or _is_outside(stored)):
         return packed
     what = "a matrix of this family cannot be"
     if _is_outside(stored):
         what = "outside the layers only the embedding and the unembedding can be"
     raise CheckpointError(f"{name} in {file} is quantized; {what}.")
+
+
+def _is_turned(stored: Stored) -> bool:
+    """Whether a tensor is turned also where it is packed; experts of all layouts are not."""
+    return stored.turned and not stored.axis
 
 
 def _is_outside(stored: Stored) -> bool:

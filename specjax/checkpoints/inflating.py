@@ -73,7 +73,7 @@ def inflate_folder(
         for number, stored in enumerate(every):
             inside, idle = stored.layer is not None, (stored.layer or 0) >= small
             source = model.layers[(stored.layer or 0) % small] if inside else model
-            shapes = config.layer_shapes if inside else config.outer_shapes
+            shapes = config.layer_shapes(stored.layer or 0) if inside else config.outer_shapes
             leaves = [
                 _grown(name, np.asarray(getattr(source, name)), shapes[name], idle, noise)
                 for name in stored.leaves

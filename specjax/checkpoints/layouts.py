@@ -1,8 +1,8 @@
 """How libraries' files hold quantized matrices, each layout read as packed ones.
 
 Layouts are those that the libraries write: compressed-tensors (vLLM's llm-compressor), GPTQ
-(AutoGPTQ and GPTQModel), AWQ (AutoAWQ), block-wise fp8 (DeepSeek), bitsandbytes. What a
-configuration says must be of its kind, and tensors must have the shapes and dtypes of their layout:
+(AutoGPTQ and GPTQModel), AWQ (AutoAWQ), block-wise fp8 (DeepSeek), bitsandbytes, MXFP4 (gpt-oss).
+What a configuration says must be of its kind, and tensors must have the shapes and dtypes of their layout:
 numpy would make something of most others.
 """
 
@@ -64,6 +64,8 @@ class Layout(NamedTuple):
       needed: others that belong to it, and their dtypes; any, where none is named.
       may: those that may be there.
       read: makes the packed matrix of them.
+      joint: what lies between a matrix's name and those of its tensors.
+      end: what the matrix's name ends with.
     """
 
     main: str
@@ -71,6 +73,8 @@ class Layout(NamedTuple):
     needed: Mapping[str, Kinds]
     may: Mapping[str, Kinds]
     read: Callable[[Parts], PackedWeight]
+    joint: str = "."
+    end: str = ".weight"
 
 
 def _packed(
@@ -450,11 +454,36 @@ def _absmax(parts: Parts, count: int, state: Json) -> np.ndarray:
     return (numbers * wide + np.float32(offset)).astype(np.float32)
 
 
+_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of codes without a sign (E2M1 of the OCP Microscaling formats, 2023)."""
+
+
+def _mxfp4(about: Json) -> list[Layout]:
+    """gpt-oss: experts `[X, O, G, 16]` bytes of 4-bit floats, with a power of two for each 32."""
+    del about
+
+    def experts(parts: Parts) -> PackedWeight:
+        blocks, scales = parts["blocks"], parts["scales"]
+        if blocks.ndim != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+            raise Unfit(f"blocks {blocks.shape} and scales {scales.shape} do not fit each other.")
+        if (scales == 255).any():
+            raise Unfit("a scale is NaN.")
+        bits = np.where(scales == 0, 64, scales.astype(np.uint16) << 7).astype(np.uint16)
+        table = np.asarray([*_MXFP4, *(-each for each in _MXFP4)], np.float32)
+        values = blocks.reshape(*blocks.shape[:2], -1)
+        return packed_weight(
+            values, bits.view(ml_dtypes.bfloat16), 4, table=table, form="mxfp4"
+        )  # fmt: skip
+
+    return [Layout("blocks", _UINT8, {"scales": _UINT8}, {}, experts, "_", "")]
+
+
 METHODS: Mapping[str, Callable[[Json], list[Layout]]] = {
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,
     "fp8": _blocks,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }
 """What gives the layouts of each `quant_method`."""

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from specjax.checkpoints import orbax, pruned_vocabulary
 from specjax.checkpoints.end_tokens import with_end_tokens
+from specjax.checkpoints.experts import gathered
 from specjax.checkpoints.files import CheckpointError, Files, Name, find
 from specjax.checkpoints.huggingface import (
     checked,
@@ -249,7 +250,7 @@ def load_model(
             ) from error
     outer: dict[str, Any] = {}
     layers = leaves_of_layers(config.num_layers, stack)
-    for stored, tensor in checked(files, whole, family):
+    for stored, tensor in gathered(checked(files, whole, family), whole, files.path):
         leaves = leaves_of(stored, tensor, placed, kind, files.path, keeps_bfloat16=keeps)
         if stored.layer is None:
             outer |= leaves

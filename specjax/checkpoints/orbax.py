@@ -1,6 +1,7 @@
 """A model's weights as Orbax keeps them: by shards, each process its own, on any mesh."""
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def once(model: Model) -> Model:
     """The model with every key/value head once, as its checkpoint has it, its layers apart."""
     model = unstacked(model)
     placement = Placement(model.config, mesh_of(model), model.axis, model.repeats)
-    names = [name for name in model.config.layer_shapes if placement.is_repeated(name)]
+    names = [name for name in model.config.layer_shapes(0) if placement.is_repeated(name)]
     if not names:
         return model
     layers = tuple(
@@ -42,10 +43,12 @@ def save(model: Model, folder: Path) -> None:
       ValueError: weights are there already.
     """
     ocp = orbax()
-    outer, layer = model.config.outer_shapes, model.config.layer_shapes
     held = {
-        "outer": {name: getattr(model, name) for name in outer},
-        "layers": [{name: getattr(each, name) for name in layer} for each in model.layers],
+        "outer": {name: getattr(model, name) for name in model.config.outer_shapes},
+        "layers": [
+            {name: getattr(each, name) for name in model.config.layer_shapes(number)}
+            for number, each in enumerate(model.layers)
+        ],
     }
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save((folder / FOLDER).absolute(), held)
@@ -74,10 +77,12 @@ def restore(
         lies = alone if mesh is None else NamedSharding(mesh, spec)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=lies)
 
-    layer = {name: leaf(name, shape) for name, shape in config.layer_shapes.items()}
+    def leaves(shapes: Mapping[str, Shape]) -> dict[str, Any]:
+        return {name: leaf(name, shape) for name, shape in shapes.items()}
+
     wanted = {
-        "outer": {name: leaf(name, shape) for name, shape in whole.outer_shapes.items()},
-        "layers": [layer] * config.num_layers,
+        "outer": leaves(whole.outer_shapes),
+        "layers": [leaves(config.layer_shapes(layer)) for layer in range(config.num_layers)],
     }
     at = (folder / FOLDER).absolute()
     found: Any

@@ -133,16 +133,16 @@ def read(found: Iterable[tuple[str, Path, np.ndarray]], layouts: list[Layout]) -
     packed: dict[str, tuple[str, Layout, Parts]] = {}
     for layout in layouts:
         for name in held:
-            base = name.removesuffix("." + layout.main)
+            base = name.removesuffix(layout.joint + layout.main)
             if base == name or name in taken or not _is_main(layout, name, *held[name]):
                 continue
             parts = _parts_of(layout, base, held)
             packed[name] = base, layout, parts
-            taken |= {f"{base}.{part}" for part in parts}
+            taken |= {f"{base}{layout.joint}{part}" for part in parts}
     for name, (file, tensor) in held.items():
         if name in packed:
             base, layout, parts = packed[name]
-            yield f"{base}.weight", file, _matrix(layout, name, file, parts)
+            yield f"{base}{layout.end}", file, _matrix(layout, name, file, parts)
         elif name not in taken:
             yield name, file, tensor
 
@@ -173,10 +173,10 @@ def _parts_of(
     Raises:
       CheckpointError: one is missing or of another dtype.
     """
-    main = f"{base}.{layout.main}"
+    main = f"{base}{layout.joint}{layout.main}"
     parts = {layout.main: held[main][1]}
     for part, kinds in {**layout.needed, **layout.may}.items():
-        if (whole := f"{base}.{part}") in held:
+        if (whole := f"{base}{layout.joint}{part}") in held:
             file, tensor = held[whole]
             if kinds and tensor.dtype not in kinds:
                 raise CheckpointError(_of_another_kind(whole, file, tensor, kinds))

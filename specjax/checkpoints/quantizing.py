@@ -11,15 +11,16 @@ import numpy as np
 
 from specjax.checkpoints import gptq_rounding, pruned_vocabulary, quantized
 from specjax.checkpoints.calibration import OF_MATRIX, Calibration, Gram, rows_of
+from specjax.checkpoints.experts import Tensor, gathered
 from specjax.checkpoints.feature_drafts import described_in
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
-from specjax.models.config import MATRICES, ModelConfig
+from specjax.models.config import EXPERT_MATRICES, MATRICES, ROUTERS, ModelConfig
 from specjax.models.families import Family, Stored
-from specjax.models.layer_weights import layer_of
+from specjax.models.layer_weights import LayerWeights, layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight, check_groups, packed
 from specjax.models.transformer import assemble
@@ -30,6 +31,8 @@ KEPT = 0.4
 """The share of the layers' weights in 8 bits where 4 are asked for and no share is named."""
 _PRODUCTS = ("unembedding", "feature_projection")
 """What products outside the layers multiply, which is not packed with them."""
+_PACKED = (*MATRICES, *EXPERT_MATRICES)
+"""The matrices of layers that are packed."""
 _SENSITIVE = ("query", "down", "up", "output")
 """Which matrices are kept in 8 bits, the first of all layers before the next, as their inputs are
 named: what 4 bits of each cost SmolLM2-135M a weight."""
@@ -163,6 +166,8 @@ def quantize_folder(
             _check_groups(name, stored.shape[1], way)
     writing = _Writing(files, config, family, way, matrices, eight)
     others = [family.outer[leaf].split(".")[-2] for leaf in _PRODUCTS if leaf in family.outer]
+    routers = [family.experts[leaf] for leaf in ROUTERS if leaf in family.experts]
+    others += [rf"re:.*{re.escape(name.removesuffix('.weight'))}$" for name in routers]
     about = _described(way, matrices, eight, writing.packed_tables, others)
     with new_model(files.path, out, described | {"quantization_config": about}) as shards:
         return writing.write(shards, progress)
@@ -186,7 +191,7 @@ def _in_8_bits(matrices: Collection[Stored], share: float) -> frozenset[str]:
     last = max(stored.layer or 0 for stored in matrices)
     for stored in matrices:
         layer = stored.layer or 0
-        rank = _SENSITIVE.index(OF_MATRIX[stored.leaves[0]])
+        rank = _SENSITIVE.index(OF_MATRIX.get(stored.leaves[0], "down"))
         edge = 2 * min(layer, last - layer) + (layer > last - layer)
         units.setdefault((rank, edge), []).append(stored)
     room = share * sum(int(np.prod(stored.shape)) for stored in matrices)
@@ -208,8 +213,13 @@ def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str,
     found = {
         stored.name: stored
         for stored in families.stored(family, config)
-        if stored.layer is not None and stored.leaves[0] in MATRICES
+        if stored.layer is not None and stored.leaves[0] in _PACKED
     }
+    if any(len(stored.shape) > 2 for stored in found.values()):
+        raise CheckpointError(
+            f"{files.path}: experts of {family.model_type} models are stored together, which has "
+            "no packed form."
+        )
     if any(stored.turned for stored in found.values()):
         raise CheckpointError(
             f"{files.path}: matrices of {family.model_type} models are stored [in, out], which "
@@ -306,7 +316,7 @@ class _Writing:
         for name, part in _parts(found.removesuffix("weight"), weight):
             shards.add(name, part)
 
-    def _leaves(self, stored: Stored, tensor: np.ndarray) -> dict[str, Any]:
+    def _leaves(self, stored: Stored, tensor: Tensor) -> dict[str, Any]:
         return leaves_of(stored, tensor, self._placed, jnp.dtype("float32"), self._files.path)
 
     def _calibration(self) -> Calibration | None:
@@ -326,21 +336,31 @@ class _Writing:
     ) -> Iterator[tuple[Stored, PackedWeight]]:
         """The matrices of a layer, quantized; takes the texts through it."""
         grams: Mapping[str, Gram] = {}
-        leaves: dict[str, Any] = {}
+        own = [stored for stored in self._expected.values() if stored.layer == layer]
+        named = [stored.name for stored in own if stored.name in self._found]
+        tensors_of = {name: self._found[name][2] for name in named}
         if calibration is not None:
-            for stored in self._expected.values():
-                if stored.layer == layer:
-                    leaves |= self._leaves(stored, self._found[stored.name][2])
-            grams = calibration.grams(layer_of(leaves), layer)
-        for stored in self._matrices.values():
-            if stored.layer == layer:
-                weight = self._quantized(stored, grams.get(OF_MATRIX[stored.leaves[0]]))
+            grams = calibration.grams(self._assembled(own, tensors_of), layer)
+        for stored in own:
+            if stored.name in self._matrices:
+                gram = grams.get(OF_MATRIX.get(stored.leaves[0], ""))
+                weight = self._quantized(stored, gram)
                 if calibration is not None:
                     whole = jax.tree.map(jnp.asarray, weight).unpacked()
-                    leaves |= self._leaves(stored, np.asarray(whole))
+                    tensors_of[stored.name] = np.asarray(whole)
                 yield stored, weight
         if calibration is not None:
-            calibration.advance(layer_of(leaves), layer)
+            calibration.advance(self._assembled(own, tensors_of), layer)
+
+    def _assembled(
+        self, own: Sequence[Stored], tensors_of: Mapping[str, np.ndarray]
+    ) -> LayerWeights:
+        """A layer of such tensors."""
+        leaves: dict[str, Any] = {}
+        pairs = ((stored, tensors_of[stored.name]) for stored in own)
+        for stored, tensor in gathered(pairs, self._config, self._files.path):
+            leaves |= self._leaves(stored, tensor)
+        return layer_of(leaves)
 
     def _quantized(self, stored: Stored, gram: Gram | None) -> PackedWeight:
         """A matrix in its bits."""

@@ -1,16 +1,17 @@
 """A model's own weights in 8 or 4 bits as the draft for it (SubSpec, arXiv 2509.18344)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.base.pytree import replace
+from specjax.checkpoints.experts import Tensor, gathered
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import checked, default_dtype, leaves_of, read_config
 from specjax.models import families
-from specjax.models.config import MATRICES, ModelConfig
+from specjax.models.config import EXPERT_MATRICES, MATRICES, ModelConfig
 from specjax.models.families import Stored
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import Placement, placement
@@ -21,6 +22,7 @@ from specjax.parallel.mesh import mesh_of
 PREFIX = "self:"
 NAMES = {f"{PREFIX}4bit": 4, f"{PREFIX}8bit": 8}
 """What drafts of the model itself are called, and their bits."""
+_PACKED = (*MATRICES, *EXPERT_MATRICES)
 
 
 def bits_of(name: str) -> int:
@@ -64,11 +66,19 @@ def self_draft(
     layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
     whole = len(list(families.stored(family, config)))
     found = checked(files, config, family, lambda stored: False, tells=False)
-    for number, (stored, tensor) in enumerate(found):
+    counted = _counted(found, whole, progress)
+    for stored, tensor in gathered(counted, config, files.path):
         if stored.layer is not None:
             layers[stored.layer] |= _leaves(stored, tensor, placed, bits, files)
-        progress(number + 1, whole)
     return replace(target.outer, layers=tuple(map(layer_of, layers)))
+
+
+def _counted(
+    found: Iterable[tuple[Stored, Tensor]], whole: int, progress: Callable[[int, int], object]
+) -> Iterator[tuple[Stored, Tensor]]:
+    for number, each in enumerate(found):
+        yield each
+        progress(number + 1, whole)
 
 
 def _leaves(
@@ -76,7 +86,7 @@ def _leaves(
 ) -> dict[str, Any]:
     """The leaves of a tensor, matrices packed."""
     kind = jnp.dtype(default_dtype())
-    if stored.leaves[0] not in MATRICES:
+    if stored.leaves[0] not in _PACKED:
         return leaves_of(stored, tensor, placed, kind, files.path)
     return {
         leaf: placed.put_packed(leaf, packed(part, bits, _group_of(part.shape[1], bits)), kind)
@@ -94,11 +104,12 @@ def _group_of(inputs: int, bits: int) -> int | None:
 def self_bytes(config: ModelConfig, bits: int) -> int:
     """Bytes of such a draft beside the target."""
     total = 0
-    for name, shape in config.layer_shapes.items():
-        size = int(np.prod(shape))
-        if name in MATRICES:
-            group = _group_of(shape[1], bits) or shape[1]
-            total += size * bits // 8 + 2 * size // group
-        else:
-            total += size * jnp.dtype(default_dtype()).itemsize
-    return config.num_layers * total
+    for layer in range(config.num_layers):
+        for name, shape in config.layer_shapes(layer).items():
+            size = int(np.prod(shape))
+            if name in _PACKED:
+                group = _group_of(shape[-1], bits) or shape[-1]
+                total += size * bits // 8 + 2 * size // group
+            else:
+                total += size * jnp.dtype(default_dtype()).itemsize
+    return total

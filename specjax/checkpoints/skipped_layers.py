@@ -8,6 +8,7 @@ import dataclasses
 import importlib.resources
 import itertools
 import json
+import math
 import re
 import time
 from typing import TYPE_CHECKING
@@ -69,7 +70,14 @@ def config_without(config: ModelConfig, skipped: tuple[int, ...]) -> ModelConfig
     """The configuration of a model without some of its layers."""
     kept = [each for each in range(config.num_layers) if each not in skipped]
     windows = tuple(config.windows[each] for each in kept if config.windows)
-    return dataclasses.replace(config, num_layers=len(kept), windows=windows)
+    experts = config.experts
+    if experts is not None:
+        dense = tuple(place for place, each in enumerate(kept) if each in experts.dense)
+        experts = dataclasses.replace(experts, dense=dense)
+    unrotated = tuple(place for place, each in enumerate(kept) if each in config.unrotated)
+    return dataclasses.replace(
+        config, num_layers=len(kept), windows=windows, unrotated=unrotated, experts=experts
+    )
 
 
 def without(target: Model, skipped: tuple[int, ...]) -> Model:
@@ -164,8 +172,8 @@ def share_of(target: Model, draft: Model) -> float:
 
 def _read(model: Model) -> int:
     config = model.config
-    layer = sum(int(np.prod(shape)) for shape in config.layer_shapes.values())
-    return config.num_layers * layer + config.vocab_size * config.hidden_size
+    inside = config.num_active_parameters - sum(map(math.prod, config.outer_shapes.values()))
+    return inside + config.vocab_size * config.hidden_size
 
 
 def speedup(agreement: float, share: float) -> float:

@@ -323,11 +323,11 @@ def _pass(
     held = cache.keys[0], cache.values[0], cache.length
     positions = jnp.zeros((1, columns), jnp.int32)
     tree_mask = jnp.eye(columns, dtype=bool)[None]
-    windows = config.windows or (None,)
+    kind = config.kind_of(config.num_layers - 1)
 
     def run(x: Array) -> object:
         for weights in layers:
-            x, _ = run_layer(outer, weights, x, positions, tree_mask, held, window=windows[-1])
+            x, _ = run_layer(outer, weights, x, positions, tree_mask, held, kind=kind)
         return x
 
     return _clock(run, config.hidden_size, columns)

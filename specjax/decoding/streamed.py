@@ -32,6 +32,7 @@ from specjax.decoding.stepping import (
     without_hidden_states,
 )
 from specjax.draft.drafter import Drafter, Seen, Step
+from specjax.models.config import LayerKind
 from specjax.models.kv_cache import KVCache
 from specjax.models.transformer import (
     Columns,
@@ -133,7 +134,6 @@ def _layers(
     What leaves the last one is not normed.
     """
     config = target.config
-    windows = config.windows or (None,) * config.num_layers
     made: list[tuple[Array, Array]] = []
     kept = {0: jnp.copy(x)} if 0 in hidden_layers else {}
     running: list[Array] = []
@@ -143,7 +143,8 @@ def _layers(
             if cache is not None:
                 held = cache.keys[index], cache.values[index], cache.length
             weights = target.layer(index)
-            x, new = run_layer(outer, weights, x, positions, tree_mask, held, window=windows[index])
+            kind = config.kind_of(index)
+            x, new = run_layer(outer, weights, x, positions, tree_mask, held, kind=kind)
             made.append(new)
             if index + 1 in hidden_layers:  # the next layer takes the buffer
                 kept[index + 1] = jnp.copy(x)
@@ -160,7 +161,7 @@ def _enter(outer: Model, rows: Rows) -> tuple[Array, Array]:
     return embed(outer, rows.prompt, positions), positions
 
 
-@partial(jax.jit, static_argnames="window", donate_argnames="x")
+@partial(jax.jit, static_argnames="kind", donate_argnames="x")
 def run_layer(
     outer: Model,
     weights: LayerWeights,
@@ -169,14 +170,14 @@ def run_layer(
     tree_mask: Array | None,
     held: tuple[Array, Array, Array] | None,
     *,
-    window: int | None,
+    kind: LayerKind,
 ) -> tuple[Array, tuple[Array, Array]]:
     """A layer of a pass; `held` are its cached keys and values, and how many slots of them count.
 
     `x` is given away.
     """
     prefix = None if held is None else Prefix(*held)
-    return layer_of_pass(outer, weights, window, x, positions, tree_mask, prefix)
+    return layer_of_pass(outer, weights, kind, x, positions, tree_mask, prefix)
 
 
 @partial(jax.jit, static_argnames="slots")

@@ -195,7 +195,7 @@ def _is_weighed(pair: Pair) -> bool:
     target, draft = pair.target, pair.drafts[0]
     if target.is_offloaded or draft.is_stacked or _untimed(pair) is not None:
         return False
-    size, own = target.config.num_parameters, draft.config.num_parameters
+    size, own = target.config.num_active_parameters, draft.config.num_active_parameters
     return own >= defaults.LARGE_DRAFT * size or size >= defaults.LEAST_WEIGHED
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from specjax.models.rope import Stretch
 
@@ -14,13 +15,20 @@ _LARGEST_BLOCK = 256
 MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 """The matrices of a layer, any of which may have a bias."""
 
+EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
+"""The matrices of a layer's experts, one of each behind the other."""
+
+ROUTERS = ("router", "shared_gate")
+"""The matrices by which a layer's experts are chosen and weighed."""
+
 NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 """The norms of a layer: before and after attention, before and after the feed-forward part."""
 
 PRE_NORMS = ("attention_norm", "mlp_norm")
 
-NORM_KINDS = ("rms", "offset_rms", "layer")
-"""By root mean square, so with weights that are offsets from 1, or of mean and variance, biased."""
+NORM_KINDS = ("rms", "offset_rms", "layer", "unbiased_layer", "offset_layer")
+"""By root mean square, or of mean and variance, which are biased but for those called otherwise;
+weights may be offsets from 1."""
 
 FEATURE_NORMS = (None, "each", "whole")
 """Of hidden states of a target: none, of each of them, or of all of them together."""
@@ -29,7 +37,12 @@ BESIDE, INPUT, CONTEXT = FEATURE_WAYS = ("beside", "input", "context")
 """How hidden states of a target enter a draft (see `Features`): as EAGLE-3, layers of multi-token
 prediction and DFlash have it."""
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "squared_relu")
+
+SCORES = ("softmax", "sigmoid")
+"""What a router's logits become, by which a token's experts are weighed."""
+
+_MOST_EXPERTS = 4096
 
 
 def check_size(field: str, key: str, value: object) -> None:
@@ -41,6 +54,13 @@ def check_size(field: str, key: str, value: object) -> None:
     most = _MOST_LAYERS if field == "num_layers" else _MOST
     if type(value) is not int or not 0 < value <= most:
         raise ValueError(f"{key} is {value!r}; it must be an integer from 1 to {most}.")
+
+
+class LayerKind(NamedTuple):
+    """How a layer's tokens attend: to how many up to their own (None: all), rotated or not."""
+
+    window: int | None
+    rotated: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +125,67 @@ class Features:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture's layers: a router chooses some of them for each token.
+
+    A layer has `count` of them, with `size` features each, and a token takes `chosen`. It takes
+    those whose logits are highest, or where `choice_bias` whose scores with a bias are. They are
+    weighed by their `scores`, as they are or `normalized` to sum to 1, times `scale`. Where there
+    are `groups`, experts are taken from the best `groups_chosen` alone, by the sum of the highest
+    `group_best` in each (DeepSeek, arXiv 2405.04434 and 2412.19437).
+
+    Beside them every token may take a `shared` one of so many features, with `shared_gate` times
+    the sigmoid of a product with a row of weights (Qwen 2). Layers in `dense` have no experts. With
+    `biased` the router and the experts have biases. Where there is a `swiglu` of a gain `a` and a
+    limit `l` (gpt-oss), `down` is of `(min(max(up, -l), l) + 1) * g * sigmoid(a * g)`, `g` being
+    `min(gate, l)`.
+    """
+
+    count: int
+    chosen: int
+    size: int
+    scores: str = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    choice_bias: bool = False
+    groups: int = 1
+    groups_chosen: int = 1
+    group_best: int = 1
+    shared: int = 0
+    shared_gate: bool = False
+    dense: tuple[int, ...] = ()
+    biased: bool = False
+    swiglu: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("count", "size"):
+            check_size(name, f"experts' {name}", getattr(self, name))
+        if self.count > _MOST_EXPERTS:
+            raise ValueError(f"there are {self.count} experts; there may be {_MOST_EXPERTS}.")
+        for name, most in (("chosen", self.count), ("groups", self.count),
+                           ("groups_chosen", self.groups)):  # fmt: skip
+            value = getattr(self, name)
+            if type(value) is not int or not 1 <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be an integer from 1 to {most}.")
+        if self.count % self.groups:
+            raise ValueError(f"{self.groups} groups do not divide {self.count} experts.")
+        each = self.count // self.groups
+        if self.chosen > self.groups_chosen * each:
+            raise ValueError(
+                f"{self.chosen} experts are chosen of {self.groups_chosen} groups of {each}."
+            )
+        if not 1 <= self.group_best <= each:
+            raise ValueError(f"a group's {self.group_best} best are counted; it has {each}.")
+        if self.scores not in SCORES:
+            raise ValueError(f"there are no scores {self.scores!r}; there are {', '.join(SCORES)}.")
+        if type(self.shared) is not int or not 0 <= self.shared <= _MOST:
+            raise ValueError(f"the shared expert has {self.shared!r} features.")
+        for number in (self.scale, *(self.swiglu or ())):
+            if not 0 < number < math.inf:
+                raise ValueError(f"experts have {number!r}; it must be a finite number above 0.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of a decoder. Hashable: it is part of what is compiled.
 
@@ -115,12 +196,14 @@ class ModelConfig:
     Layers: `norm` is the kind of their norms and `norms` says which of `NORMS` they have;
     `activation` is that of the feed-forward part, whose gate only `gated` models have; `biases`
     names the matrices that have one. In `parallel` models both parts of a layer read its input.
+    What each part adds is multiplied by `residual_scale`. Mixtures have `experts`. Heads with
+    `sinks` have a score of their own in each softmax, which takes its share and gives nothing.
 
     Attention: `head_norms` norms queries and keys before they are rotated, those of each "head" or
     the "whole" width; the first `rotary_dim` features of a head are rotated (None: all).
     `windows` holds for each layer how many tokens up to its own a token sees, None for all of
     them, and is empty where no layer has a window; layers that have one rotate by `window_theta`
-    and do not stretch, where it is given. Scores are scaled by `query_scale` (None: the root of
+    and do not stretch, where it is given; those in `unrotated` do not rotate. Scores are scaled by `query_scale` (None: the root of
     `head_dim`, inverted) and capped to ±`attention_cap`.
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
@@ -149,6 +232,7 @@ class ModelConfig:
     biases: tuple[str, ...] = ()
     head_norms: str | None = None
     windows: tuple[int | None, ...] = ()
+    unrotated: tuple[int, ...] = ()
     family: str = "llama"
     norm: str = "rms"
     norms: tuple[str, ...] = PRE_NORMS
@@ -166,6 +250,9 @@ class ModelConfig:
     num_known: int | None = None
     draft_vocab_size: int | None = None
     features: Features | None = None
+    experts: Experts | None = None
+    residual_scale: float = 1.0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
@@ -179,7 +266,7 @@ class ModelConfig:
                     f"{self.vocab_size}; a draft that knows all tokens has no draft_vocab_size."
                 )
         for name in ("rope_theta", "window_theta", "norm_eps", "query_scale", "attention_cap",
-                     "logit_cap", "logit_scale", "embedding_scale"):  # fmt: skip
+                     "logit_cap", "logit_scale", "embedding_scale", "residual_scale"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
@@ -203,6 +290,9 @@ class ModelConfig:
         mask = None if read is None else read.mask_token
         if mask is not None and mask >= self.vocab_size:
             raise ValueError(f"mask_token_id is {mask}; vocab_size is {self.vocab_size}.")
+        for layer in (*self.unrotated, *(() if self.experts is None else self.experts.dense)):
+            if type(layer) is not int or not 0 <= layer < self.num_layers:
+                raise ValueError(f"there is no layer {layer!r}; there are {self.num_layers}.")
         if self.windows and len(self.windows) != self.num_layers:
             raise ValueError(f"there are {len(self.windows)} windows for {self.num_layers} layers.")
         for window in self.windows:
@@ -237,30 +327,70 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Number of stored weights."""
-        layer, outer = (
-            sum(math.prod(shape) for shape in shapes.values())
-            for shapes in (self.layer_shapes, self.outer_shapes)
-        )
-        return self.num_layers * layer + outer
+        layers = map(self.layer_shapes, range(self.num_layers))
+        return sum(map(_size_of, (*layers, self.outer_shapes)))
 
     @property
-    def layer_shapes(self) -> dict[str, Shape]:
+    def num_active_parameters(self) -> int:
+        """Number of weights that a token reads: of experts those alone that it takes."""
+        if self.experts is None:
+            return self.num_parameters
+        sparse = self.num_layers - len(self.experts.dense)
+        unread = self.experts.count - self.experts.chosen
+        matrices = 2 + self.gated
+        each = matrices * self.experts.size * self.hidden_size
+        return self.num_parameters - sparse * unread * each
+
+    def kind_of(self, layer: int) -> LayerKind:
+        """How the tokens of a layer attend."""
+        window = self.windows[layer] if self.windows else None
+        return LayerKind(window, layer not in self.unrotated)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts."""
+        return self.experts is not None and layer not in self.experts.dense
+
+    def layer_shapes(self, layer: int) -> dict[str, Shape]:
         """The shape of every leaf that a layer has, by its name in `LayerWeights`."""
-        d, f = self.hidden_size, self.intermediate_size
+        experts = self.experts if self.has_experts(layer) else None
+        d, f = self.hidden_size, self.intermediate_size if experts is None else experts.shared
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         read = 2 * d if self.features is not None and self.features.way == BESIDE else d
         shapes: dict[str, Shape] = {
             "query": (heads, read), "key": (kv_heads, read), "value": (kv_heads, read),
             "output": (d, heads), "gate": (f, d), "up": (f, d), "down": (d, f),
         }  # fmt: skip
-        if not self.gated:
+        if not f:
+            del shapes["gate"], shapes["up"], shapes["down"]
+        elif not self.gated:
             del shapes["gate"]
-        shapes |= {f"{name}_bias": shapes[name][:1] for name in self.biases}
+        shapes |= {f"{name}_bias": shapes[name][:1] for name in self.biases if name in shapes}
         shapes |= self._norm_shapes(self.norms)
         if self.head_norms is not None:
             whole = self.head_norms == "whole"
             shapes["query_norm"] = (heads if whole else self.head_dim,)
             shapes["key_norm"] = (kv_heads if whole else self.head_dim,)
+        if self.sinks:
+            shapes["sinks"] = (self.num_heads,)
+        return shapes if experts is None else shapes | self._expert_shapes(experts)
+
+    def _expert_shapes(self, experts: Experts) -> dict[str, Shape]:
+        count, size, d = experts.count, experts.size, self.hidden_size
+        shapes: dict[str, Shape] = {
+            "router": (count, d),
+            "expert_gate": (count, size, d),
+            "expert_up": (count, size, d),
+            "expert_down": (count, d, size),
+        }
+        if not self.gated:
+            del shapes["expert_gate"]
+        if experts.biased:
+            own = [name for name in ("router", *EXPERT_MATRICES) if name in shapes]
+            shapes |= {f"{name}_bias": shapes[name][:-1] for name in own}
+        if experts.choice_bias:
+            shapes["choice_bias"] = (count,)
+        if experts.shared_gate:
+            shapes["shared_gate"] = (1, d)
         return shapes
 
     @property
@@ -296,5 +426,9 @@ class ModelConfig:
         return shapes
 
     def _norm_shapes(self, names: Sequence[str]) -> dict[str, Shape]:
-        ends = ("", "_bias") if self.norm == "layer" else ("",)
+        ends = ("", "_bias") if self.norm in ("layer", "offset_layer") else ("",)
         return {name + end: (self.hidden_size,) for name in names for end in ends}
+
+
+def _size_of(shapes: dict[str, Shape]) -> int:
+    return sum(map(math.prod, shapes.values()))

@@ -17,6 +17,8 @@ class LayerWeights:
     """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None.
 
     Attention reads `R` numbers of each token: `E`, or twice as many in a draft that reads features.
+    A layer of a mixture has a `router` of its `X` experts, of which a device may hold `Y`; its
+    `gate`, `up` and `down` are the shared expert's.
     """
 
     attention_norm: Float[Array, " E"] | None
@@ -26,8 +28,8 @@ class LayerWeights:
     output: Float[Array, "E HD"] | PackedWeight
     mlp_norm: Float[Array, " E"] | None
     gate: Float[Array, "F E"] | PackedWeight | None
-    up: Float[Array, "F E"] | PackedWeight
-    down: Float[Array, "E F"] | PackedWeight
+    up: Float[Array, "F E"] | PackedWeight | None
+    down: Float[Array, "E F"] | PackedWeight | None
     query_bias: Float[Array, " HD"] | None = None
     key_bias: Float[Array, " KD"] | None = None
     value_bias: Float[Array, " KD"] | None = None
@@ -43,11 +45,22 @@ class LayerWeights:
     mlp_norm_bias: Float[Array, " E"] | None = None
     mlp_post_norm: Float[Array, " E"] | None = None
     mlp_post_norm_bias: Float[Array, " E"] | None = None
+    sinks: Float[Array, " H"] | None = None
+    router: Float[Array, "X E"] | PackedWeight | None = None
+    router_bias: Float[Array, " X"] | None = None
+    choice_bias: Float[Array, " X"] | None = None
+    expert_gate: Float[Array, "Y G E"] | PackedWeight | None = None
+    expert_up: Float[Array, "Y G E"] | PackedWeight | None = None
+    expert_down: Float[Array, "Y E G"] | PackedWeight | None = None
+    expert_gate_bias: Float[Array, "Y G"] | None = None
+    expert_up_bias: Float[Array, "Y G"] | None = None
+    expert_down_bias: Float[Array, "Y E"] | None = None
+    shared_gate: Float[Array, "1 E"] | PackedWeight | None = None
 
 
 def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
     """A layer of named leaves."""
-    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate"))
+    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate", "up", "down"))
     return LayerWeights(**{**absent, **leaves})
 
 

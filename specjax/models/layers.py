@@ -70,14 +70,14 @@ def _xla_linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
     short = dtype == jnp.bfloat16 and columns < _MIN_BF16_COLUMNS and _on_cpu()
     if short:
         x = jnp.pad(x, ((0, 0), (0, _MIN_BF16_COLUMNS - columns)))
-    x = row_major(_rounded(x, dtype))
-    return row_major(_dot(_rounded(weight, dtype), x, (1, 0)))[:, :columns]
+    x = row_major(rounded_to(x, dtype))
+    return row_major(_dot(rounded_to(weight, dtype), x, (1, 0)))[:, :columns]
 
 
 def _linears_forward(
     weights: tuple[Array, ...], x: Array, dtype: jnp.dtype
 ) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], Array]]:
-    x = _rounded(x, dtype)
+    x = rounded_to(x, dtype)
     return _linears(weights, x, dtype), (weights, x)
 
 
@@ -87,8 +87,8 @@ def _linears_backward(
     weights, x = saved
 
     def of_one(weight: Array, grad: Array) -> tuple[Array, Array]:
-        grad = _rounded(grad, dtype)
-        turned = row_major(lax.optimization_barrier(_rounded(weight, dtype).T))
+        grad = rounded_to(grad, dtype)
+        turned = row_major(lax.optimization_barrier(rounded_to(weight, dtype).T))
         return _dot(grad, x, (1, 1)).astype(weight.dtype), _dot(turned, grad, (1, 0))
 
     of_weights, of_x = zip(*map(of_one, weights, grads), strict=True)
@@ -103,7 +103,7 @@ def _linear(weight: Array, x: Array, dtype: jnp.dtype) -> Array:
     return made[0]
 
 
-def _rounded(x: Array, dtype: jnp.dtype) -> Array:
+def rounded_to(x: Array, dtype: jnp.dtype) -> Array:
     """`x` in `dtype`, on a CPU really stored so: XLA would fold the cast into a float32 dot."""
     if x.dtype == dtype:
         return x
@@ -142,17 +142,17 @@ def linear(
     multiplies rounded activations rounds nothing else.
     Differentiable in reverse mode, of a packed weight in `x` alone.
     """
-    kind = _computed_in(weight, dtype)
+    kind = computed_in(weight, dtype)
     if not isinstance(weight, PackedWeight):
         return _linear(weight, x, kind)
     x = x if weight.order is None else x[weight.order]
-    if weight.activations != INT8 and not _takes_codes(weight, x):
+    if weight.activations != INT8 and not takes_codes(weight, x):
         return _packed_linear(weight, x, kind)
     made: Sequence[Array] = _coded_linears((weight,), x, kind)
     return made[0]
 
 
-def _computed_in(weight: Array | PackedWeight, dtype: jnp.dtype | None) -> jnp.dtype:
+def computed_in(weight: Array | PackedWeight, dtype: jnp.dtype | None) -> jnp.dtype:
     """What the operands of a product are rounded to."""
     is_told = isinstance(weight, PackedWeight) and weight.activations == BFLOAT16
     return jnp.dtype(jnp.bfloat16 if is_told else dtype or weight.dtype)
@@ -164,7 +164,7 @@ def linears(
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "_ C"], ...]:
     """`linear` of each of some matrices, which on a CPU is one call where they are alike."""
-    kinds = {_computed_in(weight, dtype) for weight in weights}
+    kinds = {computed_in(weight, dtype) for weight in weights}
     codes = [weight for weight in weights if isinstance(weight, PackedWeight)]
     if len(kinds) > 1 or (codes and not _taken_together(codes, len(weights), x)):
         return tuple(linear(weight, x, dtype) for weight in weights)
@@ -176,11 +176,12 @@ def _taken_together(codes: Sequence[PackedWeight], count: int, x: Array) -> bool
     """Whether `cpu_matmul` multiplies all of `count` matrices in one call, as codes."""
     if len(codes) < count or any(weight.order is not None for weight in codes):
         return False
-    alike = len({weight.activations for weight in codes}) == 1 and share_a_call(*_parts(codes))
-    return alike and all(_takes_codes(weight, x) for weight in codes)
+    kinds = {(weight.activations, weight.form) for weight in codes}
+    alike = len(kinds) == 1 and share_a_call(*parts_of(codes))
+    return alike and all(takes_codes(weight, x) for weight in codes)
 
 
-def _takes_codes(weight: PackedWeight, x: Array) -> bool:
+def takes_codes(weight: PackedWeight, x: Array) -> bool:
     """Whether `cpu_matmul` multiplies the codes as they are."""
     inputs, columns = x.shape
     block = min(columns, MOST_COLUMNS)
@@ -188,10 +189,11 @@ def _takes_codes(weight: PackedWeight, x: Array) -> bool:
         return columns <= _MOST_OF_BFLOAT16 and unable(weight.values, inputs, block) is None
     columns = block if weight.activations == INT8 else columns
     parts = weight.scale, weight.offset
-    return weight.is_integer and unable(weight.values, inputs, columns, *parts) is None
+    is_known = weight.is_integer or weight.is_looked_up
+    return is_known and unable(weight.values, inputs, columns, *parts) is None
 
 
-def _parts(
+def parts_of(
     weights: Sequence[PackedWeight],
 ) -> tuple[list[Array], list[Array] | None, list[Array] | None]:
     """The codes, scales and offsets of matrices; None where none has some, or needs them."""
@@ -200,20 +202,28 @@ def _parts(
     return [weight.values for weight in weights], scales or None, offsets or None
 
 
+def table_of(weight: PackedWeight) -> Float[Array, " 16"] | None:
+    """The table of a matrix that is looked up, float32; matrices of a form have the same."""
+    return None if weight.table is None else weight.table.astype(jnp.float32)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _coded_linears(
     weights: tuple[PackedWeight, ...], x: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
     """The products, of as many columns at a time as `cpu_matmul` takes."""
     is_quantized = weights[0].activations == INT8
-    if is_quantized and not all(_takes_codes(weight, x) for weight in weights):
+    if is_quantized and not all(takes_codes(weight, x) for weight in weights):
         x = reference.quantized(x)
         return tuple(_packed_linear(weight, x, jnp.dtype(jnp.float32)) for weight in weights)
-    values, scales, offsets = _parts(weights)
+    values, scales, offsets = parts_of(weights)
     rounded = dtype == jnp.bfloat16 and not is_quantized
 
     def of_block(x: Array) -> tuple[Array, ...]:
-        return cpu_matmuls(values, x, scales, offsets, rounded=rounded, quantized=is_quantized)
+        return cpu_matmuls(
+            values, x, scales, offsets, rounded=rounded, quantized=is_quantized,
+            table=table_of(weights[0]),
+        )  # fmt: skip
 
     inputs, columns = x.shape
     if columns <= MOST_COLUMNS:
@@ -331,10 +341,10 @@ def normed(
     def beside(leaf: Array) -> Array:
         return leaf.astype(x.dtype).reshape(-1, *(1,) * (x.ndim - axis - 1))
 
-    if kind == "layer":
+    if kind.endswith("layer"):
         x = x - mean(x)
     x = x * lax.rsqrt(mean(jnp.square(x)) + eps)
-    x = x * (1 + beside(weight) if kind == "offset_rms" else beside(weight))
+    x = x * (1 + beside(weight) if kind.startswith("offset") else beside(weight))
     return x if bias is None else x + beside(bias)
 
 
@@ -351,6 +361,11 @@ def _mean(x: Array, axis: int) -> Array:
     return made.reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
 
 
+def total(x: Float[Array, "F C"]) -> Float[Array, "1 C"]:
+    """The sum of the features of each column, which does not depend on the others (see `_mean`)."""
+    return x.shape[0] * _mean(x, 0)
+
+
 @jax.custom_vjp
 def _sums(x: Float[Array, "*lead F C"]) -> Float[Array, "*lead 1 C"]:
     return cpu_matmul(jnp.ones((*x.shape[:-2], 1, x.shape[-2]), jnp.float32), x)
@@ -361,6 +376,15 @@ def _sums_backward(shape: tuple[int, ...], grad: Array) -> tuple[Array]:
 
 
 _sums.defvjp(lambda x: (_sums(x), x.shape), _sums_backward)
+
+
+def activated(kind: str, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The activation of that name in `ACTIVATIONS`."""
+    if kind == "silu":
+        return jax.nn.silu(x)
+    if kind == "squared_relu":
+        return jnp.square(jax.nn.relu(x))
+    return jax.nn.relu(x) if kind == "relu" else jax.nn.gelu(x, approximate=kind == "gelu_tanh")
 
 
 def capped(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:

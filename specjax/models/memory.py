@@ -78,9 +78,9 @@ class Load(NamedTuple):
             parts = math.prod(size_of(mesh, axis) for axis in self.placed.spec(name) if axis)
             return math.prod(shape) // parts
 
-        layer = sum(own(name, shape) for name, shape in config.layer_shapes.items())
-        outer = sum(own(name, shape) for name, shape in config.outer_shapes.items())
-        return self.copies * (config.num_layers * layer + outer) * self.dtype.itemsize
+        every = [*map(config.layer_shapes, range(config.num_layers)), config.outer_shapes]
+        held = sum(own(*leaf) for shapes in every for leaf in shapes.items())
+        return self.copies * held * self.dtype.itemsize
 
     def caches(self, rows: int, slots: int) -> int:
         """Bytes of keys and values on a device that has so many rows."""
@@ -125,10 +125,20 @@ class Load(NamedTuple):
         """
         config = self.placed.config
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // self.parts
-        features = (1 + config.gated) * config.intermediate_size // self.parts
+        features = (1 + config.gated) * self._widest // self.parts
         rounded = self.dtype.itemsize * columns * (config.hidden_size + features // 2)
         inside = max(4 * columns * features, 4 * columns * heads + scores)
         return 4 * columns * 2 * config.hidden_size + inside + rounded * (self.dtype.itemsize < 4)
+
+    @property
+    def _widest(self) -> int:
+        """Features of a token in the layer that has most."""
+        config, experts = self.placed.config, self.placed.config.experts
+        if experts is None:
+            return config.intermediate_size
+        # A device has the columns of all experts that they chose, also of those it does not hold.
+        own = self.parts * experts.chosen * experts.size + experts.shared
+        return max(own, config.intermediate_size) if experts.dense else own
 
 
 def load_of(model: Model, beside: Any = None) -> Load:

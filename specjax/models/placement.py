@@ -1,7 +1,7 @@
 """How a model's weights lie on a mesh: logical axes, and the mesh axis that each is spread over."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ MESH_AXES: Mapping[str, str] = {
     "heads": MODEL,
     "kv_heads": MODEL,
     "features": MODEL,
+    "experts": MODEL,
     "vocabulary": MODEL,
 }
 """Logical axes of weights, and the mesh axis that each is spread over."""
@@ -34,6 +35,13 @@ LEAF_AXES: Mapping[str, tuple[str | None, ...]] = {
     "gate": ("features", None),
     "up": ("features", None),
     "down": (None, "features"),
+    "expert_gate": ("experts", None, None),
+    "expert_up": ("experts", None, None),
+    "expert_down": ("experts", None, None),
+    "sinks": ("heads",),
+    "expert_gate_bias": ("experts", None),
+    "expert_up_bias": ("experts", None),
+    "expert_down_bias": ("experts", None),
     "query_bias": ("heads",),
     "key_bias": ("kv_heads",),
     "value_bias": ("kv_heads",),
@@ -96,17 +104,18 @@ class Placement:
         """
         if self.is_repeated(leaf):
             weight = weight.of_rows(self._repeated)
-        rows, inputs = (*self.spec(leaf), None, None)[:2]
+        rank = weight.values.ndim
+        *first, inputs = (*self.spec(leaf), *(None,) * rank)[:rank]
         devices = 1 if inputs is None else size_of(self.mesh, inputs)
-        groups = weight.scale.shape[1]
+        groups = weight.scale.shape[-1]
         if devices > 1 and (weight.order is not None or (groups > 1 and groups % devices)):
             kind = "out of order" if weight.order is not None else f"of {weight.group} inputs"
             raise ValueError(
-                f"{groups} groups {kind} of a matrix of {weight.shape[1]} inputs cannot be spread "
+                f"{groups} groups {kind} of a matrix of {weight.shape[-1]} inputs cannot be spread "
                 f"over {devices} devices."
             )
-        of_groups = P(rows, inputs if groups > 1 else None)
-        specs = {"values": P(rows, inputs)} | dict.fromkeys(OF_GROUPS, of_groups)
+        of_groups = P(*first, inputs if groups > 1 else None)
+        specs = {"values": P(*first, inputs)} | dict.fromkeys(OF_GROUPS, of_groups)
         made: dict[str, Any] = {
             name: self._put_as_is(part, specs.get(name, P()), copy)
             for name in ("values", *OF_GROUPS, "order", "table")
@@ -159,7 +168,7 @@ def placement(config: ModelConfig, mesh: Mesh | None, split: bool = True) -> Pla
             f"a draft that knows {config.draft_vocab_size} of {config.vocab_size} tokens is not "
             f"split over mesh axis model={devices}; load_drafts gives drafts that are whole."
         )
-    for what, count in (("heads", config.num_heads), ("features", config.intermediate_size)):
+    for what, count in _divided(config):
         if count % devices:
             raise ValueError(
                 f"mesh axis model={devices} does not divide the model's {count} {what}."
@@ -173,3 +182,13 @@ def placement(config: ModelConfig, mesh: Mesh | None, split: bool = True) -> Pla
     repeats = max(1, devices // kv_heads)
     held = dataclasses.replace(config, num_kv_heads=kv_heads * repeats)
     return Placement(held, mesh, MODEL, repeats)
+
+
+def _divided(config: ModelConfig) -> Iterator[tuple[str, int]]:
+    """What the devices of a mesh axis must divide."""
+    yield "heads", config.num_heads
+    if not all(map(config.has_experts, range(config.num_layers))):
+        yield "features", config.intermediate_size
+    if config.experts is not None:
+        yield "experts", config.experts.count
+        yield "features of the shared expert", config.experts.shared

@@ -1,6 +1,7 @@
 """Weights in 8 and 4 bits: a packed matrix, and the numbers that it stands for."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -53,12 +54,12 @@ class PackedWeight:
         the numbers that codes stand for too, or `INT8`, in groups.
     """
 
-    values: UInt8[Array, "O B"] | BFloat16[Array, "O B"]
-    scale: Float[Array, "O G"]
-    zero: UInt8[Array, "O G"] | None = None
+    values: UInt8[Array, "*lead O B"] | BFloat16[Array, "*lead O B"]
+    scale: Float[Array, "*lead O G"]
+    zero: UInt8[Array, "*lead O G"] | None = None
     order: Int32[Array, " I"] | None = None
     table: Float[Array, " N"] | None = None
-    offset: Float[Array, "O G"] | None = None
+    offset: Float[Array, "*lead O G"] | None = None
     bits: int = static(default=8)
     form: str = static(default=INTEGER)
     dtype: np.dtype = static(default=np.dtype("float32"))
@@ -109,12 +110,17 @@ class PackedWeight:
         return self.form == INTEGER and self.zero is None
 
     @property
+    def is_looked_up(self) -> bool:
+        """Whether codes are of 4 bits, and places in a table."""
+        return self.table is not None and self.bits == 4 and self.zero is None
+
+    @property
     def is_scaled_after(self) -> bool:
         """Whether it is products that are scaled and not the matrix: in 8 bits with a scale a row.
 
         The codes' own numbers are exact in 16 bits, which scaled ones are not.
         """
-        return self.bits == 8 and self.scale.shape[1] == 1 and self.offset is None
+        return self.bits == 8 and self.scale.shape[-1] == 1 and self.offset is None
 
     @property
     def strides(self) -> int:
@@ -179,7 +185,8 @@ def packed_weight(values: np.ndarray, scale: np.ndarray, bits: int, **parts: Any
 
 def kept(matrix: np.ndarray) -> PackedWeight:
     """A matrix of bfloat16 numbers that stay so, where products are computed in float32."""
-    return packed_weight(matrix, np.ones((len(matrix), 1), matrix.dtype), 16, form=BFLOAT16)
+    ones = np.ones((*matrix.shape[:-1], 1), matrix.dtype)
+    return packed_weight(matrix, ones, 16, form=BFLOAT16)
 
 
 def widened(model: Any) -> Any:
@@ -274,7 +281,9 @@ def with_activations(model: Any, activations: str | None) -> Any:
     taken = activations or (BFLOAT16 if multiplies_bfloat16() else FLOAT)
 
     def change(leaf: Any) -> Any:
-        is_one = isinstance(leaf, PackedWeight) and leaf.is_integer
+        is_one = isinstance(leaf, PackedWeight) and (
+            leaf.is_integer or (leaf.is_looked_up and taken != INT8)
+        )
         return replace(leaf, activations=taken) if is_one else leaf
 
     made = jax.tree.map(change, model, is_leaf=_is_packed)
@@ -321,7 +330,7 @@ def packed(
     numbers, as in files.
 
     Args:
-      matrix: `[O, I]`, floating-point numbers.
+      matrix: `[..., O, I]`, floating-point numbers.
       bits: of a weight.
       group: inputs that share a scale; None for a scale for each row.
       importance: what the squared errors of each input's weights are multiplied by; None for 1.
@@ -332,7 +341,8 @@ def packed(
     Raises:
       ValueError: groups do not divide the inputs, or two codes do not fill a byte.
     """
-    outputs, inputs = matrix.shape
+    *first, inputs = matrix.shape
+    matrix, outputs = matrix.reshape(-1, inputs), math.prod(first)
     each = check_groups(inputs, bits, group)
     weights = np.ones(inputs, np.float32) if importance is None else importance
     weights = jnp.asarray(weights, jnp.float32).reshape(-1, each)
@@ -346,7 +356,8 @@ def packed(
         made, scales = _rounded(part.reshape(rows, -1, each), weights, bits)
         codes[start : start + rows] = np.asarray(made).reshape(rows, -1)[: len(own)]
         scale[start : start + rows] = np.asarray(scales)[: len(own)]
-    return packed_weight(bytes_of(codes, bits), scale, bits)
+    parts = (each.reshape(*first, -1) for each in (bytes_of(codes, bits), scale))
+    return packed_weight(*parts, bits)
 
 
 def check_groups(inputs: int, bits: int, group: int | None) -> int:

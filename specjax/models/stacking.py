@@ -18,8 +18,11 @@ from specjax.models.transformer import Model
 
 
 def can_stack(config: ModelConfig) -> bool:
-    """Whether the layers are alike, so that a loop can run them: they have the same window."""
-    return len(set(config.windows or (None,))) == 1
+    """Whether the layers are alike, so that a loop can run them: they attend in the same way, and
+    all or none have experts.
+    """
+    layers = range(config.num_layers)
+    return len({(config.kind_of(layer), config.has_experts(layer)) for layer in layers}) == 1
 
 
 def stacked(model: Model) -> Model:

@@ -16,7 +16,7 @@ from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
-from specjax.models.config import MATRICES, ModelConfig, Shape
+from specjax.models.config import EXPERT_MATRICES, MATRICES, ROUTERS, LayerKind, ModelConfig, Shape
 from specjax.models.features import joined
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
 from specjax.models.layer_weights import LayerWeights, layer_of, product, products
@@ -167,13 +167,14 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
     target's embedding, or unembedding, has a row in its place.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
-    keys = iter(jax.random.split(key, 2 + len(MATRICES) * config.num_layers))
+    kinds = MATRICES if config.experts is None else (*MATRICES, *EXPERT_MATRICES, *ROUTERS)
+    keys = iter(jax.random.split(key, 2 + len(kinds) * config.num_layers))
 
     def leaf(name: str, shape: Shape) -> Array:
-        if len(shape) == 1 or name == "feature_norms":
-            zero = name.endswith("_bias") or config.norm == "offset_rms"
+        if len(shape) == 1 or name == "feature_norms" or name.endswith("_bias"):
+            zero = name.endswith("_bias") or name == "sinks" or config.norm.startswith("offset")
             return jnp.zeros(shape, dtype) if zero else jnp.ones(shape, dtype)
-        scale = out_scale if name in ("output", "down") else 0.02
+        scale = out_scale if name in ("output", "down", "expert_down") else 0.02
         others = ("position_embedding", "feature_projection")
         own = jax.random.fold_in(key, others.index(name)) if name in others else next(keys)
         return scale * jax.random.normal(own, shape, dtype)
@@ -183,7 +184,7 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
 
     outer = config.outer_shapes
     first = leaves({"embedding": outer.pop("embedding", (1, config.hidden_size))})
-    layers = [leaves(config.layer_shapes) for _ in range(config.num_layers)]
+    layers = [leaves(config.layer_shapes(layer)) for layer in range(config.num_layers)]
     made = first | leaves(outer)
     if config.draft_vocab_size is not None:
         tokens = jnp.arange(config.vocab_size, dtype=jnp.int32)
@@ -299,7 +300,7 @@ def _attend(
         value = jnp.concatenate([block[1], value], axis=2)
     mixed = tree_attention(
         query, key, value, mask.tree_mask, prefix,
-        first=mask.first, soft_cap=config.attention_cap, window=mask.window,
+        first=mask.first, soft_cap=config.attention_cap, window=mask.window, sinks=weights.sinks,
     )  # fmt: skip
     return mixed, new
 
@@ -333,8 +334,8 @@ def context_of(
     x, kind = features.reshape(-1, features.shape[-1]).T, cache_dtype(model.embedding.dtype)
     made = []
     for index, weights in enumerate(model.layers):
-        window = model.config.windows[index] if model.config.windows else None
-        group = _view(model.config, window, Columns(positions, positions, None, None))
+        kind_of = model.config.kind_of(index)
+        group = _view(model.config, kind_of, Columns(positions, positions, None, None))
         own = zip(_PROJECTIONS[1:], products(weights, _PROJECTIONS[1:], x, dtype), strict=True)
         key, value = (_heads(model, weights, *each, group).astype(kind) for each in own)
         made.append((key, value))
@@ -363,12 +364,18 @@ def apply_layer(
 
     before, seen = x, norm("attention_norm", x) if entering is None else entering
     mixed, new = attend(model, weights, seen, groups, dtype)
-    x = x + norm("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
+
+    def added(name: str, made: Array) -> Array:
+        made = norm(name, made)
+        return made if config.residual_scale == 1 else config.residual_scale * made
+
+    x = x + added("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
     entering = norm("mlp_norm", before if config.parallel else x)
     made, hidden = mlp(config, weights, entering, dtype, model.axis)
     if inputs is not None:
-        inputs |= {"query": seen, "output": mixed, "up": entering, "down": hidden}
-    return x + norm("mlp_post_norm", made), new
+        inputs |= {"query": seen, "output": mixed}
+        inputs |= {"up": entering} | ({} if hidden is None else {"down": hidden})
+    return x + added("mlp_post_norm", made), new
 
 
 def _norm(
@@ -440,8 +447,8 @@ def trunk(
     entering = None
     if features is not None:
         x, entering = joined(model, x, features, columns[0][1], dtype)
-    windows = config.windows or (None,) * config.num_layers
-    views = {window: [_view(config, window, part) for part in parts] for window in set(windows)}
+    kinds = [*map(config.kind_of, range(config.num_layers))]
+    views = {kind: [_view(config, kind, part) for part in parts] for kind in set(kinds)}
     caches = [part.cache for part in parts]
     if model.stack is not None:
         (groups,) = views.values()
@@ -454,7 +461,7 @@ def trunk(
         for index, weights in enumerate(model.layers):
             held = None if cache is None else (cache.keys[index], cache.values[index])
             earlier = None if block is None else block[index]
-            groups = _of_layer(views[windows[index]], caches, held, earlier)
+            groups = _of_layer(views[kinds[index]], caches, held, earlier)
             x, new = apply_layer(
                 model, weights, x, groups, dtype, entering=None if index else entering
             )
@@ -473,13 +480,19 @@ def trunk(
     )  # fmt: skip
 
 
-def _view(config: ModelConfig, window: int | None, part: Columns) -> Group:
-    """How a part of a pass attends in layers with such a window, without what a layer holds."""
+def _view(config: ModelConfig, kind: LayerKind, part: Columns) -> Group:
+    """How a part of a pass attends in layers of a kind, without what a layer holds."""
     return Group(
-        layers.rotary_angles(part.positions, config.rotated, *rotary_of(config, window)),
-        attention_mask_of(window, part.positions, part.cache, part.tree_mask),
+        _angles(config, kind, part.positions),
+        attention_mask_of(kind.window, part.positions, part.cache, part.tree_mask),
         packing=part.packing,
     )
+
+
+def _angles(config: ModelConfig, kind: LayerKind, positions: Int32[Array, "B T"]) -> Angles:
+    """What heads are rotated by in layers of a kind: nothing, where they are not."""
+    features = config.rotated if kind.rotated else 0
+    return layers.rotary_angles(positions, features, *rotary_of(config, kind.window))
 
 
 def _of_layer(
@@ -555,7 +568,7 @@ def _looped(
 def layer_of_pass(
     outer: Model,
     weights: LayerWeights,
-    window: int | None,
+    kind: LayerKind,
     x: Float[Array, "E C"],
     positions: Int32[Array, "B T"],
     tree_mask: Bool[Array, "B T M"] | None,
@@ -567,9 +580,9 @@ def layer_of_pass(
     `inputs` takes what its matrices are multiplied with (see `apply_layer`).
     """
     config = outer.config
-    mask = attention_mask_of(window, positions, prefix, tree_mask)
-    angles = layers.rotary_angles(positions, config.rotated, *rotary_of(config, window))
-    x, (new,) = apply_layer(outer, weights, x, [Group(angles, mask, prefix)], inputs=inputs)
+    mask = attention_mask_of(kind.window, positions, prefix, tree_mask)
+    group = Group(_angles(config, kind, positions), mask, prefix)
+    x, (new,) = apply_layer(outer, weights, x, [group], inputs=inputs)
     return x, new
 
 

@@ -44,6 +44,13 @@ def phi3(positions: int, original: int) -> dict[str, object]:
     }
 
 
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 1.7,
+}
+
 CASES = {
     # Query heads per key/value head 3, heads wider than hidden / heads, tied.
     "grouped_tied": {
@@ -220,12 +227,106 @@ CASES = {
         "rotary_pct": 1.0,
         "use_parallel_residual": False,
     },
+    # All multipliers.
+    "granite": {
+        "model_type": "granite",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_bias": True,
+        **MULTIPLIERS,
+    },
+    # Mixtures: three to nine experts, one to four of them for a token.
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "sliding_window": 6,
+    },
+    # A layer without experts, a shared one elsewhere, shares that do not sum to 1.
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "mlp_only_layers": [1],
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 10,
+        "shared_expert_intermediate_size": 18,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 10,
+        "num_hidden_layers": 3,
+        "decoder_sparse_step": 2,
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 7,
+        "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "model_type": "olmoe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 1,
+        "intermediate_size": 13,
+        "pad_token_id": 0,
+    },
+    "granitemoe": {
+        "model_type": "granitemoe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 11,
+        **MULTIPLIERS,
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 9,
+        "shared_intermediate_size": 14,
+        **MULTIPLIERS,
+    },
+    # Sinks, windows in turns, biases everywhere, a clamped activation.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 20,
+        "sliding_window": 5,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "beta_fast": 8.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        "max_position_embeddings": 128,
+    },
 }
 
 
 def make(name: str, changes: dict) -> None:
     torch.manual_seed(len(name))
     config = AutoConfig.for_model(**({"model_type": "llama"} | BASE | changes))
+    config._experts_implementation = "eager"  # which also computes in float64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
         for parameter in model.parameters():  # the initial 0.02 would hide errors

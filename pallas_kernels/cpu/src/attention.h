@@ -28,6 +28,7 @@ struct Attention {
   const int32_t* pages;       // [rows, row_pages]: which they are; null for one each, in order
   const int32_t* length;      // [rows]
   const int32_t* first;       // [rows, nodes], or null for 0
+  const float* sinks;         // [rows, heads]: scores that take a share and give nothing; null for none
   float scale;                // of scores
   float* out;                 // [heads, dim, rows, nodes]
 

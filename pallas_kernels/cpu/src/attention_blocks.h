@@ -198,7 +198,8 @@ void many_queries(const Queries& at) {
       for (int64_t i = 0; i < count; i++) at.query[(q + i) * call.dim + d] = call.query[first + d * stride + i];
   });
   std::memset(at.out, 0, at.count * call.dim * 4);
-  for (int64_t q = 0; q < at.count; q++) at.top[q] = -INFINITY, at.total[q] = 0;
+  for (int64_t q = 0; q < at.count; q++)
+    at.top[q] = sink_of(call, at.head, at.at + q), at.total[q] = call.sinks == nullptr ? 0.0f : 1.0f;
   past_blocks(at);
   own_blocks(at);
   for (int64_t q = 0; q < at.count; q++) at.total[q] = 1.0f / at.total[q];

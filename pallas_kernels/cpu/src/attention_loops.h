@@ -148,6 +148,13 @@ struct Place {
   float* out;
 };
 
+// The sink of a query of a key/value head, as large as scores are before they are scaled; the least number without.
+inline float sink_of(const Attention& call, const Head& head, int64_t query) {
+  if (call.sinks == nullptr) return -INFINITY;
+  int64_t of_group = call.heads / call.kv_heads;
+  return call.sinks[head.row * call.heads + head.number * of_group + query / call.nodes] / call.scale;
+}
+
 // The queries at `places`, the first of which is the `at`th of the head. `scratch` holds twice kTile rows of features,
 // kTile rows of scores of the block, `block` each, and as many of what is seen, `width` each.
 template <int kQueries>
@@ -192,13 +199,16 @@ void some_queries(const Attention& call, const Head& head, const Place* places, 
       Ints more = a > tops;
       tops = reinterpret_cast<Floats>((reinterpret_cast<Ints>(a) & more) | (reinterpret_cast<Ints>(tops) & ~more));
     }
-    Floats top = splat(largest(tops)), total{};
+    float most_seen = largest(tops), sink = sink_of(call, head, at + q);
+    Floats top = splat(most_seen > sink ? most_seen : sink), total{};
     for (int64_t s = 0; s < width; s += kLanes) {
       Floats weight = exp_of((load(own + s) - top) * call.scale);
       total += weight;
       store(own + s, weight);
     }
-    Floats share = splat(1.0f / sum_of(total));
+    float sum = sum_of(total);
+    if (call.sinks != nullptr) sum += exp_of((splat(sink) - top) * call.scale)[0];
+    Floats share = splat(1.0f / sum);
     for (int64_t s = 0; s < width; s += kLanes) store(own + s, load(own + s) * share);
     std::memset(outs[q], 0, call.dim * 4);
   }

@@ -56,6 +56,17 @@ struct Avx2 {
     odd = scaled(_mm256_srli_epi32(both, 4), scale, bias);
     if (is_rounded) even = rounded(even), odd = rounded(odd);
   }
+  static void looked_up(const uint8_t* at, const float* table, float scale, bool is_rounded, Vector& even, Vector& odd) {
+    Vector low = _mm256_mul_ps(_mm256_loadu_ps(table), _mm256_set1_ps(scale));
+    Vector high = _mm256_mul_ps(_mm256_loadu_ps(table + 8), _mm256_set1_ps(scale));
+    if (is_rounded) low = rounded(low), high = rounded(high);
+    __m256i both = lanes(at);
+    even = either(low, high, both), odd = either(low, high, _mm256_srli_epi32(both, 4));
+  }
+  static Vector either(Vector low, Vector high, __m256i codes) {  // by the lowest 3 bits of a lane, and the fourth
+    Vector upper = _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28));
+    return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes), upper);
+  }
   static __m256i lanes(const uint8_t* at) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(at)));
   }

@@ -83,10 +83,13 @@ struct Int4Pairs {
   }
   static X load_x(const uint8_t* at) { return ready(at); }
   static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
+    return looked_up(at, pairs(Avx512::of_codes(scales.scale[group.first], scales.bias[group.first]),
+                               Avx512::of_codes(scales.scale[group.second], scales.bias[group.second])));
+  }
+  // By the lowest 5 bits of each lane, of which the fifth says the half, and so the group.
+  static Weights looked_up(const uint8_t* at, __m512bh both) {
     __m512i bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)));
-    // Looked up by the lowest 5 bits of each lane, of which the fifth says the half, and so the group.
-    __m512i numbers = (__m512i)pairs(Avx512::of_codes(scales.scale[group.first], scales.bias[group.first]),
-                                     Avx512::of_codes(scales.scale[group.second], scales.bias[group.second]));
+    __m512i numbers = (__m512i)both;
     __m512i half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     __m512i even = _mm512_ternarylogic_epi32(bytes, _mm512_set1_epi16(15), half, 0xea);  // a and b, or c
     __m512i odd = _mm512_or_si512(_mm512_srli_epi16(bytes, 4), half);
@@ -101,15 +104,24 @@ struct Int4Pairs {
   static void totals(const Sum* sums, const float* scales, float* to) { Avx512::totals(sums, scales, to); }
 };
 
+struct Int4TablePairs : Int4Pairs {
+  using Scales = TableScales;
+  static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
+    return looked_up(at, pairs(Avx512::of_table(scales.table, scales.scale[group.first]),
+                               Avx512::of_table(scales.table, scales.scale[group.second])));
+  }
+};
+
 }  // namespace
 
 const Form* avx512_bf16_form(const Call& call) {
   static constexpr Form bfloat16 = Driver<Bfloat16Pairs>::form(), int8 = Driver<Int8Pairs>::form(),
-                        groups = Driver<Int8GroupPairs>::form(), int4 = Driver<Int4Pairs>::form();
+                        groups = Driver<Int8GroupPairs>::form(), int4 = Driver<Int4Pairs>::form(),
+                        tables = Driver<Int4TablePairs>::form();
   if (call.quantized) return avx512_vnni_form(call);  // which all of these processors have
   if (!call.rounded || call.format == kFloat32) return float_form<Avx512>(call);
   if (call.format == kBfloat16) return &bfloat16;
-  if (call.format == kInt4) return &int4;
+  if (call.format == kInt4) return call.table == nullptr ? &int4 : &tables;
   return call.scales_sums() ? &int8 : &groups;
 }
 

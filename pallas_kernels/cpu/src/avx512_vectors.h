@@ -47,6 +47,16 @@ struct Avx512 {
     even = _mm512_permutexvar_ps(both, numbers);
     odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
   }
+  static void looked_up(const uint8_t* at, const float* table, float scale, bool is_rounded, Vector& even, Vector& odd) {
+    Vector numbers = of_table(table, scale);
+    if (is_rounded) numbers = rounded(numbers);
+    __m512i both = lanes(at);
+    even = _mm512_permutexvar_ps(both, numbers);
+    odd = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers);
+  }
+  static Vector of_table(const float* table, float scale) {
+    return _mm512_mul_ps(_mm512_loadu_ps(table), _mm512_set1_ps(scale));
+  }
   static __m512i lanes(const uint8_t* at) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
   }

@@ -50,17 +50,45 @@ struct Work {
   }
 };
 
-// The outputs of some matrices times the same columns, one matrix after the other.
-struct Product : Work {
-  std::vector<Call> calls;
+using Memory = std::unique_ptr<uint8_t, void (*)(void*)>;
+
+// So many bytes, and at least some; null where memory is short.
+inline Memory memory(size_t bytes) {
+  bytes = (bytes + kAlign - 1) / kAlign * kAlign;
+  return Memory(static_cast<uint8_t*>(std::aligned_alloc(kAlign, bytes ? bytes : kAlign)), std::free);
+}
+
+// A matrix times some columns, which are packed. Where they are some of a larger product's, `places` says which of its
+// columns each one is.
+struct Part {
+  Call call;
   const Form* form;
-  std::unique_ptr<uint8_t, void (*)(void*)> packed{nullptr, std::free};
+  const uint8_t* packed;
+  int64_t units;  // its outputs, or so many more that whole chunks are whole tiles of it
+  const int32_t* places = nullptr;
+  float* whole = nullptr;  // [outputs, columns of the larger product]
+  int64_t whole_columns = 0;
+
+  void run(int64_t begin, int64_t end) const {
+    form->rows(call, packed, begin, end);
+    if (places == nullptr) return;
+    for (int64_t row = begin; row < end; row++) {
+      const float* made = call.out + row * call.columns;
+      for (int64_t c = 0; c < call.columns; c++) whole[row * whole_columns + places[c]] = made[c];
+    }
+  }
+};
+
+// The outputs of some parts, one after the other.
+struct Product : Work {
+  std::vector<Part> parts;
+  std::vector<Memory> held;
 
   void run(int64_t begin, int64_t end) override {
-    for (const Call& call : calls) {
-      int64_t last = end < call.outputs ? end : call.outputs;
-      if (begin < last) form->rows(call, packed.get(), begin > 0 ? begin : 0, last);
-      begin -= call.outputs, end -= call.outputs;
+    for (const Part& part : parts) {
+      int64_t last = end < part.call.outputs ? end : part.call.outputs;
+      if (begin < last) part.run(begin > 0 ? begin : 0, last);
+      begin -= part.units, end -= part.units;
       if (end <= 0) return;
     }
   }
@@ -170,31 +198,108 @@ void all_of(const std::shared_ptr<Work>& work, const Helpers& helpers, Schedule&
     spins > 1000 ? std::this_thread::yield() : pause();
 }
 
+// Whole tiles of every form.
+inline int64_t tile_rows(const Call& call) { return call.quantized ? 16 : 24; }
+
+// Does the parts of a product whose units and parts are set. What they cost is as above.
+template <class Schedule>
+void do_product(const std::shared_ptr<Product>& work, int64_t cost, int64_t threads, Schedule&& schedule) {
+  const Call& call = work->parts[0].call;
+  int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
+  Helpers helpers(cost, threads);
+  work->units = 0;
+  for (const Part& part : work->parts) work->units += part.units;
+  work->chunk = work->units;
+  if (helpers.most > 0) {
+    int64_t rows = kChunkBytes / row_bytes, fair = work->units / (4 * threads), tile = tile_rows(call);
+    rows = rows < fair ? rows : fair;
+    work->chunk = (rows > tile ? rows : tile) / tile * tile;
+  }
+  all_of(work, helpers, schedule);
+}
+
+inline int64_t cost_of(const Call& call) {
+  int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
+  return row_bytes * call.outputs * (1 + call.columns / 8);
+}
+
 // Matrices of one format times the same columns, at least one. False where memory is short.
 template <class Schedule>
 bool multiply(const std::vector<Call>& calls, int64_t threads, Schedule&& schedule) {
   const Call& call = calls[0];
-  int64_t outputs = 0;
-  for (const Call& each : calls) outputs += each.outputs;
+  int64_t outputs = 0, cost = 0;
+  for (const Call& each : calls) outputs += each.outputs, cost += cost_of(each);
   if (outputs == 0 || call.columns == 0) return true;
   auto work = std::make_shared<Product>();
-  work->calls = calls;
-  work->form = form_for(call);
-  size_t bytes = (work->form->packed_bytes(call) + kAlign - 1) / kAlign * kAlign;
-  work->packed.reset(static_cast<uint8_t*>(std::aligned_alloc(kAlign, bytes ? bytes : kAlign)));
-  if (!work->packed) return false;
-  work->form->pack(call, work->packed.get());
-  int64_t row_bytes = call.row_bytes() > 0 ? call.row_bytes() : 1;
-  int64_t cost = row_bytes * outputs * (1 + call.columns / 8);
-  Helpers helpers(cost, threads);
-  work->units = work->chunk = outputs;
-  if (helpers.most > 0) {
-    int64_t rows = kChunkBytes / row_bytes, fair = outputs / (4 * threads);
-    rows = rows < fair ? rows : fair;
-    int64_t tile = call.quantized ? 16 : 24;  // whole tiles of every form
-    work->chunk = (rows > tile ? rows : tile) / tile * tile;
+  const Form* form = form_for(call);
+  work->held.push_back(memory(form->packed_bytes(call)));
+  uint8_t* packed = work->held[0].get();
+  if (packed == nullptr) return false;
+  form->pack(call, packed);
+  for (const Call& each : calls) work->parts.push_back({each, form, packed, each.outputs});
+  do_product(work, cost, threads, schedule);
+  return true;
+}
+
+// Which of some experts each pair of a column and one of its experts is of; those that are of none give zeros.
+struct Chosen {
+  const int32_t* expert;  // [pairs], the columns after one another for the first expert of each, then for the second...
+  int64_t pairs, experts;
+};
+
+// Matrices [experts, outputs, inputs] of one format times the columns that chose each expert, of which none is read that
+// nobody chose. `calls` are those of the first expert, with x [inputs, columns] and out [outputs, pairs]; there are as
+// many columns as pairs, or a pair's is its number modulo the columns. What a pair gives depends on its column and expert
+// alone. False where memory is short.
+template <class Schedule>
+bool multiply_chosen(const std::vector<Call>& calls, const Chosen& chosen, int64_t threads, Schedule&& schedule) {
+  if (chosen.pairs == 0) return true;
+  std::vector<std::vector<int32_t>> places(chosen.experts);
+  std::vector<int32_t> of_none;
+  for (int64_t pair = 0; pair < chosen.pairs; pair++) {
+    int32_t expert = chosen.expert[pair];
+    bool is_one = expert >= 0 && expert < chosen.experts;
+    (is_one ? places[expert] : of_none).push_back(static_cast<int32_t>(pair));
   }
-  all_of(work, helpers, schedule);
+  for (const Call& call : calls)
+    for (int64_t row = 0; row < call.outputs && !of_none.empty(); row++)
+      for (int32_t pair : of_none) call.out[row * chosen.pairs + pair] = 0;
+  auto work = std::make_shared<Product>();
+  int64_t cost = 0;
+  for (int64_t expert = 0; expert < chosen.experts; expert++) {
+    const std::vector<int32_t>& own = places[expert];
+    for (size_t begin = 0; begin < own.size(); begin += kMostColumns) {
+      int64_t columns = static_cast<int64_t>(own.size() - begin) < kMostColumns ? own.size() - begin : kMostColumns;
+      Memory x = memory(calls[0].inputs * columns * 4);
+      if (!x) return false;
+      auto gathered = reinterpret_cast<float*>(x.get());
+      for (int64_t i = 0; i < calls[0].inputs; i++)
+        for (int64_t c = 0; c < columns; c++)
+          gathered[i * columns + c] = calls[0].x[i * calls[0].columns + own[begin + c] % calls[0].columns];
+      const uint8_t* packed = nullptr;
+      for (const Call& all : calls) {
+        Call call = all;
+        call.skip(expert);
+        call.x = gathered, call.columns = columns;
+        const Form* form = form_for(call);
+        if (packed == nullptr) {
+          Memory room = memory(form->packed_bytes(call));
+          if (!room) return false;
+          form->pack(call, room.get());
+          packed = room.get();
+          work->held.push_back(std::move(room));
+        }
+        Memory out = memory(call.outputs * columns * 4);
+        if (!out) return false;
+        call.out = reinterpret_cast<float*>(out.get());
+        int64_t tile = tile_rows(call), units = (call.outputs + tile - 1) / tile * tile;
+        work->parts.push_back({call, form, packed, units, own.data() + begin, all.out, chosen.pairs});
+        work->held.push_back(std::move(out));
+        cost += cost_of(call);
+      }
+    }
+  }
+  if (!work->parts.empty()) do_product(work, cost, threads, schedule);
   return true;
 }
 

@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #define SPECJAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_matmul(XLA_FFI_CallFrame*);
+SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_experts(XLA_FFI_CallFrame*);
 SPECJAX_EXPORT XLA_FFI_Error* specjax_cpu_attention(XLA_FFI_CallFrame*);
 SPECJAX_EXPORT XLA_FFI_Error* specjax_host_call(XLA_FFI_CallFrame*);
 
@@ -29,25 +31,15 @@ std::string shape_of(const ffi::AnyBuffer& buffer) {
   return shape.empty() ? "[]" : shape + "]";
 }
 
-// Sets what a call is made of, of weights [..., outputs, what a row holds] times x [..., inputs, columns]; an error where
-// they do not fit.
-ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale, std::optional<ffi::AnyBuffer> offset,
-                    ffi::AnyBuffer x, ffi::AnyBuffer out, Call& call) {
-  auto held = weights.dimensions(), given = x.dimensions(), made = out.dimensions();
+using Refused = std::function<ffi::Error(const char*)>;
+
+// Sets what a call says of its weights [..., outputs, what a row holds], of which scales and offsets are if they are codes;
+// an error where they do not fit. The inputs and outputs of the call are set.
+ffi::Error describe_weights(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale,
+                            std::optional<ffi::AnyBuffer> offset, Call& call, const Refused& refused) {
+  auto held = weights.dimensions();
   size_t rank = held.size();
-  auto refused = [&](const char* why) {
-    return ffi::Error::InvalidArgument("cpu_matmul: weights of " + shape_of(weights) + " times " + shape_of(x) +
-                                       " as " + shape_of(out) + ": " + why + ".");
-  };
-  if (rank < 2 || given.size() != rank || made.size() != rank) return refused("they differ in their dimensions");
-  for (size_t i = 0; i + 2 < rank; i++)
-    if (held[i] != given[i] || held[i] != made[i]) return refused("they differ in their first dimensions");
-  if (x.element_type() != ffi::F32 || out.element_type() != ffi::F32) return refused("columns are float32");
   call.weights = static_cast<const uint8_t*>(weights.untyped_data());
-  call.x = static_cast<const float*>(x.untyped_data()), call.out = static_cast<float*>(out.untyped_data());
-  call.outputs = held[rank - 2], call.inputs = given[rank - 2], call.columns = given[rank - 1];
-  if (made[rank - 2] != call.outputs || made[rank - 1] != call.columns) return refused("the result has another shape");
-  if (call.columns > kMostColumns) return refused("there are more than 64 columns");
   int64_t row = held[rank - 1];
   switch (weights.element_type()) {
     case ffi::F32: call.format = kFloat32; break;
@@ -80,34 +72,100 @@ ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale,
   return ffi::Error::Success();
 }
 
-// Some matrices times the same x: `rest` are all of them, then the scales of each where they are codes, then their offsets
-// where they have some.
-ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, bool rounded, bool quantized,
-                  ffi::RemainingRets outs) {
+// Sets what a call is made of, of weights [..., outputs, what a row holds] times x [..., inputs, columns]; an error where
+// they do not fit.
+ffi::Error describe(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale, std::optional<ffi::AnyBuffer> offset,
+                    ffi::AnyBuffer x, ffi::AnyBuffer out, Call& call) {
+  auto held = weights.dimensions(), given = x.dimensions(), made = out.dimensions();
+  size_t rank = held.size();
+  auto refused = [&](const char* why) {
+    return ffi::Error::InvalidArgument("cpu_matmul: weights of " + shape_of(weights) + " times " + shape_of(x) +
+                                       " as " + shape_of(out) + ": " + why + ".");
+  };
+  if (rank < 2 || given.size() != rank || made.size() != rank) return refused("they differ in their dimensions");
+  for (size_t i = 0; i + 2 < rank; i++)
+    if (held[i] != given[i] || held[i] != made[i]) return refused("they differ in their first dimensions");
+  if (x.element_type() != ffi::F32 || out.element_type() != ffi::F32) return refused("columns are float32");
+  call.x = static_cast<const float*>(x.untyped_data()), call.out = static_cast<float*>(out.untyped_data());
+  call.outputs = held[rank - 2], call.inputs = given[rank - 2], call.columns = given[rank - 1];
+  if (made[rank - 2] != call.outputs || made[rank - 1] != call.columns) return refused("the result has another shape");
+  if (call.columns > kMostColumns) return refused("there are more than 64 columns");
+  return describe_weights(weights, scale, offset, call, refused);
+}
+
+// The same of weights [experts, outputs, what a row holds] times those columns of x [inputs, columns] that are an expert's:
+// each of `pairs` has one, as an expert that a column chose.
+ffi::Error describe_experts(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer> scale,
+                            std::optional<ffi::AnyBuffer> offset, ffi::AnyBuffer x, int64_t pairs, ffi::AnyBuffer out,
+                            Call& call) {
+  auto held = weights.dimensions(), given = x.dimensions(), made = out.dimensions();
+  auto refused = [&](const char* why) {
+    return ffi::Error::InvalidArgument("cpu_experts: weights of " + shape_of(weights) + " times " + shape_of(x) +
+                                       " as " + shape_of(out) + ": " + why + ".");
+  };
+  if (held.size() != 3 || given.size() != 2 || made.size() != 2) return refused("they have other dimensions");
+  if (x.element_type() != ffi::F32 || out.element_type() != ffi::F32) return refused("columns are float32");
+  call.x = static_cast<const float*>(x.untyped_data()), call.out = static_cast<float*>(out.untyped_data());
+  call.outputs = held[1], call.inputs = given[0], call.columns = given[1];
+  if (made[0] != call.outputs || made[1] != pairs) return refused("the result has another shape");
+  if (call.columns == 0 ? pairs != 0 : pairs % call.columns != 0) return refused("columns have as many experts each");
+  return describe_weights(weights, scale, offset, call, refused);
+}
+
+// Gives of matrix `m` of `matrices`, which lie in `rest` before the scales of all and the offsets of all, its own parts.
+ffi::Error parts_of(const ffi::RemainingArgs& rest, size_t matrices, size_t parts, size_t m,
+                    std::optional<ffi::AnyBuffer> found[3]) {
+  for (size_t part = 0; part < parts; part++) {
+    auto own = rest.get<ffi::AnyBuffer>(part * matrices + m);
+    if (!own) return ffi::Error::InvalidArgument("cpu_matmul: weights, scales and offsets are arrays.");
+    found[part] = *own;
+  }
+  return ffi::Error::Success();
+}
+
+// Calls describe(parts, result, call) of each of the matrices in `rest`; an error where they are not alike.
+template <class Describe>
+ffi::Error describe_all(const ffi::RemainingArgs& rest, const ffi::RemainingRets& outs, bool rounded, bool quantized,
+                        bool has_table, std::vector<Call>& calls, Describe&& describe) {
   auto refused = [](const char* why) {
     return ffi::Error::InvalidArgument(std::string("cpu_matmul: ") + why + ".");
   };
-  size_t matrices = outs.size();
-  size_t parts = matrices == 0 ? 0 : rest.size() / matrices;
-  if (parts < 1 || parts > 3 || rest.size() != parts * matrices) return refused("there is another number of matrices");
-  std::vector<Call> calls(matrices);
+  size_t matrices = outs.size(), parts = matrices == 0 ? 0 : rest.size() / matrices;
+  if (parts < 1 || parts > 3 || rest.size() != parts * matrices + has_table)
+    return refused("there is another number of matrices");
+  const float* table = nullptr;
+  if (has_table) {
+    auto own = rest.get<ffi::AnyBuffer>(rest.size() - 1);
+    if (!own || own->element_type() != ffi::F32 || own->dimensions().size() == 0 || own->dimensions().back() != 16)
+      return refused("a table has 16 numbers of float32");
+    table = static_cast<const float*>(own->untyped_data());
+  }
+  calls.resize(matrices);
   for (size_t m = 0; m < matrices; m++) {
-    auto weights = rest.get<ffi::AnyBuffer>(m);
     auto out = outs.get<ffi::AnyBuffer>(m);
-    if (!weights || !out) return refused("weights and results are arrays");
+    if (!out) return refused("results are arrays");
     Call& call = calls[m];
-    call.rounded = rounded, call.quantized = quantized;
-    std::optional<ffi::AnyBuffer> of_groups[2];  // scales and offsets
-    for (size_t part = 1; part < parts; part++) {
-      auto own = rest.get<ffi::AnyBuffer>(part * matrices + m);
-      if (!own) return refused("scales and offsets are arrays");
-      of_groups[part - 1] = *own;
-    }
-    if (ffi::Error error = describe(*weights, of_groups[0], of_groups[1], x, **out, call); error.failure()) return error;
+    call.rounded = rounded, call.quantized = quantized, call.table = table;
+    std::optional<ffi::AnyBuffer> own[3];
+    if (ffi::Error error = parts_of(rest, matrices, parts, m, own); error.failure()) return error;
+    if (ffi::Error error = describe(own, **out, call); error.failure()) return error;
     if (call.format != calls[0].format || call.groups != calls[0].groups)
       return refused("matrices of one call have one dtype and as many scales a row");
     if (quantized && (rounded || !call.is_coded())) return refused("columns in 8 bits multiply codes, and are not rounded");
+    if (has_table && (call.format != kInt4 || call.offset != nullptr || quantized))
+      return refused("codes of 4 bits alone have a table, without offsets, for columns that are no codes");
   }
+  return ffi::Error::Success();
+}
+
+// Some matrices times the same x: `rest` are all of them, then the scales of each where they are codes, then their offsets
+// where they have some, and the table of all, where they have one.
+ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest, bool rounded, bool quantized,
+                  bool has_table, ffi::RemainingRets outs) {
+  std::vector<Call> calls;
+  auto each = [&](auto* own, ffi::AnyBuffer out, Call& call) { return describe(*own[0], own[1], own[2], x, out, call); };
+  ffi::Error error = describe_all(rest, outs, rounded, quantized, has_table, calls, each);
+  if (error.failure()) return error;
   auto given = x.dimensions();
   int64_t count = 1;
   for (size_t i = 0; i + 2 < given.size(); i++) count *= given[i];
@@ -119,16 +177,39 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs res
   return ffi::Error::Success();
 }
 
+// The matrices of some experts times the columns that chose each: `chosen` is [experts of a column, columns], and x has
+// these columns, or one for each expert of each. `rest` is as above.
+ffi::Error experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> chosen, ffi::RemainingArgs rest,
+                   bool rounded, bool quantized, bool has_table, ffi::RemainingRets outs) {
+  std::vector<Call> calls;
+  int64_t pairs = chosen.element_count(), count = -1;
+  bool alike = true;
+  auto each = [&](auto* own, ffi::AnyBuffer out, Call& call) {
+    ffi::Error error = describe_experts(*own[0], own[1], own[2], x, pairs, out, call);
+    if (error.failure()) return error;
+    int64_t held = own[0]->dimensions()[0];
+    alike = alike && (count == -1 || count == held);
+    count = held;
+    return error;
+  };
+  ffi::Error error = describe_all(rest, outs, rounded, quantized, has_table, calls, each);
+  if (error.failure()) return error;
+  if (!alike) return ffi::Error::InvalidArgument("cpu_experts: matrices have as many experts each.");
+  if (!multiply_chosen(calls, Chosen{chosen.typed_data(), pairs, count}, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_experts: no memory for a copy of the columns.");
+  return ffi::Error::Success();
+}
+
 bool is(const ffi::AnyBuffer& buffer, ffi::DataType type, std::initializer_list<int64_t> shape) {
   auto own = buffer.dimensions();
   return buffer.element_type() == type && std::equal(own.begin(), own.end(), shape.begin(), shape.end());
 }
 
 // `rest` are, as far as they are there: the tree's mask; the keys, values and lengths of a prefix; the first slots that
-// nodes see; which pages of the cache a row has.
+// nodes see; which pages of the cache a row has; the sinks of heads.
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer block_keys, ffi::AnyBuffer block_values,
-                     ffi::RemainingArgs rest, bool has_mask, bool has_prefix, bool has_first, bool has_pages, int64_t window,
-                     ffi::Result<ffi::AnyBuffer> out) {
+                     ffi::RemainingArgs rest, bool has_mask, bool has_prefix, bool has_first, bool has_pages,
+                     bool has_sinks, int64_t window, ffi::Result<ffi::AnyBuffer> out) {
   auto refused = [&](const std::string& what) {
     return ffi::Error::InvalidArgument("cpu_attention: queries of " + shape_of(query) + " and keys of " +
                                        shape_of(block_keys) + ": " + what + ".");
@@ -152,7 +233,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
   call.out = static_cast<float*>(out->untyped_data());
   call.scale = 1 / std::sqrt(static_cast<float>(call.dim));
   call.window = window;
-  if (static_cast<size_t>(has_mask + 3 * has_prefix + has_first + has_pages) != rest.size())
+  if (static_cast<size_t>(has_mask + 3 * has_prefix + has_first + has_pages + has_sinks) != rest.size())
     return refused("there is another number of operands");
   if (!has_prefix && (has_first || has_pages)) return refused("there is no prefix");
   if (!has_mask && (has_prefix || call.columns != call.nodes))
@@ -191,6 +272,11 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer query, ffi::AnyBuffer 
                      " does not divide");
     call.pages = static_cast<const int32_t*>(pages->untyped_data());
   }
+  if (has_sinks) {
+    auto sinks = rest.get<ffi::AnyBuffer>(next++);
+    if (!sinks || !is(*sinks, f32, {call.rows, call.heads})) return refused("`sinks` does not fit");
+    call.sinks = static_cast<const float*>(sinks->untyped_data());
+  }
   if (!attend(call, pool.num_threads(), [&](auto task) { pool.Schedule(std::move(task)); }))
     return ffi::Error(ffi::ErrorCode::kResourceExhausted, "cpu_attention: no memory for scores.");
   return ffi::Error::Success();
@@ -226,6 +312,18 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_matmul, specjax::matmul,
                                   .RemainingArgs()
                                   .Attr<bool>("rounded")
                                   .Attr<bool>("quantized")
+                                  .Attr<bool>("has_table")
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_experts, specjax::experts,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::ThreadPool>()
+                                  .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Attr<bool>("rounded")
+                                  .Attr<bool>("quantized")
+                                  .Attr<bool>("has_table")
                                   .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
@@ -239,6 +337,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_cpu_attention, specjax::attention,
                                   .Attr<bool>("has_prefix")
                                   .Attr<bool>("has_first")
                                   .Attr<bool>("has_pages")
+                                  .Attr<bool>("has_sinks")
                                   .Attr<int64_t>("window")
                                   .Ret<xla::ffi::AnyBuffer>());
 
@@ -249,7 +348,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(specjax_host_call, specjax::host_call,
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>());
 
 // Raised where a call changes, so that a library of other sources is not taken.
-SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 8; }
+SPECJAX_EXPORT int specjax_cpu_matmul_version() { return 9; }
 
 SPECJAX_EXPORT const char* specjax_cpu_matmul_selected() { return specjax::selected(); }
 

@@ -4,7 +4,8 @@
 // fma(a, b, c), rounded(Vector) to bfloat16, totals(const Vector[4], scales, float[4]); pair(const uint8_t*, &even, &odd)
 // of 2 * kWidth bfloat16; codes(const uint8_t*), the numbers of kWidth bytes less 128; bytes(const uint8_t*, scale, bias),
 // what they are times a scale plus a bias, rounded once; and nibbles(const uint8_t*, scale, bias, bool rounded, &even, &odd),
-// the same of two codes in each byte, to bfloat16 where that is asked for.
+// the same of two codes in each byte, to bfloat16 where that is asked for; looked_up(const uint8_t*, const float table[16],
+// scale, bool rounded, &even, &odd), those of a table times a scale.
 #include "tile.h"
 
 namespace specjax {
@@ -90,6 +91,17 @@ struct Int4 : Bfloat16<V> {
   }
 };
 
+template <class V, bool kRounded>
+struct Int4Table : Int4<V, kRounded> {
+  using typename Bfloat16<V>::Weights;
+  using Scales = TableScales;
+  static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
+    Weights w;
+    V::looked_up(at, scales.table, scales.scale[group.first], kRounded, w.even, w.odd);
+    return w;
+  }
+};
+
 // Two vectors a block, which have one scale.
 template <class V, bool kRounded>
 struct Int8Groups : Bfloat16<V> {
@@ -115,6 +127,8 @@ const Form* float_form(const Call& call) {
   };
   static constexpr Form rounded = Driver<Int4<V, true>>::form();
   static constexpr Form groups[2] = {Driver<Int8Groups<V, false>>::form(), Driver<Int8Groups<V, true>>::form()};
+  static constexpr Form tables[2] = {Driver<Int4Table<V, false>>::form(), Driver<Int4Table<V, true>>::form()};
+  if (call.format == kInt4 && call.table != nullptr) return &tables[call.rounded];
   if (call.format == kInt4 && call.rounded) return &rounded;
   return call.format == kInt8 && !call.scales_sums() ? &groups[call.rounded] : &whole[call.format];
 }

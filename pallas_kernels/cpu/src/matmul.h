@@ -13,7 +13,8 @@ enum ScaleType : int { kScaleFloat32 = 0, kScaleBfloat16 = 1, kScaleFloat16 = 2,
 // out[o, n] = sum over i of weights[o, i] * x[i, n], rows after one another in memory.
 // Codes stand for scale * (code - middle), middle 128 or 8, or for scale * code + offset; of two in a byte the first has the
 // lower bits. A scale, and an offset, is that of a group of inputs, a multiple of kUnit of them, or of all in a row; of
-// codes of 8 bits with a scale a row and no offset it is the sums that are multiplied.
+// codes of 8 bits with a scale a row and no offset it is the sums that are multiplied. Codes of 4 bits may have a table, and
+// stand for scale * table[code] then.
 struct Call {
   Format format;
   bool rounded;    // x to bfloat16, and the numbers that codes stand for where it is not sums that are multiplied
@@ -22,6 +23,7 @@ struct Call {
   const uint8_t* weights;
   const void* scale;   // [outputs, groups], of codes alone
   const void* offset;  // the same, or null
+  const float* table;  // [16], of codes of 4 bits without offsets, or null
   ScaleType scale_type;  // of both
   int64_t groups;
   const float* x;
@@ -39,11 +41,17 @@ struct Call {
   bool scales_sums() const { return format == kInt8 && groups == 1 && offset == nullptr; }
   int64_t scale_bytes() const { return groups * (scale_type == kScaleFloat32 ? 4 : 2); }  // of a row
 
+  // To the weights behind so many others.
+  void skip(int64_t count) {
+    weights += count * outputs * row_bytes();
+    if (scale != nullptr) scale = static_cast<const uint8_t*>(scale) + count * outputs * scale_bytes();
+    if (offset != nullptr) offset = static_cast<const uint8_t*>(offset) + count * outputs * scale_bytes();
+  }
+
   // To the next of several that lie behind one another.
   void step() {
-    weights += outputs * row_bytes();
-    if (scale != nullptr) scale = static_cast<const uint8_t*>(scale) + outputs * scale_bytes();
-    if (offset != nullptr) offset = static_cast<const uint8_t*>(offset) + outputs * scale_bytes();
+    skip(1);
+    if (table != nullptr) table += 16;
     x += inputs * columns;
     out += outputs * columns;
   }

@@ -48,6 +48,14 @@ struct Neon {
     odd = scaled(vshr_n_u8(both, 4), scale, bias);
     if (is_rounded) even = rounded(even), odd = rounded(odd);
   }
+  static void looked_up(const uint8_t* at, const float* table, float scale, bool is_rounded, Vector& even, Vector& odd) {
+    float numbers[2][8];
+    for (int i = 0; i < 8; i++) numbers[0][i] = table[at[i] & 15], numbers[1][i] = table[at[i] >> 4];
+    float32x4_t each = vdupq_n_f32(scale);
+    even = {vmulq_f32(vld1q_f32(numbers[0]), each), vmulq_f32(vld1q_f32(numbers[0] + 4), each)};
+    odd = {vmulq_f32(vld1q_f32(numbers[1]), each), vmulq_f32(vld1q_f32(numbers[1] + 4), each)};
+    if (is_rounded) even = rounded(even), odd = rounded(odd);
+  }
   static Vector scaled(uint8x8_t codes, float scale, float bias) {
     uint16x8_t wide = vmovl_u8(codes);
     float32x4_t a = vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));

@@ -58,6 +58,13 @@ struct Portable {
     }
     if (is_rounded) even = rounded(even), odd = rounded(odd);
   }
+  static void looked_up(const uint8_t* at, const float* table, float scale, bool is_rounded, Vector& even, Vector& odd) {
+    for (int i = 0; i < kWidth; i++) {
+      even.v[i] = table[at[i] & 15] * scale;
+      odd.v[i] = table[at[i] >> 4] * scale;
+    }
+    if (is_rounded) even = rounded(even), odd = rounded(odd);
+  }
   static float scaled(int code, float scale, float bias) {  // a product of floats is exact
     return static_cast<float>(static_cast<double>(scale) * code + bias);
   }

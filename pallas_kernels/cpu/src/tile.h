@@ -160,6 +160,15 @@ struct GroupScales {
   float of_sums() const { return 1; }
 };
 
+// The same of codes that have a table.
+struct TableScales : GroupScales {
+  const float* table;
+  void read(const Call& call, int64_t row) {
+    GroupScales::read(call, row);
+    table = call.table;
+  }
+};
+
 // A block of inputs of all columns, turned: `turned[c * kBlock + i]`, zeros past the last input.
 template <int kBlock>
 inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {

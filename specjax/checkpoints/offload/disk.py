@@ -8,7 +8,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import quantized
+from specjax.checkpoints.experts import Tensor, gathered
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import check_numbers, leaves_of
 from specjax.checkpoints.offload.spans import (
@@ -31,7 +32,7 @@ from specjax.checkpoints.offload.spans import (
     spans_of,
 )
 from specjax.models.config import ModelConfig
-from specjax.models.families import Family
+from specjax.models.families import Family, Stored
 from specjax.models.layer_weights import LayerWeights, layer_of
 from specjax.models.placement import Placement
 
@@ -205,17 +206,23 @@ class DiskLayers:
                 own = buffer[at : at + each.size].view(each.dtype).reshape(each.shape)
                 found.append((each.name, each.file, own))
         leaves: dict[str, Any] = {}
-        looks = layer not in self._looked
-        for name, file, tensor in quantized.read(found, self._layouts):
-            stored = self._expected.get(self._family.name_of(name, self._expected))
-            if stored is None:
-                continue  # what the family ignores
-            check_numbers(name, file, tensor, looks)
+        own = self._checked(found, looks=layer not in self._looked)
+        for stored, tensor in gathered(own, self._placed.config, self._files.path):
             leaves |= leaves_of(
                 stored, tensor, self._placed, self._dtype, self._files.path, copy=False
             )
         self._looked.add(layer)
         return layer_of(leaves)
+
+    def _checked(
+        self, found: Iterable[tuple[str, Path, np.ndarray]], looks: bool
+    ) -> Iterator[tuple[Stored, Tensor]]:
+        for name, file, tensor in quantized.read(found, self._layouts):
+            stored = self._expected.get(self._family.name_of(name, self._expected))
+            if stored is None:
+                continue  # what the family ignores
+            check_numbers(name, file, tensor, looks)
+            yield stored, tensor
 
 
 _DIRECT = getattr(os, "O_DIRECT", 0)

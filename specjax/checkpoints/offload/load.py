@@ -5,6 +5,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from specjax.checkpoints import pruned_vocabulary
+from specjax.checkpoints.experts import gathered
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import checked, leaves_of, read_config
 from specjax.checkpoints.offload.disk import DiskLayers
@@ -60,9 +61,10 @@ def load_offloaded(
     kept = config.num_layers if host else first
     layers: list[dict[str, Any]] = [{} for _ in range(kept)]
     names: dict[tuple[str, str], None] = {}
-    for stored, tensor in checked(
+    found = checked(
         files, config, family, lambda stored: stored.layer is None or stored.layer < kept
-    ):
+    )
+    for stored, tensor in gathered(found, config, files.path):
         if isinstance(tensor, PackedWeight):
             names[stored.leaves[0], tensor.name] = None
         if stored.layer is not None and stored.layer >= kept:

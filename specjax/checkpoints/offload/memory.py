@@ -1,5 +1,7 @@
 """How many layers of an offloaded model stay in so much memory."""
 
+import itertools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -51,14 +53,14 @@ class Division(NamedTuple):
 
     Attributes:
       outer: bytes of what lies outside the layers.
-      layer: bytes of a layer that stays.
+      layers: bytes of each layer, where it stays.
       resident: how many of them do.
       ring: bytes that streaming the others takes, 0 if there are none.
       bytes_a_pass: that are read of the others.
     """
 
     outer: int
-    layer: int
+    layers: tuple[int, ...]
     resident: int
     ring: int
     bytes_a_pass: int
@@ -66,7 +68,7 @@ class Division(NamedTuple):
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.outer + self.resident * self.layer + self.ring
+        return self.outer + sum(self.layers[: self.resident]) + self.ring
 
 
 def division(
@@ -86,28 +88,31 @@ def division(
     whole = memory.Load(placement(config, None), dtype)
     _, family = read_config(files.path)
     spans = spans_of(files, family, expected_tensors(config, family), range(config.num_layers))
-    layer = _unpacked_bytes(config, dtype)
+    unpacked = [_unpacked_bytes(config, layer, dtype) for layer in range(config.num_layers)]
+    layers = unpacked
     if gguf.is_gguf(files.path):
-        layer = max(_bytes_of_blocks(own, dtype) for own in spans.values())
+        layers = [_bytes_of_blocks(own, dtype) for own in spans.values()]
     elif quantized.is_quantized(files.path):
-        layer = max(map(buffer_bytes, spans.values()))
-    outer = whole.weights - config.num_layers * _unpacked_bytes(config, dtype)
+        layers = [buffer_bytes(own) for own in spans.values()]
+    outer = whole.weights - sum(unpacked)
     outer -= _saved_outside(files, config, family, spans.values(), dtype)
     spare = memory_bytes
     if spare is None:
         found = memory.available(None)
         spare = whole.weights if found is None else found // 2
-    if outer + config.num_layers * layer <= spare:
-        return Division(outer, layer, config.num_layers, 0, 0)
-    ring = BUFFERS * layer if offload == HOST else _ring_bytes(spans.values(), dtype, layer)
+    if outer + sum(layers) <= spare:
+        return Division(outer, tuple(layers), config.num_layers, 0, 0)
+    largest = max(layers)
+    ring = BUFFERS * largest if offload == HOST else _ring_bytes(spans.values(), dtype, largest)
     if outer + ring > spare:
         raise CheckpointError(
             f"{files.path}: what lies outside the layers takes {memory.readable(outer)}, and "
             f"streaming {memory.readable(ring)}; there are {memory.readable(spare)} for both."
         )
-    resident = min((spare - outer - ring) // layer, config.num_layers - 1)
+    held = itertools.accumulate(layers[:-1])
+    resident = sum(each <= spare - outer - ring for each in held)
     read = sum(size_of(own) for at, own in spans.items() if at >= resident)
-    return Division(outer, layer, resident, ring, read)
+    return Division(outer, tuple(layers), resident, ring, read)
 
 
 def _ring_bytes(spans: Collection[Sequence[Span]], dtype: jnp.dtype, layer: int) -> int:
@@ -142,6 +147,6 @@ def _bytes_of_blocks(spans: Sequence[Span], dtype: jnp.dtype) -> int:
     return sum(quantized.bytes_of_blocks(each, dtype.itemsize) for each in tensors)
 
 
-def _unpacked_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+def _unpacked_bytes(config: ModelConfig, layer: int, dtype: jnp.dtype) -> int:
     """Bytes of a layer that is not packed."""
-    return sum(int(np.prod(shape)) for shape in config.layer_shapes.values()) * dtype.itemsize
+    return sum(map(math.prod, config.layer_shapes(layer).values())) * dtype.itemsize

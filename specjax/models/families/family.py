@@ -27,6 +27,7 @@ ACTIVATION_KEYS = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "relu": "relu",
+    "relu2": "squared_relu",
 }
 """Activations by the names that Hugging Face's files give them; the first of each is written."""
 
@@ -45,6 +46,10 @@ class Family:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
     leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns;
     norms are stored with `norm_shift` added. Tensors of biases follow from those of their weights.
+    `experts` are the names of layers with experts that others lack or have for other leaves; those
+    with `{expert}` in them are of tensors that hold one expert each. Those of all experts are
+    packed as `expert_packing` says: "rows", or "turned", "alternating" (the rows of their leaves
+    take turns) or both.
     `ignored` are ends or beginnings of names of what files carry along; `renamed` are beginnings
     that files have, and what they stand for; `base` is a beginning that some files leave out.
     `upgrade` makes a configuration of before one of today.
@@ -63,6 +68,8 @@ class Family:
     packing: str = "rows"
     interleaved: tuple[str, ...] = ()
     norm_shift: float = 0.0
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    expert_packing: str = "rows"
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     base: str = ""

@@ -87,7 +87,7 @@ WINDOWED = {key: LLAMA.fixed[key] for key in LLAMA.fixed if "sliding" not in key
 HEAD_NORMS = {"query_norm": "self_attn.q_norm.weight", "key_norm": "self_attn.k_norm.weight"}
 
 
-def _window_everywhere(config: Json, default: int | None) -> Windows:
+def window_everywhere(config: Json, default: int | None) -> Windows:
     """Mistral's: in every layer, or in those that are named (Ministral)."""
     window, layers = config.get("sliding_window", default), config["num_hidden_layers"]
     return windows_of(window, config.get("layer_types") or [SLIDING] * layers, layers)
@@ -107,7 +107,7 @@ MISTRAL = dataclasses.replace(
     fixed={**WINDOWED, "attention_bias": (False,), "mlp_bias": (False,)},
     features=lambda config, positions: {
         **rotary.read(config, positions),
-        "windows": _window_everywhere(config, 4096),
+        "windows": window_everywhere(config, 4096),
     },
     written=lambda config: {**rotary.write(config), **written_windows(config)},
 )
@@ -117,7 +117,7 @@ MINISTRAL = dataclasses.replace(
 )
 
 
-def _window_by_layer(config: Json) -> Windows:
+def window_by_layer(config: Json) -> Windows:
     """Qwen's: off unless `use_sliding_window`, and then in the layers that are named or last."""
     window, layers = config.get("sliding_window", 4096), config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
@@ -127,7 +127,7 @@ def _window_by_layer(config: Json) -> Windows:
     return windows_of(window, kinds, layers)
 
 
-def _written_qwen(config: ModelConfig) -> Json:
+def written_qwen(config: ModelConfig) -> Json:
     used = {"use_sliding_window": bool(config.windows)}
     return {**rotary.write(config), **used, **written_windows(config)}
 
@@ -141,9 +141,9 @@ QWEN2 = dataclasses.replace(
     features=lambda config, positions: {
         **rotary.read(config, positions),
         "biases": ("query", "key", "value"),
-        "windows": _window_by_layer(config),
+        "windows": window_by_layer(config),
     },
-    written=_written_qwen,
+    written=written_qwen,
 )
 
 QWEN3 = dataclasses.replace(
@@ -156,10 +156,10 @@ QWEN3 = dataclasses.replace(
         **rotary.read(config, positions),
         "biases": ATTENTION * bool(config.get("attention_bias")),
         "head_norms": "head",
-        "windows": _window_by_layer(config),
+        "windows": window_by_layer(config),
     },
     written=lambda config: {
-        **_written_qwen(config),
+        **written_qwen(config),
         "attention_bias": "query" in config.biases,
     },
 )
@@ -195,7 +195,7 @@ PHI3 = dataclasses.replace(
     upgrade=_of_phi,
     features=lambda config, positions: {
         **rotary.read(config, positions, turned=1.0),
-        "windows": _window_everywhere(config, None),
+        "windows": window_everywhere(config, None),
     },
 )
 

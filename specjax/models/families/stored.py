@@ -16,7 +16,10 @@ class Stored:
 
     `layer` is that of the leaves, None for those outside; `sizes` are their rows and `heads` how
     many heads lie one after the other, 0 where the leaves do. `interleaved` are the heads whose two
-    halves' rows take turns, 0 where they do not, and `shift` is what was added.
+    halves' rows take turns, 0 where they do not, and `shift` is what was added. Of leaves with
+    experts it holds those of one `expert`, or where that is None of all of them, whose rows are
+    along `axis`. Where leaves are `alternating`, their rows take turns. What is `turned` is
+    `[in, out]`, unless it is packed.
     """
 
     name: str
@@ -28,16 +31,31 @@ class Stored:
     heads: int = 0
     interleaved: int = 0
     shift: float = 0.0
+    expert: int | None = None
+    axis: int = 0
+    alternating: bool = False
 
     @property
     def is_leaf(self) -> bool:
         """Whether the tensor is a single leaf as it stands."""
         as_is = not (self.turned or self.interleaved or self.shift)
-        return len(self.leaves) == 1 and as_is
+        return len(self.leaves) == 1 and as_is and self.expert is None
+
+    @property
+    def shape_as_rows(self) -> Shape:
+        """The shape of the tensor where it is not turned."""
+        return _turned(self.shape) if self.turned else self.shape
 
     def split(self, tensor: np.ndarray) -> list[np.ndarray]:
         """The leaves of the tensor, as views of it where they lie together."""
-        tensor = tensor.T if self.turned else tensor
+        return self.split_rows(tensor.swapaxes(-1, -2) if self.turned else tensor)
+
+    def split_rows(self, tensor: np.ndarray) -> list[np.ndarray]:
+        """The same of a tensor that is not turned."""
+        if self.alternating:
+            turns = len(self.leaves)
+            return [tensor[(*(slice(None),) * self.axis, slice(n, None, turns))]
+                    for n in range(turns)]  # fmt: skip
         if self.interleaved:
             tensor = _halves_swapped(tensor, (self.interleaved, -1, 2))
         if self.shift:
@@ -45,19 +63,31 @@ class Stored:
         if self.heads:
             parts = tensor.reshape(self.heads, len(self.leaves), -1, *tensor.shape[1:])
             return [parts[:, i].reshape(-1, *tensor.shape[1:]) for i in range(len(self.leaves))]
-        return np.split(tensor, np.cumsum(self.sizes)[:-1])
+        return np.split(tensor, np.cumsum(self.sizes)[:-1], axis=self.axis)
 
     def join(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
         """The tensor that holds the leaves."""
         if self.heads:
             parts = [leaf.reshape(self.heads, 1, -1, *leaf.shape[1:]) for leaf in leaves]
             return np.concatenate(parts, axis=1).reshape(-1, *leaves[0].shape[1:])
-        tensor = leaves[0] if len(leaves) == 1 else np.concatenate(leaves)
+        if self.expert is not None:
+            leaves = [leaf[self.expert] for leaf in leaves]
+        if self.alternating:
+            together = np.stack(leaves, axis=self.axis + 1)
+            before, after = together.shape[: self.axis], together.shape[self.axis + 2 :]
+            tensor = together.reshape(*before, -1, *after)
+            return tensor.swapaxes(-1, -2) if self.turned else tensor
+        tensor = leaves[0] if len(leaves) == 1 else np.concatenate(leaves, axis=self.axis)
         if self.interleaved:
             tensor = _halves_swapped(tensor, (self.interleaved, 2, -1))
         if self.shift:
             tensor = tensor.astype(np.float32) + np.float32(self.shift)
-        return tensor.T if self.turned else tensor
+        return tensor.swapaxes(-1, -2) if self.turned else tensor
+
+
+def _turned(shape: Shape) -> Shape:
+    """With the last two numbers exchanged."""
+    return *shape[:-2], shape[-1], shape[-2]
 
 
 def _halves_swapped(tensor: np.ndarray, rows: tuple[int, int, int]) -> np.ndarray:
@@ -70,8 +100,9 @@ def stored(family: Family, config: ModelConfig) -> Iterator[Stored]:
     """Every tensor that a checkpoint of `config` must hold."""
     yield from _tensors(family, family.outer, config.outer_shapes, None, "")
     for layer in range(config.num_layers):
+        names = {**family.layer, **(family.experts if config.has_experts(layer) else {})}
         prefix = family.layer_prefix.format(index=layer)
-        yield from _tensors(family, family.layer, config.layer_shapes, layer, prefix, config)
+        yield from _tensors(family, names, config.layer_shapes(layer), layer, prefix, config)
 
 
 def _tensors(
@@ -83,18 +114,37 @@ def _tensors(
     config: ModelConfig | None = None,
 ) -> Iterator[Stored]:
     for together, name in names.items():
-        for end, kind in (("", "weight"), ("_bias", "bias")):
+        for end in ("", "_bias"):
             leaves = tuple(leaf + end for leaf in together.split())
             if any(leaf not in shapes for leaf in leaves):
                 continue
-            sizes = tuple(shapes[leaf][0] for leaf in leaves)
-            shape = sum(sizes), *shapes[leaves[0]][1:]
-            turned = family.packing == "turned" and layer is not None and len(shape) == 2
+            whole = prefix + (_of_bias(name) if end else name)
+            if "{expert}" in name:
+                count, shape = shapes[leaves[0]][0], shapes[leaves[0]][1:]
+                for expert in range(count):
+                    own = whole.format(expert=expert)
+                    yield Stored(own, shape, layer, leaves, shape[:1], expert=expert)
+                continue
+            of_experts = leaves[0].startswith("expert_")
+            axis = 1 if of_experts else 0
+            sizes = tuple(shapes[leaf][axis] for leaf in leaves)
+            shape = *shapes[leaves[0]][:axis], sum(sizes), *shapes[leaves[0]][axis + 1 :]
+            packing = family.expert_packing if of_experts else family.packing
+            turned = "turned" in packing and layer is not None and len(shape) == 2 + axis
             heads = config.num_heads if config and family.packing == "heads" and leaves[1:] else 0
             shift = family.norm_shift if not end and together.endswith("norm") else 0.0
-            whole = prefix + name.removesuffix("weight") + kind
-            shape = shape[::-1] if turned else shape
+            shape = _turned(shape) if turned else shape
             interleaved = 0
             if config and together in family.interleaved:
                 interleaved = config.num_heads if together == "query" else config.num_kv_heads
-            yield Stored(whole, shape, layer, leaves, sizes, turned, heads, interleaved, shift)
+            yield Stored(
+                whole, shape, layer, leaves, sizes, turned, heads, interleaved, shift, axis=axis,
+                alternating="alternating" in packing and len(leaves) > 1,
+            )  # fmt: skip
+
+
+def _of_bias(name: str) -> str:
+    """The name of the bias beside a tensor."""
+    if name.endswith("weight"):
+        return name.removesuffix("weight") + "bias"
+    return f"{name}_bias"

@@ -10,8 +10,18 @@ from specjax.models.families.eagle import EAGLE3, is_eagle3
 from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
 from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
+from specjax.models.families.gpt_oss import GPT_OSS
+from specjax.models.families.granite import GRANITE
 from specjax.models.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 from specjax.models.families.mimo import MIMO
+from specjax.models.families.mixtures import (
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from specjax.models.families.ranges import check_values
 
 FAMILIES = {
@@ -19,6 +29,8 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
         *(GPT2, OPT, NEOX),
+        GRANITE,
+        *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS),
         MIMO,
         *(EAGLE3, DFLASH),
     )

@@ -1,0 +1,130 @@
+"""Experts: which ones a token takes, and what they give."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from specjax.models import layers
+from specjax.models.config import Experts, ModelConfig
+from specjax.models.expert_products import expert_linears
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.quantized import PackedWeight
+
+_LEAST_SUM = 1e-20
+"""What is added to the sum of scores that are no probabilities, as DeepSeek-V3's code does."""
+
+
+class Routed(NamedTuple):
+    """The experts of each column, and what each is weighed by."""
+
+    chosen: Int32[Array, "K C"]
+    shares: Float[Array, "K C"]
+
+
+def route(
+    experts: Experts, weights: LayerWeights, x: Float[Array, "E C"], dtype: jnp.dtype | None = None
+) -> Routed:
+    """The experts that a router chooses for columns `x`; of equal ones the first."""
+    assert weights.router is not None
+    logits = layers.linear(weights.router, x, dtype)
+    if weights.router_bias is not None:
+        logits = logits + weights.router_bias.astype(logits.dtype)[:, None]
+    scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else logits
+    choice = scores
+    if weights.choice_bias is not None:
+        choice = choice + weights.choice_bias.astype(choice.dtype)[:, None]
+    if experts.groups > 1:
+        choice = _of_best_groups(experts, choice)
+    _, chosen = lax.top_k(choice.T, experts.chosen)
+    chosen = chosen.T
+    found = [jnp.take_along_axis(scores, own[None], axis=0)[0] for own in chosen]
+    return Routed(chosen, jnp.stack(_weighed(experts, found, logits)) * experts.scale)
+
+
+def _of_best_groups(experts: Experts, choice: Float[Array, "X C"]) -> Float[Array, "X C"]:
+    """With the lowest value for experts that are not in the best groups."""
+    by_group = choice.reshape(experts.groups, -1, choice.shape[1])
+    best, _ = lax.top_k(jnp.moveaxis(by_group, 1, 2), experts.group_best)
+    _, kept = lax.top_k(best.sum(axis=2).T, experts.groups_chosen)
+    is_kept = (jnp.arange(experts.groups)[:, None, None] == kept).any(axis=2)
+    return jnp.where(is_kept[:, None], by_group, -jnp.inf).reshape(choice.shape)
+
+
+def _weighed(
+    experts: Experts, found: list[Float[Array, " C"]], logits: Float[Array, "X C"]
+) -> list[Float[Array, " C"]]:
+    """What each of the chosen experts is weighed by; sums are in the order of the choice."""
+    if experts.scores == "sigmoid":
+        whole = sum(found[1:], start=found[0]) + _LEAST_SUM
+        return [own / whole for own in found] if experts.normalized else found
+    most = logits.max(axis=0)
+    found = [jnp.exp(own - most) for own in found]
+    whole = sum(found[1:], start=found[0])
+    if not experts.normalized:
+        whole = layers.total(jnp.exp(logits - most))[0]
+    return [own / whole for own in found]
+
+
+def mixture(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    dtype: jnp.dtype | None = None,
+    axis: str | None = None,
+) -> Float[Array, "E C"]:
+    """What the experts of columns `x` give together.
+
+    On the mesh axis `axis` a device gives what its own experts do, which is to be summed over it.
+    """
+    experts = config.experts
+    assert experts is not None
+    chosen, shares = route(experts, weights, x, dtype)
+    if axis is not None:
+        chosen = chosen - _held(weights) * lax.axis_index(axis)
+    names = ("expert_gate", "expert_up") if config.gated else ("expert_up",)
+    first, *rest = _products(weights, names, x, chosen, dtype)
+    if experts.swiglu is not None:
+        gain, limit = experts.swiglu
+        first = jnp.minimum(first, limit)
+        hidden = first * jax.nn.sigmoid(gain * first) * (jnp.clip(rest[0], -limit, limit) + 1)
+    else:
+        hidden = layers.activated(config.activation, first)
+        hidden = hidden * rest[0] if rest else hidden
+    flat = hidden.reshape(hidden.shape[0], -1)
+    (made,) = _products(weights, ("expert_down",), flat, chosen, dtype)
+    terms = [made[:, number] * shares[number] for number in range(experts.chosen)]
+    return sum(terms[1:], start=terms[0])
+
+
+def _products(
+    weights: LayerWeights,
+    names: Sequence[str],
+    x: Float[Array, "I N"],
+    chosen: Int32[Array, "K C"],
+    dtype: jnp.dtype | None,
+) -> list[Float[Array, "O K C"]]:
+    """Matrices of the chosen experts times columns, with their biases; 0 of experts elsewhere."""
+    found = []
+    made = expert_linears([getattr(weights, name) for name in names], x, chosen, dtype)
+    for name, own in zip(names, made, strict=True):
+        bias = getattr(weights, f"{name}_bias")
+        if bias is not None:
+            is_here = (chosen >= 0) & (chosen < len(bias))
+            added = bias.astype(own.dtype)[jnp.where(is_here, chosen, 0)]
+            own = own + jnp.moveaxis(jnp.where(is_here[..., None], added, 0), 2, 0)
+        found.append(own)
+    return found
+
+
+def _down(weights: LayerWeights) -> Array | PackedWeight:
+    assert weights.expert_down is not None
+    return weights.expert_down
+
+
+def _held(weights: LayerWeights) -> int:
+    """How many experts are here."""
+    return _down(weights).shape[0]

@@ -1,0 +1,58 @@
+"""Granite 3 and 4 (IBM): LLaMA with multipliers."""
+
+import dataclasses
+
+from specjax.models.config import ModelConfig
+from specjax.models.families import rotary
+from specjax.models.families.family import Json, Positions
+from specjax.models.families.llama import ATTENTION, LLAMA, MLP
+
+
+def multipliers(config: Json, positions: Positions) -> Json:
+    """The fields of a Granite model but for its experts."""
+    biases = ATTENTION * bool(config.get("attention_bias")) + MLP * bool(config.get("mlp_bias"))
+    return {
+        **rotary.read(config, positions),
+        "biases": biases,
+        "embedding_scale": _multiplier(config, "embedding_multiplier"),
+        "residual_scale": _multiplier(config, "residual_multiplier"),
+        "query_scale": _multiplier(config, "attention_multiplier"),
+        "logit_scale": 1 / _multiplier(config, "logits_scaling"),
+    }
+
+
+def _multiplier(config: Json, key: str) -> float:
+    """A multiplier, 1 where there is none.
+
+    Raises:
+      ValueError: it is no number above 0.
+    """
+    value = config.get(key)
+    if value is None:
+        return 1.0
+    if type(value) not in (int, float) or not value > 0:
+        raise ValueError(f"{key} is {value!r}; it must be a number above 0.")
+    return float(value)
+
+
+def written_multipliers(config: ModelConfig) -> Json:
+    """The keys that `multipliers` reads."""
+    scale = config.query_scale
+    return {
+        **rotary.write(config),
+        "attention_bias": "query" in config.biases,
+        "mlp_bias": "gate" in config.biases,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "attention_multiplier": config.head_dim**-0.5 if scale is None else scale,
+        "logits_scaling": round(1 / config.logit_scale, 9),
+    }
+
+
+GRANITE = dataclasses.replace(
+    LLAMA,
+    model_type="granite",
+    architecture="GraniteForCausalLM",
+    features=multipliers,
+    written=written_multipliers,
+)

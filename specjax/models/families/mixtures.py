@@ -1,0 +1,253 @@
+"""Mixtures of experts that are like LLaMA and its relatives otherwise."""
+
+import dataclasses
+from typing import Any
+
+from specjax.models.config import Experts, ModelConfig
+from specjax.models.families import rotary
+from specjax.models.families.family import FULL, SLIDING, Json, Positions, Windows, windows_of
+from specjax.models.families.granite import GRANITE, multipliers, written_multipliers
+from specjax.models.families.llama import (
+    ATTENTION,
+    HEAD_NORMS,
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    window_everywhere,
+    written_qwen,
+)
+from specjax.models.families.family import written_windows
+
+_GROUPED = {
+    "router": "mlp.gate.weight",
+    "expert_gate": "mlp.experts.{expert}.gate_proj.weight",
+    "expert_up": "mlp.experts.{expert}.up_proj.weight",
+    "expert_down": "mlp.experts.{expert}.down_proj.weight",
+}
+
+
+def _value(config: Json, key: str, default: Any) -> Any:
+    found = config.get(key)
+    return default if found is None else found
+
+
+MIXTRAL = dataclasses.replace(
+    MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    defaults={**MISTRAL.defaults, "rms_norm_eps": lambda config: 1e-5},
+    experts={
+        "router": "block_sparse_moe.gate.weight",
+        "expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
+        "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
+        "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
+    },
+    features=lambda config, positions: {
+        **rotary.read(config, positions, 1_000_000.0),
+        "windows": window_everywhere(config, None),
+        "experts": Experts(
+            count=_value(config, "num_local_experts", 8),
+            chosen=_value(config, "num_experts_per_tok", 2),
+            size=config["intermediate_size"],
+        ),
+    },
+    written=lambda config: {
+        **rotary.write(config),
+        **written_windows(config),
+        "num_local_experts": _experts(config).count,
+        "num_experts_per_tok": _experts(config).chosen,
+    },
+)
+
+
+def _experts(config: ModelConfig) -> Experts:
+    assert config.experts is not None
+    return config.experts
+
+
+def _dense_of_qwen(config: Json) -> tuple[int, ...]:
+    """Layers without experts: those that are named, and all but each `decoder_sparse_step`-th.
+
+    Raises:
+      ValueError: a layer that is named is no number, or the step is none.
+    """
+    step, named = _value(config, "decoder_sparse_step", 1), _value(config, "mlp_only_layers", [])
+    if type(step) is not int or step < 1:
+        raise ValueError(f"decoder_sparse_step is {step!r}; it must be an integer above 0.")
+    if not isinstance(named, list):
+        raise ValueError(f"mlp_only_layers is {named!r}; it must be a list of layers.")
+    layers = range(config["num_hidden_layers"])
+    return tuple(layer for layer in layers if layer in named or (layer + 1) % step)
+
+
+def _of_qwen(config: Json, chosen: int, count: int, size: int) -> Experts:
+    return Experts(
+        count=_value(config, "num_experts", _value(config, "num_local_experts", count)),
+        chosen=_value(config, "num_experts_per_tok", chosen),
+        size=_value(config, "moe_intermediate_size", size),
+        normalized=_value(config, "norm_topk_prob", False),
+        dense=_dense_of_qwen(config),
+    )
+
+
+def _written_experts(config: ModelConfig) -> Json:
+    experts = _experts(config)
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.size,
+        "norm_topk_prob": experts.normalized,
+        "mlp_only_layers": list(experts.dense),
+        "decoder_sparse_step": 1,
+    }
+
+
+def _windows_of_qwen2(config: Json) -> Windows:
+    """Where they are used every other one of the first `max_window_layers` has one."""
+    layers = config["num_hidden_layers"]
+    if not config.get("use_sliding_window"):
+        return ()
+    first = min(_value(config, "max_window_layers", 28), layers)
+    kinds = [FULL if index % 2 or index >= first else SLIDING for index in range(layers)]
+    return windows_of(config.get("sliding_window", 4096), config.get("layer_types") or kinds, layers)
+
+
+QWEN2_MOE = dataclasses.replace(
+    QWEN2,
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    experts={
+        **_GROUPED,
+        "gate": "mlp.shared_expert.gate_proj.weight",
+        "up": "mlp.shared_expert.up_proj.weight",
+        "down": "mlp.shared_expert.down_proj.weight",
+        "shared_gate": "mlp.shared_expert_gate.weight",
+    },
+    features=lambda config, positions: {
+        **rotary.read(config, positions),
+        "biases": ("query", "key", "value") * bool(_value(config, "qkv_bias", True)),
+        "windows": _windows_of_qwen2(config),
+        "experts": dataclasses.replace(
+            _of_qwen(config, 4, 60, 1408),
+            shared=_value(config, "shared_expert_intermediate_size", 5632),
+            shared_gate=True,
+        ),
+    },
+    written=lambda config: {
+        **written_qwen(config),
+        **_written_experts(config),
+        "qkv_bias": "query" in config.biases,
+        "shared_expert_intermediate_size": _experts(config).shared,
+    },
+)
+
+QWEN3_MOE = dataclasses.replace(
+    QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    defaults={**QWEN3.defaults, "head_dim": LLAMA.defaults["head_dim"]},
+    experts=_GROUPED,
+    features=lambda config, positions: {
+        **rotary.read(config, positions),
+        "biases": ATTENTION * bool(config.get("attention_bias")),
+        "head_norms": "head",
+        "windows": _windows_of_qwen3(config),
+        "experts": _of_qwen(config, 8, 128, 768),
+    },
+    written=lambda config: {
+        **written_qwen(config),
+        **_written_experts(config),
+        "attention_bias": "query" in config.biases,
+    },
+)
+
+
+def _windows_of_qwen3(config: Json) -> Windows:
+    """All layers have one, where they are used: transformers reads no kinds of layers here."""
+    return window_everywhere(config, 4096) if config.get("use_sliding_window") else ()
+
+
+OLMOE = dataclasses.replace(
+    LLAMA,
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "rms_norm_eps": lambda config: 1e-5,
+        "max_position_embeddings": lambda config: 4096,
+    },
+    fixed={**LLAMA.fixed, "clip_qkv": (None,), "mlp_bias": (False,)},
+    layer={**LLAMA.layer, **HEAD_NORMS},
+    experts=_GROUPED,
+    features=lambda config, positions: {
+        **rotary.read(config, positions),
+        "biases": ATTENTION * bool(config.get("attention_bias")),
+        "head_norms": "whole",
+        "experts": Experts(
+            count=_value(config, "num_experts", 64),
+            chosen=_value(config, "num_experts_per_tok", 8),
+            size=config["intermediate_size"],
+            normalized=_value(config, "norm_topk_prob", False),
+        ),
+    },
+    written=lambda config: {
+        **rotary.write(config),
+        "attention_bias": "query" in config.biases,
+        "num_experts": _experts(config).count,
+        "num_experts_per_tok": _experts(config).chosen,
+        "norm_topk_prob": _experts(config).normalized,
+    },
+)
+
+
+def _of_granite(config: Json, positions: Positions) -> Json:
+    return {
+        **multipliers(config, positions),
+        "experts": Experts(
+            count=_value(config, "num_local_experts", 8),
+            chosen=_value(config, "num_experts_per_tok", 2),
+            size=config["intermediate_size"],
+            shared=_value(config, "shared_intermediate_size", 0),
+        ),
+    }
+
+
+def _written_granite(config: ModelConfig) -> Json:
+    return {
+        **written_multipliers(config),
+        "num_local_experts": _experts(config).count,
+        "num_experts_per_tok": _experts(config).chosen,
+    }
+
+
+GRANITE_MOE = dataclasses.replace(
+    GRANITE,
+    model_type="granitemoe",
+    architecture="GraniteMoeForCausalLM",
+    fixed={**GRANITE.fixed, "mlp_bias": (False,), "shared_intermediate_size": (0,)},
+    experts={
+        "router": "block_sparse_moe.router.layer.weight",
+        "expert_gate expert_up": "block_sparse_moe.input_linear.weight",
+        "expert_down": "block_sparse_moe.output_linear.weight",
+    },
+    features=_of_granite,
+    written=_written_granite,
+)
+
+GRANITE_MOE_SHARED = dataclasses.replace(
+    GRANITE_MOE,
+    model_type="granitemoeshared",
+    architecture="GraniteMoeSharedForCausalLM",
+    fixed={**GRANITE.fixed, "mlp_bias": (False,)},
+    layer={leaf: name for leaf, name in GRANITE.layer.items() if leaf not in ("gate", "up", "down")},
+    experts={
+        **GRANITE_MOE.experts,
+        "gate up": "shared_mlp.input_linear.weight",
+        "down": "shared_mlp.output_linear.weight",
+    },
+    written=lambda config: {
+        **_written_granite(config),
+        "shared_intermediate_size": _experts(config).shared,
+    },
+)
