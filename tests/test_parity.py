@@ -113,8 +113,10 @@ def pair_of(target):
 # Every family with some way of drafting, every way of drafting with some family.
 # `python -m tests.test_parity` runs all checkpoints with all ways.
 FAMILIES = ["llama_biased", "mistral", "mistral_layers", "qwen2_windows", "qwen3", "phi3",
-            "phi3_long", "olmo2", "gemma2", "gemma3", "gpt2", "opt", "neox"]  # fmt: skip
-QUICK = ("mistral", "gemma3")
+            "phi3_long", "olmo2", "gemma2", "gemma3", "gpt2", "opt", "neox", "granite",
+            "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared",
+            "gpt_oss"]  # fmt: skip
+QUICK = ("mistral", "gemma3", "qwen2_moe", "gpt_oss")
 
 
 DRAFTING = [name for name in METHODS if name != "none"]

@@ -143,9 +143,11 @@ def test_a_layer_sums_twice_and_no_weights_are_gathered(facts):
 def test_every_family_splits_over_two_devices(other_facts):
     found = other_facts["families"]
     split = {case for case in found if "share" in found[case]}
-    assert all(found[case]["heads"] % 2 for case in set(found) - split)
+    assert all(found[case]["is_odd"] for case in set(found) - split)
     assert all("does not divide" in found[case]["refused"] for case in set(found) - split)
     assert {"olmo2", "gemma2", "gemma3", "phi3", "qwen2_windows", "qwen3", "mistral"} <= split
+    assert {"mixtral", "qwen2_moe", "olmoe", "granitemoeshared", "gpt_oss", "granite"} <= split
+    assert "9 experts" in found["qwen3_moe"]["refused"]
     assert max(found[case]["share"] for case in split) <= 1
 
 

@@ -130,7 +130,7 @@ ffi::Error describe_all(const ffi::RemainingArgs& rest, const ffi::RemainingRets
   auto refused = [](const char* why) {
     return ffi::Error::InvalidArgument(std::string("cpu_matmul: ") + why + ".");
   };
-  size_t matrices = outs.size(), parts = matrices == 0 ? 0 : rest.size() / matrices;
+  size_t matrices = outs.size(), parts = matrices == 0 ? 0 : (rest.size() - has_table) / matrices;
   if (parts < 1 || parts > 3 || rest.size() != parts * matrices + has_table)
     return refused("there is another number of matrices");
   const float* table = nullptr;
