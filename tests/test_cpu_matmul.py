@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from pallas_kernels.cpu import (
     MOST_COLUMNS,
+    cpu_experts,
     cpu_matmul,
     cpu_matmuls,
     library,
@@ -207,6 +208,51 @@ def exact_of_8_bits(codes, x, scale, offset):
         expected += (wide * numbers.sum(axis=2).T).sum(axis=1)
         size += (np.abs(wide) * np.abs(numbers).sum(axis=2).T).sum(axis=1)
     return expected, size
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_codes_of_a_table_stand_for_its_numbers(form, rounded):
+    """Also those of experts; a column depends on no other, to the bit."""
+    random = np.random.default_rng(1)
+    table = jnp.asarray(random.normal(size=16), jnp.float32)
+    for outputs, inputs, columns, group in (
+        (1, 32, 1, 32), (7, 64, 2, 32), (61, 192, 4, 64), (50, 320, 9, 32), (1500, 512, 64, 32),
+    ):  # fmt: skip
+        weights = jnp.asarray(random.integers(0, 256, (outputs, inputs // 2)), jnp.uint8)
+        scale = jnp.asarray(random.random((outputs, inputs // group)), jnp.bfloat16)
+        x = jnp.asarray(random.normal(size=(inputs, columns)), jnp.float32)
+        found = np.asarray(cpu_matmul(weights, x, scale, rounded=rounded, table=table))
+        codes = np.stack([weights & 15, weights >> 4], axis=-1).reshape(outputs, inputs)
+        numbers = np.asarray(table)[codes] * np.repeat(np.asarray(scale, np.float32), group, axis=1)
+        wide = np.asarray(x)
+        if rounded:
+            numbers, wide = (np.asarray(each, jnp.bfloat16) for each in (numbers, wide))
+        numbers, wide = (np.asarray(each, np.float64) for each in (numbers, wide))
+        size = np.abs(numbers) @ np.abs(wide)
+        assert np.all(np.abs(found - numbers @ wide) <= 1e-6 * size)
+        own = cpu_matmul(weights, x[:, -1:], scale, rounded=rounded, table=table)
+        np.testing.assert_array_equal(found[:, -1:], np.asarray(own))
+        chosen = jnp.zeros((1, columns), jnp.int32)
+        (alone,) = cpu_experts(
+            [weights[None]], x, chosen, [scale[None]], rounded=rounded, table=table
+        )
+        np.testing.assert_array_equal(np.asarray(alone[:, 0]), found)
+
+
+@needs_it
+def test_a_table_goes_with_codes_of_4_bits_alone():
+    weights, x, scale, offset, _ = operands("int4 of groups of 32 with offsets", 8, 64, 3)
+    table = jnp.zeros(16)
+    for more in ({"offset": offset}, {"quantized": True}):
+        with pytest.raises(ValueError, match="tables for codes without offsets"):
+            cpu_matmul(weights, x, scale, **more, table=table)
+    several = jax.vmap(lambda table: cpu_matmul(weights, x, scale, table=table))
+    made = several(jnp.stack([table, jnp.ones(16)]))
+    assert not np.asarray(made[0]).any()
+    assert np.asarray(made[1]).any()
+    eight, x, scale, *_ = operands("int8", 8, 64, 3)
+    with pytest.raises(Exception, match="codes of 4 bits alone"):
+        jax.block_until_ready(cpu_matmul(eight, x, scale, table=table))
 
 
 CODED = (
@@ -482,7 +528,7 @@ def test_a_call_of_other_shapes_is_refused_before_anything_is_read(shapes, made,
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in made]
     call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match=error):
-        jax.block_until_ready(call(*map(jnp.ones, shapes), rounded=False, quantized=False))
+        jax.block_until_ready(call(*map(jnp.ones, shapes), rounded=False, quantized=False, has_table=False))
 
 
 @needs_it
@@ -491,7 +537,7 @@ def test_a_call_of_two_kinds_is_refused():
     results = [jax.ShapeDtypeStruct((8, 2), jnp.float32)] * 2
     call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match="have one dtype and as many scales a row"):
-        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, rounded=False, quantized=False))
+        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, rounded=False, quantized=False, has_table=False))
     with pytest.raises(ValueError, match=r"not float32\[8, 64\] and bfloat16\[8, 64\]"):
         cpu_matmuls(kinds, jnp.ones((64, 2)))
 

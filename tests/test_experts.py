@@ -1,4 +1,4 @@
-"""Experts: their products on every form, routers against their definition, and mixtures as models."""
+"""Experts: their products in every form, and routers against their definition."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from tests.test_cpu_matmul import KINDS, form, needs_it, operands
 
 __all__ = ["form"]
 CHOSEN = np.asarray([[4, 0, 2, 2, 9, 4], [1, 3, 0, 4, 2, -1]], np.int32)
-"""The experts of six columns, two each: of five, one of which nobody takes and two that are none."""
+"""The experts of six columns, two each: of more than four, and two that are none."""
 
 
 def experts_of(kind, count, outputs, inputs, columns):

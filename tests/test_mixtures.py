@@ -30,7 +30,8 @@ from tests.pairs import NEW, PROMPTS, generate, near, varied_model
 from tests.test_parity import GOLDEN
 
 EXPERTS = Experts(count=4, chosen=2, size=24, shared=16, shared_gate=True, dense=(1,))
-MIXED = {"num_layers": 3, "experts": EXPERTS, "family": "qwen2_moe", "biases": ("query", "key", "value")}  # fmt: skip
+BIASES = ("query", "key", "value")
+MIXED = {"num_layers": 3, "experts": EXPERTS, "family": "qwen2_moe", "biases": BIASES}
 FP4 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -153,11 +154,12 @@ def test_layers_with_and_without_experts_are_streamed(target, folder, way, monke
 def test_experts_that_are_stored_in_ways_that_differ_are_refused(folder, tmp_path):
     tensors = load_file(folder / WEIGHTS)
     name = next(name for name in tensors if "experts.2.up" in name)
+    wide, more = np.zeros((25, 32), np.float32), {name.replace("2.up", "4.up"): tensors[name]}
     for what, changed, said in (
-        ("lacks one", {key: each for key, each in tensors.items() if key != name}, "has no tensor"),
-        ("has a wide one", tensors | {name: np.zeros((25, 32), np.float32)}, r"has shape \(25, 32\)"),
-        ("has one more", tensors | {name.replace("2.up", "4.up"): tensors[name]}, "unexpected tensor"),
-    ):  # fmt: skip
+        ("lacks one", {key: tensors[key] for key in tensors if key != name}, "has no tensor"),
+        ("has a wide one", tensors | {name: wide}, r"has shape \(25, 32\)"),
+        ("has one more", tensors | more, "unexpected tensor"),
+    ):
         made = tmp_path / what
         made.mkdir()
         (made / CONFIG).write_text((folder / CONFIG).read_text())
@@ -219,9 +221,9 @@ def test_mxfp4_is_read_as_it_is_and_means_what_it_stands_for(tmp_path):
     [
         (lambda held: held | {"scales": np.full_like(held["scales"], 255)}, "a scale is NaN"),
         (lambda held: held | {"scales": held["scales"][:, :-1]}, "do not fit each other"),
-        (lambda held: {"blocks": held["blocks"]}, "lacks model.layers.0.mlp.experts.down_proj_scales"),
+        (lambda held: {"blocks": held["blocks"]}, "lacks model.layers.0.mlp.experts.down_proj_sc"),
     ],
-)  # fmt: skip
+)
 def test_mxfp4_that_is_damaged_is_refused(change, said, tmp_path):
     _, coded = as_mxfp4(GOLDEN / "gpt_oss", tmp_path, np.random.default_rng(0))
     tensors = load_file(coded / WEIGHTS)

@@ -197,7 +197,7 @@ def room_of(bench: Bench) -> int | None:
     config, _ = read_config(files.path)
     split = partial(division, files, config, jnp.dtype(bench.dtype), offload=bench.offload)
     whole = split(1 << 50)
-    least = whole.outer + whole.layer
+    least = whole.outer + max(whole.layers)
     while True:  # the ring takes some layers more
         with contextlib.suppress(CheckpointError):
             if split(least).resident >= bench.layers:

@@ -108,7 +108,8 @@ def passes(target: StreamedModel, scan: bool, columns: tuple[int, ...]) -> dict[
     def scanned(stacked: LayerWeights, x: jax.Array, positions: jax.Array, mask: jax.Array) -> Any:
         def body(x: jax.Array, layer: LayerWeights) -> Any:
             near = jax.device_put(layer, jax.memory.Space.Device)
-            return layer_of_pass(outer, near, config.kind_of(first), x, positions, mask, Prefix(*held))
+            kind = config.kind_of(first)
+            return layer_of_pass(outer, near, kind, x, positions, mask, Prefix(*held))
 
         return lax.scan(body, x, stacked)
 
@@ -125,7 +126,8 @@ def passes(target: StreamedModel, scan: bool, columns: tuple[int, ...]) -> dict[
             with target.in_pass():
                 for number in range(first, config.num_layers):
                     weights = target.layer(number)
-                    x, _ = run_layer(outer, weights, x, positions, mask, held, kind=config.kind_of(number))
+                    kind = config.kind_of(number)
+                    x, _ = run_layer(outer, weights, x, positions, mask, held, kind=kind)
                 return jax.block_until_ready(x)
 
         found[f"ring {count}"] = median_seconds(ring)

@@ -107,9 +107,9 @@ def cpu_matmul(
     """`weights @ x` with sums in float32, for each of the first dimensions.
 
     Codes stand for `scale · (code - middle)`, the middle being 128 or 8, for
-    `scale · code + offset`, or for `scale · table[code]`; of those of 8 bits with a scale a row and no offset the sums are
-    scaled. What a column gives does not depend on the others, nor on the number of threads, to the
-    bit.
+    `scale · code + offset`, or for `scale · table[code]`; of those of 8 bits with a scale a row and
+    no offset the sums are scaled. What a column gives does not depend on the others, nor on the
+    number of threads, to the bit.
 
     Args:
       weights: see `unable`.
@@ -201,9 +201,7 @@ def cpu_experts(
     scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
     if (reason := unable(weights[0], x.shape[-2], 1, scale, offset)) is not None:
         raise ValueError(f"cpu_matmul cannot run here: {reason}.")
-    made = [
-        jax.ShapeDtypeStruct((each.shape[-2], chosen.size), jnp.float32) for each in weights
-    ]
+    made = [jax.ShapeDtypeStruct((each.shape[-2], chosen.size), jnp.float32) for each in weights]
 
     @jax.custom_batching.sequential_vmap
     def call(parts: tuple[Array, ...], x: Array, chosen: Array) -> tuple[Array, ...]:

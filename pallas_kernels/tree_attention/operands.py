@@ -82,9 +82,7 @@ class Operands(NamedTuple):
         return 0 if self.prefix is None else self.prefix.pages_a_row * self.prefix.page_size
 
 
-def of_sequence(
-    query: Array, keys: Array, values: Array, sinks: Array | None = None
-) -> Operands:
+def of_sequence(query: Array, keys: Array, values: Array, sinks: Array | None = None) -> Operands:
     """Operands of a plain sequence, whose `tree_mask` is None."""
     none: Any = None
     return Operands(query, keys, values, none, sinks=sinks)

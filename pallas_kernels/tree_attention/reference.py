@@ -34,13 +34,11 @@ def tree_attention(at: Operands) -> Float[Array, "B H T D"]:
         scores = at.soft_cap * jnp.tanh(scores / at.soft_cap)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = scores.max(axis=-1, keepdims=True)
-    if at.sinks is not None:
-        sinks = at.sinks.astype(jnp.float32)[:, :, None, None]
-        top = jnp.maximum(top, sinks)
+    sinks = None if at.sinks is None else at.sinks.astype(jnp.float32)[:, :, None, None]
+    top = top if sinks is None else jnp.maximum(top, sinks)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0))
     total = weights.sum(axis=-1, keepdims=True)
-    if at.sinks is not None:
-        total = total + jnp.exp(sinks - top)
+    total = total if sinks is None else total + jnp.exp(sinks - top)
     weights = weights / jnp.where(total > 0, total, 1)
     out = jnp.einsum("bhtm,bhmd->bhtd", weights, values, precision="highest")
     return out.astype(query.dtype)

@@ -90,9 +90,7 @@ def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H
         block.append(jnp.broadcast_to(own, shape).reshape(rows, kv_heads, reach, 1))
         specs.append(pl.BlockSpec((1, 1, reach, 1), lambda b, k, i, j, *_: (b, k, 0, 0)))
     out = pl.pallas_call(
-        functools.partial(
-            _kernel, at.soft_cap, tiles, at.first is not None, at.sinks is not None
-        ),
+        functools.partial(_kernel, at.soft_cap, tiles, at.first is not None, at.sinks is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(rows, kv_heads, tiles.token_tiles, tiles.slot_tiles + tiles.column_tiles),

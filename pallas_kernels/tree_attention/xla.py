@@ -322,9 +322,7 @@ def _looped(soft_cap: float | None, window: int | None, row: _Row) -> Array:
     return made.swapaxes(0, 1).reshape(heads, -1, dim)[:, :tokens]
 
 
-def _looped_forward(
-    soft_cap: float | None, window: int | None, row: _Row
-) -> tuple[Array, _Row]:
+def _looped_forward(soft_cap: float | None, window: int | None, row: _Row) -> tuple[Array, _Row]:
     return _looped(soft_cap, window, row), row
 
 

@@ -55,8 +55,8 @@ def _stacked(parts: Sequence[tuple[Stored, Tensor]], folder: Path) -> Tensor:
             raise _mixed(stored, parts[0][0], folder)
     if first.order is not None:
         raise CheckpointError(
-            f"{parts[0][0].name} in {folder} has inputs in an order of its own (desc_act), which is "
-            "not supported of experts."
+            f"{parts[0][0].name} in {folder} has inputs in an order of its own (desc_act), which "
+            "is not supported of experts."
         )
     rows = {name: np.stack([each.rows[name] for each in packed]) for name in first.rows}
     return first.changed(**rows)

@@ -2,8 +2,8 @@
 
 Layouts are those that the libraries write: compressed-tensors (vLLM's llm-compressor), GPTQ
 (AutoGPTQ and GPTQModel), AWQ (AutoAWQ), block-wise fp8 (DeepSeek), bitsandbytes, MXFP4 (gpt-oss).
-What a configuration says must be of its kind, and tensors must have the shapes and dtypes of their layout:
-numpy would make something of most others.
+What a configuration says must be of its kind, and tensors must have the shapes and dtypes of their
+layout: numpy would make something of most others.
 """
 
 import json

@@ -203,8 +203,8 @@ class ModelConfig:
     the "whole" width; the first `rotary_dim` features of a head are rotated (None: all).
     `windows` holds for each layer how many tokens up to its own a token sees, None for all of
     them, and is empty where no layer has a window; layers that have one rotate by `window_theta`
-    and do not stretch, where it is given; those in `unrotated` do not rotate. Scores are scaled by `query_scale` (None: the root of
-    `head_dim`, inverted) and capped to ±`attention_cap`.
+    and do not stretch, where it is given; those in `unrotated` do not rotate. Scores are scaled by
+    `query_scale` (None: the root of `head_dim`, inverted) and capped to ±`attention_cap`.
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
     of positions is added, position 0 at that row of it; logits are multiplied by `logit_scale` and

@@ -107,7 +107,7 @@ def _products_backward(
 
     @sequential_vmap
     def back(weights: tuple[Array, ...], x: Array, chosen: Array, grads: tuple[Array, ...]) -> Any:
-        return jax.vjp(lambda *own: _ragged(dtype, *own, chosen), weights, x)[1](grads)
+        return jax.vjp(lambda weights, x: _ragged(dtype, weights, x, chosen), weights, x)[1](grads)
 
     return *back(weights, x, chosen, grads), None
 

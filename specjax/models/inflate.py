@@ -13,9 +13,10 @@ from specjax.models.quantized import PackedWeight, quantized_as, widened
 from specjax.models.stacking import stacked, unstacked
 from specjax.models.transformer import Model
 
-_FORM = ("biases", "head_norms", "windows", "unrotated", "sinks", "norm", "norms", "activation", "gated", "parallel",
-         "rotary_dim", "window_theta", "query_scale", "attention_cap", "logit_cap",
-         "embedding_scale", "position_offset", "experts", "residual_scale")  # fmt: skip
+_FORM = ("biases", "head_norms", "windows", "unrotated", "sinks", "norm", "norms", "activation",
+         "gated", "parallel", "rotary_dim", "window_theta", "query_scale", "attention_cap",
+         "logit_cap", "embedding_scale", "position_offset", "experts",
+         "residual_scale")  # fmt: skip
 
 
 def inflate(model: Model, parameters: int) -> Model:
@@ -128,6 +129,8 @@ def _wider_layer(weights: LayerWeights, factor: int) -> LayerWeights:
     assert weights.attention_norm is not None
     assert weights.mlp_norm is not None
     assert weights.gate is not None
+    assert weights.up is not None
+    assert weights.down is not None
     return LayerWeights(
         attention_norm=_first_of(weights.attention_norm, factor),
         query=reads(weights.query),

@@ -356,8 +356,8 @@ def packed(
         made, scales = _rounded(part.reshape(rows, -1, each), weights, bits)
         codes[start : start + rows] = np.asarray(made).reshape(rows, -1)[: len(own)]
         scale[start : start + rows] = np.asarray(scales)[: len(own)]
-    parts = (each.reshape(*first, -1) for each in (bytes_of(codes, bits), scale))
-    return packed_weight(*parts, bits)
+    values, scale = (each.reshape(*first, -1) for each in (bytes_of(codes, bits), scale))
+    return packed_weight(values, scale, bits)
 
 
 def check_groups(inputs: int, bits: int, group: int | None) -> int:

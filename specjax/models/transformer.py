@@ -370,7 +370,10 @@ def apply_layer(
         return made if config.residual_scale == 1 else config.residual_scale * made
 
     x = x + added("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
-    entering = norm("mlp_norm", before if config.parallel else x)
+    if config.parallel and "mlp_norm" not in config.norms:
+        entering = seen
+    else:
+        entering = norm("mlp_norm", before if config.parallel else x)
     made, hidden = mlp(config, weights, entering, dtype, model.axis)
     if inputs is not None:
         inputs |= {"query": seen, "output": mixed}

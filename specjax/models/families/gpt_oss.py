@@ -13,7 +13,7 @@ from specjax.models.families.family import (
     windows_of,
     written_windows,
 )
-from specjax.models.families.llama import ATTENTION, LLAMA
+from specjax.models.families.llama import ATTENTION, LLAMA, MLP
 
 _GAIN, _LIMIT = 1.702, 7.0
 
@@ -69,7 +69,7 @@ GPT_OSS = dataclasses.replace(
     },
     fixed={"hidden_act": ("silu", "swish"), "mlp_bias": (False,)},
     layer={
-        **{leaf: name for leaf, name in LLAMA.layer.items() if leaf not in ("gate", "up", "down")},
+        **{leaf: name for leaf, name in LLAMA.layer.items() if leaf not in MLP},
         "sinks": "self_attn.sinks",
     },
     experts={

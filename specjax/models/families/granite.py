@@ -4,7 +4,7 @@ import dataclasses
 
 from specjax.models.config import ModelConfig
 from specjax.models.families import rotary
-from specjax.models.families.family import Json, Positions
+from specjax.models.families.family import Json, Positions, first_of
 from specjax.models.families.llama import ATTENTION, LLAMA, MLP
 
 
@@ -22,17 +22,8 @@ def multipliers(config: Json, positions: Positions) -> Json:
 
 
 def _multiplier(config: Json, key: str) -> float:
-    """A multiplier, 1 where there is none.
-
-    Raises:
-      ValueError: it is no number above 0.
-    """
-    value = config.get(key)
-    if value is None:
-        return 1.0
-    if type(value) not in (int, float) or not value > 0:
-        raise ValueError(f"{key} is {value!r}; it must be a number above 0.")
-    return float(value)
+    """A multiplier, 1 where there is none."""
+    return float(first_of(config.get(key), 1.0))
 
 
 def written_multipliers(config: ModelConfig) -> Json:

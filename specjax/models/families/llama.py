@@ -128,6 +128,7 @@ def window_by_layer(config: Json) -> Windows:
 
 
 def written_qwen(config: ModelConfig) -> Json:
+    """The keys of a Qwen 2's rotary embeddings and windows."""
     used = {"use_sliding_window": bool(config.windows)}
     return {**rotary.write(config), **used, **written_windows(config)}
 

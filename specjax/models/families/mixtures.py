@@ -1,23 +1,31 @@
 """Mixtures of experts that are like LLaMA and its relatives otherwise."""
 
 import dataclasses
-from typing import Any
 
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.families import rotary
-from specjax.models.families.family import FULL, SLIDING, Json, Positions, Windows, windows_of
+from specjax.models.families.family import (
+    FULL,
+    SLIDING,
+    Json,
+    Positions,
+    Windows,
+    first_of,
+    windows_of,
+    written_windows,
+)
 from specjax.models.families.granite import GRANITE, multipliers, written_multipliers
 from specjax.models.families.llama import (
     ATTENTION,
     HEAD_NORMS,
     LLAMA,
     MISTRAL,
+    MLP,
     QWEN2,
     QWEN3,
     window_everywhere,
     written_qwen,
 )
-from specjax.models.families.family import written_windows
 
 _GROUPED = {
     "router": "mlp.gate.weight",
@@ -25,11 +33,6 @@ _GROUPED = {
     "expert_up": "mlp.experts.{expert}.up_proj.weight",
     "expert_down": "mlp.experts.{expert}.down_proj.weight",
 }
-
-
-def _value(config: Json, key: str, default: Any) -> Any:
-    found = config.get(key)
-    return default if found is None else found
 
 
 MIXTRAL = dataclasses.replace(
@@ -47,8 +50,8 @@ MIXTRAL = dataclasses.replace(
         **rotary.read(config, positions, 1_000_000.0),
         "windows": window_everywhere(config, None),
         "experts": Experts(
-            count=_value(config, "num_local_experts", 8),
-            chosen=_value(config, "num_experts_per_tok", 2),
+            count=first_of(config.get("num_local_experts"), 8),
+            chosen=first_of(config.get("num_experts_per_tok"), 2),
             size=config["intermediate_size"],
         ),
     },
@@ -70,11 +73,10 @@ def _dense_of_qwen(config: Json) -> tuple[int, ...]:
     """Layers without experts: those that are named, and all but each `decoder_sparse_step`-th.
 
     Raises:
-      ValueError: a layer that is named is no number, or the step is none.
+      ValueError: layers are named otherwise than in a list.
     """
-    step, named = _value(config, "decoder_sparse_step", 1), _value(config, "mlp_only_layers", [])
-    if type(step) is not int or step < 1:
-        raise ValueError(f"decoder_sparse_step is {step!r}; it must be an integer above 0.")
+    step = first_of(config.get("decoder_sparse_step"), 1)
+    named = first_of(config.get("mlp_only_layers"), [])
     if not isinstance(named, list):
         raise ValueError(f"mlp_only_layers is {named!r}; it must be a list of layers.")
     layers = range(config["num_hidden_layers"])
@@ -83,10 +85,10 @@ def _dense_of_qwen(config: Json) -> tuple[int, ...]:
 
 def _of_qwen(config: Json, chosen: int, count: int, size: int) -> Experts:
     return Experts(
-        count=_value(config, "num_experts", _value(config, "num_local_experts", count)),
-        chosen=_value(config, "num_experts_per_tok", chosen),
-        size=_value(config, "moe_intermediate_size", size),
-        normalized=_value(config, "norm_topk_prob", False),
+        count=first_of(config.get("num_experts"), config.get("num_local_experts"), count),
+        chosen=first_of(config.get("num_experts_per_tok"), chosen),
+        size=first_of(config.get("moe_intermediate_size"), size),
+        normalized=first_of(config.get("norm_topk_prob"), False),
         dense=_dense_of_qwen(config),
     )
 
@@ -108,9 +110,10 @@ def _windows_of_qwen2(config: Json) -> Windows:
     layers = config["num_hidden_layers"]
     if not config.get("use_sliding_window"):
         return ()
-    first = min(_value(config, "max_window_layers", 28), layers)
+    first = min(first_of(config.get("max_window_layers"), 28), layers)
     kinds = [FULL if index % 2 or index >= first else SLIDING for index in range(layers)]
-    return windows_of(config.get("sliding_window", 4096), config.get("layer_types") or kinds, layers)
+    kinds = config.get("layer_types") or kinds
+    return windows_of(config.get("sliding_window", 4096), kinds, layers)
 
 
 QWEN2_MOE = dataclasses.replace(
@@ -126,11 +129,11 @@ QWEN2_MOE = dataclasses.replace(
     },
     features=lambda config, positions: {
         **rotary.read(config, positions),
-        "biases": ("query", "key", "value") * bool(_value(config, "qkv_bias", True)),
+        "biases": ("query", "key", "value") * bool(first_of(config.get("qkv_bias"), True)),
         "windows": _windows_of_qwen2(config),
         "experts": dataclasses.replace(
             _of_qwen(config, 4, 60, 1408),
-            shared=_value(config, "shared_expert_intermediate_size", 5632),
+            shared=first_of(config.get("shared_expert_intermediate_size"), 5632),
             shared_gate=True,
         ),
     },
@@ -185,10 +188,10 @@ OLMOE = dataclasses.replace(
         "biases": ATTENTION * bool(config.get("attention_bias")),
         "head_norms": "whole",
         "experts": Experts(
-            count=_value(config, "num_experts", 64),
-            chosen=_value(config, "num_experts_per_tok", 8),
+            count=first_of(config.get("num_experts"), 64),
+            chosen=first_of(config.get("num_experts_per_tok"), 8),
             size=config["intermediate_size"],
-            normalized=_value(config, "norm_topk_prob", False),
+            normalized=first_of(config.get("norm_topk_prob"), False),
         ),
     },
     written=lambda config: {
@@ -205,10 +208,10 @@ def _of_granite(config: Json, positions: Positions) -> Json:
     return {
         **multipliers(config, positions),
         "experts": Experts(
-            count=_value(config, "num_local_experts", 8),
-            chosen=_value(config, "num_experts_per_tok", 2),
+            count=first_of(config.get("num_local_experts"), 8),
+            chosen=first_of(config.get("num_experts_per_tok"), 2),
             size=config["intermediate_size"],
-            shared=_value(config, "shared_intermediate_size", 0),
+            shared=first_of(config.get("shared_intermediate_size"), 0),
         ),
     }
 
@@ -240,7 +243,7 @@ GRANITE_MOE_SHARED = dataclasses.replace(
     model_type="granitemoeshared",
     architecture="GraniteMoeSharedForCausalLM",
     fixed={**GRANITE.fixed, "mlp_bias": (False,)},
-    layer={leaf: name for leaf, name in GRANITE.layer.items() if leaf not in ("gate", "up", "down")},
+    layer={leaf: name for leaf, name in GRANITE.layer.items() if leaf not in MLP},
     experts={
         **GRANITE_MOE.experts,
         "gate up": "shared_mlp.input_linear.weight",

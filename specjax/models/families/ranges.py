@@ -37,6 +37,8 @@ _STRETCH = Range(1, 1e6)
 _TURNS = Range(0, 1e6, above=True)
 _MAGNITUDE = Range(0, 1e4, above=True)
 _POSITIONS = Range(1, 2**31 - 1, whole=True)
+_COUNT = Range(1, 4096, whole=True)
+_FACTOR = Range(0, 1e6, above=True)
 
 _KEYS: Mapping[str, Range | str] = {
     "rope_theta": _BASE,
@@ -48,6 +50,24 @@ _KEYS: Mapping[str, Range | str] = {
     "rms_norm_eps": _EPSILON,
     "layer_norm_eps": _EPSILON,
     "layer_norm_epsilon": _EPSILON,
+    "norm_epsilon": _EPSILON,
+    "norm_eps": _EPSILON,
+    "embedding_multiplier": _FACTOR,
+    "residual_multiplier": _FACTOR,
+    "attention_multiplier": _FACTOR,
+    "logits_scaling": _FACTOR,
+    "logit_scale": _FACTOR,
+    "swiglu_alpha": _FACTOR,
+    "swiglu_limit": _FACTOR,
+    "num_experts": _COUNT,
+    "num_local_experts": _COUNT,
+    "num_experts_per_tok": _COUNT,
+    "experts_per_token": _COUNT,
+    "moe_intermediate_size": _POSITIONS,
+    "shared_expert_intermediate_size": _POSITIONS,
+    "shared_intermediate_size": Range(0, 2**31 - 1, whole=True),
+    "decoder_sparse_step": Range(1, 10_000, whole=True),
+    "no_rope_layer_interval": Range(1, 10_000, whole=True),
     "attn_logit_softcapping": _CAP,
     "final_logit_softcapping": _CAP,
     "query_pre_attn_scalar": _CAP,
@@ -59,6 +79,10 @@ _KEYS: Mapping[str, Range | str] = {
     "enable_bias": _FLAG,
     "use_sliding_window": _FLAG,
     "use_parallel_residual": _FLAG,
+    "norm_topk_prob": _FLAG,
+    "qkv_bias": _FLAG,
+    "use_bias": _FLAG,
+    "attention_out_bias": _FLAG,
 }
 _ROPE: Mapping[str, Range | str] = {
     "rope_theta": _BASE,

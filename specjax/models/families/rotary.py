@@ -64,8 +64,10 @@ def read(
     }
 
 
-def read_by_layer(config: Json, positions: Positions) -> Json:
+def read_by_layer(config: Json, positions: Positions, local_theta: float = 10_000.0) -> Json:
     """Gemma 3's: layers with a window have a base of their own, and no stretch.
+
+    `local_theta` is that base where none is named.
 
     Raises:
       ValueError: a value is missing or not supported.
@@ -78,7 +80,7 @@ def read_by_layer(config: Json, positions: Positions) -> Json:
         if not full:
             full = dict(config.get("rope_scaling") or {})
         full.setdefault("rope_theta", first_of(config.get("rope_theta"), 1_000_000.0))
-    local_theta = first_of(local.get("rope_theta"), config.get("rope_local_base_freq"), 10_000.0)
+    local_theta = first_of(local.get("rope_theta"), config.get("rope_local_base_freq"), local_theta)
     if local.get("rope_type", "default") != "default":
         raise ValueError(
             f"rope scaling {local['rope_type']!r} of layers with a window is not supported."

@@ -23,18 +23,27 @@ from specjax.models.families.mixtures import (
     QWEN3_MOE,
 )
 from specjax.models.families.ranges import check_values
+from specjax.models.families.relatives import DENSE
 
 FAMILIES = {
     family.model_type: family
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
         *(GPT2, OPT, NEOX),
-        GRANITE,
+        *(GRANITE, *DENSE),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS),
         MIMO,
         *(EAGLE3, DFLASH),
     )
 }
+
+_STATEFUL = frozenset((
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv",
+    "xlstm", "zamba", "zamba2",
+))  # fmt: skip
+"""Models with layers of a state space or of linear attention."""
 
 _MOST_ENDS = 256
 """End tokens of a model; each is compared with every token of a text."""
@@ -51,6 +60,12 @@ def family_of(config: Json) -> Family:
     if is_dflash(config):
         return DFLASH
     model_type = config.get("model_type")
+    if model_type in _STATEFUL:
+        raise ValueError(
+            f"model_type {model_type!r} has layers that keep a state of the text instead of its "
+            "keys and values; a tree would need a state for each of its branches, which is not "
+            "supported."
+        )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}."
