@@ -53,6 +53,7 @@ KINDS = {
 }  # fmt: skip
 """Bits of a weight, whether x is rounded, the inputs of a group where it is not a row, and whether
 groups have an offset."""
+PLAIN = {"rounded": False, "quantized": False, "has_table": False}
 SCALES = jnp.bfloat16, jnp.float32, jnp.float16
 _NONE = library.status().form is None
 COMPILER = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
@@ -528,7 +529,7 @@ def test_a_call_of_other_shapes_is_refused_before_anything_is_read(shapes, made,
     results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in made]
     call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match=error):
-        jax.block_until_ready(call(*map(jnp.ones, shapes), rounded=False, quantized=False, has_table=False))
+        jax.block_until_ready(call(*map(jnp.ones, shapes), **PLAIN))
 
 
 @needs_it
@@ -537,7 +538,7 @@ def test_a_call_of_two_kinds_is_refused():
     results = [jax.ShapeDtypeStruct((8, 2), jnp.float32)] * 2
     call = jax.ffi.ffi_call(library.MATMUL, results)
     with pytest.raises(Exception, match="have one dtype and as many scales a row"):
-        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, rounded=False, quantized=False, has_table=False))
+        jax.block_until_ready(call(jnp.ones((64, 2)), *kinds, **PLAIN))
     with pytest.raises(ValueError, match=r"not float32\[8, 64\] and bfloat16\[8, 64\]"):
         cpu_matmuls(kinds, jnp.ones((64, 2)))
 

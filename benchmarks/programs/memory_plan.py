@@ -20,7 +20,7 @@ from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
 from specjax.measure.compile_ahead import Texts, abstract, abstract_request
 from specjax.models import memory
-from specjax.models.config import ModelConfig
+from specjax.models.config import Experts, ModelConfig
 from specjax.models.memory import readable
 from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT
@@ -35,6 +35,9 @@ THIN = dataclasses.replace(
     head_dim=64,
 )  # fmt: skip
 SMALL = dataclasses.replace(THIN, vocab_size=4096)
+MIXTURE = dataclasses.replace(
+    SMALL, hidden_size=1024, num_heads=8, experts=Experts(32, 8, 384), intermediate_size=2048
+)
 DRAFT = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 1, "num_heads": 2,
          "num_kv_heads": 1}  # fmt: skip
 
@@ -77,6 +80,12 @@ CASES = {
     "specexec": Case(THIN, "specexec", 32, 32),
     "specexec, one-hot": Case(THIN, "specexec", 8, 32, rule="one-hot"),
     "specexec of 255": Case(THIN, "specexec:255", 1, 32),
+    "prefill of a mixture": Case(MIXTURE, "none", 1, 4096),
+    "prefill of a mixture in bfloat16": Case(MIXTURE, "none", 4, 512, dtype="bfloat16"),
+    "tree of a mixture": Case(MIXTURE, "tree", 32, 128, 128),
+    "tree of a wide mixture": Case(
+        dataclasses.replace(MIXTURE, experts=Experts(8, 2, 2048)), "tree", 32, 64
+    ),
     "small vocabulary": Case(SMALL, "tree", 32, 128, 128),
     "small vocabulary, specexec": Case(SMALL, "specexec", 32, 128, 128),
 }
@@ -84,7 +93,7 @@ CASES = {
 
 def drafter_of(case: Case) -> Any:
     """The drafter, of shapes alone."""
-    config = dataclasses.replace(case.config, **case.draft)
+    config = dataclasses.replace(case.config, experts=None, **case.draft)
     models = [abstract(config, case.dtype)] * (3 if case.method == "pool" else 1)
 
     def made(models: list[Model]) -> Any:

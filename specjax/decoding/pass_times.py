@@ -286,7 +286,7 @@ def _clock(work: Callable[[Array], object], size: int, columns: int) -> Callable
     """Takes the seconds of work on a state, which it may be given away to."""
 
     def taken() -> float:
-        x = jax.block_until_ready(jnp.ones((size, columns), jnp.float32))
+        x = jax.block_until_ready(jax.random.normal(jax.random.key(0), (size, columns)))
         start = time.perf_counter()
         jax.block_until_ready(work(x))
         return time.perf_counter() - start

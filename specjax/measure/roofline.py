@@ -72,7 +72,8 @@ def passes(model: Model, nodes: tuple[int, ...], slots: int, bandwidth: float) -
 
         taken = spent(lambda at=(tokens, positions, tree_mask): work(*at))
         one = one or taken
-        floor = (timing.weight_bytes(model) + load_of(model).caches(1, slots)) / bandwidth
+        read = timing.weight_bytes(model, count) + load_of(model).caches(1, slots)
+        floor = read / bandwidth
         yield PassRow(count, slots, taken, taken / one, taken / floor)
 
 

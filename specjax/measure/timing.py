@@ -24,6 +24,8 @@ from specjax.decoding.request import NO_END, Request, Rows
 from specjax.decoding.stepping import DecodeState
 from specjax.draft import Drafter, Step
 from specjax.draft.drafter import DraftState, Seen
+from specjax.models.config import EXPERT_MATRICES
+from specjax.models.experts import expected_experts
 from specjax.models.transformer import Model
 from specjax.trees.tree import TokenTree
 from specjax.verify.rules import Rule
@@ -200,10 +202,21 @@ def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:
     return again / grams if grams else 0.0
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of weights that a decoding pass reads: all but an embedding that is only looked up."""
+def weight_bytes(model: Model, columns: int = 1) -> int:
+    """Bytes of weights that a pass over so many columns reads.
+
+    All but an embedding that is only looked up, and experts that nobody is expected to choose
+    (`expected_experts`).
+    """
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.resident)) + model.bytes_a_pass
-    return held - (model.embedding.nbytes if model.unembedding is not None else 0)
+    held -= model.embedding.nbytes if model.unembedding is not None else 0
+    experts = model.config.experts
+    if experts is None:
+        return held
+    layers = model.layers if model.stack is None else (model.stack,)
+    own = [getattr(each, name) for each in layers for name in EXPERT_MATRICES]
+    unread = 1 - expected_experts(experts, columns) / experts.count
+    return held - round(unread * sum(leaf.nbytes for leaf in jax.tree.leaves(own)))
 
 
 def environment() -> dict[str, Any]:

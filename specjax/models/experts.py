@@ -18,6 +18,14 @@ _LEAST_SUM = 1e-20
 """What is added to the sum of scores that are no probabilities, as DeepSeek-V3's code does."""
 
 
+def expected_experts(experts: Experts, columns: int) -> float:
+    """How many of a layer's experts so many columns take, if each takes any as likely as others.
+
+    Columns of one text take fewer: neighbours choose alike.
+    """
+    return experts.count * (1 - (1 - experts.chosen / experts.count) ** columns)
+
+
 class Routed(NamedTuple):
     """The experts of each column, and what each is weighed by."""
 

@@ -110,13 +110,17 @@ class Load(NamedTuple):
         takes = config.attention_cap is None and config.head_dim % 16 == 0
         return takes and status().reason is None and named() != "xla"
 
-    def step(self, rows: int, nodes: int, slots: int) -> int:
-        """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at."""
+    def step(self, rows: int, nodes: int, slots: int, after: int = 0) -> int:
+        """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at.
+
+        Those of a layer make room for `after` bytes, of what is done when all layers have run.
+        """
         config = self.placed.config
         queries = rows * queries_at_once(nodes)
         scores = 2 * 4 * queries * (slots + nodes) * config.num_heads // self.parts
         values = self.caches(rows, slots) // (2 * config.num_layers)
-        return self._layer(rows * nodes, scores + values) + 2 * self.caches(rows, nodes)
+        layer = self._layer(rows * nodes, scores + values)
+        return max(layer, after) + 2 * self.caches(rows, nodes)
 
     def _layer(self, columns: int, scores: int) -> int:
         """The stream of a pass and the inside of the layer that has most, bytes of float32.
@@ -127,7 +131,7 @@ class Load(NamedTuple):
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // self.parts
         features = (1 + config.gated) * self._widest // self.parts
         rounded = self.dtype.itemsize * columns * (config.hidden_size + features // 2)
-        inside = max(4 * columns * features, 4 * columns * heads + scores)
+        inside = max(4 * columns * max(features, self._experts), 4 * columns * heads + scores)
         return 4 * columns * 2 * config.hidden_size + inside + rounded * (self.dtype.itemsize < 4)
 
     @property
@@ -136,9 +140,18 @@ class Load(NamedTuple):
         config, experts = self.placed.config, self.placed.config.experts
         if experts is None:
             return config.intermediate_size
-        # A device has the columns of all experts that they chose, also of those it does not hold.
-        own = self.parts * experts.chosen * experts.size + experts.shared
-        return max(own, config.intermediate_size) if experts.dense else own
+        return config.intermediate_size if experts.dense else experts.shared
+
+    @property
+    def _experts(self) -> int:
+        """Numbers of a token while its experts are multiplied: a device has those of all that the
+        token chose, also of experts that it does not hold.
+        """
+        config, experts = self.placed.config, self.placed.config.experts
+        if experts is None:
+            return 0
+        own = (1 + config.gated) * experts.size + max(experts.size, config.hidden_size)
+        return experts.chosen * own
 
 
 def load_of(model: Model, beside: Any = None) -> Load:
@@ -221,7 +234,7 @@ def plan(
     layers = sum(draft.placed.config.num_layers for draft in drafts)
     scoring = int(4 * live_distributions * own * nodes * target.placed.config.vocab_size)
     shown = 8 * hidden_layers * target.placed.config.hidden_size  # as they were made, and together
-    scoring += target.step(own, nodes, seen) + own * nodes * shown
+    scoring = target.step(own, nodes, seen, scoring) + own * nodes * shown
     process = STREAMED_PROCESS + layers * DRAFTED_LAYER
     return Plan(
         weights=target.weights,

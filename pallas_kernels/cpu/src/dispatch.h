@@ -69,11 +69,16 @@ struct Part {
   float* whole = nullptr;  // [outputs, columns of the larger product]
   int64_t whole_columns = 0;
 
-  void run(int64_t begin, int64_t end) const {
-    form->rows(call, packed, begin, end);
-    if (places == nullptr) return;
+  // `scratch` grows to hold some rows of the result where these have places.
+  void run(int64_t begin, int64_t end, std::vector<float>& scratch) const {
+    if (places == nullptr) return form->rows(call, packed, begin, end);
+    size_t needed = (end - begin) * call.columns;
+    if (scratch.size() < needed) scratch.resize(needed);
+    Call own = call;
+    own.out = scratch.data() - begin * call.columns;
+    form->rows(own, packed, begin, end);
     for (int64_t row = begin; row < end; row++) {
-      const float* made = call.out + row * call.columns;
+      const float* made = own.out + row * call.columns;
       for (int64_t c = 0; c < call.columns; c++) whole[row * whole_columns + places[c]] = made[c];
     }
   }
@@ -85,9 +90,10 @@ struct Product : Work {
   std::vector<Memory> held;
 
   void run(int64_t begin, int64_t end) override {
+    static thread_local std::vector<float> scratch;
     for (const Part& part : parts) {
       int64_t last = end < part.call.outputs ? end : part.call.outputs;
-      if (begin < last) part.run(begin > 0 ? begin : 0, last);
+      if (begin < last) part.run(begin > 0 ? begin : 0, last, scratch);
       begin -= part.units, end -= part.units;
       if (end <= 0) return;
     }
@@ -241,6 +247,8 @@ bool multiply(const std::vector<Call>& calls, int64_t threads, Schedule&& schedu
   return true;
 }
 
+constexpr size_t kMostPacked = size_t{8} << 20;
+
 // Which of some experts each pair of a column and one of its experts is of; those that are of none give zeros.
 struct Chosen {
   const int32_t* expert;  // [pairs], the columns after one another for the first expert of each, then for the second...
@@ -250,7 +258,7 @@ struct Chosen {
 // Matrices [experts, outputs, inputs] of one format times the columns that chose each expert, of which none is read that
 // nobody chose. `calls` are those of the first expert, with x [inputs, columns] and out [outputs, pairs]; there are as
 // many columns as pairs, or a pair's is its number modulo the columns. What a pair gives depends on its column and expert
-// alone. False where memory is short.
+// alone. Columns are packed for some experts at a time. False where memory is short.
 template <class Schedule>
 bool multiply_chosen(const std::vector<Call>& calls, const Chosen& chosen, int64_t threads, Schedule&& schedule) {
   if (chosen.pairs == 0) return true;
@@ -266,6 +274,7 @@ bool multiply_chosen(const std::vector<Call>& calls, const Chosen& chosen, int64
       for (int32_t pair : of_none) call.out[row * chosen.pairs + pair] = 0;
   auto work = std::make_shared<Product>();
   int64_t cost = 0;
+  size_t held = 0;
   for (int64_t expert = 0; expert < chosen.experts; expert++) {
     const std::vector<int32_t>& own = places[expert];
     for (size_t begin = 0; begin < own.size(); begin += kMostColumns) {
@@ -287,15 +296,17 @@ bool multiply_chosen(const std::vector<Call>& calls, const Chosen& chosen, int64
           if (!room) return false;
           form->pack(call, room.get());
           packed = room.get();
+          held += form->packed_bytes(call);
           work->held.push_back(std::move(room));
         }
-        Memory out = memory(call.outputs * columns * 4);
-        if (!out) return false;
-        call.out = reinterpret_cast<float*>(out.get());
         int64_t tile = tile_rows(call), units = (call.outputs + tile - 1) / tile * tile;
         work->parts.push_back({call, form, packed, units, own.data() + begin, all.out, chosen.pairs});
-        work->held.push_back(std::move(out));
         cost += cost_of(call);
+      }
+      if (held > kMostPacked) {
+        do_product(work, cost, threads, schedule);
+        work = std::make_shared<Product>();
+        cost = 0, held = 0;
       }
     }
   }
