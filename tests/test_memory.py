@@ -18,7 +18,9 @@ QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "cha
          "tree of a mixture", "tree of a wide mixture")  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, "plain", "prefill in bfloat16", "prefill of a mixture"))
+@pytest.mark.parametrize(
+    "name", slow_but(QUICK, "plain", "prefill in bfloat16", "prefill of a mixture")
+)
 def test_a_plan_is_what_the_program_takes_or_a_quarter_more(name):
     planned, compiled = found(CASES[name])
     assert compiled <= planned <= 1.25 * compiled
