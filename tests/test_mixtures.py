@@ -25,6 +25,7 @@ from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
 from specjax.models.config import Experts
 from specjax.models.quantized import PackedWeight, quantized_as
+from tests.cases import slow_but
 from tests.folders import VOCABULARY, byte_tokenizer
 from tests.pairs import NEW, PROMPTS, generate, near, varied_model
 from tests.test_parity import GOLDEN
@@ -32,6 +33,7 @@ from tests.test_parity import GOLDEN
 EXPERTS = Experts(count=4, chosen=2, size=24, shared=16, shared_gate=True, dense=(1,))
 BIASES = ("query", "key", "value")
 MIXED = {"num_layers": 3, "experts": EXPERTS, "family": "qwen2_moe", "biases": BIASES}
+METHODS = ("chain:3", "tree:2,2", "specexec:9", "recycle:8", "lookup:7")
 FP4 = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 
 
@@ -64,7 +66,7 @@ def test_weights_that_a_token_reads_are_counted(target):
     assert dataclasses.replace(config, experts=None).num_active_parameters < whole
 
 
-@pytest.mark.parametrize("method", ["chain:3", "tree:2,2", "specexec:9", "recycle:8", "lookup:7"])
+@pytest.mark.parametrize("method", slow_but(METHODS, "specexec:9"))
 def test_greedy_texts_are_those_of_plain_decoding(target, method):
     """Of a mixture as target, with mixtures as drafts."""
     pair = Pair(target, None, [near(target, 1)])
@@ -130,7 +132,7 @@ def test_a_draft_of_the_model_itself_packs_its_experts(target, folder):
     assert 0 < off < 0.05 * np.abs(logits(target)).max()
 
 
-@pytest.mark.parametrize("way", ["disk", "host"])
+@pytest.mark.parametrize("way", slow_but(["disk", "host"], "disk"))
 def test_layers_with_and_without_experts_are_streamed(target, folder, way, monkeypatch):
     monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
     monkeypatch.setattr(memory, "BUFFERS", 0)

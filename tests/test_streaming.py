@@ -358,11 +358,11 @@ def test_as_many_layers_stay_as_fit(count, folder):
     files = find(folder)
     config, _ = memory.read_config(folder)
     kind = np.dtype("float32")
-    layer, whole = memory._unpacked_bytes(config, kind), Load(placement(config, None), kind)
+    layer, whole = memory._unpacked_bytes(config, 0, kind), Load(placement(config, None), kind)
     outer = whole.weights - LAYERS * layer
     room = outer + count * layer + (count < LAYERS)
     found = division(files, config, kind, room)
-    assert found[:4] == (outer, layer, count, int(count < LAYERS))
+    assert found[:4] == (outer, (layer,) * LAYERS, count, int(count < LAYERS))
     assert found.total == room
     assert found.bytes_a_pass == streamed(folder, count).bytes_a_pass
     if count < LAYERS:
@@ -374,7 +374,7 @@ def test_the_ring_counts_what_layers_become(folder, monkeypatch):
     files = find(folder)
     config, family = memory.read_config(folder)
     spans = spans_of(files, family, expected_tensors(config, family), range(LAYERS)).values()
-    layer = memory._unpacked_bytes(config, np.dtype("float32"))
+    layer = memory._unpacked_bytes(config, 0, np.dtype("float32"))
     single, double = (
         memory._ring_bytes(spans, np.dtype(kind), size)
         for kind, size in (("float32", layer), ("bfloat16", layer // 2))

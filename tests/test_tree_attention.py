@@ -121,7 +121,7 @@ def with_sinks(at):
     return at._replace(sinks=jnp.broadcast_to(own, (rows, heads)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("name", "first"),
     [("several tiles", True), ("earlier levels", False), ("more slots than a share", False),

@@ -60,7 +60,7 @@ def family_of(config: Json) -> Family:
     if is_dflash(config):
         return DFLASH
     model_type = config.get("model_type")
-    if model_type in _STATEFUL:
+    if isinstance(model_type, str) and model_type in _STATEFUL:
         raise ValueError(
             f"model_type {model_type!r} has layers that keep a state of the text instead of its "
             "keys and values; a tree would need a state for each of its branches, which is not "
