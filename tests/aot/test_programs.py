@@ -93,6 +93,20 @@ def test_pages_are_read_where_they_lie(kind, name, size):
     assert made.temporary_bytes < shape.cache_bytes / 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [of_kind("v5e", "tpu"), of_kind("v6e", "tpu"), of_kind("h100", "triton")]
+)
+def test_heads_with_sinks_compile(kind, name):
+    """As gpt-oss has them, whose heads have 64 features."""
+    at = shapes.abstract(shapes.Shape(SMALL, 8, 64, 4096))
+    sinks = jax.ShapeDtypeStruct(at.query.shape[:2], jnp.float32)
+    found = hardware(kind)
+    made = compiled(
+        found, jax.jit(IMPLEMENTATIONS[name].run), on(at._replace(sinks=sinks), found.mesh())
+    )
+    assert made.operations["custom-call"]
+
+
 @pytest.mark.parametrize("kind", [of_kind("h100")])
 def test_wide_heads_of_float32_fit_in_shared_memory(kind):
     at = make(SHAPES["head of 256"], jnp.float32)
