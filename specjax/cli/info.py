@@ -302,8 +302,10 @@ def check_pair(options: CheckPair) -> int:
 
 def _described(files: Files, config: ModelConfig, dtype: str) -> str:
     size = _load(files, placement(config, None), dtype).weights
+    active = config.num_active_parameters
+    read = "" if config.experts is None else f", of which a token reads {active:,}"
     return (
-        f"{files.path}: {config.family}, {config.num_parameters:,} parameters "
+        f"{files.path}: {config.family}, {config.num_parameters:,} parameters{read} "
         f"({readable(size)} in {dtype}), {config.vocab_size:,} rows of vocabulary, "
         f"{config.max_positions:,} positions"
     )
