@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import pallas_kernels
 from specjax.checkpoints.files import CONFIG, WEIGHTS, CheckpointError, find
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.load import load_model
@@ -24,6 +25,7 @@ from specjax.measure.certificate import Checks, distribution_part, with_rules
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
 from specjax.models.config import Experts
+from specjax.models.expert_products import expert_linears
 from specjax.models.quantized import PackedWeight, quantized_as
 from tests.cases import slow_but
 from tests.folders import VOCABULARY, byte_tokenizer
@@ -216,6 +218,16 @@ def test_mxfp4_is_read_as_it_is_and_means_what_it_stands_for(tmp_path):
     assert weight.scale.dtype == ml_dtypes.bfloat16
     np.testing.assert_allclose(logits(made), logits(expected), rtol=0, atol=1e-4)
     assert made.config == expected.config
+    # Where the products are XLA's, as on an accelerator, experts are unpacked.
+    drawn, chosen = np.random.default_rng(1), jnp.asarray([[0, 5, 2], [3, 1, 2]], jnp.int32)
+    x = jnp.asarray(drawn.standard_normal((64, 3)), jnp.float32)
+    own = [layer.expert_gate for layer in (made.layers[0], expected.layers[0])]
+    try:
+        pallas_kernels.use("xla")
+        found, wanted = (expert_linears([each], x, chosen)[0] for each in own)
+    finally:
+        pallas_kernels.use("auto")
+    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(

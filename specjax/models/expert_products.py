@@ -57,7 +57,10 @@ def expert_linears(
 
 
 def _unpacked(weight: PackedWeight, dtype: jnp.dtype) -> Float[Array, "X O I"]:
-    return jax.vmap(lambda own: own.unpacked().astype(dtype))(weight)
+    def one(rows: dict[str, Array]) -> Array:
+        return weight.changed(**rows).unpacked().astype(dtype)
+
+    return jax.vmap(one)(weight.rows)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
