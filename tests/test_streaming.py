@@ -547,7 +547,7 @@ def test_bench_measures_what_is_streamed(with_tokenizer, tmp_path, capsys):
     ]  # fmt: skip
     assert report["env"]["layers_in_memory"] == 1
     config, _ = memory.read_config(with_tokenizer)
-    assert report["env"]["bytes_a_pass"] >= 2 * memory._unpacked_bytes(config, np.dtype("f4"))
+    assert report["env"]["bytes_a_pass"] >= 2 * memory._unpacked_bytes(config, 0, np.dtype("f4"))
     capsys.readouterr()
     assert main(["bench", *flags, "--offload", "disk", "--inflate", "1M"]) == 2
     assert "specjax inflate writes one that can be offloaded" in capsys.readouterr().err
