@@ -4,24 +4,22 @@
 
 Weights are random, so that experts are chosen as if drawn: a pass over n nodes takes
 `expected_experts` of them, more than nodes of a text do, which choose alike. The floor of a time is
-the bytes of what it reads over the machine's bandwidth. Medians of seven rounds.
+the bytes of what it reads over the machine's bandwidth. Medians of the rounds.
 """
 
 import dataclasses
-import statistics
-from collections import defaultdict
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import tyro
 
+from benchmarks.passes import measured
 from pallas_kernels.machine import read_bandwidth
 from specjax.base.output import write_json
-from specjax.measure.roofline import passes, plain_step
 from specjax.measure.timing import environment, weight_bytes
 from specjax.methods.records import use_compilation_cache
-from specjax.models.config import EXPERT_MATRICES, MATRICES, Experts, ModelConfig
+from specjax.models.config import PACKABLE, Experts, ModelConfig
 from specjax.models.experts import expected_experts
 from specjax.models.placement import placement
 from specjax.models.quantized import kept, packed, with_activations
@@ -30,9 +28,9 @@ from specjax.models.transformer import Model, assemble
 CONFIG = ModelConfig(
     vocab_size=32_768, hidden_size=1024, intermediate_size=2048, num_layers=16, num_heads=16,
     num_kv_heads=4, head_dim=64, head_norms="head", family="qwen3_moe",
-    experts=Experts(count=40, chosen=4, size=512),
+    experts=Experts(num_experts=40, experts_per_token=4, intermediate_size=512),
 )  # fmt: skip
-"""1.07B parameters, of which a token reads 0.18B."""
+"""1.08B parameters, of which a token reads 0.18B."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +59,11 @@ def main() -> None:
     config = dataclasses.replace(CONFIG, num_layers=options.layers)
     print(env, f"{bandwidth / 1e9:.1f} GB/s", config.num_parameters, config.num_active_parameters)
     models = {kind: random_mixture(config, kind) for kind in options.kinds}
-    seconds: dict[str, dict[int, list[float]]] = {kind: defaultdict(list) for kind in models}
-    for _ in range(options.rounds):
-        for kind, model in models.items():
-            seconds[kind][0].append(plain_step(model, options.slots, bandwidth).seconds)
-            for row in passes(model, options.nodes, options.slots, bandwidth):
-                seconds[kind][row.nodes].append(row.seconds)
+    found = measured(models, options.nodes, options.slots, options.rounds, bandwidth)
     rows = [
-        _row(kind, models[kind], nodes, statistics.median(taken), bandwidth)
-        for kind, found in seconds.items()
-        for nodes, taken in found.items()
+        _row(kind, models[kind], nodes, taken, bandwidth)
+        for kind, own in found.items()
+        for nodes, taken in own.items()
     ]
     for row in rows:
         print(row)
@@ -100,7 +93,7 @@ def random_mixture(config: ModelConfig, kind: str) -> Model:
             return placed.put(name, np.ones(shape, np.float32), "float32")
         scale = shape[-1] ** -0.5
         number = (scale * drawn.standard_normal(shape, np.float32)).astype(ml_dtypes.bfloat16)
-        if kind == "bfloat16" or name not in (*MATRICES, *EXPERT_MATRICES):
+        if kind == "bfloat16" or name not in PACKABLE:
             return placed.put_packed(name, kept(number), "float32")
         bits = {"int8": 8, "int4": 4}[kind]
         return placed.put_packed(name, packed(number, bits, None if bits == 8 else 64), "float32")

@@ -8,7 +8,8 @@ Medians of seven rounds, each of the models and activations in turn.
 import dataclasses
 import statistics
 from collections import defaultdict
-from typing import Annotated, Any
+from collections.abc import Hashable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -18,6 +19,9 @@ from specjax.checkpoints.load import load
 from specjax.measure.roofline import passes, plain_step
 from specjax.measure.timing import environment
 from specjax.methods.records import use_compilation_cache
+from specjax.models.transformer import Model
+
+_Name = TypeVar("_Name", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,22 +55,34 @@ def main() -> None:
         for name in options.models
         for each in options.activations or (None,)
     }
-    seconds: dict[tuple[str, str | None], dict[str, list[float]]] = {
-        each: defaultdict(list) for each in models
-    }
-    for _ in range(options.rounds):
-        for each, model in models.items():
-            own = seconds[each]
-            own["plain step"].append(plain_step(model, options.slots, bandwidth).seconds)
-            for row in passes(model, options.nodes, options.slots, bandwidth):
-                own[f"{row.nodes} nodes"].append(row.seconds)
+    found = measured(models, options.nodes, options.slots, options.rounds, bandwidth)
     rows: list[dict[str, Any]] = []
-    for (name, activations), own in seconds.items():
-        told = {what: round(1e3 * statistics.median(each), 2) for what, each in own.items()}
+    for (name, activations), own in found.items():
+        told = {_named(nodes): round(1e3 * taken, 2) for nodes, taken in own.items()}
         rows.append({"model": name, "activations": activations, "milliseconds": told})
         print(rows[-1], flush=True)
     if options.json:
         write_json(options.json, {"env": env, "config": dataclasses.asdict(options), "rows": rows})
+
+
+def _named(nodes: int) -> str:
+    return f"{nodes} nodes" if nodes else "plain step"
+
+
+def measured(
+    models: Mapping[_Name, Model], nodes: tuple[int, ...], slots: int, rounds: int, bandwidth: float
+) -> dict[_Name, dict[int, float]]:
+    """Median seconds of each model's passes by their nodes, 0 for a plain step; they take turns."""
+    seconds: dict[_Name, dict[int, list[float]]] = {each: defaultdict(list) for each in models}
+    for _ in range(rounds):
+        for each, model in models.items():
+            seconds[each][0].append(plain_step(model, slots, bandwidth).seconds)
+            for row in passes(model, nodes, slots, bandwidth):
+                seconds[each][row.nodes].append(row.seconds)
+    return {
+        each: {count: statistics.median(taken) for count, taken in own.items()}
+        for each, own in seconds.items()
+    }
 
 
 if __name__ == "__main__":

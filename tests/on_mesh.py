@@ -127,7 +127,7 @@ def families() -> dict:
     found, mesh = {}, make_mesh(model=2)
     for case in FAMILIES:
         config = loaded(case).config
-        parts = config.num_heads, 0 if config.experts is None else config.experts.count
+        parts = config.num_heads, 0 if config.experts is None else config.experts.num_experts
         own = {"is_odd": any(number % 2 for number in parts)}
         tokens, expected, tolerance = golden(case)
         try:

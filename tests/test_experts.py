@@ -10,6 +10,7 @@ import pytest
 import pallas_kernels
 from pallas_kernels.cpu import cpu_experts, cpu_matmul
 from specjax.base.pytree import unchecked
+from specjax.models import expert_products
 from specjax.models.config import Experts
 from specjax.models.expert_products import expert_linears
 from specjax.models.experts import route
@@ -127,6 +128,21 @@ def test_products_of_experts_and_their_gradients(product):
     np.testing.assert_allclose(np.asarray(of_x), wanted_x, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("form", ["_one_by_one", "_taken", "_ragged"])
+@pytest.mark.parametrize("columns", ["for all", "for each"])
+def test_every_form_without_our_kernels_is_the_product(form, columns):
+    """Those of other platforms run here too."""
+    drawn = np.random.default_rng(4)
+    weights = tuple(jnp.asarray(drawn.normal(size=(5, n, 12)), jnp.float32) for n in (7, 4))
+    count = CHOSEN.size if columns == "for each" else CHOSEN.shape[1]
+    x = jnp.asarray(drawn.normal(size=(12, count)), jnp.float32)
+    run = getattr(expert_products, form)
+    for found, weight in zip(
+        run(jnp.dtype("float32"), weights, x, jnp.asarray(CHOSEN)), weights, strict=True
+    ):
+        np.testing.assert_allclose(found, dense(weight, x, CHOSEN), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("product", ["auto", "xla"])
 @pytest.mark.parametrize("activations", ["float", "bfloat16", "int8"])
 def test_packed_experts_are_multiplied_as_packed_matrices_are(activations, product):
@@ -153,7 +169,7 @@ def routed(experts, logits, bias=None):
     leaves = dict.fromkeys(field.name for field in dataclasses.fields(LayerWeights))
     leaves["router"] = jnp.asarray(logits, jnp.float32)
     if bias is not None:
-        leaves["choice_bias"] = jnp.asarray(bias, jnp.float32)
+        leaves["correction_bias"] = jnp.asarray(bias, jnp.float32)
     found = route(experts, unchecked(LayerWeights, **leaves), jnp.eye(logits.shape[1]))
     return np.asarray(found.chosen), np.asarray(found.shares, np.float64)
 
@@ -173,7 +189,7 @@ def test_of_equal_experts_the_first_ones_are_taken():
 @pytest.mark.parametrize("normalized", [True, False])
 def test_softmax_shares(normalized):
     logits = np.random.default_rng(0).normal(size=(7, 5)) * 3
-    chosen, shares = routed(Experts(7, 3, 1, normalized=normalized, scale=2.5), logits)
+    chosen, shares = routed(Experts(7, 3, 1, norm_topk=normalized, routed_scale=2.5), logits)
     p = softmax(logits)
     for column in range(5):
         best = np.argsort(-p[:, column], kind="stable")[:3]
@@ -186,8 +202,8 @@ def test_groups_and_a_bias_decide_who_is_taken_and_not_how_much():
     """As DeepSeek-V3 has it: the bias is added to what the choice goes by alone."""
     drawn = np.random.default_rng(3)
     logits, bias = drawn.normal(size=(12, 9)), drawn.normal(size=12)
-    own = Experts(12, 3, 1, scores="sigmoid", choice_bias=True, groups=4, groups_chosen=2,
-                  group_best=2, scale=1.5)  # fmt: skip
+    own = Experts(12, 3, 1, scores="sigmoid", correction_bias=True, num_groups=4, topk_groups=2,
+                  group_best=2, routed_scale=1.5)  # fmt: skip
     chosen, shares = routed(own, logits, bias)
     scores = 1 / (1 + np.exp(-logits))
     for column in range(9):
@@ -204,14 +220,14 @@ def test_groups_and_a_bias_decide_who_is_taken_and_not_how_much():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"chosen": 5}, "chosen is 5; it must be an integer from 1 to 4"),
-        ({"count": 0}, "experts' count is 0"),
-        ({"groups": 3}, "3 groups do not divide 4 experts"),
-        ({"groups": 4, "chosen": 2}, "2 experts are chosen of 1 groups of 1"),
+        ({"experts_per_token": 5}, "experts_per_token is 5; it must be an integer from 1 to 4"),
+        ({"num_experts": 0}, "num_experts is 0; it must be an integer from 1 to 4096"),
+        ({"num_groups": 3}, "3 groups do not divide 4 experts"),
+        ({"num_groups": 4}, "a token takes 2 experts; 1 groups of 1 have fewer"),
         ({"scores": "tanh"}, "there are no scores 'tanh'"),
-        ({"shared": -1}, "the shared expert has -1 features"),
+        ({"shared_size": -1}, "the shared expert has -1 features"),
     ],
 )
 def test_experts_that_cannot_be_are_refused(changes, said):
     with pytest.raises(ValueError, match=said):
-        Experts(**({"count": 4, "chosen": 2, "size": 8} | changes))
+        Experts(**({"num_experts": 4, "experts_per_token": 2, "intermediate_size": 8} | changes))

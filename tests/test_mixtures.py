@@ -32,7 +32,14 @@ from tests.folders import VOCABULARY, byte_tokenizer
 from tests.pairs import NEW, PROMPTS, generate, near, varied_model
 from tests.test_parity import GOLDEN
 
-EXPERTS = Experts(count=4, chosen=2, size=24, shared=16, shared_gate=True, dense=(1,))
+EXPERTS = Experts(
+    num_experts=4,
+    experts_per_token=2,
+    intermediate_size=24,
+    shared_size=16,
+    shared_gate=True,
+    dense_layers=(1,),
+)
 BIASES = ("query", "key", "value")
 MIXED = {"num_layers": 3, "experts": EXPERTS, "family": "qwen2_moe", "biases": BIASES}
 METHODS = ("chain:3", "tree:2,2", "specexec:9", "recycle:8", "lookup:7")
@@ -63,7 +70,13 @@ def test_weights_that_a_token_reads_are_counted(target):
     config = target.config
     whole = sum(leaf.size for leaf in jax.tree.leaves(target))
     assert config.num_parameters == whole
-    unread = 2 * (EXPERTS.count - EXPERTS.chosen) * 3 * EXPERTS.size * config.hidden_size
+    unread = (
+        2
+        * (EXPERTS.num_experts - EXPERTS.experts_per_token)
+        * 3
+        * EXPERTS.intermediate_size
+        * config.hidden_size
+    )
     assert config.num_active_parameters == whole - unread
     assert dataclasses.replace(config, experts=None).num_active_parameters < whole
 
@@ -115,7 +128,11 @@ def test_experts_are_quantized_each_by_itself(target, folder, bits, tmp_path):
     made = load_model(tmp_path / "made")
     weight = made.layers[0].expert_up
     assert isinstance(weight, PackedWeight)
-    assert weight.shape == (EXPERTS.count, EXPERTS.size, target.config.hidden_size)
+    assert weight.shape == (
+        EXPERTS.num_experts,
+        EXPERTS.intermediate_size,
+        target.config.hidden_size,
+    )
     assert not isinstance(made.layers[0].router, PackedWeight)
     about = json.loads((tmp_path / "made" / CONFIG).read_text())["quantization_config"]
     assert any("mlp" in module and "gate" in module for module in about["ignore"])

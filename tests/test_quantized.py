@@ -28,7 +28,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.measure.timing import weight_bytes
 from specjax.methods import records
 from specjax.models import families, layers, memory, quantized
-from specjax.models.config import EXPERT_MATRICES, MATRICES
+from specjax.models.config import MATRICES, PACKABLE
 from specjax.models.inflate import inflate
 from specjax.models.placement import Placement
 from specjax.models.quantized import (
@@ -855,9 +855,7 @@ def test_every_family_says_whether_its_matrices_can_be(tmp_path):
     for case in sorted(each.name for each in GOLDEN.iterdir() if (each / "config.json").is_file()):
         config, family = huggingface.read_config(GOLDEN / case)
         every = list(families.stored(family, config))
-        inputs = {
-            each.shape[-1] for each in every if each.leaves[0] in (*MATRICES, *EXPERT_MATRICES)
-        }
+        inputs = {each.shape[-1] for each in every if each.leaves[0] in PACKABLE}
         out = tmp_path / case
         if any(each.turned or len(each.shape) > 2 for each in every):
             with pytest.raises(CheckpointError, match="stored"):

@@ -102,12 +102,11 @@ def folded(at: Operands) -> Float[Array, "B K G T D"]:
     return scaled.reshape(rows, heads // at.groups, at.groups, tokens, dim)
 
 
-def sinks_by_query(at: Operands) -> Float[Array, "B K G T"]:
-    """The sink of every query, by the key/value head that it uses; float32."""
+def sinks_by_query(at: Operands, tokens: int) -> Float[Array, "B K Q 1"]:
+    """The sink of every query of so many nodes, by the key/value head that it uses; float32."""
     assert at.sinks is not None
-    rows, _, tokens, _ = at.query.shape
-    own = at.sinks.astype(jnp.float32).reshape(rows, -1, at.groups, 1)
-    return jnp.broadcast_to(own, (*own.shape[:3], tokens))
+    own = at.sinks.astype(jnp.float32).reshape(len(at.sinks), -1, at.groups)
+    return jnp.repeat(own, tokens, axis=2)[..., None]
 
 
 def seen_values(at: Operands) -> Float[Array, "B K M D"]:

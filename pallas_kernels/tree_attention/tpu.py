@@ -19,7 +19,13 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from pallas_kernels.dispatch import precision_of
-from pallas_kernels.tree_attention.operands import Operands, folded, seen_values, undivided
+from pallas_kernels.tree_attention.operands import (
+    Operands,
+    folded,
+    seen_values,
+    sinks_by_query,
+    undivided,
+)
 
 _LOW = -1e30
 _LANES = 128
@@ -85,9 +91,7 @@ def tree_attention(at: Operands, *, interpret: Any = False) -> Float[Array, "B H
     bounds, past, past_specs = _prefix(at, tiles, spare)
     reach = at.groups * tiles.tokens
     if at.sinks is not None:
-        own = at.sinks.astype(jnp.float32).reshape(rows, kv_heads, at.groups, 1, 1)
-        shape = (rows, kv_heads, at.groups, tiles.tokens, 1)
-        block.append(jnp.broadcast_to(own, shape).reshape(rows, kv_heads, reach, 1))
+        block.append(sinks_by_query(at, tiles.tokens))
         specs.append(pl.BlockSpec((1, 1, reach, 1), lambda b, k, i, j, *_: (b, k, 0, 0)))
     out = pl.pallas_call(
         functools.partial(_kernel, at.soft_cap, tiles, at.first is not None, at.sinks is not None),

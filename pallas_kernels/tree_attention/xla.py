@@ -26,7 +26,7 @@ _QUERIES = 64
 512, 1,024 and 2,048 nodes take 38, 117, 306 and 1,142 ms a layer, and 55, 174, 502 and 2,654 at
 once (40 heads of 64, 8 of keys, 512 slots, 2 cores of a Zen 3, 2026-11-25)."""
 
-_SLOTS = 128
+SLOTS_AT_ONCE = 128
 """Slots of a page that a row's queries see at a time where pages are read in place."""
 
 _UNROLLED = 6
@@ -85,7 +85,7 @@ def _at_once(at: Operands) -> Float[Array, "B H T D"]:
     top = scores.max(axis=-1, keepdims=True)
     sinks = None
     if at.sinks is not None:
-        sinks = sinks_by_query(at).reshape(*query.shape[:3], 1)
+        sinks = sinks_by_query(at, tokens)
         top = jnp.maximum(top, sinks)
     if at.prefix is None:
         top = lax.stop_gradient(top)
@@ -180,7 +180,7 @@ def _past_in_place(
     assert at.prefix is not None
     assert at.prefix.pages is not None
     prefix, slots = at.prefix, at.prefix.page_size
-    pages, size = at.prefix.pages, min(_SLOTS, slots)
+    pages, size = at.prefix.pages, min(SLOTS_AT_ONCE, slots)
     of_page = -(-slots // size)
 
     def row_of(index: Array, mix: _Mix) -> _Mix:

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +32,7 @@ def gathered(
             continue
         own = waiting.setdefault((stored.layer, stored.leaves), {})
         own[stored.expert] = stored, tensor
-        if len(own) == config.experts.count:
+        if len(own) == config.experts.num_experts:
             del waiting[stored.layer, stored.leaves]
             first, last = own[0][0], own[len(own) - 1][0]
             whole = dataclasses.replace(
@@ -41,36 +42,29 @@ def gathered(
             yield whole, _stacked([own[expert] for expert in range(len(own))], folder)
 
 
-def _stacked(parts: Sequence[tuple[Stored, Tensor]], folder: Path) -> Tensor:
-    tensors = [tensor for _, tensor in parts]
-    first = tensors[0]
-    if isinstance(first, np.ndarray):
-        for stored, tensor in parts:
-            if not isinstance(tensor, np.ndarray):
-                raise _mixed(stored, parts[0][0], folder)
-        return np.stack([tensor for tensor in tensors if isinstance(tensor, np.ndarray)])
-    packed = [tensor for tensor in tensors if isinstance(tensor, PackedWeight)]
+def _stacked(parts: Sequence[tuple[Stored, Any]], folder: Path) -> Tensor:
+    first, tensors = parts[0][1], [tensor for _, tensor in parts]
     for stored, tensor in parts:
-        if not isinstance(tensor, PackedWeight) or _kind(tensor) != _kind(first):
-            raise _mixed(stored, parts[0][0], folder)
+        if _kind(tensor) != _kind(first):
+            raise CheckpointError(
+                f"{stored.name} in {folder} is stored otherwise than {parts[0][0].name}; experts "
+                "of a layer are stored alike."
+            )
+    if not isinstance(first, PackedWeight):
+        return np.stack(tensors)
     if first.order is not None:
         raise CheckpointError(
             f"{parts[0][0].name} in {folder} has inputs in an order of its own (desc_act), which "
             "is not supported of experts."
         )
-    rows = {name: np.stack([each.rows[name] for each in packed]) for name in first.rows}
-    return first.changed(**rows)
-
-
-def _kind(packed: PackedWeight) -> tuple[object, ...]:
-    """What must be the same of the experts of a leaf."""
-    shapes = tuple((name, part.shape, part.dtype) for name, part in packed.rows.items())
-    table = None if packed.table is None else tuple(np.asarray(packed.table).tolist())
-    return packed.bits, packed.form, packed.order is None, table, shapes
-
-
-def _mixed(stored: Stored, first: Stored, folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{stored.name} in {folder} is stored otherwise than {first.name}; experts of a layer are "
-        "stored alike."
+    return first.changed(
+        **{name: np.stack([each.rows[name] for each in tensors]) for name in first.rows}
     )
+
+
+def _kind(tensor: Any) -> tuple[object, ...]:
+    """What must be the same of the experts of a leaf."""
+    if not isinstance(tensor, PackedWeight):
+        return (tensor.dtype,)
+    shapes = tuple((name, part.shape, part.dtype) for name, part in tensor.rows.items())
+    return tensor.bits, tensor.form, tensor.order is None, shapes

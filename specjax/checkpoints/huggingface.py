@@ -35,7 +35,7 @@ from specjax.checkpoints.files import (
 from specjax.checkpoints.generation_config import end_ids_in, union
 from specjax.checkpoints.tokenizers import save_tokenizer
 from specjax.models import families
-from specjax.models.config import EXPERT_MATRICES, MATRICES, ROUTERS, ModelConfig
+from specjax.models.config import PACKABLE, ROUTERS, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.families.eagle import NORMS
 from specjax.models.placement import Placement
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-_MAY_BE_KEPT = frozenset((*MATRICES, *EXPERT_MATRICES, *ROUTERS, *TABLES))
+_MAY_BE_KEPT = frozenset((*PACKABLE, *ROUTERS, *TABLES))
 """Leaves that may stay in bfloat16 where float32 is computed in."""
 
 

@@ -18,7 +18,7 @@ from specjax.checkpoints.huggingface import check_numbers, check_tied, leaves_of
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.checkpoints.writing import Shards, new_model
 from specjax.models import families
-from specjax.models.config import EXPERT_MATRICES, MATRICES, ROUTERS, ModelConfig
+from specjax.models.config import PACKABLE, ROUTERS, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.layer_weights import LayerWeights, layer_of
 from specjax.models.placement import placement
@@ -31,8 +31,6 @@ KEPT = 0.4
 """The share of the layers' weights in 8 bits where 4 are asked for and no share is named."""
 _PRODUCTS = ("unembedding", "feature_projection")
 """What products outside the layers multiply, which is not packed with them."""
-_PACKED = (*MATRICES, *EXPERT_MATRICES)
-"""The matrices of layers that are packed."""
 _SENSITIVE = ("query", "down", "up", "output")
 """Which matrices are kept in 8 bits, the first of all layers before the next, as their inputs are
 named: what 4 bits of each cost SmolLM2-135M a weight."""
@@ -213,7 +211,7 @@ def _matrices_of(files: Files, config: ModelConfig, family: Family) -> dict[str,
     found = {
         stored.name: stored
         for stored in families.stored(family, config)
-        if stored.layer is not None and stored.leaves[0] in _PACKED
+        if stored.layer is not None and stored.leaves[0] in PACKABLE
     }
     if any(len(stored.shape) > 2 for stored in found.values()):
         raise CheckpointError(

@@ -11,7 +11,7 @@ from specjax.checkpoints.experts import Tensor, gathered
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import checked, default_dtype, leaves_of, read_config
 from specjax.models import families
-from specjax.models.config import EXPERT_MATRICES, MATRICES, ModelConfig
+from specjax.models.config import PACKABLE, ModelConfig
 from specjax.models.families import Stored
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import Placement, placement
@@ -22,7 +22,6 @@ from specjax.parallel.mesh import mesh_of
 PREFIX = "self:"
 NAMES = {f"{PREFIX}4bit": 4, f"{PREFIX}8bit": 8}
 """What drafts of the model itself are called, and their bits."""
-_PACKED = (*MATRICES, *EXPERT_MATRICES)
 
 
 def bits_of(name: str) -> int:
@@ -86,7 +85,7 @@ def _leaves(
 ) -> dict[str, Any]:
     """The leaves of a tensor, matrices packed."""
     kind = jnp.dtype(default_dtype())
-    if stored.leaves[0] not in _PACKED:
+    if stored.leaves[0] not in PACKABLE:
         return leaves_of(stored, tensor, placed, kind, files.path)
     return {
         leaf: placed.put_packed(leaf, packed(part, bits, _group_of(part.shape[1], bits)), kind)
@@ -107,7 +106,7 @@ def self_bytes(config: ModelConfig, bits: int) -> int:
     for layer in range(config.num_layers):
         for name, shape in config.layer_shapes(layer).items():
             size = int(np.prod(shape))
-            if name in _PACKED:
+            if name in PACKABLE:
                 group = _group_of(shape[-1], bits) or shape[-1]
                 total += size * bits // 8 + 2 * size // group
             else:

@@ -72,11 +72,17 @@ def config_without(config: ModelConfig, skipped: tuple[int, ...]) -> ModelConfig
     windows = tuple(config.windows[each] for each in kept if config.windows)
     experts = config.experts
     if experts is not None:
-        dense = tuple(place for place, each in enumerate(kept) if each in experts.dense)
-        experts = dataclasses.replace(experts, dense=dense)
-    unrotated = tuple(place for place, each in enumerate(kept) if each in config.unrotated)
+        dense = tuple(place for place, each in enumerate(kept) if each in experts.dense_layers)
+        experts = dataclasses.replace(experts, dense_layers=dense)
+    no_rope_layers = tuple(
+        place for place, each in enumerate(kept) if each in config.no_rope_layers
+    )
     return dataclasses.replace(
-        config, num_layers=len(kept), windows=windows, unrotated=unrotated, experts=experts
+        config,
+        num_layers=len(kept),
+        windows=windows,
+        no_rope_layers=no_rope_layers,
+        experts=experts,
     )
 
 

@@ -283,10 +283,14 @@ def _shared(
 
 
 def _clock(work: Callable[[Array], object], size: int, columns: int) -> Callable[[], float]:
-    """Takes the seconds of work on a state, which it may be given away to."""
+    """Takes the seconds of work on a state, which it may be given away to.
+
+    Columns differ, as those of one that is the same would choose the same experts.
+    """
+    drawn = np.random.default_rng(0).standard_normal((size, columns), np.float32)
 
     def taken() -> float:
-        x = jax.block_until_ready(jax.random.normal(jax.random.key(0), (size, columns)))
+        x = jax.block_until_ready(jnp.array(drawn))
         start = time.perf_counter()
         jax.block_until_ready(work(x))
         return time.perf_counter() - start

@@ -215,7 +215,7 @@ def weight_bytes(model: Model, columns: int = 1) -> int:
         return held
     layers = model.layers if model.stack is None else (model.stack,)
     own = [getattr(each, name) for each in layers for name in EXPERT_MATRICES]
-    unread = 1 - expected_experts(experts, columns) / experts.count
+    unread = 1 - expected_experts(experts, columns) / experts.num_experts
     return held - round(unread * sum(leaf.nbytes for leaf in jax.tree.leaves(own)))
 
 

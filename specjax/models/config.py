@@ -18,6 +18,9 @@ MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """The matrices of a layer's experts, one of each behind the other."""
 
+PACKABLE = (*MATRICES, *EXPERT_MATRICES)
+"""The matrices of a layer that may be held in 8 or 4 bits."""
+
 ROUTERS = ("router", "shared_gate")
 """The matrices by which a layer's experts are chosen and weighed."""
 
@@ -128,59 +131,62 @@ class Features:
 class Experts:
     """The experts of a mixture's layers: a router chooses some of them for each token.
 
-    A layer has `count` of them, with `size` features each, and a token takes `chosen`. It takes
-    those whose logits are highest, or where `choice_bias` whose scores with a bias are. They are
-    weighed by their `scores`, as they are or `normalized` to sum to 1, times `scale`. Where there
-    are `groups`, experts are taken from the best `groups_chosen` alone, by the sum of the highest
-    `group_best` in each (DeepSeek, arXiv 2405.04434 and 2412.19437).
+    A layer has `num_experts`, of `intermediate_size` features each, and a token takes
+    `experts_per_token`: those whose logits are highest, or with a `correction_bias` whose scores
+    plus that are. They are weighed by their `scores`, as they are or where `norm_topk` as shares of
+    their sum, times `routed_scale`. Where there are `num_groups`, experts are taken from the best
+    `topk_groups` alone, by the sum of the `group_best` highest in each (DeepSeek, arXiv 2405.04434
+    and 2412.19437).
 
-    Beside them every token may take a `shared` one of so many features, with `shared_gate` times
-    the sigmoid of a product with a row of weights (Qwen 2). Layers in `dense` have no experts. With
-    `biased` the router and the experts have biases. Where there is a `swiglu` of a gain `a` and a
-    limit `l` (gpt-oss), `down` is of `(min(max(up, -l), l) + 1) * g * sigmoid(a * g)`, `g` being
-    `min(gate, l)`.
+    Beside them every token may take a shared expert of `shared_size` features, with `shared_gate`
+    times the sigmoid of a product with a row of weights (Qwen 2). `dense_layers` have no experts.
+    With `biased` the router and the experts have biases. Where there is a `swiglu` of a gain `a`
+    and a limit `l` (gpt-oss), `down` is of `(min(max(up, -l), l) + 1) * g * sigmoid(a * g)`, `g`
+    being `min(gate, l)`.
     """
 
-    count: int
-    chosen: int
-    size: int
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
     scores: str = "softmax"
-    normalized: bool = True
-    scale: float = 1.0
-    choice_bias: bool = False
-    groups: int = 1
-    groups_chosen: int = 1
+    norm_topk: bool = True
+    routed_scale: float = 1.0
+    correction_bias: bool = False
+    num_groups: int = 1
+    topk_groups: int = 1
     group_best: int = 1
-    shared: int = 0
+    shared_size: int = 0
     shared_gate: bool = False
-    dense: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = ()
     biased: bool = False
     swiglu: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("count", "size"):
-            check_size(name, f"experts' {name}", getattr(self, name))
-        if self.count > _MOST_EXPERTS:
-            raise ValueError(f"there are {self.count} experts; there may be {_MOST_EXPERTS}.")
-        for name, most in (("chosen", self.count), ("groups", self.count),
-                           ("groups_chosen", self.groups)):  # fmt: skip
+        check_size("intermediate_size", "experts' intermediate_size", self.intermediate_size)
+        for name, most in (
+            ("num_experts", _MOST_EXPERTS),
+            ("experts_per_token", self.num_experts),
+            ("num_groups", self.num_experts),
+            ("topk_groups", self.num_groups),
+        ):
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name} is {value!r}; it must be an integer from 1 to {most}.")
-        if self.count % self.groups:
-            raise ValueError(f"{self.groups} groups do not divide {self.count} experts.")
-        each = self.count // self.groups
-        if self.chosen > self.groups_chosen * each:
+        if self.num_experts % self.num_groups:
+            raise ValueError(f"{self.num_groups} groups do not divide {self.num_experts} experts.")
+        each = self.num_experts // self.num_groups
+        if self.experts_per_token > self.topk_groups * each:
             raise ValueError(
-                f"{self.chosen} experts are chosen of {self.groups_chosen} groups of {each}."
+                f"a token takes {self.experts_per_token} experts; {self.topk_groups} groups of "
+                f"{each} have fewer."
             )
         if not 1 <= self.group_best <= each:
             raise ValueError(f"a group's {self.group_best} best are counted; it has {each}.")
         if self.scores not in SCORES:
             raise ValueError(f"there are no scores {self.scores!r}; there are {', '.join(SCORES)}.")
-        if type(self.shared) is not int or not 0 <= self.shared <= _MOST:
-            raise ValueError(f"the shared expert has {self.shared!r} features.")
-        for number in (self.scale, *(self.swiglu or ())):
+        if type(self.shared_size) is not int or not 0 <= self.shared_size <= _MOST:
+            raise ValueError(f"the shared expert has {self.shared_size!r} features.")
+        for number in (self.routed_scale, *(self.swiglu or ())):
             if not 0 < number < math.inf:
                 raise ValueError(f"experts have {number!r}; it must be a finite number above 0.")
 
@@ -203,7 +209,7 @@ class ModelConfig:
     the "whole" width; the first `rotary_dim` features of a head are rotated (None: all).
     `windows` holds for each layer how many tokens up to its own a token sees, None for all of
     them, and is empty where no layer has a window; layers that have one rotate by `window_theta`
-    and do not stretch, where it is given; those in `unrotated` do not rotate. Scores are scaled by
+    and do not stretch, where it is given; `no_rope_layers` do not rotate. Scores are scaled by
     `query_scale` (None: the root of `head_dim`, inverted) and capped to ±`attention_cap`.
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
@@ -232,7 +238,7 @@ class ModelConfig:
     biases: tuple[str, ...] = ()
     head_norms: str | None = None
     windows: tuple[int | None, ...] = ()
-    unrotated: tuple[int, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()
     family: str = "llama"
     norm: str = "rms"
     norms: tuple[str, ...] = PRE_NORMS
@@ -290,7 +296,8 @@ class ModelConfig:
         mask = None if read is None else read.mask_token
         if mask is not None and mask >= self.vocab_size:
             raise ValueError(f"mask_token_id is {mask}; vocab_size is {self.vocab_size}.")
-        for layer in (*self.unrotated, *(() if self.experts is None else self.experts.dense)):
+        dense = () if self.experts is None else self.experts.dense_layers
+        for layer in (*self.no_rope_layers, *dense):
             if type(layer) is not int or not 0 <= layer < self.num_layers:
                 raise ValueError(f"there is no layer {layer!r}; there are {self.num_layers}.")
         if self.windows and len(self.windows) != self.num_layers:
@@ -335,25 +342,25 @@ class ModelConfig:
         """Number of weights that a token reads: of experts those alone that it takes."""
         if self.experts is None:
             return self.num_parameters
-        sparse = self.num_layers - len(self.experts.dense)
-        unread = self.experts.count - self.experts.chosen
-        matrices = 2 + self.gated
-        each = matrices * self.experts.size * self.hidden_size
-        return self.num_parameters - sparse * unread * each
+        shapes = self._expert_shapes(self.experts)
+        own = sum(math.prod(shapes[name]) for name in shapes if name.startswith("expert_"))
+        unread = self.experts.num_experts - self.experts.experts_per_token
+        sparse = self.num_layers - len(self.experts.dense_layers)
+        return self.num_parameters - sparse * own * unread // self.experts.num_experts
 
     def kind_of(self, layer: int) -> LayerKind:
         """How the tokens of a layer attend."""
         window = self.windows[layer] if self.windows else None
-        return LayerKind(window, layer not in self.unrotated)
+        return LayerKind(window, layer not in self.no_rope_layers)
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts."""
-        return self.experts is not None and layer not in self.experts.dense
+        return self.experts is not None and layer not in self.experts.dense_layers
 
     def layer_shapes(self, layer: int) -> dict[str, Shape]:
         """The shape of every leaf that a layer has, by its name in `LayerWeights`."""
         experts = self.experts if self.has_experts(layer) else None
-        d, f = self.hidden_size, self.intermediate_size if experts is None else experts.shared
+        d, f = self.hidden_size, self.intermediate_size if experts is None else experts.shared_size
         heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         read = 2 * d if self.features is not None and self.features.way == BESIDE else d
         shapes: dict[str, Shape] = {
@@ -375,7 +382,7 @@ class ModelConfig:
         return shapes if experts is None else shapes | self._expert_shapes(experts)
 
     def _expert_shapes(self, experts: Experts) -> dict[str, Shape]:
-        count, size, d = experts.count, experts.size, self.hidden_size
+        count, size, d = experts.num_experts, experts.intermediate_size, self.hidden_size
         shapes: dict[str, Shape] = {
             "router": (count, d),
             "expert_gate": (count, size, d),
@@ -387,8 +394,8 @@ class ModelConfig:
         if experts.biased:
             own = [name for name in ("router", *EXPERT_MATRICES) if name in shapes]
             shapes |= {f"{name}_bias": shapes[name][:-1] for name in own}
-        if experts.choice_bias:
-            shapes["choice_bias"] = (count,)
+        if experts.correction_bias:
+            shapes["correction_bias"] = (count,)
         if experts.shared_gate:
             shapes["shared_gate"] = (1, d)
         return shapes

@@ -1,6 +1,7 @@
 """Experts: which ones a token takes, and what they give."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -23,7 +24,8 @@ def expected_experts(experts: Experts, columns: int) -> float:
 
     Columns of one text take fewer: neighbours choose alike.
     """
-    return experts.count * (1 - (1 - experts.chosen / experts.count) ** columns)
+    missed = 1 - experts.experts_per_token / experts.num_experts
+    return experts.num_experts * (1 - missed**columns)
 
 
 class Routed(NamedTuple):
@@ -43,38 +45,39 @@ def route(
         logits = logits + weights.router_bias.astype(logits.dtype)[:, None]
     scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else logits
     choice = scores
-    if weights.choice_bias is not None:
-        choice = choice + weights.choice_bias.astype(choice.dtype)[:, None]
-    if experts.groups > 1:
+    if weights.correction_bias is not None:
+        choice = choice + weights.correction_bias.astype(choice.dtype)[:, None]
+    if experts.num_groups > 1:
         choice = _of_best_groups(experts, choice)
-    _, chosen = lax.top_k(choice.T, experts.chosen)
-    chosen = chosen.T
-    found = [jnp.take_along_axis(scores, own[None], axis=0)[0] for own in chosen]
-    return Routed(chosen, jnp.stack(_weighed(experts, found, logits)) * experts.scale)
+    _, best = lax.top_k(choice.T, experts.experts_per_token)
+    shares = _weighed(experts, jnp.take_along_axis(scores, best.T, axis=0), logits)
+    return Routed(best.T, shares * experts.routed_scale)
 
 
 def _of_best_groups(experts: Experts, choice: Float[Array, "X C"]) -> Float[Array, "X C"]:
     """With the lowest value for experts that are not in the best groups."""
-    by_group = choice.reshape(experts.groups, -1, choice.shape[1])
+    by_group = choice.reshape(experts.num_groups, -1, choice.shape[1])
     best, _ = lax.top_k(jnp.moveaxis(by_group, 1, 2), experts.group_best)
-    _, kept = lax.top_k(best.sum(axis=2).T, experts.groups_chosen)
-    is_kept = (jnp.arange(experts.groups)[:, None, None] == kept).any(axis=2)
+    _, kept = lax.top_k(best.sum(axis=2).T, experts.topk_groups)
+    is_kept = (jnp.arange(experts.num_groups)[:, None, None] == kept).any(axis=2)
     return jnp.where(is_kept[:, None], by_group, -jnp.inf).reshape(choice.shape)
 
 
 def _weighed(
-    experts: Experts, found: list[Float[Array, " C"]], logits: Float[Array, "X C"]
-) -> list[Float[Array, " C"]]:
-    """What each of the chosen experts is weighed by; sums are in the order of the choice."""
+    experts: Experts, found: Float[Array, "K C"], logits: Float[Array, "X C"]
+) -> Float[Array, "K C"]:
+    """What the chosen experts are weighed by, of their scores; of softmax these are logits."""
     if experts.scores == "sigmoid":
-        whole = sum(found[1:], start=found[0]) + _LEAST_SUM
-        return [own / whole for own in found] if experts.normalized else found
+        return found / (_in_order(found) + _LEAST_SUM) if experts.norm_topk else found
     most = logits.max(axis=0)
-    found = [jnp.exp(own - most) for own in found]
-    whole = sum(found[1:], start=found[0])
-    if not experts.normalized:
-        whole = layers.total(jnp.exp(logits - most))[0]
-    return [own / whole for own in found]
+    found = jnp.exp(found - most)
+    every = _in_order(found) if experts.norm_topk else layers.total(jnp.exp(logits - most), 0)[0]
+    return found / every
+
+
+def _in_order(terms: Iterable[Float[Array, "*rest"]]) -> Float[Array, "*rest"]:
+    """The sum of terms in the order of the choice, however many columns there are."""
+    return functools.reduce(jnp.add, terms)
 
 
 def mixture(
@@ -104,8 +107,7 @@ def mixture(
         hidden = hidden * rest[0] if rest else hidden
     flat = hidden.reshape(hidden.shape[0], -1)
     (made,) = _products(weights, ("expert_down",), flat, chosen, dtype)
-    terms = [made[:, number] * shares[number] for number in range(experts.chosen)]
-    return sum(terms[1:], start=terms[0])
+    return _in_order(made[:, k] * shares[k] for k in range(len(shares)))
 
 
 def _products(

@@ -13,9 +13,9 @@ from specjax.models.quantized import PackedWeight, quantized_as, widened
 from specjax.models.stacking import stacked, unstacked
 from specjax.models.transformer import Model
 
-_FORM = ("biases", "head_norms", "windows", "unrotated", "sinks", "norm", "norms", "activation",
-         "gated", "parallel", "rotary_dim", "window_theta", "query_scale", "attention_cap",
-         "logit_cap", "embedding_scale", "position_offset", "experts",
+_FORM = ("biases", "head_norms", "windows", "no_rope_layers", "sinks", "norm", "norms",
+         "activation", "gated", "parallel", "rotary_dim", "window_theta", "query_scale",
+         "attention_cap", "logit_cap", "embedding_scale", "position_offset", "experts",
          "residual_scale")  # fmt: skip
 
 

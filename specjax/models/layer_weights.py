@@ -48,7 +48,7 @@ class LayerWeights:
     sinks: Float[Array, " H"] | None = None
     router: Float[Array, "X E"] | PackedWeight | None = None
     router_bias: Float[Array, " X"] | None = None
-    choice_bias: Float[Array, " X"] | None = None
+    correction_bias: Float[Array, " X"] | None = None
     expert_gate: Float[Array, "Y G E"] | PackedWeight | None = None
     expert_up: Float[Array, "Y G E"] | PackedWeight | None = None
     expert_down: Float[Array, "Y E G"] | PackedWeight | None = None

@@ -349,21 +349,21 @@ def normed(
 
 
 def _mean(x: Array, axis: int) -> Array:
-    """The mean along an axis, which stays.
+    """The mean along an axis, which stays."""
+    return total(x, axis) / x.shape[axis]
+
+
+def total(x: Array, axis: int) -> Array:
+    """The sum along an axis, which stays.
 
     On a CPU of few columns by a product, so that what a column gives does not depend on the others:
     in which order XLA:CPU sums features depends on how many columns there are.
     """
     columns = math.prod(x.shape[axis + 1 :])
     if unable_here(columns) is not None:
-        return jnp.mean(x, axis=axis, keepdims=True)
-    made = _sums(x.reshape(*x.shape[: axis + 1], columns)) / x.shape[axis]
+        return jnp.sum(x, axis=axis, keepdims=True)
+    made = _sums(x.reshape(*x.shape[: axis + 1], columns))
     return made.reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
-
-
-def total(x: Float[Array, "F C"]) -> Float[Array, "1 C"]:
-    """The sum of the features of each column, which does not depend on the others (see `_mean`)."""
-    return x.shape[0] * _mean(x, 0)
 
 
 @jax.custom_vjp

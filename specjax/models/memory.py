@@ -15,7 +15,11 @@ from jax.sharding import Mesh
 from pallas_kernels.cpu.library import status
 from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
-from pallas_kernels.tree_attention.xla import queries_at_once
+from pallas_kernels.tree_attention.xla import (
+    SLOTS_AT_ONCE,
+    queries_at_once,
+    reads_rows_in_place,
+)
 from specjax.models.kv_cache import cache_dtype
 from specjax.models.placement import Placement
 from specjax.models.quantized import holds_packed
@@ -99,16 +103,21 @@ class Load(NamedTuple):
         """Bytes of reading prompts: in one pass, or in blocks that go to the cache."""
         if self.stacked or self.streamed or not reads_in_blocks(tokens):
             return self.prefill(rows, tokens)
-        if not self._makes_no_scores:
+        if not reads_rows_in_place():
             return self.step(rows, PROMPT_BLOCK, slots)
-        return self._layer(rows * PROMPT_BLOCK, 0) + 2 * self.caches(rows, PROMPT_BLOCK)
+        config = self.placed.config
+        attended = 0
+        if not self._makes_no_scores:  # of a row's: two of scores, three of values by weight
+            queries = PROMPT_BLOCK * config.num_heads // self.parts
+            attended = 4 * queries * (2 * SLOTS_AT_ONCE + 3 * config.head_dim)
+        return self._layer(rows * PROMPT_BLOCK, attended) + 2 * self.caches(rows, PROMPT_BLOCK)
 
     @property
     def _makes_no_scores(self) -> bool:
         """Whether tree attention is the C++ of a CPU, which reads caches where they lie."""
         config = self.placed.config
         takes = config.attention_cap is None and config.head_dim % 16 == 0
-        return takes and status().reason is None and named() != "xla"
+        return takes and _has_cpu_kernels()
 
     def step(self, rows: int, nodes: int, slots: int, after: int = 0) -> int:
         """Bytes of a pass over trees: a layer's arrays, and a copy of the values it looks at.
@@ -131,7 +140,8 @@ class Load(NamedTuple):
         heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim // self.parts
         features = (1 + config.gated) * self._widest // self.parts
         rounded = self.dtype.itemsize * columns * (config.hidden_size + features // 2)
-        inside = max(4 * columns * max(features, self._experts), 4 * columns * heads + scores)
+        attention = 4 * columns * heads + scores
+        inside = max(4 * columns * features, self._experts(columns), attention)
         return 4 * columns * 2 * config.hidden_size + inside + rounded * (self.dtype.itemsize < 4)
 
     @property
@@ -140,18 +150,29 @@ class Load(NamedTuple):
         config, experts = self.placed.config, self.placed.config.experts
         if experts is None:
             return config.intermediate_size
-        return config.intermediate_size if experts.dense else experts.shared
+        return config.intermediate_size if experts.dense_layers else experts.shared_size
 
-    @property
-    def _experts(self) -> int:
-        """Numbers of a token while its experts are multiplied: a device has those of all that the
-        token chose, also of experts that it does not hold.
+    def _experts(self, columns: int) -> int:
+        """Bytes of columns while their experts are multiplied: a device has those of all that a
+        column chose, also of experts that it does not hold.
+
+        XLA's own products are all held until a layer's last one, and on a CPU a copy of an expert's
+        matrices. After ours XLA:CPU adds, in float32, copies of what each expert gave.
         """
         config, experts = self.placed.config, self.placed.config.experts
         if experts is None:
             return 0
-        own = (1 + config.gated) * experts.size + max(experts.size, config.hidden_size)
-        return experts.chosen * own
+        size, given = experts.intermediate_size, config.hidden_size
+        first = (1 + config.gated) * size
+        chosen = 4 * columns * experts.experts_per_token
+        if not _has_cpu_kernels():
+            return chosen * (first + size + given) + self.dtype.itemsize * first * given
+        return chosen * max(size + max(first, given), 2 * given * (self.dtype.itemsize == 4))
+
+
+def _has_cpu_kernels() -> bool:
+    """Whether products and tree attention are the C++ of a CPU."""
+    return platform() == "cpu" and status().reason is None and named() != "xla"
 
 
 def load_of(model: Model, beside: Any = None) -> Load:

@@ -190,5 +190,5 @@ def _divided(config: ModelConfig) -> Iterator[tuple[str, int]]:
     if not all(map(config.has_experts, range(config.num_layers))):
         yield "features", config.intermediate_size
     if config.experts is not None:
-        yield "experts", config.experts.count
-        yield "features of the shared expert", config.experts.shared
+        yield "experts", config.experts.num_experts
+        yield "features of the shared expert", config.experts.shared_size

@@ -16,7 +16,7 @@ from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
-from specjax.models.config import EXPERT_MATRICES, MATRICES, ROUTERS, LayerKind, ModelConfig, Shape
+from specjax.models.config import MATRICES, PACKABLE, ROUTERS, LayerKind, ModelConfig, Shape
 from specjax.models.features import joined
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
 from specjax.models.layer_weights import LayerWeights, layer_of, product, products
@@ -167,7 +167,7 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
     target's embedding, or unembedding, has a row in its place.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
-    kinds = MATRICES if config.experts is None else (*MATRICES, *EXPERT_MATRICES, *ROUTERS)
+    kinds = MATRICES if config.experts is None else (*PACKABLE, *ROUTERS)
     keys = iter(jax.random.split(key, 2 + len(kinds) * config.num_layers))
 
     def leaf(name: str, shape: Shape) -> Array:

@@ -87,7 +87,8 @@ def division(
     """
     whole = memory.Load(placement(config, None), dtype)
     _, family = read_config(files.path)
-    spans = spans_of(files, family, expected_tensors(config, family), range(config.num_layers))
+    expected = expected_tensors(config, family)
+    spans = spans_of(files, family, expected, range(config.num_layers))
     unpacked = [_unpacked_bytes(config, layer, dtype) for layer in range(config.num_layers)]
     layers = unpacked
     if gguf.is_gguf(files.path):
@@ -103,7 +104,11 @@ def division(
     if outer + sum(layers) <= spare:
         return Division(outer, tuple(layers), config.num_layers, 0, 0)
     largest = max(layers)
-    ring = BUFFERS * largest if offload == HOST else _ring_bytes(spans.values(), dtype, largest)
+    if offload == HOST:
+        ring = BUFFERS * largest
+    else:
+        stacks = any(each.expert is not None for each in expected.values())
+        ring = _ring_bytes(spans.values(), dtype, largest, stacks)
     if outer + ring > spare:
         raise CheckpointError(
             f"{files.path}: what lies outside the layers takes {memory.readable(outer)}, and "
@@ -115,11 +120,16 @@ def division(
     return Division(outer, tuple(layers), resident, ring, read)
 
 
-def _ring_bytes(spans: Collection[Sequence[Span]], dtype: jnp.dtype, layer: int) -> int:
-    """Bytes of the ring, and of what its layers become where they cannot be used as they are."""
+def _ring_bytes(
+    spans: Collection[Sequence[Span]], dtype: jnp.dtype, layer: int, stacks: bool = False
+) -> int:
+    """Bytes of the ring, and of what its layers become where they cannot be used as they are.
+
+    Single experts are stacked, if `stacks`.
+    """
     each = max(map(buffer_bytes, spans))
     kinds = {one.dtype for own in spans for span in own for one in span.tensors}
-    made = 0 if kinds == {np.dtype(dtype)} else layer
+    made = 0 if kinds == {np.dtype(dtype)} and not stacks else layer
     return BUFFERS * (each + made) + READERS * piece_bytes(spans)
 
 

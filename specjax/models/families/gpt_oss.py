@@ -31,9 +31,9 @@ def _features(config: Json, positions: Positions) -> Json:
         ),
         "sinks": True,
         "experts": Experts(
-            count=first_of(config.get("num_local_experts"), 128),
-            chosen=chosen,
-            size=config["intermediate_size"],
+            num_experts=first_of(config.get("num_local_experts"), 128),
+            experts_per_token=chosen,
+            intermediate_size=config["intermediate_size"],
             biased=True,
             swiglu=swiglu,
         ),
@@ -49,8 +49,8 @@ def _written(config: ModelConfig) -> Json:
         "layer_types": [FULL] * config.num_layers,
         **written_windows(config),
         "attention_bias": "query" in config.biases,
-        "num_local_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
+        "num_local_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
         "swiglu_alpha": gain,
         "swiglu_limit": limit,
     }

@@ -50,16 +50,16 @@ MIXTRAL = dataclasses.replace(
         **rotary.read(config, positions, 1_000_000.0),
         "windows": window_everywhere(config, None),
         "experts": Experts(
-            count=first_of(config.get("num_local_experts"), 8),
-            chosen=first_of(config.get("num_experts_per_tok"), 2),
-            size=config["intermediate_size"],
+            num_experts=first_of(config.get("num_local_experts"), 8),
+            experts_per_token=first_of(config.get("num_experts_per_tok"), 2),
+            intermediate_size=config["intermediate_size"],
         ),
     },
     written=lambda config: {
         **rotary.write(config),
         **written_windows(config),
-        "num_local_experts": _experts(config).count,
-        "num_experts_per_tok": _experts(config).chosen,
+        "num_local_experts": _experts(config).num_experts,
+        "num_experts_per_tok": _experts(config).experts_per_token,
     },
 )
 
@@ -85,22 +85,22 @@ def _dense_of_qwen(config: Json) -> tuple[int, ...]:
 
 def _of_qwen(config: Json, chosen: int, count: int, size: int) -> Experts:
     return Experts(
-        count=first_of(config.get("num_experts"), config.get("num_local_experts"), count),
-        chosen=first_of(config.get("num_experts_per_tok"), chosen),
-        size=first_of(config.get("moe_intermediate_size"), size),
-        normalized=first_of(config.get("norm_topk_prob"), False),
-        dense=_dense_of_qwen(config),
+        num_experts=first_of(config.get("num_experts"), config.get("num_local_experts"), count),
+        experts_per_token=first_of(config.get("num_experts_per_tok"), chosen),
+        intermediate_size=first_of(config.get("moe_intermediate_size"), size),
+        norm_topk=first_of(config.get("norm_topk_prob"), False),
+        dense_layers=_dense_of_qwen(config),
     )
 
 
 def _written_experts(config: ModelConfig) -> Json:
     experts = _experts(config)
     return {
-        "num_experts": experts.count,
-        "num_experts_per_tok": experts.chosen,
-        "moe_intermediate_size": experts.size,
-        "norm_topk_prob": experts.normalized,
-        "mlp_only_layers": list(experts.dense),
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.norm_topk,
+        "mlp_only_layers": list(experts.dense_layers),
         "decoder_sparse_step": 1,
     }
 
@@ -133,7 +133,7 @@ QWEN2_MOE = dataclasses.replace(
         "windows": _windows_of_qwen2(config),
         "experts": dataclasses.replace(
             _of_qwen(config, 4, 60, 1408),
-            shared=first_of(config.get("shared_expert_intermediate_size"), 5632),
+            shared_size=first_of(config.get("shared_expert_intermediate_size"), 5632),
             shared_gate=True,
         ),
     },
@@ -141,7 +141,7 @@ QWEN2_MOE = dataclasses.replace(
         **written_qwen(config),
         **_written_experts(config),
         "qkv_bias": "query" in config.biases,
-        "shared_expert_intermediate_size": _experts(config).shared,
+        "shared_expert_intermediate_size": _experts(config).shared_size,
     },
 )
 
@@ -188,18 +188,18 @@ OLMOE = dataclasses.replace(
         "biases": ATTENTION * bool(config.get("attention_bias")),
         "head_norms": "whole",
         "experts": Experts(
-            count=first_of(config.get("num_experts"), 64),
-            chosen=first_of(config.get("num_experts_per_tok"), 8),
-            size=config["intermediate_size"],
-            normalized=first_of(config.get("norm_topk_prob"), False),
+            num_experts=first_of(config.get("num_experts"), 64),
+            experts_per_token=first_of(config.get("num_experts_per_tok"), 8),
+            intermediate_size=config["intermediate_size"],
+            norm_topk=first_of(config.get("norm_topk_prob"), False),
         ),
     },
     written=lambda config: {
         **rotary.write(config),
         "attention_bias": "query" in config.biases,
-        "num_experts": _experts(config).count,
-        "num_experts_per_tok": _experts(config).chosen,
-        "norm_topk_prob": _experts(config).normalized,
+        "num_experts": _experts(config).num_experts,
+        "num_experts_per_tok": _experts(config).experts_per_token,
+        "norm_topk_prob": _experts(config).norm_topk,
     },
 )
 
@@ -208,10 +208,10 @@ def _of_granite(config: Json, positions: Positions) -> Json:
     return {
         **multipliers(config, positions),
         "experts": Experts(
-            count=first_of(config.get("num_local_experts"), 8),
-            chosen=first_of(config.get("num_experts_per_tok"), 2),
-            size=config["intermediate_size"],
-            shared=first_of(config.get("shared_intermediate_size"), 0),
+            num_experts=first_of(config.get("num_local_experts"), 8),
+            experts_per_token=first_of(config.get("num_experts_per_tok"), 2),
+            intermediate_size=config["intermediate_size"],
+            shared_size=first_of(config.get("shared_intermediate_size"), 0),
         ),
     }
 
@@ -219,8 +219,8 @@ def _of_granite(config: Json, positions: Positions) -> Json:
 def _written_granite(config: ModelConfig) -> Json:
     return {
         **written_multipliers(config),
-        "num_local_experts": _experts(config).count,
-        "num_experts_per_tok": _experts(config).chosen,
+        "num_local_experts": _experts(config).num_experts,
+        "num_experts_per_tok": _experts(config).experts_per_token,
     }
 
 
@@ -251,6 +251,6 @@ GRANITE_MOE_SHARED = dataclasses.replace(
     },
     written=lambda config: {
         **_written_granite(config),
-        "shared_intermediate_size": _experts(config).shared,
+        "shared_intermediate_size": _experts(config).shared_size,
     },
 )

@@ -50,16 +50,16 @@ def _turned_in_windows(config: Json, period: int) -> Json:
     kinds, window = _kinds(config, period), config.get("sliding_window", 4096)
     windows = windows_of(window, kinds, config["num_hidden_layers"])
     full = tuple(index for index, kind in enumerate(kinds) if kind == FULL)
-    return {"windows": windows, "unrotated": full if window is not None else ()}
+    return {"windows": windows, "no_rope_layers": full if window is not None else ()}
 
 
 def _written_turned(config: ModelConfig) -> Json:
     """The keys that `_turned_in_windows` reads; a window may be as long as the context."""
-    if not (config.unrotated or config.windows):
+    if not (config.no_rope_layers or config.windows):
         return {"sliding_window": None, "layer_types": [FULL] * config.num_layers}
     layers = range(config.num_layers)
     window = next((each for each in config.windows if each is not None), config.max_positions)
-    kinds = [FULL if layer in config.unrotated else SLIDING for layer in layers]
+    kinds = [FULL if layer in config.no_rope_layers else SLIDING for layer in layers]
     return {"sliding_window": window, "layer_types": kinds}
 
 
@@ -74,7 +74,7 @@ def _of_smollm3(config: Json, positions: Positions) -> Json:
     return {
         **rotary.read(config, positions, 2_000_000.0),
         "biases": _biases(config),
-        "unrotated": tuple(index for index, each in enumerate(turned) if not each),
+        "no_rope_layers": tuple(index for index, each in enumerate(turned) if not each),
         "windows": windows_of(window, config.get("layer_types") or kinds, layers),
     }
 
@@ -97,7 +97,7 @@ SMOLLM3 = dataclasses.replace(
         "layer_types": [FULL] * config.num_layers,
         **written_windows(config),
         "use_sliding_window": bool(config.windows),
-        "no_rope_layers": [int(n not in config.unrotated) for n in range(config.num_layers)],
+        "no_rope_layers": [int(n not in config.no_rope_layers) for n in range(config.num_layers)],
     },
 )
 
