@@ -9,10 +9,11 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.cpu import cpu_experts, cpu_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul
 from specjax.base.pytree import unchecked
 from specjax.models import expert_products
 from specjax.models.config import Experts
-from specjax.models.expert_products import expert_linears
+from specjax.models.expert_products import OfLayer, expert_linears
 from specjax.models.experts import route
 from specjax.models.layer_weights import LayerWeights
 from specjax.models.quantized import packed, with_activations
@@ -128,19 +129,63 @@ def test_products_of_experts_and_their_gradients(product):
     np.testing.assert_allclose(np.asarray(of_x), wanted_x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["_one_by_one", "_taken", "_ragged"])
-@pytest.mark.parametrize("columns", ["for all", "for each"])
+@pytest.mark.parametrize("form", ["_one_by_one", "_in_blocks"])
+@pytest.mark.parametrize("columns", ["for all", "for each", "one"])
 def test_every_form_without_our_kernels_is_the_product(form, columns):
     """Those of other platforms run here too."""
     drawn = np.random.default_rng(4)
-    weights = tuple(jnp.asarray(drawn.normal(size=(5, n, 12)), jnp.float32) for n in (7, 4))
-    count = CHOSEN.size if columns == "for each" else CHOSEN.shape[1]
+    chosen = jnp.asarray(CHOSEN[:, :1] if columns == "one" else CHOSEN)
+    weights = tuple(jnp.asarray(drawn.normal(size=(5, 7, 12)), jnp.float32) for _ in range(2))
+    count = chosen.size if columns == "for each" else chosen.shape[1]
     x = jnp.asarray(drawn.normal(size=(12, count)), jnp.float32)
-    run = getattr(expert_products, form)
-    for found, weight in zip(
-        run(jnp.dtype("float32"), weights, x, jnp.asarray(CHOSEN)), weights, strict=True
-    ):
-        np.testing.assert_allclose(found, dense(weight, x, CHOSEN), rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def product(x):
+        found = getattr(expert_products, form)(jnp.dtype("float32"), weights, x, chosen)
+        return sum(each.sum() for each in found), found
+
+    (_, made), of_x = jax.value_and_grad(product, has_aux=True)(x)
+    for found, weight in zip(made, weights, strict=True):
+        np.testing.assert_allclose(
+            found, dense(weight, x, np.asarray(chosen)), rtol=1e-5, atol=1e-5
+        )
+    wanted = np.zeros((12, chosen.size))
+    for number, expert in enumerate(np.asarray(chosen).reshape(-1)):
+        if 0 <= expert < 5:
+            wanted[:, number] = sum(np.asarray(weight)[expert].sum(axis=0) for weight in weights)
+    wanted = wanted.reshape(12, -1, count).sum(axis=1)
+    np.testing.assert_allclose(np.asarray(of_x), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("columns", [1, 6])
+def test_experts_of_a_layer_in_a_stack_are_those_of_the_layer(columns, monkeypatch):
+    """A kernel reads them in the stack of all layers, which it is told the place in."""
+    drawn = np.random.default_rng(5)
+    stacks = [jnp.asarray(drawn.normal(size=(3, 5, 7, 12)), jnp.float32) for _ in range(2)]
+    x = jnp.asarray(drawn.normal(size=(12, columns)), jnp.float32)
+    chosen = jnp.asarray(CHOSEN[:, :columns])
+    asked = []
+
+    def kernel(weights, *operands, **_):
+        asked.append(weights[0].shape)
+        return grouped_matmul(weights, *operands, implementation="triton", interpret=True)
+
+    def of(layer):
+        own = [OfLayer(stack, layer) for stack in stacks]
+        assert own[0].shape == (5, 7, 12)
+        return expert_linears(own, x, chosen)
+
+    here = jax.jit(of)(jnp.int32(1))
+    monkeypatch.setattr(expert_products, "platform", lambda: "gpu")
+    monkeypatch.setattr(expert_products, "grouped_matmul", kernel)
+    copied = jax.jit(lambda layer: of(layer))(jnp.int32(1))
+    monkeypatch.setattr(expert_products, "unable_grouped", lambda *_: None)
+    in_place = jax.jit(lambda layer: of(layer))(jnp.int32(1))
+    assert asked == [(5, 7, 12), (15, 7, 12)]
+    for number, stack in enumerate(stacks):
+        wanted = dense(stack[1], x, np.asarray(chosen))
+        for found in (here, copied, in_place):
+            np.testing.assert_allclose(found[number], wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("product", ["auto", "xla"])
@@ -156,12 +201,15 @@ def test_packed_experts_are_multiplied_as_packed_matrices_are(activations, produ
     try:
         pallas_kernels.use(product)
         (found,) = expert_linears([weight], x, jnp.asarray(CHOSEN), jnp.dtype("float32"))
+        few = jnp.asarray(CHOSEN[:, 1:2])
+        (one,) = expert_linears([weight], x[:, 1:2], few, jnp.dtype("float32"))
     finally:
         pallas_kernels.use("auto")
     numbers = jax.vmap(lambda own: own.unpacked())(weight)
     expected = dense(numbers, x, CHOSEN)
     rough = {"float": 1e-4, "bfloat16": 0.2, "int8": 0.3}[activations]
     np.testing.assert_allclose(np.asarray(found), expected, rtol=0, atol=rough)
+    np.testing.assert_allclose(np.asarray(one), expected[:, :, 1:2], rtol=0, atol=rough)
 
 
 def routed(experts, logits, bias=None):

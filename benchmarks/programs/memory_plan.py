@@ -93,7 +93,7 @@ CASES = {
 
 def drafter_of(case: Case) -> Any:
     """The drafter, of shapes alone."""
-    config = dataclasses.replace(case.config, experts=None, **case.draft)
+    config = dataclasses.replace(case.config, experts=None, windows=(), sinks=False, **case.draft)
     models = [abstract(config, case.dtype)] * (3 if case.method == "pool" else 1)
 
     def made(models: list[Model]) -> Any:

@@ -23,7 +23,7 @@ from specjax.measure.prompts import Prompt
 from specjax.measure.rows import FailedRow, GenerationRow, PassRow, PlainStepRow, RooflineRow
 from specjax.measure.workload import PLAIN_DTYPES, Workload
 from specjax.methods import registry
-from specjax.models.config import ModelConfig
+from specjax.models.config import Experts, ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.memory import load_of
 from specjax.models.quantized import in_dtype
@@ -35,6 +35,25 @@ SHAPES = {
     ),
     "llama-3.2-1b": ModelConfig(128_256, 2048, 8192, 16, 32, 8, 64, 500_000.0, 1e-5, True, 131_072),
     "qwen3-4b": ModelConfig(151_936, 2560, 9728, 36, 32, 8, 128, 1e6, 1e-6, True, 40_960),
+    "qwen3-30b-a3b": ModelConfig(
+        151_936, 2048, 6144, 48, 32, 4, 128, 1e6, 1e-6, False, 40_960, experts=Experts(128, 8, 768)
+    ),
+    "gpt-oss-20b": ModelConfig(
+        201_088,
+        2880,
+        2880,
+        24,
+        64,
+        8,
+        64,
+        150_000.0,
+        1e-5,
+        False,
+        131_072,
+        windows=(128, None) * 12,
+        sinks=True,
+        experts=Experts(32, 4, 2880),
+    ),
 }
 """The sizes of real models; what else tells them apart costs next to nothing."""
 _ROUNDS = 7

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,8 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cpu import cpu_experts, reference, share_a_call, unable
-from pallas_kernels.dispatch import precision_of
+from pallas_kernels.grouped_matmul import blocks_of, grouped_matmul
+from pallas_kernels.grouped_matmul import unable as unable_grouped
 from pallas_kernels.platform import platform
 from specjax.models.layers import (
     bits_of,
@@ -25,19 +26,34 @@ from specjax.models.layers import (
 )
 from specjax.models.quantized import INT8, PackedWeight
 
-_BY_EXPERT = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (2,)), ((), ())),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[0],
-)
-"""Columns as rows `[P, I]`, those of an expert beside each other, times its own `[O, I]`."""
 
-_COPIED = 3
-"""How often an expert's bytes move where it is copied before it is multiplied."""
+class OfLayer(NamedTuple):
+    """The experts of one of the layers in a stack, which a kernel reads where they lie.
+
+    A slice of the stack, which XLA reads in place, would be copied for a kernel: 0.4 GB for a
+    matrix of a layer of Qwen3-30B-A3B.
+    """
+
+    stack: Float[Array, "L X _ I"]
+    layer: Int32[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the layer's experts."""
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of all."""
+        return self.stack.dtype
+
+    def taken(self) -> Float[Array, "X _ I"]:
+        """A slice of the stack."""
+        return self.stack[self.layer]
 
 
 def expert_linears(
-    weights: Sequence[Float[Array, "X _ I"] | PackedWeight],
+    weights: Sequence[Float[Array, "X _ I"] | PackedWeight | OfLayer],
     x: Float[Array, "I N"],
     chosen: Int32[Array, "K C"],
     dtype: jnp.dtype | None = None,
@@ -66,7 +82,21 @@ def expert_linears(
         return _coded_products(tuple(packed), x, chosen, kind)
     if packed[0].activations == INT8:
         x, kind = reference.quantized(x), jnp.dtype(jnp.float32)
+    if chosen.size < packed[0].shape[0]:
+        packed, chosen = _taken(packed, chosen)
     return _products(tuple(_unpacked(weight, kind) for weight in packed), x, chosen, kind)
+
+
+def _taken(
+    weights: Sequence[PackedWeight], chosen: Int32[Array, "K C"]
+) -> tuple[list[PackedWeight], Int32[Array, "K C"]]:
+    """The codes of what each column chose alone, which are less to unpack than all of them."""
+    flat, count = chosen.reshape(-1), weights[0].shape[0]
+    is_one = (flat >= 0) & (flat < count)
+    own = jnp.where(is_one, flat, 0)
+    taken = [each.of_rows(lambda part: part[own]) for each in weights]
+    number = jnp.where(is_one, jnp.arange(flat.size, dtype=jnp.int32), -1)
+    return taken, number.reshape(chosen.shape)
 
 
 def _unpacked(weight: PackedWeight, dtype: jnp.dtype) -> Float[Array, "X O I"]:
@@ -78,27 +108,55 @@ def _unpacked(weight: PackedWeight, dtype: jnp.dtype) -> Float[Array, "X O I"]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _products(
-    weights: tuple[Array, ...], x: Array, chosen: Array, dtype: jnp.dtype
+    weights: tuple[Any, ...], x: Array, chosen: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
-    able = weights[0].dtype == dtype and unable(weights[0], x.shape[0], 1) is None
-    if able and share_a_call(weights):
-        return cpu_experts(weights, x, chosen, rounded=dtype == jnp.bfloat16)
-    return sequential_vmap(partial(_xla_products, dtype))(weights, x, chosen)
+    if platform() == "cpu":
+        weights = _taken_from_stacks(weights)
+        able = weights[0].dtype == dtype and unable(weights[0], x.shape[0], 1) is None
+        if able and share_a_call(weights):
+            return cpu_experts(weights, x, chosen, rounded=dtype == jnp.bfloat16)
+    return sequential_vmap(partial(_grouped, dtype))(weights, x, chosen)
 
 
-def _xla_products(
-    dtype: jnp.dtype, weights: tuple[Array, ...], x: Array, chosen: Array
+def _taken_from_stacks(weights: Sequence[Array | OfLayer]) -> tuple[Array, ...]:
+    return tuple(each.taken() if isinstance(each, OfLayer) else each for each in weights)
+
+
+def _grouped(
+    dtype: jnp.dtype,
+    weights: tuple[Any, ...],
+    x: Array,
+    chosen: Array,
+    implementation: str | None = None,
 ) -> tuple[Array, ...]:
-    """The products without our kernels; what they do has no `vmap` of its own.
+    """The products without those of our library for CPUs; what does them has no `vmap` of its own.
 
     XLA:CPU makes as many copies of the columns as there are experts for its grouped product, 0.3
-    GiB for 4,096 of 2,048 inputs and 8 experts, and XLA:TPU a copy of all experts, 0.4 GiB for a
-    layer of Qwen3-30B-A3B's shape (jax 0.10.2).
+    GiB for 4,096 of 2,048 inputs and 8 experts (jax 0.10.2).
     """
     if platform() == "cpu":
         return _one_by_one(dtype, weights, x, chosen)
-    few = chosen.size * _COPIED <= weights[0].shape[0]
-    return (_taken if few else _ragged)(dtype, weights, x, chosen)
+    return _in_blocks(dtype, weights, x, chosen, implementation)
+
+
+def _in_blocks(
+    dtype: jnp.dtype,
+    weights: tuple[Any, ...],
+    x: Array,
+    chosen: Array,
+    implementation: str | None = None,
+) -> tuple[Array, ...]:
+    """Columns in blocks of each expert (`pallas_kernels.grouped_matmul`)."""
+    count = weights[0].shape[0]
+    blocks = blocks_of(chosen.reshape(-1), count, distinct=chosen.shape[1] == 1)
+    if all(isinstance(each, OfLayer) for each in weights):
+        stacks = tuple(each.stack.reshape(-1, *each.shape[1:]) for each in weights)
+        if unable_grouped(stacks, x, blocks) is None:
+            blocks = blocks._replace(group=blocks.group + weights[0].layer * count)
+            weights = stacks
+    weights = _taken_from_stacks(weights)
+    made = grouped_matmul(weights, rounded_to(x, dtype).T, blocks, implementation=implementation)
+    return tuple(each.T.reshape(-1, *chosen.shape) for each in made)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,47 +215,6 @@ def _one_by_one_backward(
 _one_by_one.defvjp(_one_by_one_forward, _one_by_one_backward)
 
 
-def _taken(
-    dtype: jnp.dtype, weights: tuple[Array, ...], x: Array, chosen: Array
-) -> tuple[Array, ...]:
-    """A copy of each column's experts times the column."""
-    count, flat = weights[0].shape[0], chosen.reshape(-1)
-    is_one = (flat >= 0) & (flat < count)
-    rows = rounded_to(x.T[jnp.arange(flat.size) % x.shape[1]], dtype)
-
-    def of(weight: Array) -> Array:
-        own = rounded_to(weight[jnp.where(is_one, flat, 0)], dtype)
-        made = jnp.einsum(
-            "poi,pi->op", own, rows, precision=precision_of(dtype),
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        return jnp.where(is_one, made, 0).reshape(-1, *chosen.shape)
-
-    return tuple(map(of, weights))
-
-
-def _ragged(
-    dtype: jnp.dtype, weights: tuple[Array, ...], x: Array, chosen: Array
-) -> tuple[Array, ...]:
-    """XLA's grouped product of columns that are sorted by their experts."""
-    count, flat = weights[0].shape[0], chosen.reshape(-1)
-    expert = jnp.where((flat >= 0) & (flat < count), flat, count)
-    order = jnp.argsort(expert, stable=True)
-    sizes = jnp.bincount(expert, length=count + 1)[:count].astype(jnp.int32)
-    rows = rounded_to(x.T[order % x.shape[1]], dtype)
-    back = jnp.argsort(order)
-
-    def of(weight: Array) -> Array:
-        made = lax.ragged_dot_general(
-            rows, rounded_to(weight, dtype), sizes, _BY_EXPERT, precision=precision_of(rows.dtype),
-            preferred_element_type=jnp.float32,
-        )  # fmt: skip
-        made = jnp.where((expert < count)[:, None], made[back], 0)
-        return made.T.reshape(-1, *chosen.shape)
-
-    return tuple(map(of, weights))
-
-
 def _products_forward(
     weights: tuple[Array, ...], x: Array, chosen: Array, dtype: jnp.dtype
 ) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], Array, Array]]:
@@ -213,9 +230,10 @@ def _products_backward(
 
     @sequential_vmap
     def back(weights: tuple[Array, ...], x: Array, chosen: Array, grads: tuple[Array, ...]) -> Any:
-        return jax.vjp(lambda weights, x: _xla_products(dtype, weights, x, chosen), weights, x)[1](
-            grads
-        )
+        def product(weights: tuple[Any, ...], x: Array) -> tuple[Array, ...]:
+            return _grouped(dtype, _taken_from_stacks(weights), x, chosen, "xla")
+
+        return jax.vjp(product, weights, x)[1](grads)
 
     return *back(weights, x, chosen, grads), None
 

@@ -13,7 +13,6 @@ from specjax.models import layers
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.expert_products import expert_linears
 from specjax.models.layer_weights import LayerWeights
-from specjax.models.quantized import PackedWeight
 
 _LEAST_SUM = 1e-20
 """What is added to the sum of scores that are no probabilities, as DeepSeek-V3's code does."""
@@ -130,11 +129,7 @@ def _products(
     return found
 
 
-def _down(weights: LayerWeights) -> Array | PackedWeight:
-    assert weights.expert_down is not None
-    return weights.expert_down
-
-
 def _held(weights: LayerWeights) -> int:
     """How many experts are here."""
-    return _down(weights).shape[0]
+    assert weights.expert_down is not None
+    return weights.expert_down.shape[0]

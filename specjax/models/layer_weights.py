@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from specjax.base.pytree import pytree
 from specjax.models import layers
+from specjax.models.expert_products import OfLayer
 from specjax.models.quantized import PackedWeight
 from specjax.parallel.mesh import all_sum
 
@@ -49,9 +50,9 @@ class LayerWeights:
     router: Float[Array, "X E"] | PackedWeight | None = None
     router_bias: Float[Array, " X"] | None = None
     correction_bias: Float[Array, " X"] | None = None
-    expert_gate: Float[Array, "Y G E"] | PackedWeight | None = None
-    expert_up: Float[Array, "Y G E"] | PackedWeight | None = None
-    expert_down: Float[Array, "Y E G"] | PackedWeight | None = None
+    expert_gate: Float[Array, "Y G E"] | PackedWeight | OfLayer | None = None
+    expert_up: Float[Array, "Y G E"] | PackedWeight | OfLayer | None = None
+    expert_down: Float[Array, "Y E G"] | PackedWeight | OfLayer | None = None
     expert_gate_bias: Float[Array, "Y G"] | None = None
     expert_up_bias: Float[Array, "Y G"] | None = None
     expert_down_bias: Float[Array, "Y E"] | None = None

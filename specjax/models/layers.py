@@ -152,8 +152,8 @@ def linear(
     return made[0]
 
 
-def computed_in(weight: Array | PackedWeight, dtype: jnp.dtype | None) -> jnp.dtype:
-    """What the operands of a product are rounded to."""
+def computed_in(weight: Any, dtype: jnp.dtype | None) -> jnp.dtype:
+    """What the operands of a product with a matrix, packed or not, are rounded to."""
     is_told = isinstance(weight, PackedWeight) and weight.activations == BFLOAT16
     return jnp.dtype(jnp.bfloat16 if is_told else dtype or weight.dtype)
 

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels.cpu.library import status
 from pallas_kernels.dispatch import named
+from pallas_kernels.grouped_matmul import sizes_of_blocks
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention.xla import (
     SLOTS_AT_ONCE,
@@ -156,18 +157,22 @@ class Load(NamedTuple):
         """Bytes of columns while their experts are multiplied: a device has those of all that a
         column chose, also of experts that it does not hold.
 
-        XLA's own products are all held until a layer's last one, and on a CPU a copy of an expert's
-        matrices. After ours XLA:CPU adds, in float32, copies of what each expert gave.
+        On accelerators they are in blocks of each expert. On a CPU XLA's own products are all held
+        until a layer's last one, with a copy of an expert's matrices; after ours XLA:CPU adds, in
+        float32, copies of what each expert gave.
         """
         config, experts = self.placed.config, self.placed.config.experts
         if experts is None:
             return 0
-        size, given = experts.intermediate_size, config.hidden_size
+        size, given, width = experts.intermediate_size, config.hidden_size, self.dtype.itemsize
         first = (1 + config.gated) * size
-        chosen = 4 * columns * experts.experts_per_token
+        chosen = columns * experts.experts_per_token
+        if platform() != "cpu":
+            rows = math.prod(sizes_of_blocks(chosen, experts.num_experts // self.parts))
+            return rows * max(width * given + 4 * first, width * size + 4 * given)
         if not _has_cpu_kernels():
-            return chosen * (first + size + given) + self.dtype.itemsize * first * given
-        return chosen * max(size + max(first, given), 2 * given * (self.dtype.itemsize == 4))
+            return 4 * chosen * (first + size + given) + width * first * given
+        return 4 * chosen * max(size + max(first, given), 2 * given * (width == 4))
 
 
 def _has_cpu_kernels() -> bool:

@@ -16,7 +16,16 @@ from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, replace, static, unchecked
 from specjax.models import layers
-from specjax.models.config import MATRICES, PACKABLE, ROUTERS, LayerKind, ModelConfig, Shape
+from specjax.models.config import (
+    EXPERT_MATRICES,
+    MATRICES,
+    PACKABLE,
+    ROUTERS,
+    LayerKind,
+    ModelConfig,
+    Shape,
+)
+from specjax.models.expert_products import OfLayer
 from specjax.models.features import joined
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
 from specjax.models.layer_weights import LayerWeights, layer_of, product, products
@@ -535,6 +544,8 @@ def _looped(
     cache = caches[0]
     held = None if cache is None else (cache.keys[0], cache.values[0])
     earlier = None if block is None else block[0]
+    experts = {} if platform() == "cpu" else _unpacked_experts(stack)
+    stack = replace(stack, **dict.fromkeys(experts))
     kept = sorted({*hidden_layers})
     in_pages = all(each is not None and each.pages is not None for each in caches)
 
@@ -553,7 +564,10 @@ def _looped(
     def one(carry: tuple[Array, Array], own: Any) -> tuple[tuple[Array, Array], Any]:
         x, hidden = carry
         number, place, weights, held, earlier = own
-        x, new = apply_layer(model, weights, x, of_layer(number, held, earlier), dtype)
+        whole = {name: OfLayer(of_all, number) for name, of_all in experts.items()}
+        x, new = apply_layer(
+            model, replace(weights, **whole), x, of_layer(number, held, earlier), dtype
+        )
         hidden = hidden.at[place].set(x, mode="drop") if kept else hidden
         return (x, hidden), new if slots is None else tuple(in_slots(own, slots) for own in new)
 
@@ -566,6 +580,12 @@ def _looped(
     own = numbers, places_of, stack, None if in_pages else held, earlier
     (x, hidden), new = lax.scan(one, (x, before), own)
     return x, new, tuple(hidden[places[number]] for number in hidden_layers)
+
+
+def _unpacked_experts(stack: LayerWeights) -> dict[str, Array]:
+    """The matrices of experts that kernels read, of all layers."""
+    own = {name: getattr(stack, name) for name in EXPERT_MATRICES}
+    return {name: leaf for name, leaf in own.items() if isinstance(leaf, Array)}
 
 
 def layer_of_pass(

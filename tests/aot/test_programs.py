@@ -29,7 +29,9 @@ from specjax.cli.main import main
 from specjax.engine import programs
 from specjax.engine.ahead import engine_of_shapes
 from specjax.goodput.bursts import BURST
-from specjax.measure.compile_ahead import KINDS, compiled, hardware, on
+from specjax.measure.compile_ahead import KINDS, abstract, compiled, hardware, on
+from specjax.models.config import Experts, ModelConfig
+from specjax.models.experts import mixture
 from specjax.models.kv_cache import KVCache
 from tests.conftest import tiny_model
 from tests.pairs import near
@@ -105,6 +107,38 @@ def test_heads_with_sinks_compile(kind, name):
         found, jax.jit(IMPLEMENTATIONS[name].run), on(at._replace(sinks=sinks), found.mesh())
     )
     assert made.operations["custom-call"]
+
+
+MIXTURE = ModelConfig(
+    vocab_size=1024, hidden_size=2048, intermediate_size=6144, num_layers=1, num_heads=32,
+    num_kv_heads=4, head_dim=128, experts=Experts(128, 8, 768),
+)  # fmt: skip
+"""A layer of Qwen3-30B-A3B."""
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_experts_are_read_where_they_lie(kind):
+    """Those of a layer, 1.2 GB, by one node and by 64."""
+    found = hardware(kind)
+    model = on(abstract(MIXTURE, "bfloat16"), found.mesh())
+    layer = model.layer(0)
+    for columns in (1, 64):
+        x = on(jax.ShapeDtypeStruct((2048, columns), jnp.float32), found.mesh())
+        program = jax.jit(lambda layer, x: mixture(MIXTURE, layer, x))
+        made = compiled(found, program, layer, x)
+        assert made.operations["custom-call"] >= 2
+        assert made.temporary_bytes < 30e6
+        if kind == "h100":  # 8 of one node, 21 of 64 in jax 0.10.2
+            assert sum(made.kernels.values()) <= (10 if columns == 1 else 24)
+
+
+@pytest.mark.parametrize("kind", [of_kind("v5e")])
+def test_experts_in_a_stack_are_read_where_they_lie(kind):
+    """Of 48 layers, over four devices: of a slice a kernel was given a copy, 97 MB each."""
+    found = made(f"{kind}:2x2", case_of("qwen3-30b-a3b", "none"), "step", model=4)
+    assert found.operations["while"] == 1
+    assert found.temporary_bytes < 10e6
+    assert found.collectives["all-reduce"] <= 4
 
 
 @pytest.mark.parametrize("kind", [of_kind("h100")])
