@@ -19,9 +19,10 @@ from pallas_kernels.grouped_matmul.operands import Operands
 
 _PROGRAMS = 264  # two for each multiprocessor of an H100 or H200
 _OUTPUTS = (128, 64, 32)
-_INPUT_BYTES = 256
-_STAGE_BYTES = 72 * 1024
-"""Of what a program has on its way there are three stages, and 227 KiB of shared memory."""
+_INPUT_BYTES = (256, 128)
+_STAGE_BYTES = 32 * 1024
+"""Of what a program has on its way there are three stages, and of shared memory 99 KiB on the cards
+that have least (compute capability 8.6 and 8.9)."""
 
 
 class _Static(NamedTuple):
@@ -65,13 +66,14 @@ def grouped_matmul(at: Operands, *, interpret: bool = False) -> tuple[Array, ...
 def _static(at: Operands, blocks: int) -> _Static:
     _, outputs, inputs = at.weights[0].shape
     width = max(at.rows.dtype.itemsize, *(weight.dtype.itemsize for weight in at.weights))
-    own_inputs = min(_INPUT_BYTES // width, max(16, pl.next_power_of_2(inputs)))
     fitting = [
-        own for own in _OUTPUTS
-        if (own * len(at.weights) + at.blocks.size) * own_inputs * width <= _STAGE_BYTES
+        (own, own_bytes // width) for own in _OUTPUTS for own_bytes in _INPUT_BYTES
+        if (own * len(at.weights) + at.blocks.size) * own_bytes <= _STAGE_BYTES
     ]  # fmt: skip
-    many = [own for own in fitting if blocks * pl.cdiv(outputs, own) >= _PROGRAMS]
-    own_outputs = min((many or fitting[-1:])[0], max(16, pl.next_power_of_2(outputs)))
+    many = [each for each in fitting if blocks * pl.cdiv(outputs, each[0]) >= _PROGRAMS]
+    own_outputs, own_inputs = (many or fitting[-1:])[0]
+    own_outputs = min(own_outputs, max(16, pl.next_power_of_2(outputs)))
+    own_inputs = min(own_inputs, max(16, pl.next_power_of_2(inputs)))
     return _Static(len(at.weights), outputs, inputs, own_outputs, own_inputs)
 
 
