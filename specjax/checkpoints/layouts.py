@@ -25,7 +25,14 @@ from specjax.checkpoints.layout_checks import (
     truth_of,
     whole_of,
 )
-from specjax.models.quantized import FLOAT8, INTEGER, PackedWeight, bytes_of, packed_weight
+from specjax.models.quantized import (
+    FLOAT8,
+    INTEGER,
+    PackedWeight,
+    bytes_of,
+    mxfp4_weight,
+    packed_weight,
+)
 
 Kinds = tuple[np.dtype[Any], ...]
 
@@ -454,10 +461,6 @@ def _absmax(parts: Parts, count: int, state: Json) -> np.ndarray:
     return (numbers * wide + np.float32(offset)).astype(np.float32)
 
 
-_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The numbers of codes without a sign (E2M1 of the OCP Microscaling formats, 2023)."""
-
-
 def _mxfp4(about: Json) -> list[Layout]:
     """gpt-oss: experts `[X, O, G, 16]` bytes of 4-bit floats, with a power of two for each 32."""
     del about
@@ -466,14 +469,10 @@ def _mxfp4(about: Json) -> list[Layout]:
         blocks, scales = parts["blocks"], parts["scales"]
         if blocks.ndim != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
             raise Unfit(f"blocks {blocks.shape} and scales {scales.shape} do not fit each other.")
-        if (scales == 255).any():
-            raise Unfit("a scale is NaN.")
-        bits = np.where(scales == 0, 64, scales.astype(np.uint16) << 7).astype(np.uint16)
-        table = np.asarray([*_MXFP4, *(-each for each in _MXFP4)], np.float32)
-        values = blocks.reshape(*blocks.shape[:2], -1)
-        return packed_weight(
-            values, bits.view(ml_dtypes.bfloat16), 4, table=table, form="mxfp4"
-        )  # fmt: skip
+        try:
+            return mxfp4_weight(blocks.reshape(*blocks.shape[:2], -1), scales)
+        except ValueError as error:
+            raise Unfit(str(error)) from error
 
     return [Layout("blocks", _UINT8, {"scales": _UINT8}, {}, experts, "_", "")]
 

@@ -70,7 +70,7 @@ def is_quantized(path: Path) -> bool:
 def bytes_of_blocks(tensor: Extent, itemsize: int) -> int:
     """Bytes in memory of a tensor of a GGUF file; where it is not packed, so many for a weight."""
     if gguf.is_packed(tensor.dtype):
-        return tensor.size
+        return gguf.bytes_packed(tensor.dtype, math.prod(tensor.shape))
     return itemsize * gguf.weights_of(tensor.dtype, math.prod(tensor.shape))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax import lax
 from jaxtyping import Array, BFloat16, Float, Int32, Num, UInt8
@@ -181,6 +182,30 @@ def packed_weight(values: np.ndarray, scale: np.ndarray, bits: int, **parts: Any
     absent = {"zero": None, "order": None, "table": None, "offset": None, "form": INTEGER}
     absent |= {"dtype": np.dtype("float32"), "activations": FLOAT}
     return unchecked(PackedWeight, values=values, scale=scale, bits=bits, **(absent | parts))
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The numbers of MXFP4's codes without a sign (OCP Microscaling formats, 2023)."""
+
+
+def mxfp4_weight(values: np.ndarray, exponents: np.ndarray) -> PackedWeight:
+    """Matrices in MXFP4: 4-bit floats, and a power of two for each 32 of a row's inputs.
+
+    Scales become bfloat16, which holds all of them exactly.
+
+    Args:
+      values: bytes of two codes (`bytes_of`), `[..., I / 2]`.
+      exponents: of the scales, 127 more than they are, `[..., I / 32]` in uint8.
+
+    Raises:
+      ValueError: a scale is NaN.
+    """
+    if (exponents == 255).any():
+        raise ValueError("a scale is NaN.")
+    bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)
+    table = np.asarray([*_E2M1, *(-each for each in _E2M1)], np.float32)
+    scale = bits.view(ml_dtypes.bfloat16)
+    return packed_weight(values, scale, 4, table=table, form="mxfp4")
 
 
 def kept(matrix: np.ndarray) -> PackedWeight:

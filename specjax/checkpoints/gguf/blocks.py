@@ -1,8 +1,8 @@
 """Tensor types of GGUF files: blocks of weights as numpy dtypes, and what each stands for.
 
 A tensor is an array of such blocks, mapped from the file, so its dtype alone says how it is read:
-Q8_0, Q4_0 and Q4_1 become packed weights of groups of 32, to the bit what the file holds; other
-blocks are dequantized to float32, by the package `gguf`.
+Q8_0, Q4_0, Q4_1 and MXFP4 become packed weights of groups of 32, to the bit what the file holds;
+other blocks are dequantized to float32, by the package `gguf`.
 """
 
 import collections
@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.gguf.header import Tensor, header_of
-from specjax.models.quantized import PackedWeight, bytes_of, packed_weight
+from specjax.models.quantized import PackedWeight, bytes_of, mxfp4_weight, packed_weight
 
 _GROUP = 32
 _HALF = "<f2"
@@ -25,6 +25,7 @@ _PACKED = {
     "Q8_0": np.dtype([("scale", _HALF), ("codes", "u1", _GROUP)]),
     "Q4_0": np.dtype([("scale", _HALF), ("codes", "u1", _GROUP // 2)]),
     "Q4_1": np.dtype([("scale", _HALF), ("offset", _HALF), ("codes", "u1", _GROUP // 2)]),
+    "MXFP4": np.dtype([("exponent", "u1"), ("codes", "u1", _GROUP // 2)]),
 }
 """Blocks that a packed weight holds as they are."""
 _WHOLE = {
@@ -32,7 +33,7 @@ _WHOLE = {
     "F16": np.dtype(_HALF),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_OTHERS = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4")
+_OTHERS = ("Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 TYPES = (*_WHOLE, *_PACKED, *_OTHERS)
 """Names of the tensor types that are read."""
 
@@ -108,6 +109,11 @@ def is_packed(form: np.dtype) -> bool:
     return form in _PACKED.values()
 
 
+def bytes_packed(form: np.dtype, blocks: int) -> int:
+    """Bytes in memory of so many blocks of a type that stays packed: exponents get 16 bits."""
+    return blocks * (form.itemsize + ("exponent" in (form.names or ())))
+
+
 def weights_of(form: np.dtype, blocks: int) -> int:
     """How many weights so many blocks have."""
     return blocks * next(weights for _, own, weights in _forms().values() if own == form)
@@ -118,14 +124,14 @@ def matrix_of(name: str, tensor: np.ndarray) -> np.ndarray | PackedWeight:
 
     Args:
       name: of it, for errors.
-      tensor: `[O, blocks of a row]` in a dtype of `form_of`.
+      tensor: `[O, blocks of a row]`, or such of each expert, in a dtype of `form_of`.
 
     Raises:
       CheckpointError: a scale is no number.
     """
     if tensor.dtype.names is None:
         return tensor
-    if is_packed(tensor.dtype) and tensor.ndim == 2:
+    if is_packed(tensor.dtype) and tensor.ndim > 1:
         return _packed(name, tensor)
     kind = package().GGMLQuantizationType[_name_of(tensor.dtype)]
     raw = np.ascontiguousarray(tensor).view(np.uint8).reshape(*tensor.shape[:-1], -1)
@@ -134,7 +140,7 @@ def matrix_of(name: str, tensor: np.ndarray) -> np.ndarray | PackedWeight:
 
 
 def _packed(name: str, blocks: np.ndarray) -> PackedWeight:
-    outputs = len(blocks)
+    *whole, _ = blocks.shape  # of matrices, rows
     codes = blocks["codes"]
     parts = {}
     for part in ("scale", "offset"):
@@ -142,9 +148,13 @@ def _packed(name: str, blocks: np.ndarray) -> PackedWeight:
             parts[part] = np.ascontiguousarray(blocks[part])
             if not np.isfinite(parts[part]).all():
                 raise CheckpointError(f"{name} holds a {part} that is NaN or infinity.")
-    scale = parts.pop("scale")
     if codes.shape[-1] == _GROUP:  # signed, where 128 stands for 0
-        return packed_weight((codes ^ 0x80).reshape(outputs, -1), scale, 8, **parts)
+        return packed_weight((codes ^ 0x80).reshape(*whole, -1), parts.pop("scale"), 8, **parts)
     first, second = codes & 15, codes >> 4  # of inputs 0 to 15, and 16 to 31
-    each = np.concatenate([first, second], axis=-1)
-    return packed_weight(bytes_of(each, 4).reshape(outputs, -1), scale, 4, **parts)
+    values = bytes_of(np.concatenate([first, second], axis=-1), 4).reshape(*whole, -1)
+    if "scale" in parts:
+        return packed_weight(values, parts.pop("scale"), 4, **parts)
+    try:
+        return mxfp4_weight(values, np.ascontiguousarray(blocks["exponent"]))
+    except ValueError as error:
+        raise CheckpointError(f"{name}: {error}") from error
