@@ -4,6 +4,7 @@ Names are those of the package gguf (`get_tensor_name_map`), which specjax does 
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2", "gpt2": "gpt2",
-    "gpt_neox": "gptneox",
+    "gpt_neox": "gptneox", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
+    "gpt_oss": "gpt-oss", "granite": "granite",
 }  # fmt: skip
 WHOLE = {"F32": np.float32, "F16": np.float16}
 
@@ -56,15 +59,16 @@ DRAWN = ("Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
 """Types that the package gguf does not write; their blocks are drawn."""
 
 
-def drawn_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> np.ndarray:
+def drawn_blocks(kind: str, *shape: int, seed: int = 0) -> np.ndarray:
     """Blocks of random codes with small scales, of which those of 16 bits begin or end a block."""
     weights, size = gguf.GGML_QUANT_SIZES[Type[kind]]
     drawn = np.random.default_rng(seed)
-    made = drawn.integers(0, 256, (outputs, inputs // weights, size), np.uint8)
+    *outer, inputs = shape
+    made = drawn.integers(0, 256, (*outer, inputs // weights, size), np.uint8)
     for at in {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (size - 2,), "IQ4_NL": (0,)}[kind]:
-        scales = drawn.uniform(1e-4, 1e-3, made.shape[:2]).astype(np.float16)
-        made[:, :, at : at + 2] = scales.view(np.uint8).reshape(*made.shape[:2], 2)
-    return made.reshape(outputs, -1)
+        scales = drawn.uniform(1e-4, 1e-3, made.shape[:-1]).astype(np.float16)
+        made[..., at : at + 2] = scales.view(np.uint8).reshape(*made.shape[:-1], 2)
+    return made.reshape(*outer, -1)
 
 
 def finish(writer: gguf.GGUFWriter) -> None:
@@ -106,7 +110,11 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_eos_token_id(first)
     for end in more:
         writer.add_eot_token_id(end)
-    if of("sliding_window") and config["model_type"] not in ("qwen2", "qwen3"):
+    _write_experts(writer, config)
+    for own, key in GRANITE.items():
+        if writer.arch.startswith("granite"):
+            writer.add_float32(f"{writer.arch}.{own}", config[key])
+    if of("sliding_window") and not config["model_type"].startswith(("qwen2", "qwen3", "mixtral")):
         writer.add_sliding_window(config["sliding_window"])
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if of(key):
@@ -117,6 +125,23 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
         kinds = [kind == "sliding_attention" for kind in config["layer_types"]]
         writer.add_array("gemma3.attention.sliding_window_pattern", kinds)
     _write_rope(writer, config, size)
+
+
+GRANITE = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+           "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
+
+
+def _write_experts(writer: gguf.GGUFWriter, config: dict) -> None:
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if not count:
+        return
+    writer.add_expert_count(count)
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if config.get(key):
+            writer.add_expert_shared_feed_forward_length(config[key])
 
 
 def _write_rope(writer: gguf.GGUFWriter, config: dict, size: int) -> None:
@@ -157,13 +182,52 @@ def llama3_factors(rope: dict, size: int) -> np.ndarray:
     return np.array(made, np.float32)
 
 
+PERMUTED = ("llama", "granite", "granitemoe")
+
+
+def _with_experts(held: dict, config: dict):
+    """Tensors, those of experts together and each matrix by itself."""
+    waiting = {}
+    for own, values in held.items():
+        parts = re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", own)
+        if parts:
+            waiting.setdefault(f"{parts[1]}.{parts[3]}", {})[int(parts[2])] = values
+        elif config["model_type"] == "gpt_oss" and ".experts." in own:
+            name, bias, _ = own.partition("_bias")
+            values = values if bias else values.swapaxes(1, 2)
+            end = "bias" if bias else "weight"
+            if name.endswith("gate_up_proj"):
+                base = name.removesuffix("gate_up_proj")
+                yield f"{base}gate_proj.{end}", values[:, 0::2]
+                yield f"{base}up_proj.{end}", values[:, 1::2]
+            else:
+                yield f"{name}.{end}", values
+        elif own.endswith("self_attn.sinks"):
+            yield f"{own}.weight", values
+        elif own.endswith("shared_mlp.output_linear.weight"):
+            base = own.removesuffix("shared_mlp.output_linear.weight")
+            yield f"{base}mlp.shared_expert.down_proj.weight", values
+        elif own.endswith("input_linear.weight"):
+            base = own.removesuffix("input_linear.weight")
+            base = base.replace("shared_mlp.", "mlp.shared_expert.")
+            axis = values.ndim - 2
+            names = ("w1", "w3") if values.ndim == 3 else ("gate_proj", "up_proj")
+            base = base + ("experts." if values.ndim == 3 else "")
+            for part, matrix in zip(names, np.split(values, 2, axis=axis), strict=True):
+                yield f"{base}{part}.weight", matrix
+        else:
+            yield own, values
+    for own, parts in waiting.items():
+        yield own, np.stack([parts[number] for number in range(len(parts))])
+
+
 def _tensors(held: dict, config: dict, name: str):
     """Tensors as the converter has them."""
     arch = next(each for each, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
     layers = config.get("num_hidden_layers") or config["n_layer"]
     names = gguf.get_tensor_name_map(arch, layers)
     heads = config.get("num_attention_heads") or config["n_head"]
-    for own, values in held.items():
+    for own, values in _with_experts(held, config):
         base, _, end = own.rpartition(".")
         if own.endswith((".attn.bias", ".masked_bias", "inv_freq")):
             continue
@@ -172,7 +236,7 @@ def _tensors(held: dict, config: dict, name: str):
         found = names.get_name(base)
         assert found is not None, own
         values = values.astype(np.float32)
-        if name == "llama" and base.endswith(("q_proj", "k_proj")):
+        if name in PERMUTED and base.endswith(("q_proj", "k_proj")):
             kv = config.get("num_key_value_heads") or heads
             count = heads if base.endswith("q_proj") else kv
             parts = values.reshape(count, 2, -1, *values.shape[1:])

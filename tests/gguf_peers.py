@@ -3,8 +3,9 @@
 python -m tests.gguf_peers FILE.gguf... --texts TEXTS.jsonl   # real files
 python -m tests.gguf_peers --made                            # tiny ones, of every family and type
 
-It needs torch, gguf and accelerate. transformers 5.24 reads no GGUF of OLMo-2 and GPT-NeoX; of
-others it ignores Llama 3's frequency factors, Qwen 3's size of heads, Gemma's caps and query scale.
+It needs torch, gguf and accelerate. transformers 5.24 reads no GGUF of OLMo-2, GPT-NeoX and most
+mixtures; of others it ignores Llama 3's frequency factors, Qwen 3's size of heads, Gemma's caps and
+query scale.
 """
 
 import argparse
@@ -38,6 +39,8 @@ FAMILIES = {
     "Gemma2": {"head_dim": 256, "sliding_window": 16}, "Gemma3Text": {"head_dim": 256},
     "GPT2": {"n_embd": 64, "n_head": 4, "n_layer": 3, "n_positions": 64}, "Olmo2": {},
     "GPTNeoX": {},
+    "Qwen3Moe": {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 768,
+                 "norm_topk_prob": True, "head_dim": 128},
 }  # fmt: skip
 """By the names of transformers' classes, with what its reading of a file takes for granted."""
 

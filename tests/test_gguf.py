@@ -32,21 +32,31 @@ from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.tokenizers import tokenizer_of
+from specjax.measure.distribution_tests import logits_after
+from specjax.models.config import Experts
 from specjax.models.quantized import PackedWeight, activations_of, quantized_as
 from specjax.models.rope import Stretch
 from tests.conftest import tiny_model
 from tests.damaged import dequantized
 from tests.gguf_files import ARCHITECTURES, DRAWN, add, add_tensor, drawn_blocks, finish, write_gguf
+from tests.pairs import varied_model
 from tests.test_parity import CASES, GOLDEN, loaded, plain_pass
 
 _HERE = [case for case in CASES
          if json.loads((GOLDEN / case / "config.json").read_text("utf-8"))["model_type"]
-         in ARCHITECTURES and case not in ("llama_yarn_exact", "qwen2_windows")]  # fmt: skip
+         in ARCHITECTURES and case not in
+         ("llama_yarn_exact", "qwen2_windows", "qwen2_moe", "qwen3_moe")]  # fmt: skip
 """Those whose architecture GGUF has, and that it can say."""
 
 
 def as_gguf_says(model):
-    """A model as a file says it: Gemma's queries are scaled by the size of a head."""
+    """A model as a file says it: Gemma's queries are scaled by the size of a head, Mixtral's layers
+    have no windows, and gpt-oss' limit is that of the models that there are."""
+    if model.config.family == "mixtral":
+        return replace(model, config=dataclasses.replace(model.config, windows=()))
+    if model.config.family == "gpt_oss":
+        experts = dataclasses.replace(model.config.experts, swiglu=(1.702, 7.0))
+        return replace(model, config=dataclasses.replace(model.config, experts=experts))
     if not model.config.family.startswith("gemma"):
         return model
     scale = model.config.head_dim**-0.5
@@ -65,6 +75,47 @@ def test_every_family_is_the_model_of_its_folder(case, tmp_path):
     if stretch is not None and stretch.kind == "llama3":  # see below
         stretch = model.config.rope_stretch
     assert model.config == dataclasses.replace(folder.config, rope_stretch=stretch)
+
+
+MIXED = {
+    "qwen2_moe": {"experts": Experts(5, 2, 32, norm_topk=False, shared_size=64, shared_gate=True),
+                  "biases": ("query", "key", "value")},
+    "qwen3_moe": {"experts": Experts(5, 2, 32, norm_topk=True), "head_norms": "head"},
+}  # fmt: skip
+"""Whose folders may have layers without experts, which files cannot say."""
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_mixtures_are_those_of_their_folders(family, tmp_path):
+    own = varied_model(family=family, hidden_size=64, **MIXED[family])
+    save_model(own, tmp_path, dtype="float32")
+    read = load_model(write_gguf(tmp_path, tmp_path / "model.gguf"))
+    jax.tree.map(np.testing.assert_array_equal, read, replace(own, config=read.config))
+    assert read.config == dataclasses.replace(load_model(tmp_path).config)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q4_K", "BF16"])
+def test_experts_stay_packed_where_that_is_exact(kind, tmp_path):
+    """They are what the package gguf reads, and are streamed as they are."""
+    own = varied_model(family="qwen3_moe", hidden_size=256, **(MIXED["qwen3_moe"]))
+    save_model(own, tmp_path, dtype="float32")
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", kind)
+    model = load_model(file, dtype="float32")
+    held = {each.name: each for each in gguf.GGUFReader(file).tensors}
+    for name, leaf in (("gate", model.layers[0].expert_gate), ("up", model.layers[0].expert_up)):
+        stored = held[f"blk.0.ffn_{name}_exps.weight"]
+        assert stored.tensor_type.name == kind
+        assert isinstance(leaf, PackedWeight) == (kind not in ("Q4_K", "BF16"))
+        numbers = leaf
+        if isinstance(leaf, PackedWeight):
+            assert quantized_as(model) is not None
+            each = [leaf.of_rows(lambda part, at=at: part[at]) for at in range(5)]
+            numbers = np.stack([matrix.unpacked() for matrix in each])
+        wanted = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        np.testing.assert_array_equal(np.asarray(numbers), wanted)
+    streamed = load_offloaded(find(file), memory_bytes=64 << 20, dtype="float32")
+    prompts = [[3, 1, 4], [1, 5]]
+    np.testing.assert_array_equal(logits_after(model, prompts), logits_after(streamed, prompts))
 
 
 def test_factors_of_llama_3_are_its_stretch(tmp_path):
@@ -102,7 +153,7 @@ def test_every_type_stands_for_what_llama_cpp_reads(kind, tmp_path):
     finish(writer)
     ((name, _, tensor),) = quantized.read(tensors(Files(file)), [])
     assert name == "a"
-    assert isinstance(tensor, PackedWeight) == (kind in ("Q8_0", "Q4_0", "Q4_1"))
+    assert isinstance(tensor, PackedWeight) == (kind in ("Q8_0", "Q4_0", "Q4_1", "MXFP4"))
     if isinstance(tensor, PackedWeight):
         tensor = dequantized(jax.tree.map(jnp.asarray, tensor))
     np.testing.assert_array_equal(np.asarray(tensor, np.float32), expected)
@@ -145,6 +196,19 @@ def test_what_maps_exactly_stays_packed(file):
     )  # fmt: skip
     expected, made = (plain_pass(each, tokens)[0] for each in (full, found))
     np.testing.assert_allclose(made, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_message_of_gpt_oss_may_end_before_the_turn(tmp_path):
+    own = varied_model(family="qwen3_moe", vocab_size=260, **MIXED["qwen3_moe"])
+    save_model(own, tmp_path, dtype="float32")
+    more = ["<|end|>", "<|return|>", "<|call|>"]
+    tokens = {
+        "tokenizer__ggml__tokens": [*sorted(BYTES), "ab", *more],
+        "tokenizer__ggml__token_type": [1] * (len(BYTES) + 1) + [3] * 3,
+    }
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", **TOKENIZER | tokens)
+    found = load_model(file).config.eos_ids
+    assert set(found) == {*own.config.eos_ids, len(BYTES) + 2, len(BYTES) + 3}
 
 
 def test_a_file_is_a_model_wherever_one_is_named(file, capsys):
@@ -251,8 +315,8 @@ def test_names_of_files_on_a_hub(monkeypatch, file):
 
 def test_what_is_no_model_is_one_sentence(file, tmp_path, monkeypatch):
     wrong = {
-        "llama.expert_count is 8": {"llama__expert_count": 8},
-        "architecture 'mamba' is not supported; llama, .*gptneox are": {"arch": "mamba"},
+        "llama.attention.clamp_kqv is 8.0, which": {"llama__attention__clamp_kqv": 8.0},
+        "architecture 'mamba' is not supported; llama, .*gpt-oss are": {"arch": "mamba"},
         "its tokenizer is 't5'; gpt2 and llama are": {"tokenizer__ggml__model": "t5"},
         "its pre-tokenizer is 'x', which is not": {"tokenizer__ggml__pre": "x"},
         r"llama.logit_scale is \[1, 2\], which": {"llama__logit_scale": [1, 2]},

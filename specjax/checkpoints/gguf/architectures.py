@@ -36,12 +36,23 @@ _LAYER = {
     "key_norm": "attn_k_norm.weight",
     "output": "attn_output.weight",
     "attention_post_norm": "post_attention_norm.weight",
+    "sinks": "attn_sinks.weight",
     "mlp_norm": "ffn_norm.weight",
     "gate": "ffn_gate.weight",
     "up": "ffn_up.weight",
     "gate up": "ffn_up.weight",
     "down": "ffn_down.weight",
     "mlp_post_norm": "post_ffw_norm.weight",
+}
+_EXPERTS = {
+    "router": "ffn_gate_inp.weight",
+    "expert_gate": "ffn_gate_exps.weight",
+    "expert_up": "ffn_up_exps.weight",
+    "expert_down": "ffn_down_exps.weight",
+    "gate": "ffn_gate_shexp.weight",
+    "up": "ffn_up_shexp.weight",
+    "down": "ffn_down_shexp.weight",
+    "shared_gate": "ffn_gate_inp_shexp.weight",
 }
 _FREQUENCIES = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -59,6 +70,7 @@ _FIELDS = {
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 _OFF: Mapping[str, tuple[Any, ...]] = {
     "expert_count": (0,),
+    "leading_dense_block_count": (0,),
     "logit_scale": (0.0, 1.0),
     "residual_scale": (0.0, 1.0),
     "embedding_scale": (0.0, 1.0),
@@ -70,16 +82,22 @@ _OFF: Mapping[str, tuple[Any, ...]] = {
 """Keys that would change what a model computes, with the values that do not."""
 _ENDS = ("<end_of_turn>", "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>")
 """Control tokens that end a text or a turn of a chat, as llama.cpp has it, named or not."""
+_HARMONY = {"<|return|>", "<|call|>"}
+"""Those of gpt-oss, of whose messages `<|end|>` ends one and not the turn."""
 _CONTROL = 3
 _MOST_FACTORS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
 class _Architecture:
-    """A family's table with GGUF's names, and what its configuration has beside the common keys."""
+    """A family's table with GGUF's names, and what its configuration has beside the common keys.
+
+    `reads` are those of `_OFF` that it does not leave aside.
+    """
 
     family: Family
     more: Callable[[Header, Json], Json]
+    reads: tuple[str, ...] = ()
 
 
 def config_of(file: Path) -> Json:
@@ -93,7 +111,9 @@ def config_of(file: Path) -> Json:
     name = header.architecture
     for key, neutral in _OFF.items():
         value = header.metadata.get(f"{name}.{key}")
-        if value is not None and (not np.isscalar(value) or value not in neutral):
+        if value is None or key in known.reads:
+            continue
+        if not np.isscalar(value) or value not in neutral:
             raise CheckpointError(
                 f"{file}: {name}.{key} is {shown(value)}, which {name} models do not support here."
             )
@@ -128,7 +148,12 @@ def family_of(file: Path) -> Family:
 
 
 def _architecture(header: Header) -> _Architecture:
-    found = _ARCHITECTURES.get(header.architecture)
+    name = header.architecture
+    if name == "llama" and _one(header, "llama.expert_count"):
+        return _MIXTRAL
+    if name == "granitemoe" and _one(header, f"{name}.expert_shared_feed_forward_length"):
+        return _GRANITE_SHARED
+    found = _ARCHITECTURES.get(name)
     if found is None:
         raise CheckpointError(
             f"{header.file}: architecture {shown(header.architecture)} is not supported; "
@@ -161,7 +186,9 @@ def _ends(header: Header) -> list[int]:
     tokens, types = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     if isinstance(tokens, list) and isinstance(types, np.ndarray):
         control = [at for at in np.flatnonzero(types == _CONTROL).tolist() if at < len(tokens)]
-        named += [at for at in control if tokens[at] in _ENDS]
+        found = {tokens[at] for at in control}
+        ends = (_HARMONY | set(_ENDS)) - {"<|end|>"} if found >= _HARMONY else _ENDS
+        named += [at for at in control if tokens[at] in ends]
     return list(dict.fromkeys(end for end in named if type(end) is int and end >= 0))
 
 
@@ -310,17 +337,77 @@ def _neox(header: Header, config: Json) -> Json:
     }  # fmt: skip
 
 
-def _with_names(model_type: str, **more: Any) -> Family:
-    """A family's table with GGUF's names for its tensors."""
-    family = FAMILIES[model_type]
+def _experts(header: Header, config: Json) -> Json:
+    """What a mixture's router does, of which llama.cpp knows by the architecture what weighs."""
+    name = header.architecture
+    count, chosen = (_one(header, f"{name}.expert_{key}") for key in ("count", "used_count"))
+    made = _without_windows(header, config) | {
+        "num_experts": count, "num_local_experts": count, "num_experts_per_tok": chosen,
+    }  # fmt: skip
+    for key, own in (
+        ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+        ("shared_intermediate_size", "expert_shared_feed_forward_length"),
+    ):
+        if (size := _one(header, f"{name}.{own}")) is not None:
+            made[key] = size
+    return made | {"norm_topk_prob": name == "qwen3moe", "qkv_bias": made["attention_bias"]}
+
+
+def _granite(header: Header, config: Json) -> Json:
+    """Granite's multipliers."""
+    name, made = header.architecture, _experts(header, config)
+    for key, own in (
+        ("attention_multiplier", "attention.scale"),
+        ("embedding_multiplier", "embedding_scale"),
+        ("residual_multiplier", "residual_scale"),
+        ("logits_scaling", "logit_scale"),
+    ):
+        if value := header.get(f"{name}.{own}", float):
+            made[key] = value
+    return made
+
+
+def _gpt_oss(header: Header, config: Json) -> Json:
+    """gpt-oss': every other layer has a window, and YaRN's bounds are no whole numbers."""
+    name = header.architecture
+    window = _one(header, f"{name}.attention.sliding_window")
+    made: Json = _rotary(header, config) | {
+        "sliding_window": window,
+        "num_local_experts": _one(header, f"{name}.expert_count"),
+        "num_experts_per_tok": _one(header, f"{name}.expert_used_count"),
+    }
+    if (size := _one(header, f"{name}.expert_feed_forward_length")) is not None:
+        made["intermediate_size"] = size
+    stretch = made.get("rope_scaling") or {}
+    if stretch.get("rope_type") == "yarn":
+        made["rope_scaling"] = stretch | {"truncate": False}
+    return made
+
+
+def _with_names(model_type: str, names: Mapping[str, str] | None = None, **more: Any) -> Family:
+    """A family's table with GGUF's names for its tensors, some of them its own `names`."""
+    family, own = FAMILIES[model_type], {**_LAYER, **(names or {})}
+    experts = [leaf for leaves in family.experts for leaf in leaves.split()]
     return dataclasses.replace(
         family,
         outer={leaf: _OUTER[leaf] for leaf in family.outer},
-        layer={leaves: _LAYER[leaves] for leaves in family.layer},
+        layer={leaves: own[leaves] for leaves in family.layer},
+        experts={leaf: _EXPERTS[leaf] for leaf in experts}, expert_packing="rows",
         layer_prefix="blk.{index}.", base="", renamed={}, ignored=_IGNORED, packing="rows", **more,
     )  # fmt: skip
 
 
+_OF_EXPERTS = ("expert_count",)
+_OF_GRANITE = (
+    *_OF_EXPERTS, "attention.scale", "embedding_scale", "residual_scale", "logit_scale",
+)  # fmt: skip
+_MIXTRAL = _Architecture(
+    _with_names("mixtral", interleaved=("query", "key")), _experts, _OF_EXPERTS
+)
+_GRANITE_SHARED = _Architecture(
+    _with_names("granitemoeshared", interleaved=("query", "key")), _granite, _OF_GRANITE
+)
 _ARCHITECTURES = {
     "llama": _Architecture(
         _with_names("llama", interleaved=("query", "key")), _without_windows
@@ -333,5 +420,17 @@ _ARCHITECTURES = {
     "olmo2": _Architecture(_with_names("olmo2"), _without_windows),
     "gpt2": _Architecture(_with_names("gpt2"), lambda header, config: config),
     "gptneox": _Architecture(_with_names("gpt_neox"), _neox),
+    "granite": _Architecture(
+        _with_names("granite", interleaved=("query", "key")), _granite, _OF_GRANITE
+    ),
+    "qwen2moe": _Architecture(_with_names("qwen2_moe"), _experts, _OF_EXPERTS),
+    "qwen3moe": _Architecture(_with_names("qwen3_moe"), _experts, _OF_EXPERTS),
+    "olmoe": _Architecture(_with_names("olmoe"), _experts, _OF_EXPERTS),
+    "granitemoe": _Architecture(
+        _with_names("granitemoe", interleaved=("query", "key")), _granite, _OF_GRANITE
+    ),
+    "gpt-oss": _Architecture(
+        _with_names("gpt_oss", {"mlp_norm": "post_attention_norm.weight"}), _gpt_oss, _OF_EXPERTS
+    ),
 }  # fmt: skip
 """By what files call them. OPT has no name in GGUF."""
