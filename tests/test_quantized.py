@@ -28,7 +28,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.measure.timing import weight_bytes
 from specjax.methods import records
 from specjax.models import families, layers, memory, quantized
-from specjax.models.config import MATRICES, PACKABLE
+from specjax.models.config import MATRICES, PACKABLE, Experts
 from specjax.models.inflate import inflate
 from specjax.models.placement import Placement
 from specjax.models.quantized import (
@@ -90,6 +90,30 @@ def test_a_layout_is_read_as_what_it_stands_for(layout, folder):
     held = huggingface.held_bytes(find(folder), "float32")
     # Tables and names weigh as much as such tiny matrices.
     assert held == pytest.approx(memory.load_of(model).weights, rel=0.5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_of_a_layout_are_read_as_what_they_stand_for(layout, tmp_path):
+    """But for inputs in an order of their own, which each expert would have another of."""
+    own = tiny_model(
+        family="qwen3_moe", head_norms="head", tie_embeddings=False, experts=Experts(3, 2, 32)
+    )
+    save_model(own, tmp_path, dtype="float32")
+    expected = rewrite(tmp_path, layout)
+    if "shuffled" in layout:
+        with pytest.raises(CheckpointError, match=r"order of its own \(desc_act\), which is not"):
+            load_model(tmp_path)
+        return
+    model = load_model(tmp_path)
+    for number, layer in enumerate(model.layers):
+        for name in ("gate", "up", "down"):
+            found = getattr(layer, f"expert_{name}")
+            assert isinstance(found, PackedWeight)
+            for expert in range(3):
+                matrix = found.of_rows(lambda part, at=expert: part[at])
+                wanted = expected[f"model.layers.{number}.mlp.experts.{expert}.{name}_proj.weight"]
+                np.testing.assert_array_equal(dequantized(matrix), wanted)
+    assert np.isfinite(logits(model)).all()
 
 
 @pytest.mark.parametrize(
