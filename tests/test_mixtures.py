@@ -24,9 +24,11 @@ from specjax.checkpoints.self_drafts import self_bytes, self_draft
 from specjax.measure.certificate import Checks, distribution_part, with_rules
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
+from specjax.models import experts, transformer
 from specjax.models.config import Experts
-from specjax.models.expert_products import expert_linears
+from specjax.models.expert_products import OfLayer, expert_linears
 from specjax.models.quantized import PackedWeight, quantized_as
+from specjax.models.stacking import stacked
 from tests.cases import slow_but
 from tests.folders import VOCABULARY, byte_tokenizer
 from tests.pairs import NEW, PROMPTS, generate, near, varied_model
@@ -107,6 +109,21 @@ def test_texts_of_mixtures_have_the_distribution_of_the_target(impl, tmp_path):
         found = distribution_part(pair, with_rules(pair, settings, checks), checks)
     assert found.passed
     assert len(found.tests) > 4
+
+
+def test_a_stack_keeps_its_experts_together_for_kernels(monkeypatch):
+    """As accelerators have them, whose kernels are told a layer's place."""
+    own = mixture(experts=dataclasses.replace(EXPERTS, dense_layers=()))
+    seen = []
+
+    def linears(weights, *operands):
+        seen.append([type(each) for each in weights])
+        return expert_linears(weights, *operands)
+
+    monkeypatch.setattr(transformer, "platform", lambda: "gpu")
+    monkeypatch.setattr(experts, "expert_linears", linears)
+    np.testing.assert_array_equal(logits(stacked(own)), logits(own))
+    assert [OfLayer, OfLayer] in seen, "of a stack"
 
 
 def test_experts_in_bfloat16_stay_so_and_give_the_same(target, tmp_path):

@@ -545,7 +545,8 @@ def _looped(
     held = None if cache is None else (cache.keys[0], cache.values[0])
     earlier = None if block is None else block[0]
     experts = {} if platform() == "cpu" else _unpacked_experts(stack)
-    stack = replace(stack, **dict.fromkeys(experts))
+    if experts:
+        stack = unchecked(LayerWeights, **(vars(stack) | dict.fromkeys(experts)))
     kept = sorted({*hidden_layers})
     in_pages = all(each is not None and each.pages is not None for each in caches)
 
@@ -564,10 +565,10 @@ def _looped(
     def one(carry: tuple[Array, Array], own: Any) -> tuple[tuple[Array, Array], Any]:
         x, hidden = carry
         number, place, weights, held, earlier = own
-        whole = {name: OfLayer(of_all, number) for name, of_all in experts.items()}
-        x, new = apply_layer(
-            model, replace(weights, **whole), x, of_layer(number, held, earlier), dtype
-        )
+        if experts:
+            own_experts = {name: OfLayer(every, number) for name, every in experts.items()}
+            weights = unchecked(LayerWeights, **(vars(weights) | own_experts))
+        x, new = apply_layer(model, weights, x, of_layer(number, held, earlier), dtype)
         hidden = hidden.at[place].set(x, mode="drop") if kept else hidden
         return (x, hidden), new if slots is None else tuple(in_slots(own, slots) for own in new)
 
