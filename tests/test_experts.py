@@ -88,6 +88,7 @@ def test_what_does_not_fit_is_refused():
 
 def dense(weights, x, chosen):
     """Products by the matrices of all experts, of which the chosen ones are taken."""
+    chosen = np.asarray(chosen)
     every = np.einsum("xoi,in->xon", np.asarray(weights, np.float64), np.asarray(x, np.float64))
     columns = chosen.shape[1]
     made = np.zeros((weights.shape[1], *chosen.shape))
@@ -129,26 +130,26 @@ def test_products_of_experts_and_their_gradients(product):
     np.testing.assert_allclose(np.asarray(of_x), wanted_x, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", ["_one_by_one", "_in_blocks"])
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize("columns", ["for all", "for each", "one"])
-def test_every_form_without_our_kernels_is_the_product(form, columns):
-    """Those of other platforms run here too."""
+def test_every_form_without_our_kernels_is_the_product(platform, columns, monkeypatch):
+    """Those of other platforms run here too, as XLA has them."""
     drawn = np.random.default_rng(4)
     chosen = jnp.asarray(CHOSEN[:, :1] if columns == "one" else CHOSEN)
     weights = tuple(jnp.asarray(drawn.normal(size=(5, 7, 12)), jnp.float32) for _ in range(2))
     count = chosen.size if columns == "for each" else chosen.shape[1]
     x = jnp.asarray(drawn.normal(size=(12, count)), jnp.float32)
+    monkeypatch.setattr(expert_products, "platform", lambda: platform)
+    monkeypatch.setattr(expert_products, "unable", lambda *_: "the library is left out")
 
     @jax.jit
     def product(x):
-        found = getattr(expert_products, form)(jnp.dtype("float32"), weights, x, chosen)
+        found = expert_linears(weights, x, chosen)
         return sum(each.sum() for each in found), found
 
     (_, made), of_x = jax.value_and_grad(product, has_aux=True)(x)
     for found, weight in zip(made, weights, strict=True):
-        np.testing.assert_allclose(
-            found, dense(weight, x, np.asarray(chosen)), rtol=1e-5, atol=1e-5
-        )
+        np.testing.assert_allclose(found, dense(weight, x, chosen), rtol=1e-5, atol=1e-5)
     wanted = np.zeros((12, chosen.size))
     for number, expert in enumerate(np.asarray(chosen).reshape(-1)):
         if 0 <= expert < 5:
@@ -158,34 +159,39 @@ def test_every_form_without_our_kernels_is_the_product(form, columns):
 
 
 @pytest.mark.parametrize("columns", [1, 6])
-def test_experts_of_a_layer_in_a_stack_are_those_of_the_layer(columns, monkeypatch):
+@pytest.mark.parametrize("implementation", [None, "triton", "tpu"])
+def test_experts_of_a_layer_in_a_stack_are_those_of_the_layer(implementation, columns, monkeypatch):
     """A kernel reads them in the stack of all layers, which it is told the place in."""
     drawn = np.random.default_rng(5)
-    stacks = [jnp.asarray(drawn.normal(size=(3, 5, 7, 12)), jnp.float32) for _ in range(2)]
+    stacks = tuple(jnp.asarray(drawn.normal(size=(3, 5, 7, 12)), jnp.float32) for _ in range(2))
     x = jnp.asarray(drawn.normal(size=(12, columns)), jnp.float32)
     chosen = jnp.asarray(CHOSEN[:, :columns])
-    asked = []
 
-    def kernel(weights, *operands, **_):
-        asked.append(weights[0].shape)
-        return grouped_matmul(weights, *operands, implementation="triton", interpret=True)
+    def kernel(*operands, layer, implementation=implementation):
+        interpret = implementation in ("triton", "tpu")
+        return grouped_matmul(
+            *operands, layer=layer, implementation=implementation, interpret=interpret
+        )
 
-    def of(layer):
-        own = [OfLayer(stack, layer) for stack in stacks]
-        assert own[0].shape == (5, 7, 12)
-        return expert_linears(own, x, chosen)
+    @jax.jit
+    def of(stacks, x, layer):
+        found = expert_linears([OfLayer(stack, layer) for stack in stacks], x, chosen)
+        return sum(each.sum() for each in found), found
 
-    here = jax.jit(of)(jnp.int32(1))
     monkeypatch.setattr(expert_products, "platform", lambda: "gpu")
     monkeypatch.setattr(expert_products, "grouped_matmul", kernel)
-    copied = jax.jit(lambda layer: of(layer))(jnp.int32(1))
-    monkeypatch.setattr(expert_products, "unable_grouped", lambda *_: None)
-    in_place = jax.jit(lambda layer: of(layer))(jnp.int32(1))
-    assert asked == [(5, 7, 12), (15, 7, 12)]
-    for number, stack in enumerate(stacks):
-        wanted = dense(stack[1], x, np.asarray(chosen))
-        for found in (here, copied, in_place):
-            np.testing.assert_allclose(found[number], wanted, rtol=1e-5, atol=1e-5)
+    gradients = jax.value_and_grad(of, (0, 1), has_aux=True)
+    (_, found), (of_stacks, of_x) = gradients(stacks, x, jnp.int32(1))
+    for stack, each in zip(stacks, found, strict=True):
+        np.testing.assert_allclose(each, dense(stack[1], x, chosen), rtol=1e-5, atol=1e-5)
+    wanted, wanted_x = np.zeros((3, 5, 7, 12)), np.zeros((12, columns))
+    for slot, column in np.ndindex(chosen.shape):
+        if 0 <= (expert := CHOSEN[slot, column]) < 5:
+            wanted[1, expert] += np.asarray(x)[:, column]
+            wanted_x[:, column] += sum(np.asarray(stack)[1, expert].sum(axis=0) for stack in stacks)
+    np.testing.assert_allclose(np.asarray(of_x), wanted_x, rtol=1e-4, atol=1e-4)
+    for each in of_stacks:
+        np.testing.assert_allclose(np.asarray(each), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("product", ["auto", "xla"])

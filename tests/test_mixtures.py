@@ -24,7 +24,7 @@ from specjax.checkpoints.self_drafts import self_bytes, self_draft
 from specjax.measure.certificate import Checks, distribution_part, with_rules
 from specjax.measure.distribution_tests import logits_after
 from specjax.methods import registry
-from specjax.models import experts, transformer
+from specjax.models import expert_products, experts, transformer
 from specjax.models.config import Experts
 from specjax.models.expert_products import OfLayer, expert_linears
 from specjax.models.quantized import PackedWeight, quantized_as
@@ -72,13 +72,8 @@ def test_weights_that_a_token_reads_are_counted(target):
     config = target.config
     whole = sum(leaf.size for leaf in jax.tree.leaves(target))
     assert config.num_parameters == whole
-    unread = (
-        2
-        * (EXPERTS.num_experts - EXPERTS.experts_per_token)
-        * 3
-        * EXPERTS.intermediate_size
-        * config.hidden_size
-    )
+    idle = EXPERTS.num_experts - EXPERTS.experts_per_token
+    unread = 2 * idle * 3 * EXPERTS.intermediate_size * config.hidden_size
     assert config.num_active_parameters == whole - unread
     assert dataclasses.replace(config, experts=None).num_active_parameters < whole
 
@@ -120,7 +115,8 @@ def test_a_stack_keeps_its_experts_together_for_kernels(monkeypatch):
         seen.append([type(each) for each in weights])
         return expert_linears(weights, *operands)
 
-    monkeypatch.setattr(transformer, "platform", lambda: "gpu")
+    for module in (transformer, expert_products):
+        monkeypatch.setattr(module, "platform", lambda: "gpu")
     monkeypatch.setattr(experts, "expert_linears", linears)
     np.testing.assert_array_equal(logits(stacked(own)), logits(own))
     assert [OfLayer, OfLayer] in seen, "of a stack"

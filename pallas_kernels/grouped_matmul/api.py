@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
@@ -42,10 +42,11 @@ IMPLEMENTATIONS = {
 
 @functools.partial(jax.named_call, name="grouped_matmul")
 def grouped_matmul(
-    weights: Sequence[Float[Array, "X _ I"]],
+    weights: Sequence[Float[Array, "*L X _ I"]],
     rows: Float[Array, "N I"],
     blocks: Blocks,
     *,
+    layer: Int32[Array, ""] | None = None,
     implementation: str | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "P _"], ...]:
@@ -55,29 +56,23 @@ def grouped_matmul(
     groups have. Kernels read no matrix of a group that no row has; "xla" alone has gradients.
 
     Args:
-      weights: some matrices of `X` groups, with as many outputs each.
+      weights: some matrices of `X` groups, with as many outputs each, or those of all layers.
       rows: those that `blocks` were made of, or so many of which all are repetitions.
       blocks: rows by their groups (`blocks_of`).
+      layer: which of the layers, if they are of all; kernels read it in their stack.
       implementation: "tpu", "triton" or "xla", by default the platform's own.
       interpret: runs a kernel in Pallas's interpreter.
 
     Raises:
       ImplementationError: the named implementation does not exist or cannot run here.
     """
-    name, at = implementation or _usual(), Operands(tuple(weights), rows, blocks)
+    name, at = implementation or _usual(), Operands(tuple(weights), rows, blocks, layer)
     run = dispatch.pick(
         "grouped_matmul", name, implementation is not None, IMPLEMENTATIONS, at, interpret
     )
     made = run(at._replace(rows=rows[blocks.row_of % len(rows)]))
     is_placed = blocks.is_placed[:, None]
     return tuple(jnp.where(is_placed, each[blocks.place_of], 0) for each in made)
-
-
-def unable(weights: Sequence[Array], rows: Array, blocks: Blocks) -> str | None:
-    """Why no kernel of the platform takes such operands, or None."""
-    if (name := _usual()) == "xla":
-        return f"there is none for {platform()}, or XLA is named"
-    return dispatch.unable(IMPLEMENTATIONS[name], Operands(tuple(weights), rows, blocks))
 
 
 def _usual() -> str:

@@ -15,9 +15,10 @@ serves well."""
 class Blocks(NamedTuple):
     """`P` rows, each of one group, in `U` blocks of `size` rows that are of one group each.
 
-    Where `is_used` is 0 a block has no rows; `group` is a group there, too, mostly that of the
-    block before it. `row_of` are the rows in the order of the blocks, some row where a block has
-    room left; `place_of` is where a row is, any place where it is of no group (`is_placed`).
+    Where `is_used` is 0 a block has no rows and `group` is the last one before, whose tile needs no
+    copy; where groups are distinct, any. `row_of` are the rows in the order of the blocks, row 0
+    where a block has room left; `place_of` is where a row is, any place where it is of no group
+    (`is_placed`).
     """
 
     group: Int32[Array, " U"]

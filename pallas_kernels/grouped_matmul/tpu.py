@@ -26,7 +26,7 @@ _ROW_BYTES = 2**20
 
 def unable(at: Operands) -> str | None:
     """Why this implementation cannot run on such operands, or None."""
-    _, outputs, inputs = at.weights[0].shape
+    outputs, inputs = at.weights[0].shape[-2:]
     size = min(outputs, _LANES) * inputs * sum(each.dtype.itemsize for each in at.weights)
     if inputs % _LANES == 0 or size <= _MOST_BYTES:
         return None
@@ -35,6 +35,7 @@ def unable(at: Operands) -> str | None:
 
 def grouped_matmul(at: Operands, *, interpret: bool = False) -> tuple[Array, ...]:
     """See `api.grouped_matmul`; `interpret` is that of `pallas_call`."""
+    at = at.in_place()
     blocks, count = len(at.blocks.group), len(at.weights)
     _, outputs, inputs = at.weights[0].shape
     own_outputs, own_inputs = _tiles(at)

@@ -45,6 +45,7 @@ def unable(at: Operands) -> str | None:
 
 def grouped_matmul(at: Operands, *, interpret: bool = False) -> tuple[Array, ...]:
     """See `api.grouped_matmul`; `interpret` is that of `pallas_call`."""
+    at = at.in_place()
     group, size = at.blocks.group, at.blocks.size
     _, outputs, inputs = at.weights[0].shape
     static = _static(at, len(group))

@@ -21,10 +21,12 @@ _BY_GROUP = lax.RaggedDotDimensionNumbers(
 
 def grouped_matmul(at: Operands) -> tuple[Array, ...]:
     """See `api.grouped_matmul`; has gradients."""
+    at = at.sliced()
     groups, size = len(at.weights[0]), at.blocks.size
     group = jnp.where(at.blocks.is_used > 0, at.blocks.group, groups)
     sizes = jnp.bincount(group, length=groups + 1)[:groups].astype(jnp.int32) * size
     order = jnp.argsort(group)  # of distinct groups as they come, too
+    back = jnp.argsort(order)
     rows = at.rows.reshape(-1, size, at.rows.shape[1])[order].reshape(at.rows.shape)
 
     def of(weight: Array) -> Array:
@@ -32,7 +34,6 @@ def grouped_matmul(at: Operands) -> tuple[Array, ...]:
             rows, weight.astype(rows.dtype), sizes, _BY_GROUP, precision=precision_of(rows.dtype),
             preferred_element_type=jnp.float32,
         )  # fmt: skip
-        back = jnp.argsort(order)
         return made.reshape(-1, size, made.shape[1])[back].reshape(made.shape)
 
     return tuple(map(of, at.weights))

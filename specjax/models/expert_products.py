@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cpu import cpu_experts, reference, share_a_call, unable
 from pallas_kernels.grouped_matmul import blocks_of, grouped_matmul
-from pallas_kernels.grouped_matmul import unable as unable_grouped
 from pallas_kernels.platform import platform
 from specjax.models.layers import (
     bits_of,
@@ -46,10 +45,6 @@ class OfLayer(NamedTuple):
     def dtype(self) -> jnp.dtype:
         """That of all."""
         return self.stack.dtype
-
-    def taken(self) -> Float[Array, "X _ I"]:
-        """A slice of the stack."""
-        return self.stack[self.layer]
 
 
 def expert_linears(
@@ -110,33 +105,14 @@ def _unpacked(weight: PackedWeight, dtype: jnp.dtype) -> Float[Array, "X O I"]:
 def _products(
     weights: tuple[Any, ...], x: Array, chosen: Array, dtype: jnp.dtype
 ) -> tuple[Array, ...]:
-    if platform() == "cpu":
-        weights = _taken_from_stacks(weights)
+    if platform() != "cpu":
+        product = partial(_in_blocks, dtype)
+    else:
         able = weights[0].dtype == dtype and unable(weights[0], x.shape[0], 1) is None
         if able and share_a_call(weights):
             return cpu_experts(weights, x, chosen, rounded=dtype == jnp.bfloat16)
-    return sequential_vmap(partial(_grouped, dtype))(weights, x, chosen)
-
-
-def _taken_from_stacks(weights: Sequence[Array | OfLayer]) -> tuple[Array, ...]:
-    return tuple(each.taken() if isinstance(each, OfLayer) else each for each in weights)
-
-
-def _grouped(
-    dtype: jnp.dtype,
-    weights: tuple[Any, ...],
-    x: Array,
-    chosen: Array,
-    implementation: str | None = None,
-) -> tuple[Array, ...]:
-    """The products without those of our library for CPUs; what does them has no `vmap` of its own.
-
-    XLA:CPU makes as many copies of the columns as there are experts for its grouped product, 0.3
-    GiB for 4,096 of 2,048 inputs and 8 experts (jax 0.10.2).
-    """
-    if platform() == "cpu":
-        return _one_by_one(dtype, weights, x, chosen)
-    return _in_blocks(dtype, weights, x, chosen, implementation)
+        product = partial(_one_by_one, dtype)
+    return sequential_vmap(product)(weights, x, chosen)  # neither has a `vmap` of its own
 
 
 def _in_blocks(
@@ -147,23 +123,23 @@ def _in_blocks(
     implementation: str | None = None,
 ) -> tuple[Array, ...]:
     """Columns in blocks of each expert (`pallas_kernels.grouped_matmul`)."""
-    count = weights[0].shape[0]
-    blocks = blocks_of(chosen.reshape(-1), count, distinct=chosen.shape[1] == 1)
-    if all(isinstance(each, OfLayer) for each in weights):
-        stacks = tuple(each.stack.reshape(-1, *each.shape[1:]) for each in weights)
-        if unable_grouped(stacks, x, blocks) is None:
-            blocks = blocks._replace(group=blocks.group + weights[0].layer * count)
-            weights = stacks
-    weights = _taken_from_stacks(weights)
-    made = grouped_matmul(weights, rounded_to(x, dtype).T, blocks, implementation=implementation)
+    blocks = blocks_of(chosen.reshape(-1), weights[0].shape[0], distinct=chosen.shape[1] == 1)
+    layer = weights[0].layer if isinstance(weights[0], OfLayer) else None
+    weights = tuple(each.stack if isinstance(each, OfLayer) else each for each in weights)
+    made = grouped_matmul(
+        weights, rounded_to(x, dtype).T, blocks, layer=layer, implementation=implementation
+    )
     return tuple(each.T.reshape(-1, *chosen.shape) for each in made)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _one_by_one(
     dtype: jnp.dtype, weights: tuple[Array, ...], x: Array, chosen: Array
 ) -> tuple[Array, ...]:
-    """One expert after the other times as many columns as `chosen` has, its own among them."""
+    """One expert after the other times as many columns as `chosen` has, its own among them.
+
+    XLA:CPU makes as many copies of the columns as there are experts for its grouped product, 0.3
+    GiB for 4,096 of 2,048 inputs and 8 experts (jax 0.10.2).
+    """
 
     def add(made: tuple[Array, ...], expert: Array) -> tuple[tuple[Array, ...], None]:
         own = _of_expert(dtype, chosen == expert, _matrices(weights, expert), x)
@@ -190,18 +166,14 @@ def _matrices(weights: tuple[Array, ...], expert: Array) -> tuple[Array, ...]:
     return tuple(of_bits(own, each.dtype) for own, each in zip(bits, held, strict=True))
 
 
-def _one_by_one_forward(
-    dtype: jnp.dtype, weights: tuple[Array, ...], x: Array, chosen: Array
-) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], Array, Array]]:
-    return _one_by_one(dtype, weights, x, chosen), (weights, x, chosen)
-
-
-def _one_by_one_backward(
+def _gradients_one_by_one(
     dtype: jnp.dtype,
-    saved: tuple[tuple[Array, ...], Array, Array],
+    weights: tuple[Array, ...],
+    x: Array,
+    chosen: Array,
     grads: tuple[Array, ...],
-) -> tuple[tuple[Array, ...], Array, None]:
-    weights, x, chosen = saved
+) -> tuple[tuple[Array, ...], Array]:
+    """Those of `_one_by_one`, which has none of its own: bits have no gradients."""
 
     def add(of_x: Array, expert: Array) -> tuple[Array, tuple[Array, ...]]:
         product = partial(_of_expert, dtype, chosen == expert)
@@ -209,33 +181,35 @@ def _one_by_one_backward(
         return of_x + more, of_matrices
 
     of_x, of_weights = lax.scan(add, jnp.zeros_like(x), jnp.arange(weights[0].shape[0]))
-    return of_weights, of_x, None
+    return of_weights, of_x
 
 
-_one_by_one.defvjp(_one_by_one_forward, _one_by_one_backward)
+def _gradients_in_blocks(
+    dtype: jnp.dtype,
+    weights: tuple[Any, ...],
+    x: Array,
+    chosen: Array,
+    grads: tuple[Array, ...],
+) -> tuple[tuple[Any, ...], Array]:
+    """Those of XLA's grouped product, as kernels have none."""
+
+    def product(weights: tuple[Any, ...], x: Array) -> tuple[Array, ...]:
+        return _in_blocks(dtype, weights, x, chosen, "xla")
+
+    return jax.vjp(product, weights, x)[1](grads)
 
 
 def _products_forward(
-    weights: tuple[Array, ...], x: Array, chosen: Array, dtype: jnp.dtype
-) -> tuple[tuple[Array, ...], tuple[tuple[Array, ...], Array, Array]]:
+    weights: tuple[Any, ...], x: Array, chosen: Array, dtype: jnp.dtype
+) -> tuple[tuple[Array, ...], tuple[tuple[Any, ...], Array, Array]]:
     return _products(weights, x, chosen, dtype), (weights, x, chosen)
 
 
 def _products_backward(
-    dtype: jnp.dtype,
-    saved: tuple[tuple[Array, ...], Array, Array],
-    grads: tuple[Array, ...],
-) -> tuple[tuple[Array, ...], Array, None]:
-    weights, x, chosen = saved
-
-    @sequential_vmap
-    def back(weights: tuple[Array, ...], x: Array, chosen: Array, grads: tuple[Array, ...]) -> Any:
-        def product(weights: tuple[Any, ...], x: Array) -> tuple[Array, ...]:
-            return _grouped(dtype, _taken_from_stacks(weights), x, chosen, "xla")
-
-        return jax.vjp(product, weights, x)[1](grads)
-
-    return *back(weights, x, chosen, grads), None
+    dtype: jnp.dtype, saved: tuple[tuple[Any, ...], Array, Array], grads: tuple[Array, ...]
+) -> tuple[tuple[Any, ...], Array, None]:
+    gradients = _gradients_one_by_one if platform() == "cpu" else _gradients_in_blocks
+    return *sequential_vmap(partial(gradients, dtype))(*saved, grads), None
 
 
 _products.defvjp(_products_forward, _products_backward)

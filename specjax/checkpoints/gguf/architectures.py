@@ -92,7 +92,7 @@ _MOST_FACTORS = 1 << 16
 class _Architecture:
     """A family's table with GGUF's names, and what its configuration has beside the common keys.
 
-    `reads` are those of `_OFF` that it does not leave aside.
+    `reads` are the keys of `_OFF` that `more` reads.
     """
 
     family: Family
@@ -337,50 +337,48 @@ def _neox(header: Header, config: Json) -> Json:
     }  # fmt: skip
 
 
-def _experts(header: Header, config: Json) -> Json:
-    """What a mixture's router does, of which llama.cpp knows by the architecture what weighs."""
+def _router(header: Header) -> Json:
+    """What a mixture's router does; how it weighs, llama.cpp knows by the architecture."""
     name = header.architecture
-    count, chosen = (_one(header, f"{name}.expert_{key}") for key in ("count", "used_count"))
-    made = _without_windows(header, config) | {
+    count, chosen, size, shared = (
+        _one(header, f"{name}.expert_{key}")
+        for key in ("count", "used_count", "feed_forward_length", "shared_feed_forward_length")
+    )
+    made = {
         "num_experts": count, "num_local_experts": count, "num_experts_per_tok": chosen,
+        "moe_intermediate_size": size, "shared_expert_intermediate_size": shared,
+        "shared_intermediate_size": shared,
     }  # fmt: skip
-    for key, own in (
-        ("moe_intermediate_size", "expert_feed_forward_length"),
-        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
-        ("shared_intermediate_size", "expert_shared_feed_forward_length"),
-    ):
-        if (size := _one(header, f"{name}.{own}")) is not None:
-            made[key] = size
-    return made | {"norm_topk_prob": name == "qwen3moe", "qkv_bias": made["attention_bias"]}
+    return {key: value for key, value in made.items() if value is not None}
+
+
+def _mixture(header: Header, config: Json) -> Json:
+    norm_topk, bias = header.architecture == "qwen3moe", config["attention_bias"]
+    made = _without_windows(header, config) | _router(header)
+    return made | {"norm_topk_prob": norm_topk, "qkv_bias": bias}
 
 
 def _granite(header: Header, config: Json) -> Json:
-    """Granite's multipliers."""
-    name, made = header.architecture, _experts(header, config)
+    """Granite's multipliers, and the router of its mixtures."""
+    made = _without_windows(header, config) | _router(header)
     for key, own in (
         ("attention_multiplier", "attention.scale"),
         ("embedding_multiplier", "embedding_scale"),
         ("residual_multiplier", "residual_scale"),
         ("logits_scaling", "logit_scale"),
     ):
-        if value := header.get(f"{name}.{own}", float):
+        if value := header.get(f"{header.architecture}.{own}", float):
             made[key] = value
     return made
 
 
 def _gpt_oss(header: Header, config: Json) -> Json:
     """gpt-oss': every other layer has a window, and YaRN's bounds are no whole numbers."""
-    name = header.architecture
-    window = _one(header, f"{name}.attention.sliding_window")
-    made: Json = _rotary(header, config) | {
-        "sliding_window": window,
-        "num_local_experts": _one(header, f"{name}.expert_count"),
-        "num_experts_per_tok": _one(header, f"{name}.expert_used_count"),
-    }
-    if (size := _one(header, f"{name}.expert_feed_forward_length")) is not None:
-        made["intermediate_size"] = size
-    stretch = made.get("rope_scaling") or {}
-    if stretch.get("rope_type") == "yarn":
+    made = _rotary(header, config) | _router(header)
+    made["sliding_window"] = _one(header, f"{header.architecture}.attention.sliding_window")
+    made["intermediate_size"] = made.get("moe_intermediate_size", made.get("intermediate_size"))
+    stretch = made.get("rope_scaling")
+    if stretch is not None and stretch["rope_type"] == "yarn":
         made["rope_scaling"] = stretch | {"truncate": False}
     return made
 
@@ -403,7 +401,7 @@ _OF_GRANITE = (
     *_OF_EXPERTS, "attention.scale", "embedding_scale", "residual_scale", "logit_scale",
 )  # fmt: skip
 _MIXTRAL = _Architecture(
-    _with_names("mixtral", interleaved=("query", "key")), _experts, _OF_EXPERTS
+    _with_names("mixtral", interleaved=("query", "key")), _mixture, _OF_EXPERTS
 )
 _GRANITE_SHARED = _Architecture(
     _with_names("granitemoeshared", interleaved=("query", "key")), _granite, _OF_GRANITE
@@ -423,9 +421,9 @@ _ARCHITECTURES = {
     "granite": _Architecture(
         _with_names("granite", interleaved=("query", "key")), _granite, _OF_GRANITE
     ),
-    "qwen2moe": _Architecture(_with_names("qwen2_moe"), _experts, _OF_EXPERTS),
-    "qwen3moe": _Architecture(_with_names("qwen3_moe"), _experts, _OF_EXPERTS),
-    "olmoe": _Architecture(_with_names("olmoe"), _experts, _OF_EXPERTS),
+    "qwen2moe": _Architecture(_with_names("qwen2_moe"), _mixture, _OF_EXPERTS),
+    "qwen3moe": _Architecture(_with_names("qwen3_moe"), _mixture, _OF_EXPERTS),
+    "olmoe": _Architecture(_with_names("olmoe"), _mixture, _OF_EXPERTS),
     "granitemoe": _Architecture(
         _with_names("granitemoe", interleaved=("query", "key")), _granite, _OF_GRANITE
     ),
