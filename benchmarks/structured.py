@@ -21,7 +21,7 @@ import tyro
 import specjax
 from specjax.base import grammars
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.cli.talk import ids_of_talk
+from specjax.checkpoints.tokenizers import ids_of_talk
 from specjax.draft import Drafter
 from specjax.measure import timing
 from specjax.methods import records, registry

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specjax.checkpoints.tokenizers import encode
-from specjax.cli.talk import ids_of_talk
+from specjax.checkpoints.tokenizers import encode, ids_of_talk
 from specjax.measure.prompts import checked, json_lines
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from specjax.checkpoints.load import load as load_folder
 from specjax.checkpoints.load import load_model
 from specjax.checkpoints.ngram_files import load_ngram, save_ngram
 from specjax.checkpoints.pair import Pair, load_pair
-from specjax.cli.talk import ids_of_talk
+from specjax.checkpoints.tokenizers import ids_of_talk
 from specjax.decoding.generate import generate
 from specjax.decoding.request import prepare
 from specjax.measure import prompts

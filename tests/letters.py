@@ -23,5 +23,5 @@ class Letters:
         assert not tokenize
         return "\n".join(message["content"] for message in conversation)
 
-    def __call__(self, text, add_special_tokens=True):
+    def __call__(self, text, add_special_tokens=True, verbose=True):
         return SimpleNamespace(input_ids=[self.names.index(letter) for letter in text])

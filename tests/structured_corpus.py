@@ -24,7 +24,7 @@ import tyro
 
 import specjax
 from specjax.base.progress import counted
-from specjax.cli.talk import ids_of_talk
+from specjax.checkpoints.tokenizers import ids_of_talk
 from specjax.methods.switch import switching
 from tests.engines import collected, ids_of
 

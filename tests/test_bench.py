@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -12,12 +13,14 @@ import pytest
 
 from pallas_kernels import machine
 from specjax.__main__ import main
+from specjax.checkpoints.load import load
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli import outcome, values
 from specjax.cli.bench import workload_of
 from specjax.cli.options import Bench
 from specjax.cli.report import Report
 from specjax.decoding import request
+from specjax.decoding.generate import generate
 from specjax.measure import bench, prompts, timing
 from specjax.measure.prompts import Prompt
 from specjax.measure.workload import MIXED
@@ -27,7 +30,7 @@ from specjax.methods.method import METHODS, Setting
 from specjax.methods.tuned import Entry
 from specjax.models.inflate import inflate
 from tests.conftest import QUICKLY, tiny_model
-from tests.folders import own_cache, pair_flags
+from tests.folders import own_cache, pair_flags, pair_folder
 
 __all__ = ["own_cache"]
 ROW = {
@@ -84,6 +87,30 @@ def test_a_run_writes_what_the_contract_says(prompt_file, tmp_path, capsys):
 
 SHORT = ("--methods", "none,chain", "--batch", "1", "--max-new-tokens", "6", "--limit", "3",
          "--temperatures", "0", "--dtype", "float32")  # fmt: skip
+
+
+def test_prompts_of_a_chat_are_messages_whose_answers_end(prompt_file, tmp_path, capsys):
+    """In the chat template, up to an end token of the model's."""
+    target, out = tmp_path / "target", tmp_path / "bench.json"
+    flags = [*SHORT, "--chat", "--prompts", str(prompt_file), "--json", str(out)]
+    assert main(["bench", *flags, *pair_flags()]) == 2
+    assert "--chat needs a chat template, and the model has none." in capsys.readouterr().err
+    shutil.copytree(pair_folder() / "target", target)
+    (target / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    )
+    model, tokenizer = load(target)
+    wanted = tokenizer("<def add(a, b):>", add_special_tokens=False).input_ids
+    chosen, _ = prompts.fitting(prompts.read(str(prompt_file)), tokenizer, 256, 9, chat=True)
+    assert chosen[0] == Prompt("a", wanted)
+    (plain,) = generate(jax.random.key(0), model, None, [wanted], max_new_tokens=6).tokens.tolist()
+    config = json.loads((target / "config.json").read_text()) | {"eos_token_id": plain[1]}
+    (target / "config.json").write_text(json.dumps(config))
+    flags += ["--model", str(target), "--draft", "none", "--methods", "none", "--limit", "1"]
+    for chat, count in ((True, plain.index(plain[1]) + 1), (False, 6)):
+        asked = [flag for flag in flags if chat or flag != "--chat"]
+        assert main(["bench", *asked]) == 0
+        assert {row["new_tokens"] for row in json.loads(out.read_text())["rows"]} == {count}
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import specjax
 from specjax.__main__ import main
 from specjax.base.prefix import common_prefix
 from specjax.checkpoints.load import load
+from specjax.checkpoints.tokenizers import ids_of_talk
 from specjax.cli import chat
-from specjax.cli.talk import ids_of_talk
 from tests.folders import own_cache, pair_folder
 
 __all__ = ["own_cache"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from specjax.__main__ import main
 from specjax.base.pytree import replace
 from specjax.checkpoints.load import load_model
 from specjax.checkpoints.pair import load_pair
@@ -280,6 +281,28 @@ def test_tables_are_measured_of_a_pool_of_heads(folder, tmp_path):
     of = {(row["pool"], row["of"]): row for row in found if row["temperature"]}
     assert of["boosted", "union"]["top2"] >= of["boosted", "draft 0"]["top2"] > 0
     assert of["alike", "union"] | {"pool": "boosted"} == of["boosted", "union"]
+
+
+def test_a_head_learns_on_from_its_files(folder, tmp_path):
+    """Packed ones too, with their shape, layers and tokens, whatever the recipe says."""
+    target, first = folder / "export" / "target", folder / "export" / "drafts" / "0"
+    pair = load_pair(str(target), str(first))
+    (whole,) = pair.drafts
+    packed = tmp_path / "packed"
+    assert main(["quantize", str(first), str(packed), "--bits", "8"]) == 0
+    own = dict(each.split("=") for each in OVERRIDES) | {
+        "head.start": str(packed), "head.layers": "", "vocabulary.size": "0", "boost.drafts": "1",
+        "draft.intermediate_size": "8", "schedule.steps": "1", "schedule.warmup_steps": "0",
+        "schedule.decay_steps": "0", "schedule.matrix_rate": "0", "schedule.other_rate": "0",
+    }  # fmt: skip
+    arguments = [f"{name}={value}" for name, value in own.items()]
+    out = tmp_path / "out"
+    assert run_recipe(*arguments, "--folder", str(folder), "--out", str(out)) == 0
+    (found,) = load_pair(str(target), str(out / "drafts" / "0")).drafts
+    assert found.config == whole.config
+    np.testing.assert_array_equal(found.row_of, whole.row_of)
+    for own_leaf, leaf in zip(jax.tree.leaves(found), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(own_leaf, leaf, rtol=0.05, atol=0.01)
 
 
 def test_the_log_says_what_chains_of_a_head_are_worth(folder):

@@ -15,7 +15,7 @@ from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.decoding.generate import generate
 from specjax.models.pruning import ids_of
 from tests.test_train_from_checkpoint import CONFIG, SMALL, TEXT, save_target, tokenizer
-from train import labels, run
+from train import export, labels, run
 from train.collect import load_collected
 from train.config import Turns, load_recipe
 from train.corpus import split_of
@@ -102,6 +102,24 @@ def test_more_prompts_go_on_from_what_there_is(tmp_path, work, target, corpus):
         assert all(np.array_equal(found[name], own[name]) for name in own)
 
 
+def test_the_corpus_prompts_are_messages_in_the_chat_template(tmp_path, target):
+    """Those that fit, which are what goes with the pair as text."""
+    asked = [f"x = {n}" for n in range(40)] + ["y" * 80]
+    file, known = tmp_path / "asked.jsonl", tokenizer_of(target)
+    file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    made = work_of(target, file, tmp_path / "run", "turns.tokens=0", "collect.chat=True")
+    run.run_collect(made)
+    for name, split in (("collected", "train"), ("development", "dev")):
+        rows = load_collected("collect", made.collected(name), made.collections[name])
+        own = {text for text in asked[:40] if text in made.messages(split, 32)}
+        said = {known.decode(row[:n]) for row, n in zip(rows.tokens, rows.prompt, strict=True)}
+        assert said <= {f"<user>{text}\n<a>" for text in own}
+        assert len(said) == min(len(own), len(rows.prompt))
+    assert set(export._prompts(made, "dev")) == set(made.messages("dev", 32)) < set(asked)
+    with pytest.raises(ValueError, match="prompts of the corpus for dev none has at most 3 tokens"):
+        made.messages("dev", 3)
+
+
 def written(folder: Path, texts: list[str], ends: bool = True) -> None:
     """A batch of turns as a target would have left it."""
     tokens = np.zeros((len(texts), 40), np.int32)
@@ -166,7 +184,7 @@ def test_the_template_is_split_where_the_users_text_begins(target):
     with pytest.raises(ValueError, match="shows a user's text 2 times"):
         opening(known)
     known.chat_template = None
-    with pytest.raises(ValueError, match="has no chat template, so it writes no turns"):
+    with pytest.raises(ValueError, match="has no chat template; turns"):
         opening(known)
 
 
@@ -174,6 +192,8 @@ def test_the_template_is_split_where_the_users_text_begins(target):
     ("change", "sentence"),
     [
         ("collect.rows=0", "turns.tokens is 6 and collect.rows is 0"),
+        ("collect.chat=True", "turns.tokens is 6 and collect.chat is True"),
+        ("head.start=smollm2-eagle3", "head.start is 'smollm2-eagle3' and head.levels 0"),
         ("collect.rows=-1", "collect.rows is -1; it must be at least 0"),
         ("collect.dtype=int8", "collect.dtype is 'int8'; it must be one of float32, bfloat16"),
         ("turns.temperatures=", "turns.temperatures are (); there must be some"),

@@ -121,6 +121,21 @@ def _names(recipe: Recipe) -> None:
             f"distil.corpus_rows is {recipe.distil.corpus_rows} and labels.corpus_rows is 0; a "
             "step learns from no corpus rows that are not labelled."
         )
+    if recipe.turns.tokens and recipe.collect.chat:
+        raise ValueError(
+            f"turns.tokens is {recipe.turns.tokens} and collect.chat is True; prompts are written "
+            "by the target or are the corpus', so turns.tokens must be 0 or collect.chat False."
+        )
+    if recipe.collect.chat and isinstance(recipe.target, ModelConfig):
+        raise ValueError(
+            "collect.chat is True and the target is trained here; only a given one, "
+            "target=FOLDER, has a chat template."
+        )
+    if recipe.head.start and not recipe.head.levels:
+        raise ValueError(
+            f"head.start is {recipe.head.start!r} and head.levels 0; a head learns on at 1 level "
+            "or more."
+        )
     if recipe.turns.tokens and not recipe.collect.rows:
         raise ValueError(
             f"turns.tokens is {recipe.turns.tokens} and collect.rows is 0; turns are written in "

@@ -6,7 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
-from specjax.checkpoints.feature_drafts import layers_read
+from specjax.checkpoints.feature_drafts import config_for, layers_read
+from specjax.checkpoints.files import Files
+from specjax.checkpoints.names import shipped_draft
 from specjax.models.config import Features, ModelConfig
 from specjax.models.families.eagle import EAGLE3
 
@@ -57,12 +59,17 @@ class Head:
     `decay` times as much. 0 levels: drafts are models of their own. `layers` are the hidden states,
     by the number of the target's layers before them (none: those that EAGLE-3 reads). With
     `from_target` a head begins as what of its target has its shapes (see `train.heads.begun`).
+
+    `start` is the folder or the name of a head that learns on. Its shape, the hidden states that it
+    reads and the tokens that it knows are then those of every head, and `draft`, `layers`,
+    `vocabulary` and `from_target` say nothing.
     """
 
     levels: int = 0
     decay: float = 0.8
     layers: tuple[int, ...] = ()
     from_target: bool = True
+    start: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +134,9 @@ class Collect:
     rounded up to whole batches. With `rows` they are those of an engine, which begins the next text
     where one has ended; a batch is then what is written to disk at once. `dtype` is that of the
     target's weights. More `prompts` later go on from what there is.
+
+    With `chat` the corpus' prompts are messages of a user, in the target's chat template; those
+    that have more than `prompt_tokens` with it are left out.
     """
 
     prompts: int = 3072
@@ -137,6 +147,7 @@ class Collect:
     seed: int = 1
     rows: int = 0
     dtype: str = "float32"
+    chat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +289,16 @@ class Recipe:
 
     def layers_read(self, target: ModelConfig) -> tuple[int, ...]:
         """The hidden states of the target that heads read."""
+        if self.head.start:
+            read = config_for(self.started_from, target).features
+            assert read is not None
+            return read.layers
         return self.head.layers or layers_read(target.num_layers)
+
+    @property
+    def started_from(self) -> Files:
+        """The head that learns on."""
+        return Files(shipped_draft(self.head.start) or Path(self.head.start))
 
     def config_of(self, member: int, target: ModelConfig) -> ModelConfig:
         """The configuration of a member of the pool, which may know fewer tokens while it is
@@ -287,6 +307,8 @@ class Recipe:
         size = self.size_of(member)
         if not self.head.levels:
             return size.beside(target)
+        if self.head.start:
+            return config_for(self.started_from, target)
         return size.reading(target, self.layers_read(target), self.vocabulary.size)
 
 

@@ -116,11 +116,14 @@ def _made_from(work: Work) -> str:
 def _prompts(work: Work, split: str) -> list[str]:
     """`PROMPTS` prompts of a split, as evenly over its documents as they give.
 
-    Of a target that writes its prompts the texts, without the chat template around them.
+    Those of a chat are its texts, without the chat template around them.
     """
+    asked = work.recipe.evaluation
     if work.recipe.turns.tokens:
         return work.turns.texts(split, PROMPTS)
-    stream, asked = getattr(work.streams, split), work.recipe.evaluation
+    if work.recipe.collect.chat:
+        return list(work.messages(split, asked.prompt_tokens))[:PROMPTS]
+    stream = getattr(work.streams, split)
     if stream.prompts:
         given = Prompts(stream, asked.prompt_tokens, asked.seed)
         chosen = [given.at(index) for index in range(min(PROMPTS, len(stream.prompts)))]

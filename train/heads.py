@@ -18,8 +18,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Int32, UInt16
 
 from specjax.base.pytree import replace
+from specjax.checkpoints.feature_drafts import load_feature_draft
+from specjax.checkpoints.files import Files
 from specjax.draft.levels import logits_by_level
+from specjax.models import pruning
 from specjax.models.config import ModelConfig
+from specjax.models.families.eagle import EAGLE3
 from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model, trunk
 from train.chunks import Arrays, load_chunks, make_chunks
@@ -99,6 +103,31 @@ def begun(first: Model, target: Model, known: Int[np.ndarray, " D"] | None) -> M
         changes["layers"] = (replace(layer, **half, **whole),)
         changes["feature_norm"] = _float(last.attention_norm)
     return replace(first, **changes)
+
+
+def started(files: Files, target: Model) -> tuple[Model, Int[np.ndarray, " D"] | None]:
+    """A head of files as one in training, in float32, and the tokens that it knows (None: all).
+
+    Raises:
+      CheckpointError: a file, tensor or key is missing or not supported.
+      ValueError: it is of another target, no EAGLE-3 head, or has an embedding of its own.
+    """
+    whole = load_feature_draft(files, target, dtype="float32")
+    read, known = whole.config.features, whole.config.draft_vocab_size
+    if whole.config.family != EAGLE3.model_type:
+        raise ValueError(f"{files.path} is no EAGLE-3 head, and no other learns on.")
+    assert read is not None
+    if not read.shares_embedding:
+        raise ValueError(
+            f"{files.path} has an embedding of its own; a head in training has its target's."
+        )
+    ids = None if known is None else pruning.ids_of(np.asarray(whole.row_of), known)
+    own = replace(
+        whole, embedding=jnp.zeros((1, whole.config.hidden_size)), row_of=None,
+        config=in_training(whole.config),
+    )  # fmt: skip
+    is_packed = lambda leaf: isinstance(leaf, PackedWeight)  # noqa: E731
+    return jax.tree.map(_float, own, is_leaf=is_packed), ids
 
 
 def _float(weight: Array | PackedWeight | None) -> Array:

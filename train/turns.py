@@ -45,8 +45,8 @@ def prompt_of(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
 def _rendered(tokenizer: "PreTrainedTokenizerFast", text: str, answered: bool) -> str:
     if not tokenizer.chat_template:
         raise ValueError(
-            "the target has no chat template, so it writes no turns; turns.tokens=0 takes the "
-            "prompts of the corpus."
+            "the target has no chat template; turns.tokens=0 collect.chat=False takes the corpus' "
+            "prompts as they are."
         )
     talk = [{"role": "user", "content": text}]
     found = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=answered)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.base.pytree import replace
@@ -37,7 +38,7 @@ from train.loop import Log, finished
 from train.marking import BY_NOTHING
 from train.served import EngineRows
 from train.target import identity_of
-from train.turns import WrittenTurns
+from train.turns import WrittenTurns, prompt_of
 from train.vocabulary import Rows, in_training, most_frequent
 
 COSMETIC = ("save_every", "evaluate_every", "depth", "tables")
@@ -211,11 +212,30 @@ class Work:
           ValueError: the target cannot write turns (see `WrittenTurns.of`).
         """
         split = _SPLIT_OF[name]
+        settings = self.collections[name]
+        if self.recipe.collect.chat:
+            return Stream((), 0, tuple(self.messages(split, settings.prompt_tokens).values()))
         if not self.recipe.turns.tokens:
             return getattr(self.streams, split)
-        settings = self.collections[name]
         count = num_chunks(settings) * settings.batch
         return self.turns.of(split, count, lambda: self.engine, self.log)
+
+    def messages(self, split: str, most: int) -> dict[str, np.ndarray]:
+        """The corpus' prompts of a split that are messages of at most `most` tokens in the target's
+        chat template, and these tokens.
+
+        Raises:
+          ValueError: there is none, or no fitting chat template.
+        """
+        texts = [each.text for each in self.documents if each.is_prompt and each.split == split]
+        found = {text: np.array(prompt_of(self.tokenizer, text), np.int32) for text in texts}
+        chosen = {text: tokens for text, tokens in found.items() if len(tokens) <= most}
+        if not chosen:
+            raise ValueError(
+                f"of the {len(texts)} prompts of the corpus for {split} none has at most {most} "
+                "tokens in the target's chat template; collect.chat=True needs some."
+            )
+        return chosen
 
     @cached_property
     def writer(self) -> Model:
@@ -233,6 +253,7 @@ class Work:
         recipe = self.recipe
         settings = dataclasses.replace(self.collections[name], prompts=0)
         prompts = self.turned.name if recipe.turns.tokens else self.corpus_id
+        prompts = f"messages of {prompts}" if recipe.collect.chat else prompts
         return self.place(
             name, self.target_id, prompts, settings, recipe.corpus.slices, recipe.collect.dtype,
             recipe.collect.rows > 0,
@@ -287,6 +308,7 @@ class Work:
             rule = dataclasses.replace(boost, drafts=0, own_start=False, sizes=())
             taught = [_plain(rule), self.drafted(member - 1).name]
         read = [recipe.head, self.layers_read] if recipe.head.levels else []
+        read += [identity_of(recipe.started_from)] if recipe.head.start else []
         return self.place(
             "draft", self.labelled, self.warmed(member).name, self.draft_schedule(member),
             recipe.distil, taught, *read,
@@ -310,9 +332,19 @@ class Work:
         return self.place("hidden", labels.name, self.layers_read)
 
     @cached_property
+    def started(self) -> tuple[Model, np.ndarray | None]:
+        """The head that learns on, in training, and the tokens that it knows (see
+        `heads.started`).
+        """
+        return heads.started(self.recipe.started_from, self.target)
+
+    @cached_property
     def rows(self) -> Rows | None:
         """The rows of the tokens that the drafts know; None where they know all of them."""
         size, vocabulary = self.recipe.vocabulary.size, self.target_config.vocab_size
+        if self.recipe.head.start:
+            _, known = self.started
+            return None if known is None else Rows(known, vocabulary)
         if not size:
             return None
         settings = self.recipe.collect
@@ -365,6 +397,8 @@ class Work:
     def warm(self, member: int) -> Model:
         """What a member starts from, in training."""
         schedule, head = self.warm_schedule(member), self.recipe.head
+        if head.start:
+            return self.started[0]
         first = _finished("warm", self.warmed(member), self.draft_config(member), schedule)
         if not (head.levels and head.from_target):
             return first

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Contents = Mapping[str, int]
+Message = dict[str, str]
+"""Its `role` and `content`, as chat templates take them."""
 _FILE = "tokenizer.json"
 _FILES = (_FILE, "tokenizer.model", "vocab.json", "tokenizer_config.json")
 _SHOWN = 3
@@ -90,7 +92,24 @@ def encode(
     Raises:
       ValueError: the library fails, or takes longer than any text that fits a model.
     """
-    return bounded(lambda: list(tokenizer(text, add_special_tokens=special).input_ids), what)
+    return bounded(
+        lambda: list(tokenizer(text, add_special_tokens=special, verbose=False).input_ids), what
+    )
+
+
+def ids_of_talk(tokenizer: "PreTrainedTokenizerFast", messages: Sequence[Message]) -> list[int]:
+    """The tokens of a talk, up to where the model's next reply begins.
+
+    Raises:
+      ValueError: the tokenizer's template is none, or refuses such a talk.
+    """
+    try:
+        text: Any = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # what a template raises has no type of its own
+        raise ValueError(f"the chat template cannot be used: {error}") from error
+    return encode(tokenizer, text, special=False, what="the prompt")
 
 
 @contextlib.contextmanager

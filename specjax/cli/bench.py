@@ -58,7 +58,11 @@ def bench(options: Bench) -> int:
     if parameters:
         pair = pair._replace(target=inflate(pair.target, parameters))
     chosen, left_out = prompts.fitting(
-        listed, pair.tokenizer, pair.target.config.max_positions, options.max_new_tokens
+        listed,
+        pair.tokenizer,
+        pair.target.config.max_positions,
+        options.max_new_tokens,
+        options.chat,
     )
     workload = dataclasses.replace(workload, prompts=chosen)
     with progress_bars() as progress:
@@ -158,7 +162,7 @@ def workload_of(
     settings = {batch: (*fixed, *_settings(options, names, batch, drafts)) for batch in batches}
     return Workload(
         chosen, settings, temperatures, dtypes, options.max_new_tokens, options.verify,
-        options.seed, plain_dtypes=plain,
+        options.seed, plain_dtypes=plain, stop_at_eos=options.chat,
     )  # fmt: skip
 
 

@@ -265,7 +265,9 @@ def prepare(options: BenchServe, folder: Path) -> Prepared:
     for file in _files(options):
         listed = prompts.read(file)[: options.limit]
         most = load.most_tokens(options.max_new_tokens)
-        chosen, others = prompts.fitting(listed, tokenizer, config.max_positions, most)
+        chosen, others = prompts.fitting(
+            listed, tokenizer, config.max_positions, most, options.chat
+        )
         found.append([list(prompt.tokens) for prompt in chosen])
         left_out += others
     env = env_of("bench-serve", options) | {

@@ -20,11 +20,10 @@ from specjax.base.progress import counted, hidden, working
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
 from specjax.checkpoints.pair import Pair
-from specjax.checkpoints.tokenizers import encode
+from specjax.checkpoints.tokenizers import encode, ids_of_talk
 from specjax.cli.kernels import check_kernels, use_kernels
 from specjax.cli.loading import asked_of, pair_of
 from specjax.cli.options import Generate, Structured
-from specjax.cli.talk import ids_of_talk
 from specjax.cli.values import at_least, check_seed, dtype_of, widths_of
 from specjax.decoding.generate import following, steps_on_host
 from specjax.decoding.request import Request, prepare

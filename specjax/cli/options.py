@@ -219,6 +219,17 @@ class Kernels:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a model is to continue while it is measured."""
+
+    prompts: str | None = None
+    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    chat: bool = False
+    """Give each as a user's message, by the model's chat template, and end answers where the model
+    ends them; a plain prompt is continued past end tokens."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Structured:
     """What a text must match."""
 
@@ -299,11 +310,9 @@ class Chat(Dtype, Drafting, Staged, Context, Loaded, Devices, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench(Staged, Context, Loaded, Devices, Offloaded, Kernels):
+class Bench(Asked, Staged, Context, Loaded, Devices, Offloaded, Kernels):
     """Measure every method against plain decoding, and remember the fastest for --method auto."""
 
-    prompts: str | None = None
-    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
     limit: int | None = None
     """Take this many prompts only."""
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = (
@@ -345,7 +354,7 @@ class Bench(Staged, Context, Loaded, Devices, Offloaded, Kernels):
     verify: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_rules)] = "auto"
     """The verification rule; auto takes the one that accepts most of what is lossless."""
     max_new_tokens: int = 128
-    """Tokens of every continuation; end tokens are run past."""
+    """Tokens of every continuation; of an answer with --chat at most."""
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     seed: int = 0
@@ -357,13 +366,11 @@ class Bench(Staged, Context, Loaded, Devices, Offloaded, Kernels):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tune(Dtype, Staged, Loaded, Offloaded, Kernels):
+class Tune(Asked, Dtype, Staged, Loaded, Offloaded, Kernels):
     """Find the fastest method, shape and budget for this machine and these prompts."""
 
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
     """Where to write the configuration; generate, bench and verify read it with --config."""
-    prompts: str | None = None
-    """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
     limit: int = 8
     """Take this many prompts only."""
     methods: Annotated[str, tyro.conf.arg(help_behavior_hint=_of_methods)] = "all"
@@ -376,7 +383,7 @@ class Tune(Dtype, Staged, Loaded, Offloaded, Kernels):
     batch: int = 1
     """Rows to choose for."""
     max_new_tokens: int = 128
-    """Tokens of every continuation; end tokens are run past."""
+    """Tokens of every continuation; of an answer with --chat at most."""
     inflate: str | None = None
     """Grow the model to this many parameters, such as 100M, without changing its function."""
     seed: int = 0
@@ -631,6 +638,8 @@ class BenchServe(Dtype, Staged, Loaded, Kernels):
 
     prompts: str | None = None
     """A file of {"id", "prompt"} or {"id", "turns"} lines. By default the bundled prompts."""
+    chat: bool = False
+    """Give each as a user's message, by the model's chat template."""
     then: str | None = None
     """A file of prompts that take over for the second half of every run."""
     limit: int | None = None

@@ -3,41 +3,23 @@
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.detokenizer import Detokenizer, TokenTexts
-from specjax.checkpoints.tokenizers import encode
+from specjax.checkpoints.tokenizers import Message, ids_of_talk
 from specjax.decoding.conversation import Conversation
 from specjax.draft import Step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Message = dict[str, str]
-"""Its `role` and `content`, as chat templates take them."""
-
 _NOTICED_SECONDS = 0.1
 """How soon Ctrl-C is noticed while programs are compiled."""
-
-
-def ids_of_talk(tokenizer: "PreTrainedTokenizerFast", messages: Sequence[Message]) -> list[int]:
-    """The tokens of a talk, up to where the model's next reply begins.
-
-    Raises:
-      ValueError: the tokenizer's template is none, or refuses such a talk.
-    """
-    try:
-        text: Any = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # what a template raises has no type of its own
-        raise ValueError(f"the chat template cannot be used: {error}") from error
-    return encode(tokenizer, text, special=False, what="the prompt")
 
 
 @dataclasses.dataclass

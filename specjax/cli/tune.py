@@ -66,7 +66,11 @@ def tune(options: Tune) -> int:
     if options.offloaded:
         dtype = str(grown.embedding.dtype)
     chosen, _ = prompts.fitting(
-        listed, native.tokenizer, native.target.config.max_positions, options.max_new_tokens
+        listed,
+        native.tokenizer,
+        native.target.config.max_positions,
+        options.max_new_tokens,
+        options.chat,
     )
     as_it_runs = grown if options.offloaded else in_dtype(grown, dtype)
     pairs = native, native._replace(target=as_it_runs)
@@ -177,7 +181,9 @@ def _check(options: Tune) -> tuple[tuple[float, ...], Choices]:
         raise ValueError(
             "--inflate is for a model in memory; specjax inflate writes one that can be offloaded."
         )
-    choices = Choices(options.methods, budgets, options.batch, options.max_new_tokens, options.seed)
+    choices = Choices(
+        options.methods, budgets, options.batch, options.max_new_tokens, options.seed, options.chat
+    )
     return temperatures_in(options.temperatures), choices
 
 

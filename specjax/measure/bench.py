@@ -128,7 +128,7 @@ class Bencher:
             max_new_tokens=workload.max_new_tokens,
             sampling=Sampling(temperatures_of(temperature, len(rows), workload.temperatures)),
             verify=AUTO if _is_plain(candidate) else workload.verify,
-            stop_at_eos=False,
+            stop_at_eos=workload.stop_at_eos,
         )
 
     def rows(

@@ -8,7 +8,7 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from specjax.checkpoints.tokenizers import encode
+from specjax.checkpoints.tokenizers import encode, ids_of_talk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -102,17 +102,24 @@ def fitting(
     tokenizer: "PreTrainedTokenizerFast",
     max_positions: int,
     max_new_tokens: int,
+    chat: bool = False,
 ) -> tuple[list[Prompt], list[str]]:
     """The prompts that fit the model with their continuations, and the names of the others.
 
-    Those left out are listed on standard error.
+    Those left out are listed on standard error. With `chat` each is a user's message, in the
+    model's chat template.
 
     Raises:
-      ValueError: none fits.
+      ValueError: none fits, or there is no chat template for them.
     """
+    if chat and not tokenizer.chat_template:
+        raise ValueError("--chat needs a chat template, and the model has none.")
     chosen, left_out = [], []
     for name, text in listed:
-        tokens = encode(tokenizer, text, what=f"prompt {name}")
+        if chat:
+            tokens = ids_of_talk(tokenizer, [{"role": "user", "content": text}])
+        else:
+            tokens = encode(tokenizer, text, what=f"prompt {name}")
         if tokens and len(tokens) + max_new_tokens <= max_positions:
             chosen.append(Prompt(name, tokens))
             continue

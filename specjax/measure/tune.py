@@ -63,13 +63,16 @@ class Estimate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """What is chosen among, and for: `batch` rows whose continuations have `max_new_tokens`."""
+    """What is chosen among, and for: `batch` rows whose continuations have `max_new_tokens`, or end
+    at end tokens with `stop_at_eos`.
+    """
 
     methods: str = "all"
     budgets: tuple[int, ...] = (7, 15, 31, 63)
     batch: int = 1
     max_new_tokens: int = 128
     seed: int = 0
+    stop_at_eos: bool = False
 
 
 @dataclasses.dataclass
@@ -174,7 +177,7 @@ class Tuner:
         return prepare(
             jax.random.key(self.choices.seed), pair.target, drafter, [p.tokens for p in rows],
             max_new_tokens=self.choices.max_new_tokens, sampling=Sampling(temperature),
-            stop_at_eos=False,
+            stop_at_eos=self.choices.stop_at_eos,
         )  # fmt: skip
 
     def _generation(self, setting: Setting, rows: list[Prompt], temperature: float) -> Generation:
@@ -253,6 +256,7 @@ def fastest_of(
         seed=choices.seed,
         plain_dtypes=plain,
         mixed=False,
+        stop_at_eos=choices.stop_at_eos,
     )
     rows = Bencher(workload, pair, progress).rows(choices.batch)
     as_asked = [row for row in rows if row.dtype == dtype]

@@ -27,7 +27,7 @@ class Workload:
     `settings` are compared with plain decoding, those of each batch size in `settings`; without
     `dtypes` the device's default is taken. `verify` names the rule. Prompt i samples with
     `fold_in(jax.random.key(seed), i)`. `mixed` adds batches of which every other row is greedy.
-    Plain decoding is measured in `plain_dtypes`.
+    Plain decoding is measured in `plain_dtypes`. With `stop_at_eos` texts end at end tokens.
     """
 
     prompts: Sequence[Prompt]
@@ -38,6 +38,7 @@ class Workload:
     verify: str = "auto"
     seed: int = 0
     mixed: bool = True
+    stop_at_eos: bool = False
     plain_dtypes: tuple[str, ...] = PLAIN_DTYPES
 
     @property
