@@ -138,7 +138,12 @@ def test_loops_of_a_static_length_change_no_text(drafts, widths, verify, target)
 
 @pytest.mark.parametrize(
     ("tokens", "dim", "options"),
-    [(128, 64, {}), (384, 128, {"window": 37}), (256, 64, {"soft_cap": 2.0})],
+    [
+        (128, 64, {}),
+        (384, 128, {"window": 37}),
+        (256, 64, {"soft_cap": 2.0}),
+        (256, 64, {"window": 37, "sinks": jnp.array([[0, 1, -1, 4], [3, 0.5, 2, 9]])}),
+    ],
 )
 def test_splash_attention_is_attention_of_plain_sequences(tokens, dim, options):
     drawn = jax.random.split(jax.random.key(0), 3)
@@ -147,7 +152,7 @@ def test_splash_attention_is_attention_of_plain_sequences(tokens, dim, options):
     assert sequence.can_splash(query, keys)
     found = sequence.splash(query, keys, values, interpret=True, **options)
     wide = keys.astype(jnp.float32), values.astype(jnp.float32)
-    expected = xla.causal(query, *wide, options.get("soft_cap"), options.get("window"))
+    expected = xla.causal(query, *wide, **{"soft_cap": None} | options)
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-2)
     if options:  # that they are not the same without is what makes the comparison one
         assert abs(found - xla.causal(query, *wide, None)).max() > 0.1

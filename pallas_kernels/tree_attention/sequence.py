@@ -36,10 +36,11 @@ def causal(
 ) -> Float[Array, "B H T D"]:
     """Each token sees itself and those before it; with a `window` the last `window` of these.
 
-    Heads with `sinks` are ours or XLA's on every platform.
+    Heads with `sinks` are XLA's on a GPU: of what cuDNN divides by, which would say what a sink
+    leaves, `jax.nn.dot_product_attention` gives 8 bits alone.
     """
-    if platform() == "tpu" and sinks is None and can_splash(query, keys):
-        return splash(query, keys, values, soft_cap, window)
+    if platform() == "tpu" and can_splash(query, keys):
+        return splash(query, keys, values, soft_cap, window, sinks)
     if platform() == "gpu" and sinks is None and can_cudnn(query, keys, soft_cap):
         return fused(query, keys, values, window)
     if platform() == "cpu" and soft_cap is None:
@@ -92,13 +93,17 @@ def splash(
     values: Float[Array, "B K T D"],
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks: Float[Array, "B H"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B H T D"]:
     """The same by jax's splash attention, which passes over what is not seen."""
     heads, tokens, dim = query.shape[1:]
     kernel = _kernel(heads, tokens, soft_cap, window, interpret)
     scaled = (query * dim**-0.5).astype(keys.dtype)
-    return jax.vmap(kernel)(scaled, keys, values).astype(query.dtype)
+    if sinks is None:
+        return jax.vmap(kernel)(scaled, keys, values).astype(query.dtype)
+    mixed = jax.vmap(lambda *at: kernel(*at[:3], sinks=at[3]))(scaled, keys, values, sinks)
+    return mixed.astype(query.dtype)
 
 
 def _kernel(

@@ -311,14 +311,18 @@ def _looped(soft_cap: float | None, window: int | None, row: _Row) -> Array:
         own_values = lax.dynamic_slice_in_dim(values, since, span, axis=1)
         return _chunk(soft_cap, window, query, own_keys, own_values, sinks, start - since, 0, span)
 
-    def one(chunk: tuple[Array, Array]) -> Array:
-        start, query = chunk[0] * _CHUNK, chunk[1]
+    def one(start: Array, query: Array) -> Array:
         if window is not None and window + _CHUNK <= tokens:
             return near(start, query)
         which = jnp.searchsorted(jnp.asarray(ends), start + 1)
         return lax.switch(which, runs, query, keys, values, start)
 
-    made = lax.map(one, (jnp.arange(count), chunks.swapaxes(0, 1)))
+    def in_place(number: Array, chunks: Array) -> Array:
+        made = one(number * _CHUNK, chunks[number])
+        return chunks.at[number].set(made, mode="promise_in_bounds")
+
+    # Zeros to write to would be made for all layers of a pass at once, by XLA for GPUs.
+    made = lax.fori_loop(0, count, in_place, chunks.swapaxes(0, 1))
     return made.swapaxes(0, 1).reshape(heads, -1, dim)[:, :tokens]
 
 

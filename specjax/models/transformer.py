@@ -303,6 +303,9 @@ def _attend(
     prefix, mask = group.prefix, group.mask
     kind = cache_dtype(model.embedding.dtype) if prefix is None else prefix.keys.dtype
     key, value = key.astype(kind), value.astype(kind)
+    if weights.sinks is not None and mask.tree_mask is None and platform() == "gpu":
+        # XLA would keep query, key and value of all layers, one product in float32, for the cache.
+        key, value = lax.optimization_barrier((key, value))
     new = (key, value)
     if block is not None:
         key = jnp.concatenate([block[0], key], axis=2)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -207,6 +208,19 @@ def test_a_prefill_takes_what_is_planned(kind):
     assert found.operations.get("conditional", 0) == 0
     plan = planned(kind, case)
     assert found.temporary_bytes <= 1.25 * plan.prompts
+
+
+@pytest.mark.parametrize("kind", [of_kind("h100")])
+def test_layers_with_sinks_hold_nothing_of_a_prompt_but_its_cache(kind):
+    """As gpt-oss has them: neither their queries nor what their attention is written to."""
+    case = case_of("gpt-oss-20b", "none")
+
+    def temporaries(layers: int) -> int:
+        windows = case.config.windows[:layers]
+        config = replace(case.config, num_layers=layers, windows=windows, experts=None)
+        return made(kind, case._replace(config=config), "prefill").temporary_bytes
+
+    assert temporaries(6) < temporaries(2) + 2**20  # 32 MiB a layer each, before
 
 
 @pytest.mark.parametrize("kind", [of_kind("v5e")])
