@@ -94,7 +94,9 @@ def test_mixtures_are_those_of_their_folders(family, tmp_path):
     assert read.config == dataclasses.replace(load_model(tmp_path).config)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q4_K", "BF16"])
+@pytest.mark.parametrize(
+    "kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4", "Q4_K", "Q5_K", "Q5_0", "IQ4_NL", "Q6_K", "BF16"]
+)
 def test_experts_stay_packed_where_that_is_exact(kind, tmp_path):
     """They are what the package gguf reads, and are streamed as they are."""
     own = varied_model(family="qwen3_moe", hidden_size=256, **(MIXED["qwen3_moe"]))
@@ -105,7 +107,7 @@ def test_experts_stay_packed_where_that_is_exact(kind, tmp_path):
     for name, leaf in (("gate", model.layers[0].expert_gate), ("up", model.layers[0].expert_up)):
         stored = held[f"blk.0.ffn_{name}_exps.weight"]
         assert stored.tensor_type.name == kind
-        assert isinstance(leaf, PackedWeight) == (kind not in ("Q4_K", "BF16"))
+        assert isinstance(leaf, PackedWeight) == (kind not in ("Q6_K", "BF16"))
         numbers = leaf
         if isinstance(leaf, PackedWeight):
             assert quantized_as(model) is not None
@@ -153,7 +155,7 @@ def test_every_type_stands_for_what_llama_cpp_reads(kind, tmp_path):
     finish(writer)
     ((name, _, tensor),) = quantized.read(tensors(Files(file)), [])
     assert name == "a"
-    assert isinstance(tensor, PackedWeight) == (kind in ("Q8_0", "Q4_0", "Q4_1", "MXFP4"))
+    assert isinstance(tensor, PackedWeight) == (kind not in ("F32", "F16", "BF16", "Q6_K"))
     if isinstance(tensor, PackedWeight):
         tensor = dequantized(jax.tree.map(jnp.asarray, tensor))
     np.testing.assert_array_equal(np.asarray(tensor, np.float32), expected)

@@ -1,0 +1,31 @@
+"""An EAGLE-3 head that exists learns on, along its target's answers to messages of users.
+
+Command:    python -m train.messages messages.jsonl --count 3000
+            nice python -m train.run configs/eagle/messages.py target=DIR head.start=HEAD
+            corpus=messages.jsonl --folder runs/messages
+            HEAD is a published head's folder, or what configs/eagle/smollm2.py left in
+            export/drafts/0. Messages of your own traffic are better than those made here: lines
+            of {"prompt"} or {"turns"}.
+"""
+
+import dataclasses
+
+from configs.eagle.smollm2 import RECIPE as SMOLLM2
+from train.config import Schedule, Turns
+
+RECIPE = dataclasses.replace(
+    SMOLLM2,
+    name="messages-eagle3",
+    target="",
+    turns=Turns(),
+    collect=dataclasses.replace(
+        SMOLLM2.collect, prompts=1024, prompt_tokens=256, new_tokens=256, temperatures=(0.0, 0.8),
+        chat=True,
+    ),
+    schedule=Schedule(
+        steps=600, batch=6, warmup_steps=40, decay_steps=400, save_every=50, evaluate_every=100
+    ),
+    evaluation=dataclasses.replace(
+        SMOLLM2.evaluation, prompts=48, prompt_tokens=256, new_tokens=192, batch=48
+    ),
+)  # fmt: skip
