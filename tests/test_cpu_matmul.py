@@ -41,6 +41,10 @@ KINDS = {
     "int8": (8, False, None, False), "int8 times bfloat16": (8, True, None, False),
     "int8 of groups of 32": (8, False, 32, False),
     "int8 of groups of 32 times bfloat16": (8, True, 32, False),
+    "int8 of groups of 16": (8, False, 16, False),
+    "int8 of groups of 16 times bfloat16": (8, True, 16, False),
+    "int8 of groups of 48 with offsets": (8, False, 48, True),
+    "int8 of groups of 48 with offsets times bfloat16": (8, True, 48, True),
     "int8 with offsets": (8, False, None, True),
     "int8 of groups of 96 with offsets times bfloat16": (8, True, 96, True),
     "int4": (4, False, None, False), "int4 times bfloat16": (4, True, None, False),
@@ -151,7 +155,7 @@ def test_it_is_the_product(form, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_column_does_not_depend_on_the_others(form, kind):
     """To the bit: a tree's root gives what plain decoding gives. Large enough for two threads."""
-    inputs = 576 if KINDS[kind][2] == 96 else 512
+    inputs = 576 if KINDS[kind][2] in (48, 96) else 512
     weights, x, *rest = operands(kind, 1500, inputs, MOST_COLUMNS)
     whole = np.asarray(product(weights, x, *rest))
     for first, columns in ((0, 1), (5, 2), (7, 3), (10, 4), (20, 7), (32, 16), (3, 40)):
@@ -414,7 +418,7 @@ def test_linear_is_it_unless_xla_is_asked_for():
 
 
 @needs_it
-@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (4, None), (4, 32)])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (8, 32), (8, 16), (4, None), (4, 32)])
 def test_packed_weights_are_multiplied_as_they_are(bits, group):
     matrix = np.random.default_rng(bits).normal(size=(48, 64)).astype(np.float32)
     weight = jax.tree.map(jnp.asarray, packed(matrix, bits, group))
@@ -492,9 +496,12 @@ def test_what_it_does_not_take_is_said():
     assert "not float16" in (unable(shape(8, 64, dtype=jnp.float16), 64, 1) or "")
     assert unable(codes, 64, 1, shape(8, 1)) is None
     assert unable(codes, 64, 1, shape(8, 2), shape(8, 2)) is None
-    assert unable(codes, 64, 1, shape(8, 4)) == "groups are of multiples of 32 inputs"
+    assert unable(codes, 64, 1, shape(8, 4)) is None
+    said = "groups are of multiples of 32 inputs"
+    assert unable(codes, 64, 1, shape(8, 4), quantized=True) == said
+    assert unable(codes, 64, 1, shape(8, 8)) == "groups are of multiples of 16 inputs"
     assert unable(codes, 128, 1, shape(8, 4)) is None
-    assert unable(codes, 128, 1, shape(8, 8)) == "groups are of multiples of 32 inputs"
+    assert unable(codes, 128, 1, shape(8, 8)) == said  # of 4 bits
     assert unable(codes, 64, 1, shape(8, 1, dtype=jnp.float16)) is None
     assert "scales are" in (unable(codes, 64, 1, shape(8, 1, dtype=np.float64)) or "")
     said = unable(codes, 64, 1, shape(8, 1), shape(8, 1, dtype=jnp.float16))
@@ -546,7 +553,7 @@ def test_a_call_of_two_kinds_is_refused():
 @pytest.mark.parametrize("kind", KINDS)
 def test_several_matrices_give_what_each_gives(form, kind):
     """To the bit, also where a thread's share ends within one of them; and under `vmap`."""
-    rows, inputs = (1500, 3, 0, 130), 576 if KINDS[kind][2] == 96 else 512
+    rows, inputs = (1500, 3, 0, 130), 576 if KINDS[kind][2] in (48, 96) else 512
     whole, x, *of_groups, rounded = operands(kind, sum(rows), inputs, 5)
     ends = np.cumsum(rows)[:-1]
     several = tuple(jnp.split(whole, ends))

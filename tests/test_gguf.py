@@ -107,7 +107,7 @@ def test_experts_stay_packed_where_that_is_exact(kind, tmp_path):
     for name, leaf in (("gate", model.layers[0].expert_gate), ("up", model.layers[0].expert_up)):
         stored = held[f"blk.0.ffn_{name}_exps.weight"]
         assert stored.tensor_type.name == kind
-        assert isinstance(leaf, PackedWeight) == (kind not in ("Q6_K", "BF16"))
+        assert isinstance(leaf, PackedWeight) == (kind != "BF16")
         numbers = leaf
         if isinstance(leaf, PackedWeight):
             assert quantized_as(model) is not None
@@ -155,7 +155,7 @@ def test_every_type_stands_for_what_llama_cpp_reads(kind, tmp_path):
     finish(writer)
     ((name, _, tensor),) = quantized.read(tensors(Files(file)), [])
     assert name == "a"
-    assert isinstance(tensor, PackedWeight) == (kind not in ("F32", "F16", "BF16", "Q6_K"))
+    assert isinstance(tensor, PackedWeight) == (kind not in ("F32", "F16", "BF16"))
     if isinstance(tensor, PackedWeight):
         tensor = dequantized(jax.tree.map(jnp.asarray, tensor))
     np.testing.assert_array_equal(np.asarray(tensor, np.float32), expected)

@@ -14,7 +14,8 @@ from pallas_kernels.dispatch import named
 from pallas_kernels.platform import platform
 
 _XLA = "xla"
-_GROUPED_BY = 32
+_GROUPED_BY, _HALVED = 32, 16
+"""Inputs that groups are multiples of; codes of 8 bits may have such of half as many."""
 _Operand = jax.ShapeDtypeStruct | Array
 
 
@@ -45,6 +46,7 @@ def unable(
     columns: int,
     scale: _Operand | None = None,
     offset: _Operand | None = None,
+    quantized: bool = False,
 ) -> str | None:
     """Why a product cannot run as `cpu_matmul` where it is traced; None if it can.
 
@@ -55,12 +57,17 @@ def unable(
       columns: of x.
       scale: `[..., O, G]` of codes; float32, bfloat16 or float16.
       offset: the same of codes that have offsets.
+      quantized: whether x is.
     """
-    return unable_here(columns) or _unable_of(weights, inputs, scale, offset)
+    return unable_here(columns) or _unable_of(weights, inputs, scale, offset, quantized)
 
 
 def _unable_of(
-    weights: _Operand, inputs: int, scale: _Operand | None, offset: _Operand | None
+    weights: _Operand,
+    inputs: int,
+    scale: _Operand | None,
+    offset: _Operand | None,
+    quantized: bool,
 ) -> str | None:
     held = weights.shape[-1]
     if scale is None:
@@ -75,8 +82,9 @@ def _unable_of(
     groups = scale.shape[-1]
     if groups == 1:
         return None
-    fits = inputs % groups == 0 and inputs // groups % _GROUPED_BY == 0
-    return None if fits else f"groups are of multiples of {_GROUPED_BY} inputs"
+    unit = _HALVED if held == inputs and not quantized else _GROUPED_BY
+    fits = inputs % groups == 0 and inputs // groups % unit == 0
+    return None if fits else f"groups are of multiples of {unit} inputs"
 
 
 def multiplies_bfloat16() -> bool:
@@ -160,7 +168,8 @@ def cpu_matmuls(
     columns = _Columns(rounded, quantized, table is not None)
     _check(weights, scales, offsets, columns)
     scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
-    if (reason := unable(weights[0], x.shape[-2], x.shape[-1], scale, offset)) is not None:
+    reason = unable(weights[0], x.shape[-2], x.shape[-1], scale, offset, quantized)
+    if reason is not None:
         raise ValueError(f"cpu_matmul cannot run here: {reason}.")
     parts = (*weights, *(scales or ()), *(offsets or ()), *([] if table is None else [table]))
     return _products(columns, len(weights), parts, x.astype(jnp.float32))
@@ -199,7 +208,7 @@ def cpu_experts(
     how = _Columns(rounded, quantized, table is not None)
     _check(weights, scales, offsets, how)
     scale, offset = (None if parts is None else parts[0] for parts in (scales, offsets))
-    if (reason := unable(weights[0], x.shape[-2], 1, scale, offset)) is not None:
+    if (reason := unable(weights[0], x.shape[-2], 1, scale, offset, quantized)) is not None:
         raise ValueError(f"cpu_matmul cannot run here: {reason}.")
     made = [jax.ShapeDtypeStruct((each.shape[-2], chosen.size), jnp.float32) for each in weights]
 

@@ -187,8 +187,9 @@ def takes_codes(weight: PackedWeight, x: Array) -> bool:
     block = min(columns, MOST_COLUMNS)
     if weight.form == BFLOAT16:
         return columns <= _MOST_OF_BFLOAT16 and unable(weight.values, inputs, block) is None
-    columns = block if weight.activations == INT8 else columns
-    parts = weight.scale, weight.offset
+    quantized = weight.activations == INT8
+    columns = block if quantized else columns
+    parts = weight.scale, weight.offset, quantized
     is_known = weight.is_integer or weight.is_looked_up
     return is_known and unable(weight.values, inputs, columns, *parts) is None
 

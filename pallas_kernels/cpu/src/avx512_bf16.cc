@@ -52,12 +52,14 @@ struct Int8Pairs : Bfloat16Pairs {
 };
 
 // Codes of 8 bits times the scale of their group, which is theirs alone, are rounded to bfloat16.
+template <class Own>
 struct Int8GroupPairs : Bfloat16Pairs {
-  using Scales = GroupScales;
+  using Scales = Own;
   static constexpr int kBytes = 32;
   static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
-    float scale = scales.scale[group.first], bias = scales.bias[group.first];
-    return pairs(Avx512::bytes(at, scale, bias), Avx512::bytes(at + 16, scale, bias));
+    int64_t second = Own::kInputs == 16 ? group.second : group.first;
+    return pairs(Avx512::bytes(at, scales.scale[group.first], scales.bias[group.first]),
+                 Avx512::bytes(at + 16, scales.scale[second], scales.bias[second]));
   }
 };
 
@@ -116,13 +118,15 @@ struct Int4TablePairs : Int4Pairs {
 
 const Form* avx512_bf16_form(const Call& call) {
   static constexpr Form bfloat16 = Driver<Bfloat16Pairs>::form(), int8 = Driver<Int8Pairs>::form(),
-                        groups = Driver<Int8GroupPairs>::form(), int4 = Driver<Int4Pairs>::form(),
+                        groups = Driver<Int8GroupPairs<GroupScales>>::form(),
+                        halves = Driver<Int8GroupPairs<HalfScales>>::form(), int4 = Driver<Int4Pairs>::form(),
                         tables = Driver<Int4TablePairs>::form();
   if (call.quantized) return avx512_vnni_form(call);  // which all of these processors have
   if (!call.rounded || call.format == kFloat32) return float_form<Avx512>(call);
   if (call.format == kBfloat16) return &bfloat16;
   if (call.format == kInt4) return call.table == nullptr ? &int4 : &tables;
-  return call.scales_sums() ? &int8 : &groups;
+  if (call.scales_sums()) return &int8;
+  return call.is_halved() ? &halves : &groups;
 }
 
 }  // namespace specjax

@@ -61,7 +61,8 @@ ffi::Error describe_weights(ffi::AnyBuffer weights, std::optional<ffi::AnyBuffer
   for (size_t i = 0; i + 2 < rank; i++)
     if (held[i] != scales[i]) return refused("scales differ in their first dimensions");
   call.scale = scale->untyped_data(), call.groups = scales[rank - 1];
-  bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % kUnit == 0;
+  int64_t unit = call.format == kInt8 && !call.quantized ? kHalf : kUnit;
+  bool fits = call.groups > 0 && call.inputs % call.groups == 0 && call.inputs / call.groups % unit == 0;
   if (call.groups != 1 && !fits) return refused("there is another number of scales");
   if (!offset) return ffi::Error::Success();
   auto offsets = offset->dimensions();

@@ -102,16 +102,17 @@ struct Int4Table : Int4<V, kRounded> {
   }
 };
 
-// Two vectors a block, which have one scale.
-template <class V, bool kRounded>
+// Two vectors a block, which have one scale, or of halves of units one each where they are as long.
+template <class V, bool kRounded, class Own = GroupScales>
 struct Int8Groups : Bfloat16<V> {
   using typename Bfloat16<V>::Weights;
-  using Scales = GroupScales;
+  using Scales = Own;
   static constexpr int kBytes = 2 * V::kWidth, kReadyBytes = 8 * V::kWidth, kRowsOfOne = 4;
   static void pack(const float* turned, uint8_t* to) { std::memcpy(to, turned, 8 * V::kWidth); }
   static Weights load(const uint8_t* at, const Scales& scales, OfBlock group) {
-    float scale = scales.scale[group.first], bias = scales.bias[group.first];
-    Weights w = {V::bytes(at, scale, bias), V::bytes(at + V::kWidth, scale, bias)};
+    int64_t second = Own::kInputs == V::kWidth ? group.second : group.first;
+    Weights w = {V::bytes(at, scales.scale[group.first], scales.bias[group.first]),
+                 V::bytes(at + V::kWidth, scales.scale[second], scales.bias[second])};
     if (kRounded) w = {V::rounded(w.even), V::rounded(w.odd)};
     return w;
   }
@@ -127,10 +128,13 @@ const Form* float_form(const Call& call) {
   };
   static constexpr Form rounded = Driver<Int4<V, true>>::form();
   static constexpr Form groups[2] = {Driver<Int8Groups<V, false>>::form(), Driver<Int8Groups<V, true>>::form()};
+  static constexpr Form halves[2] = {Driver<Int8Groups<V, false, HalfScales>>::form(),
+                                     Driver<Int8Groups<V, true, HalfScales>>::form()};
   static constexpr Form tables[2] = {Driver<Int4Table<V, false>>::form(), Driver<Int4Table<V, true>>::form()};
   if (call.format == kInt4 && call.table != nullptr) return &tables[call.rounded];
   if (call.format == kInt4 && call.rounded) return &rounded;
-  return call.format == kInt8 && !call.scales_sums() ? &groups[call.rounded] : &whole[call.format];
+  if (call.format != kInt8 || call.scales_sums()) return &whole[call.format];
+  return call.is_halved() ? &halves[call.rounded] : &groups[call.rounded];
 }
 
 }  // namespace

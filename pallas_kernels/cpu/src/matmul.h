@@ -10,11 +10,13 @@ namespace specjax {
 enum Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3, kFormats = 4 };
 enum ScaleType : int { kScaleFloat32 = 0, kScaleBfloat16 = 1, kScaleFloat16 = 2, kScaleTypes = 3 };
 
+constexpr int64_t kUnit = 32, kHalf = 16;  // inputs
+
 // out[o, n] = sum over i of weights[o, i] * x[i, n], rows after one another in memory.
 // Codes stand for scale * (code - middle), middle 128 or 8, or for scale * code + offset; of two in a byte the first has the
-// lower bits. A scale, and an offset, is that of a group of inputs, a multiple of kUnit of them, or of all in a row; of
-// codes of 8 bits with a scale a row and no offset it is the sums that are multiplied. Codes of 4 bits may have a table, and
-// stand for scale * table[code] then.
+// lower bits. A scale, and an offset, is that of a group of inputs, or of all in a row; of codes of 8 bits with a scale a row
+// and no offset it is the sums that are multiplied. Groups are multiples of kUnit inputs, or of kHalf where codes are of 8
+// bits and x is not quantized. Codes of 4 bits may have a table, and stand for scale * table[code] then.
 struct Call {
   Format format;
   bool rounded;    // x to bfloat16, and the numbers that codes stand for where it is not sums that are multiplied
@@ -38,6 +40,7 @@ struct Call {
     }
   }
   bool is_coded() const { return format == kInt8 || format == kInt4; }
+  bool is_halved() const { return groups > 1 && inputs / groups % kUnit != 0; }  // groups are no multiples of kUnit
   bool scales_sums() const { return format == kInt8 && groups == 1 && offset == nullptr; }
   int64_t scale_bytes() const { return groups * (scale_type == kScaleFloat32 ? 4 : 2); }  // of a row
 
@@ -74,7 +77,6 @@ const Form* neon_form(const Call&);
 const Form* neon_dotprod_form(const Call&);
 
 constexpr size_t kAlign = 64;
-constexpr int64_t kUnit = 32;  // inputs; groups are multiples of them
 constexpr int64_t kMostColumns = 64;
 
 }  // namespace specjax

@@ -99,8 +99,8 @@ constexpr int64_t kSpan = 64;  // units of inputs whose scales are widened at a 
 // Which group a unit of inputs is in. A division takes as long as 16 products on some processors.
 struct Groups {
   uint64_t factor;  // 2 to the 40th over the units of a group; 0 where that is all of a row
-  explicit Groups(const Call& call)
-      : factor(call.groups <= 1 ? 0 : (uint64_t{1} << 40) / (call.inputs / call.groups / kUnit) + 1) {}
+  explicit Groups(const Call& call, int64_t unit = kUnit)
+      : factor(call.groups <= 1 ? 0 : (uint64_t{1} << 40) / (call.inputs / call.groups / unit) + 1) {}
   int64_t of(int64_t unit) const { return static_cast<int64_t>((static_cast<uint64_t>(unit) * factor) >> 40); }
 };
 
@@ -112,6 +112,7 @@ struct OfBlock {
 // Of a row of weights that has none.
 struct NoScale {
   static constexpr bool kGrouped = false;
+  static constexpr int64_t kInputs = kUnit;
   void read(const Call&, int64_t) {}
   void widen_span(int64_t, int64_t) {}
   float of_sums() const { return 1; }
@@ -120,6 +121,7 @@ struct NoScale {
 // One scale a row, by which its sums are multiplied.
 struct RowScale {
   static constexpr bool kGrouped = false;
+  static constexpr int64_t kInputs = kUnit;
   float of_row;
   void read(const Call& call, int64_t row) { widen(call.scale_type, call.scale, row, 1, &of_row); }
   void widen_span(int64_t, int64_t) {}
@@ -129,6 +131,7 @@ struct RowScale {
 // What a row's codes are multiplied by, and what is added to that, in the groups of a span.
 struct GroupScales {
   static constexpr bool kGrouped = true;
+  static constexpr int64_t kInputs = kUnit;  // of a unit
   ScaleType type;
   float middle;
   int64_t row_bytes;
@@ -158,6 +161,11 @@ struct GroupScales {
     for (int64_t at = 0; at < count * size; at += 64) __builtin_prefetch(next + at, 0, 2);
   }
   float of_sums() const { return 1; }
+};
+
+// The same of groups that are halves of units.
+struct HalfScales : GroupScales {
+  static constexpr int64_t kInputs = kHalf;
 };
 
 // The same of codes that have a table.
@@ -190,7 +198,8 @@ inline void turn(const Call& call, int64_t block, float* turned, bool rounded) {
 template <class M>
 struct Driver {
   static constexpr bool kCoded = M::kReadyBytes != M::kBytes, kGrouped = M::Scales::kGrouped;
-  static constexpr int64_t kSpanBlocks = kGrouped ? kSpan * kUnit / M::kBlock : int64_t{1} << 40;
+  static constexpr int64_t kInputs = M::Scales::kInputs;
+  static constexpr int64_t kSpanBlocks = kGrouped ? kSpan * kInputs / M::kBlock : int64_t{1} << 40;
 
   // Goes over some rows in spans of kSpanBlocks, whose scales are widened; says in which groups a block is.
   template <int R>
@@ -199,16 +208,16 @@ struct Driver {
     typename M::Scales* scales;
     int64_t units, base = 0;
     Walk(const Call& call, typename M::Scales* scales)
-        : groups(call), scales(scales), units(ceil_div(call.inputs, kUnit)) {}
+        : groups(call, kInputs), scales(scales), units(ceil_div(call.inputs, kInputs)) {}
     void enter(int64_t block) {
       if (!kGrouped) return;
-      int64_t unit = block * M::kBlock / kUnit, last = unit + kSpan < units ? unit + kSpan - 1 : units - 1;
+      int64_t unit = block * M::kBlock / kInputs, last = unit + kSpan < units ? unit + kSpan - 1 : units - 1;
       base = groups.of(unit);
       for (int r = 0; r < R; r++) scales[r].widen_span(base, groups.of(last) - base + 1);
     }
     OfBlock at(int64_t block) const {
       if (!kGrouped) return {0, 0};
-      int64_t unit = block * M::kBlock / kUnit;
+      int64_t unit = block * M::kBlock / kInputs;
       return {groups.of(unit) - base, groups.of(unit + 1) - base};
     }
   };
