@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import shutil
 import struct
 import sys
@@ -157,6 +158,9 @@ def test_every_type_stands_for_what_llama_cpp_reads(kind, tmp_path):
     assert name == "a"
     assert isinstance(tensor, PackedWeight) == (kind not in ("F32", "F16", "BF16"))
     if isinstance(tensor, PackedWeight):
+        form, held = blocks.form_of(header_of(file).tensors["a"])
+        taken = tensor.nbytes - (0 if tensor.table is None else tensor.table.nbytes)
+        assert taken == blocks.bytes_packed(form, math.prod(held)), "as is planned"
         tensor = dequantized(jax.tree.map(jnp.asarray, tensor))
     np.testing.assert_array_equal(np.asarray(tensor, np.float32), expected)
 
