@@ -8,8 +8,8 @@ Command:    nice python -m train.run configs/eagle/smollm2.py target=DIR --folde
 Hardware:   any CPU with products of bfloat16; 19 GiB of memory while the training step is
             compiled, 11 afterwards (resident, with 1,024 answers).
 Wall time:  two cores of an EPYC with AVX512-BF16 beside other work (2026-11-29), with
-            collect.prompts=1536 schedule.steps=700 schedule.decay_steps=400, which made
-            specjax/bundled/smollm2/eagle3: twelve batches of answers half an hour (150 to 220
+            collect.prompts=1536 schedule.steps=700 schedule.decay_steps=400, from which
+            configs/eagle/messages.py went on: twelve batches of answers half an hour (150 to 220
             tokens/s), hidden states 25 minutes (500 to 790), the head 70 (4.0 s a step by itself,
             twice that beside other work).
 To reach:   3.2 tokens per step of 15 nodes at T = 0, and 2.4 at T = 0.8. After 175 / 350 / 525 /
