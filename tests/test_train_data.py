@@ -248,6 +248,7 @@ def test_every_committed_recipe_loads():
         if file.name != "__init__.py":
             given = {
                 "from_checkpoint": ("target=somewhere", "corpus=texts"),
+                "messages": ("target=somewhere", "corpus=texts"),
                 "smollm2": ("target=somewhere",),
             }.get(file.stem, ())
             recipe = load_recipe(str(file), given)

@@ -18,12 +18,13 @@ To reach:   0.579 of the greedy tokens of held-out answers foreseen. More collec
 import dataclasses
 
 from configs.eagle.smollm2 import RECIPE as SMOLLM2
-from train.config import Schedule, Turns
+from train.config import Corpus, Schedule, Turns
 
 RECIPE = dataclasses.replace(
     SMOLLM2,
     name="messages-eagle3",
     target="",
+    corpus=Corpus(files=("",)),
     turns=Turns(),
     collect=dataclasses.replace(
         SMOLLM2.collect, prompts=1024, prompt_tokens=256, new_tokens=256, temperatures=(0.0, 0.8),
