@@ -133,8 +133,8 @@ def _names(recipe: Recipe) -> None:
         )
     if recipe.head.start and not recipe.head.levels:
         raise ValueError(
-            f"head.start is {recipe.head.start!r} and head.levels 0; a head learns on at 1 level "
-            "or more."
+            f"head.start is {recipe.head.start!r} and head.levels 0; a head is fine-tuned at 1 "
+            "level or more."
         )
     if recipe.turns.tokens and not recipe.collect.rows:
         raise ValueError(

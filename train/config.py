@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from specjax.checkpoints.feature_drafts import config_for, layers_read
-from specjax.checkpoints.files import Files
+from specjax.checkpoints.files import Files, find
 from specjax.checkpoints.names import shipped_draft
 from specjax.models.config import Features, ModelConfig
 from specjax.models.families.eagle import EAGLE3
@@ -60,7 +60,7 @@ class Head:
     by the number of the target's layers before them (none: those that EAGLE-3 reads). With
     `from_target` a head begins as what of its target has its shapes (see `train.heads.begun`).
 
-    `start` is the folder or the name of a head that learns on. Its shape, the hidden states that it
+    `start` is the folder or the name of a head to fine-tune. Its shape, the hidden states that it
     reads and the tokens that it knows are then those of every head, and `draft`, `layers`,
     `vocabulary` and `from_target` say nothing.
     """
@@ -297,8 +297,9 @@ class Recipe:
 
     @property
     def started_from(self) -> Files:
-        """The head that learns on."""
-        return Files(shipped_draft(self.head.start) or Path(self.head.start))
+        """The head to fine-tune."""
+        shipped = shipped_draft(self.head.start)
+        return find(self.head.start) if shipped is None else Files(shipped)
 
     def config_of(self, member: int, target: ModelConfig) -> ModelConfig:
         """The configuration of a member of the pool, which may know fewer tokens while it is

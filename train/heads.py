@@ -115,7 +115,7 @@ def started(files: Files, target: Model) -> tuple[Model, Int[np.ndarray, " D"] |
     whole = load_feature_draft(files, target, dtype="float32")
     read, known = whole.config.features, whole.config.draft_vocab_size
     if whole.config.family != EAGLE3.model_type:
-        raise ValueError(f"{files.path} is no EAGLE-3 head, and no other learns on.")
+        raise ValueError(f"{files.path} is no EAGLE-3 head, and no other is fine-tuned.")
     assert read is not None
     if not read.shares_embedding:
         raise ValueError(
@@ -126,8 +126,7 @@ def started(files: Files, target: Model) -> tuple[Model, Int[np.ndarray, " D"] |
         whole, embedding=jnp.zeros((1, whole.config.hidden_size)), row_of=None,
         config=in_training(whole.config),
     )  # fmt: skip
-    is_packed = lambda leaf: isinstance(leaf, PackedWeight)  # noqa: E731
-    return jax.tree.map(_float, own, is_leaf=is_packed), ids
+    return jax.tree.map(_float, own, is_leaf=lambda leaf: isinstance(leaf, PackedWeight)), ids
 
 
 def _float(weight: Array | PackedWeight | None) -> Array:

@@ -7,6 +7,7 @@ documentation, to be summarized or asked about; questions, sums and tasks of `tr
 
 import argparse
 import ast
+import itertools
 import json
 import pydoc_data.topics
 import random
@@ -50,10 +51,9 @@ def messages(count: int, seed: int = 0) -> list[str]:
     kinds = [kind for kind, share in _KINDS.items() for _ in range(share)]
     made: dict[str, None] = {}
     pools = {"code": iter(functions), "text": iter(passages), "asked": iter(asked)}
-    number = 0
-    while len(made) < count and pools:
-        kind = kinds[number % len(kinds)]
-        number += 1
+    for kind in itertools.cycle(kinds):
+        if len(made) == count or not pools:
+            break
         source = "text" if kind in _ABOUT_TEXT else "asked" if kind == "ask" else "code"
         if source not in pools:
             continue

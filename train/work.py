@@ -333,7 +333,7 @@ class Work:
 
     @cached_property
     def started(self) -> tuple[Model, np.ndarray | None]:
-        """The head that learns on, in training, and the tokens that it knows (see
+        """The head to fine-tune, in training, and the tokens that it knows (see
         `heads.started`).
         """
         return heads.started(self.recipe.started_from, self.target)

@@ -25,7 +25,7 @@ from specjax.base.progress import working
 from specjax.base.pytree import replace
 from specjax.base.sampling import Sampling, process
 from specjax.checkpoints.pair import Pair
-from specjax.checkpoints.tokenizers import encode
+from specjax.checkpoints.tokenizers import encode, ids_of_talk
 from specjax.decoding.pass_times import passes_seconds, seconds_of
 from specjax.decoding.stepping import top_tokens_in
 from specjax.methods import defaults, records
@@ -261,12 +261,9 @@ def _ids(tokenizer: "PreTrainedTokenizerFast", text: str) -> list[int]:
     if not tokenizer.chat_template:
         return encode(tokenizer, text)
     try:
-        talk: Any = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    except Exception:  # what a template raises has no type of its own
+        return ids_of_talk(tokenizer, [{"role": "user", "content": text}])
+    except ValueError:
         return encode(tokenizer, text)
-    return encode(tokenizer, talk, special=False)
 
 
 def _to_json(found: Findings) -> dict[str, Any]:

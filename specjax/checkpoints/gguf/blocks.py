@@ -17,7 +17,7 @@ import numpy as np
 
 from specjax.checkpoints.errors import CheckpointError
 from specjax.checkpoints.gguf.header import Tensor, header_of
-from specjax.checkpoints.gguf.packed_blocks import KINDS, packed
+from specjax.checkpoints.gguf.packed_blocks import KINDS, bytes_of_block, packed
 from specjax.models.quantized import PackedWeight
 
 _WHOLE = {
@@ -104,7 +104,7 @@ def is_packed(form: np.dtype) -> bool:
 
 def bytes_packed(form: np.dtype, blocks: int) -> int:
     """Bytes in memory of so many blocks of a type that stays packed."""
-    return blocks * KINDS[_name_of(form)].bytes
+    return blocks * bytes_of_block(KINDS[_name_of(form)])
 
 
 def weights_of(form: np.dtype, blocks: int) -> int:

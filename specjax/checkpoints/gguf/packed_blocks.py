@@ -25,14 +25,13 @@ _NORMAL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 
 
 class Kind(NamedTuple):
     """A type of blocks: its fields, the codes in the order of their weights, a byte each, of which
-    `bits` are held, and the scales and offsets of groups; `bytes` is what a block takes in memory.
+    `bits` are held, and the scales and offsets of groups.
     """
 
     form: np.dtype
     codes: Callable[[Blocks], np.ndarray]
     bits: int
     numbers: Callable[[Blocks], Numbers]
-    bytes: int
     table: tuple[int, ...] | None = None
 
 
@@ -59,6 +58,12 @@ def packed(name: str, kind: Kind, blocks: Blocks) -> PackedWeight:
         table = np.asarray(kind.table, np.float32)
         return packed_weight(values, parts["scale"], 4, table=table, form="iq4_nl")
     return packed_weight(values, parts.pop("scale"), kind.bits, **parts)
+
+
+def bytes_of_block(kind: Kind) -> int:
+    """Bytes in memory of a block, without the table that a matrix has once."""
+    made = packed("", kind, np.zeros((1, 1), kind.form))
+    return made.nbytes - (0 if made.table is None else made.table.nbytes)
 
 
 def _whole(blocks: Blocks) -> np.ndarray:
@@ -131,12 +136,11 @@ def _times(of_block: np.ndarray, of_groups: np.ndarray) -> np.ndarray:
 def _kind(
     codes: Callable[[Blocks], np.ndarray],
     bits: int,
-    held: int,
     *fields: tuple,
     numbers: Callable[[Blocks], Numbers] = _own,
     table: tuple[int, ...] | None = None,
 ) -> Kind:
-    return Kind(np.dtype(list(fields)), codes, bits, numbers, held, table)
+    return Kind(np.dtype(list(fields)), codes, bits, numbers, table)
 
 
 _SCALE, _OFFSET = ("scale", "<f2"), ("offset", "<f2")
@@ -144,25 +148,25 @@ _CODES, _FIFTH = ("codes", "u1", _GROUP // 2), ("upper", "u1", _GROUP // 8)
 _SIXTHS, _LARGE = ("of_groups", "u1", 12), ("codes", "u1", _GROUPS * _GROUP // 2)
 
 KINDS = {
-    "Q8_0": _kind(_whole, 8, 34, _SCALE, ("codes", "u1", _GROUP)),
-    "Q4_0": _kind(_halves, 4, 18, _SCALE, _CODES),
-    "Q4_1": _kind(_halves, 4, 20, _SCALE, _OFFSET, _CODES),
-    "MXFP4": _kind(_halves, 4, 18, ("exponent", "u1"), _CODES),
+    "Q8_0": _kind(_whole, 8, _SCALE, ("codes", "u1", _GROUP)),
+    "Q4_0": _kind(_halves, 4, _SCALE, _CODES),
+    "Q4_1": _kind(_halves, 4, _SCALE, _OFFSET, _CODES),
+    "MXFP4": _kind(_halves, 4, ("exponent", "u1"), _CODES),
     "IQ4_NL": _kind(
-        partial(_halves, field="places"), 4, 18, _SCALE, ("places", "u1", _GROUP // 2),
+        partial(_halves, field="places"), 4, _SCALE, ("places", "u1", _GROUP // 2),
         table=_NORMAL,
     ),
     "Q5_0": _kind(
-        lambda blocks: _with_fifth(blocks) + np.uint8(128 - 16), 8, 34, _SCALE, _FIFTH, _CODES
+        lambda blocks: _with_fifth(blocks) + np.uint8(128 - 16), 8, _SCALE, _FIFTH, _CODES
     ),
-    "Q5_1": _kind(_with_fifth, 8, 36, _SCALE, _OFFSET, _FIFTH, _CODES),
-    "Q4_K": _kind(_large, 4, 192, _SCALE, _OFFSET, _SIXTHS, _LARGE, numbers=_of_groups),
+    "Q5_1": _kind(_with_fifth, 8, _SCALE, _OFFSET, _FIFTH, _CODES),
+    "Q4_K": _kind(_large, 4, _SCALE, _OFFSET, _SIXTHS, _LARGE, numbers=_of_groups),
     "Q5_K": _kind(
-        _large_with_fifth, 8, 320, _SCALE, _OFFSET, _SIXTHS, ("upper", "u1", _GROUP), _LARGE,
+        _large_with_fifth, 8, _SCALE, _OFFSET, _SIXTHS, ("upper", "u1", _GROUP), _LARGE,
         numbers=_of_groups,
     ),
     "Q6_K": _kind(
-        _of_6_bits, 8, 320, _LARGE, ("upper", "u1", 2 * _GROUP),
+        _of_6_bits, 8, _LARGE, ("upper", "u1", 2 * _GROUP),
         ("of_groups", "i1", 2 * _GROUPS), _SCALE, numbers=_of_halved_groups,
     ),
 }  # fmt: skip
