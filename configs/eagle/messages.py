@@ -1,4 +1,4 @@
-"""An EAGLE-3 head that exists learns on, along its target's answers to messages of users.
+"""Fine-tunes an EAGLE-3 head on its target's answers to messages of users.
 
 Command:    python -m train.messages messages.jsonl --count 3000
             nice python -m train.run configs/eagle/messages.py target=DIR head.start=HEAD
