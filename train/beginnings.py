@@ -111,21 +111,29 @@ _TEMPLATES = r"""
     Should I|Do you know|Have you ever|Please|I want to|I don't understand|My|The|In|Hello|Hi|Thanks
     A|An|This|That|There|We|She|He|It|They|When I|One|Some people|Every|For|On|At|According to
 """
-_COUNT = 4096
 
 
 def _split(text: str) -> list[str]:
     return [each.strip() for line in text.splitlines() for each in line.split("|") if each.strip()]
 
 
-def beginnings() -> tuple[str, ...]:
-    """4,096 beginnings, the same every time."""
-    drawn, words = random.Random(0), {name: _split(text) for name, text in _WORDS.items()}
-    templates, made = _split(_TEMPLATES), list[str]()
-    while len(made) < _COUNT:
-        drawn.shuffle(templates)
-        made += [_filled(each, words, drawn) for each in templates]
-    return tuple(made[:_COUNT])
+def beginnings(count: int = 4096) -> tuple[str, ...]:
+    """So many beginnings, some of them several times; the same every time."""
+    return drawn_from(_TEMPLATES, _WORDS, count)
+
+
+def drawn_from(templates: str, words: dict[str, str], count: int) -> tuple[str, ...]:
+    """`count` texts of templates in turn, `{name}` in them one of the words of that name.
+
+    Templates and words are parted by `|` and ends of lines; `{number}` is one from 2 to 90. The
+    same for equal arguments.
+    """
+    drawn, choices = random.Random(0), {name: _split(text) for name, text in words.items()}
+    order, made = _split(templates), list[str]()
+    while len(made) < count:
+        drawn.shuffle(order)
+        made += [_filled(each, choices, drawn) for each in order]
+    return tuple(made[:count])
 
 
 def _filled(template: str, words: dict[str, list[str]], drawn: random.Random) -> str:

@@ -2,7 +2,8 @@
 
 `python -m train.messages FILE.jsonl --count 2048` writes prompts for `collect.chat=True`, a line
 each: functions of the standard library without their bodies, to be completed or explained; its
-documentation, to be summarized or asked about; questions, sums and tasks of `train.beginnings`.
+documentation, to be summarized or asked about; sums, sentences to be translated, and questions and
+tasks of `train.beginnings`.
 """
 
 import argparse
@@ -15,13 +16,17 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from train.beginnings import beginnings
+from train.beginnings import beginnings, drawn_from
 from train.config import Corpus
 from train.corpus import standard_library
 
-_KINDS = {"complete": 3, "explain": 1, "document": 1, "summarize": 1, "answer": 1, "ask": 3}
-"""How many of ten messages are of a kind."""
+_KINDS = {
+    "complete": 4, "begin": 3, "explain": 1, "document": 1, "summarize": 2, "answer": 2, "ask": 4,
+    "solve": 2, "translate": 1,
+}  # fmt: skip
+"""How many of twenty messages are of a kind."""
 
 _ABOUT_CODE = {
     "explain": ("What does this function do?", "Explain this code.", "Find the bugs in this code."),
@@ -35,6 +40,87 @@ _ABOUT_TEXT = {
         "{text}\n\nBased on this text, when would one use it, and why?",
     ),
 }
+_WORDS = {
+    "name": """
+        Tom|Maria|Ahmed|Lucy|Ben|Sofia|Chen|Olivia|David|Priya|Jack|Emma|Carlos|Nina|Sam|Grace|Lea
+        """,
+    "thing": """
+        apples|books|marbles|stickers|cookies|tickets|pencils|eggs|stamps|flowers|cards|oranges
+        """,
+    "wer": """
+        Die Regierung|Der Präsident|Ein Sprecher der Polizei|Die Universität|Das Unternehmen
+        Der Trainer|Die Stadt|Eine junge Ärztin|Der Minister|Die Gewerkschaft|Mein Bruder
+        """,
+    "was": """
+        einen neuen Bahnhof|die Kosten der Reise|das alte Haus|eine Lösung für das Problem
+        den Vertrag|mehr als {number} Millionen Euro|die Ergebnisse der Studie|ein altes Buch
+        """,
+    "wo": """
+        in Berlin|an der Grenze|im Norden des Landes|auf dem Markt|in der Schweiz|am Montag
+        seit dem Sommer|in den letzten Jahren|vor der Wahl|wegen des Wetters|nach dem Spiel
+        """,
+    "getan": """
+        gesehen|bezahlt|verkauft|vergessen|gefunden|geplant|kritisiert|vorgestellt|verloren
+        """,
+    "weil": """
+        weil es zu teuer war|obwohl viele Menschen dagegen sind|damit die Kinder sicher sind
+        bevor der Winter kommt|da niemand mehr daran glaubte|wie die Zeitung berichtet
+        """,
+    "called": """
+        process|solve|select|check|collect|transform|find_all|count_items|rearrange|compute
+        """,
+    "takes": """
+        numbers: list[int]|words: list[str]|text: str|n: int|a: int, b: int|grid: list[list[int]]
+        values: List[float]|s: str, k: int|xs, ys|items: dict[str, int]
+        """,
+    "gives": "int|str|bool|list[int]|List[str]|float|tuple[int, int]|dict[str, int]",
+    "do": """
+        Return the sum of|Count|Return the largest of|Return a list of|Find the first of|Check
+        Return the product of|Remove|Replace by zero|Return the average of|Return the number of
+        """,
+    "of": """
+        the numbers|the words|the even numbers|the digits|the prime numbers|the characters|the pairs
+        the substrings|the positive integers|the vowels|the rows|the divisors|the elements
+        """,
+    "that": """
+        that are greater than the first one|that occur more than once|whose length is odd
+        in reverse order|at even positions|between the smallest and the largest|without duplicates
+        that begin with a vowel|sorted by the sum of their digits|that are palindromes|up to n
+        that add up to zero|divisible by three or five|that are not in the second list
+        """,
+    "else": """
+        If there is none, return None.|Ignore case.|The input may be empty.|Do not use sorted().
+        Raise ValueError if an argument is negative.|Ties go to the one that comes first.
+        """,
+}
+_BEGUN = """
+    def {called}({takes}) -> {gives}:\\n    \"\"\"{do} {of} {that}.\\n    {else}\\n    \"\"\"\\n
+    def {called}({takes}):\\n    '''{do} {of} {that}. {else} '''\\n
+    Write a Python function `{called}({takes})`. {do} {of} {that}. {else}
+"""
+_SOLVE = """
+    {name} has {number} {thing}. {name} has {number} more. How many {thing} do they have together?
+    {name} buys {number} {thing} for ${number} each and pays with $9000. What is the change?
+    A shop sells {thing} at ${number} a dozen. How much do {number} dozens cost?
+    {name} reads {number} pages a day. How many pages does {name} read in {number} days?
+    A train travels at {number} km per hour. How far does it go in {number} minutes?
+    A shelf has {number} boxes of {number} {thing} each. {number} are bad. How many are good?
+    {name} earns ${number} an hour and works {number} hours a week. What is that in 4 weeks?
+    A rectangle is {number} cm long and {number} cm wide. What are its area and its perimeter?
+    {name} is {number} years old, and {name} is twice as old. How old are both in {number} years?
+    Each of {number} children gets 12 {thing}. How many are left of 2000, and if 3 children leave?
+    What is {number}% of {number}?|Solve for x: {number}x + {number} = {number}.
+    {name} saves ${number} a week for {number} weeks and spends half of it. How much is left?
+    Half of the {number} {thing} on a table are red, a third are blue. How many are neither?
+    A bag holds {number} red and {number} blue marbles. How likely is a red one?
+"""
+_TRANSLATE = """
+    Translate German to English: {wer} hat {was} {wo} {getan}.
+    Translate German to English: {wer} hat {was} {getan}, {weil}.
+    Translate German to English: {wo} hatte {wer} {was} noch nicht {getan}, {weil}.
+    Translate German to English: {wer} sagte, dass {name} {was} {wo} {getan} hat.
+    Translate the following sentence into English: {wer} wird {was} nicht {getan} haben, {weil}.
+"""
 _FEWEST, _MOST = 150, 900
 """Characters of a piece of code or text."""
 _LEAST_SAID = 60
@@ -44,25 +130,27 @@ _LEAST_SAID = 60
 def messages(count: int, seed: int = 0) -> list[str]:
     """`count` messages, all different; the same for equal arguments and an equal Python."""
     drawn = random.Random(seed)
-    functions, passages = list(_functions()), list(_passages())
-    asked = [text for text in dict.fromkeys(beginnings()) if text[-1] in ".?"]
-    for pieces in (functions, passages, asked):
+    pools: dict[str, list[Any]] = {"code": list(_functions()), "text": list(_passages())}
+    pools["ask"] = [text for text in dict.fromkeys(beginnings(4 * count)) if text[-1] in ".?"]
+    for pieces in pools.values():
         drawn.shuffle(pieces)
+    for kind, texts in (("begin", _BEGUN), ("solve", _SOLVE), ("translate", _TRANSLATE)):
+        pools[kind] = list(dict.fromkeys(drawn_from(texts, _WORDS, count)))
+    left = {kind: iter(pieces) for kind, pieces in pools.items()}
     kinds = [kind for kind, share in _KINDS.items() for _ in range(share)]
     made: dict[str, None] = {}
-    pools = {"code": iter(functions), "text": iter(passages), "asked": iter(asked)}
     for kind in itertools.cycle(kinds):
-        if len(made) == count or not pools:
+        if len(made) == count or not left:
             break
-        source = "text" if kind in _ABOUT_TEXT else "asked" if kind == "ask" else "code"
-        if source not in pools:
+        source = "text" if kind in _ABOUT_TEXT else kind if kind in pools else "code"
+        if source not in left:
             continue
-        piece = next(pools[source], None)
+        piece = next(left[source], None)
         if piece is None:
-            del pools[source]
-        elif isinstance(piece, tuple):
+            del left[source]
+        elif source == "code":
             made[_about_code(kind, piece, drawn)] = None
-        elif kind in _ABOUT_TEXT:
+        elif source == "text":
             made[drawn.choice(_ABOUT_TEXT[kind]).format(text=piece)] = None
         else:
             made[piece] = None
