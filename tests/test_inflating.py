@@ -15,6 +15,7 @@ from specjax.checkpoints.inflating import inflate_folder, shape_of
 from specjax.checkpoints.load import load_model
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.models.config import ModelConfig
+from specjax.models.experts import route
 from specjax.models.transformer import forward
 from tests.conftest import tiny_model
 from tests.folders import pair_folder
@@ -70,6 +71,26 @@ def test_what_the_function_does_not_depend_on_is_noise(tmp_path, narrow):
             assert np.unique(np.asarray(tensor, np.float32)).size > 100, name
 
 
+def test_a_mixture_has_the_logits_of_the_small_model_whatever_is_chosen(tmp_path, narrow):
+    model = tiny_model()
+    save_model(model, tmp_path / "small", dtype="bfloat16")
+    size = 40 * model.config.num_parameters
+    inflate_folder(find(tmp_path / "small"), tmp_path / "large", size, experts=(5, 2))
+    small, grown = (
+        load_model(find(tmp_path / name), dtype="float32") for name in ("small", "large")
+    )
+    assert grown.config.family == "mixtral"
+    assert grown.config.hidden_size > small.config.hidden_size
+    assert 0.5 < grown.config.num_parameters / size < 1.5
+    np.testing.assert_allclose(logits_of(grown), logits_of(small), atol=1e-4)
+    experts = grown.layers[0].expert_up
+    assert experts.shape[0] == 5
+    assert not (experts[0] == experts[1]).all()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((grown.config.hidden_size, 40)))
+    chosen = route(grown.config.experts, grown.layers[0], x.astype(jnp.float32)).chosen
+    assert len(np.unique(chosen)) == 5
+
+
 def test_depth_goes_with_width():
     small = ModelConfig(
         vocab_size=4096, hidden_size=640, intermediate_size=1536, num_layers=4, num_heads=10,
@@ -85,6 +106,13 @@ def test_what_cannot_be_written_is_said_and_nothing_is_left(tmp_path, capsys):
     target = str(pair_folder() / "target")
     assert main(["inflate", target, f"{tmp_path}/out", "--parameters", "10"]) == 2
     assert "it cannot be inflated to 10" in capsys.readouterr().err
+    asked = ["inflate", target, f"{tmp_path}/out", "--parameters", "1M"]
+    for experts, said in (
+        (("--experts", "4096"), "with 4096 experts the model has"),
+        (("--experts", "1"), "experts_per_token is 2; it must be an integer from 1 to 1"),
+    ):
+        assert main([*asked, *experts]) == 2
+        assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     assert main(["inflate", target, f"{tmp_path}/out", "--parameters", "1M"]) == 0
     assert "parameters in" in capsys.readouterr().out

@@ -19,8 +19,9 @@ def inflate(options: Inflate) -> int:
     """
     check_seed(options.seed)
     parameters, out = count_of(options.parameters), Path(options.out)
+    experts = None if options.experts is None else (options.experts, options.experts_per_token)
     with counted("inflate") as progress:
-        done = inflate_folder(find(options.model), out, parameters, options.seed, progress)
+        done = inflate_folder(find(options.model), out, parameters, options.seed, progress, experts)
     print(
         f"wrote {out}: {done.parameters:,} parameters in {done.layers} layers, bfloat16, "
         f"{readable(done.size)}."

@@ -498,6 +498,10 @@ class Inflate(Written):
 
     parameters: str
     """How many, about, such as 2B."""
+    experts: int | None = None
+    """Of each layer: a mixture of the small model's features, a Mixtral. By default none."""
+    experts_per_token: int = 2
+    """How many of them a token takes."""
     seed: int = 0
     """Of the noise where the function does not depend on a weight."""
 
