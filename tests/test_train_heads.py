@@ -167,8 +167,13 @@ def test_hidden_states_are_kept_as_the_target_has_them(target, tmp_path):
     states = trunk(target, jnp.asarray(tokens[order]), at, None, None, hidden_layers=LAYERS).hidden
     wanted = np.asarray(jnp.concatenate(states).T.reshape(5, 70, -1))
     for row, place in enumerate(order):
-        kept = found[row, : length[place]].view(heads.HIDDEN).astype(np.float32)
+        kept = found[np.array([row]), : length[place]][0].view(heads.HIDDEN).astype(np.float32)
         np.testing.assert_allclose(kept, wanted[row, : length[place]], rtol=0.02, atol=0.02)
+    np.testing.assert_array_equal(found[np.array([4, 0])], np.stack([found[4:][0], found[:1][0]]))
+    assert found[:0].shape == (0, 70, wanted.shape[2])
+    (tmp_path / "h" / "00001.npz").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"00001\.npz is truncated or damaged"):
+        heads.load_hidden(tmp_path / "h", 2)
 
 
 def test_figures_of_chains_are_of_the_level_that_each_token_has(target):

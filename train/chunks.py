@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -81,12 +82,77 @@ def load_chunks(stage: str, folder: Path, count: int) -> dict[str, np.ndarray]:
     Raises:
       ValueError: a chunk is missing, or cannot be read.
     """
+    parts = [_load(stage, file) for file in _files(stage, folder, count)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+class MappedRows:
+    """The rows of an array that lies in all chunks, read when they are asked for.
+
+    So what a run holds in memory does not grow with them.
+    """
+
+    def __init__(self, parts: Sequence[np.ndarray]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        """Rows by their numbers or by a slice of these, and a part of each."""
+        rows, *rest = index if isinstance(index, tuple) else (index,)
+        numbers = np.arange(self._ends[-1])[rows]
+        chunks = np.searchsorted(self._ends, numbers, side="right")
+        found = [
+            self._parts[chunk][(number - self._ends[chunk], *rest)]
+            for chunk, number in zip(chunks.tolist(), numbers.tolist(), strict=True)
+        ]
+        return np.stack(found) if found else self._parts[0][(slice(0), *rest)]
+
+
+def map_rows(stage: str, folder: Path, count: int, name: str) -> MappedRows:
+    """The rows of one array of all chunks, where they lie.
+
+    Raises:
+      ValueError: a chunk is missing, or cannot be read.
+    """
+    return MappedRows([_mapped(stage, file, name) for file in _files(stage, folder, count)])
+
+
+def _mapped(stage: str, file: Path, name: str) -> np.ndarray:
+    """An array of a chunk as a view of the file, in which numpy does not compress it."""
+    try:
+        with zipfile.ZipFile(file) as held, held.open(f"{name}.npy") as member:
+            assert held.getinfo(f"{name}.npy").compress_type == zipfile.ZIP_STORED
+            shape, dtype = _header_of(member)
+            begin = member.tell()
+            place = held.getinfo(f"{name}.npy").header_offset
+        with file.open("rb") as opened:
+            opened.seek(place + _LENGTHS)
+            names, more = np.frombuffer(opened.read(4), "<u2").tolist()
+        start = place + _LENGTHS + 4 + names + more + begin
+        return np.memmap(file, dtype, "r", start, shape)
+    except Exception as error:
+        raise _damaged(stage, file, error) from error
+
+
+_LENGTHS = 26
+"""Where the header of a member of a zip file says how long the rest of it is, its name and more."""
+
+
+def _header_of(member: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
+    """Shape and dtype of an array in a file, up to its first number."""
+    version = np.lib.format.read_magic(member)
+    read = {(1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0}[version]  # fmt: skip
+    shape, _, dtype = read(member)
+    return shape, dtype
+
+
+def _files(stage: str, folder: Path, count: int) -> list[Path]:
     files = [_file(folder, index) for index in range(count)]
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise ValueError(f"{missing} is missing; run the stage {stage!r} first.")
-    parts = [_load(stage, file) for file in files]
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    return files
 
 
 def load_chunk(stage: str, folder: Path, index: int) -> Arrays:
@@ -103,10 +169,14 @@ def _load(stage: str, file: Path) -> dict[str, np.ndarray]:
         with file.open("rb") as opened, np.load(opened, allow_pickle=False) as held:
             return dict(held)
     except Exception as error:  # what numpy, zipfile and zlib raise has no type of its own
-        raise ValueError(
-            f"{file} is truncated or damaged ({str(error)[:_SAID]}); delete it and run the stage "
-            f"{stage!r} again."
-        ) from error
+        raise _damaged(stage, file, error) from error
+
+
+def _damaged(stage: str, file: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"{file} is truncated or damaged ({str(error)[:_SAID]}); delete it and run the stage "
+        f"{stage!r} again."
+    )
 
 
 def write_text(file: Path, text: str) -> None:

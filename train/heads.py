@@ -26,7 +26,7 @@ from specjax.models.config import ModelConfig
 from specjax.models.families.eagle import EAGLE3
 from specjax.models.quantized import PackedWeight
 from specjax.models.transformer import Model, trunk
-from train.chunks import Arrays, load_chunks, make_chunks
+from train.chunks import Arrays, MappedRows, make_chunks, map_rows
 from train.config import Head
 from train.labels import Labelled, Texts, passes
 from train.loop import Log
@@ -237,13 +237,13 @@ def keep_hidden(
     make_chunks("hidden", folder, count, make, log)
 
 
-def load_hidden(folder: Path, count: int) -> UInt16[np.ndarray, "N T F"]:
+def load_hidden(folder: Path, count: int) -> MappedRows:
     """What `keep_hidden` left.
 
     Raises:
       ValueError: it has not finished.
     """
-    return load_chunks("label", folder, count)["hidden"]
+    return map_rows("label", folder, count, "hidden")
 
 
 @partial(jax.jit, static_argnames="layers")

@@ -13,7 +13,14 @@ from jaxtyping import Array, Float, Int, Int32, UInt16
 from specjax.base.sampling import largest
 from specjax.engine.request import MAX_LOGPROBS, Logprob
 from specjax.models.transformer import Model
-from train.chunks import Arrays, keep_chunk, load_chunk, load_chunks, make_chunks
+from train.chunks import (
+    Arrays,
+    MappedRows,
+    keep_chunk,
+    load_chunk,
+    load_chunks,
+    make_chunks,
+)
 from train.collect import Collected, Keep
 from train.config import Labels
 from train.data import Mixture, Streams
@@ -38,7 +45,7 @@ class Labelled(NamedTuple):
     ids: Int[Array, "N T k"] | Int[np.ndarray, "N T k"]
     log_p: Float[Array, "N T k"] | Float[np.ndarray, "N T k"]
     weight: Float[Array, "N T"] | Float[np.ndarray, "N T"]
-    hidden: UInt16[Array, "N T F"] | UInt16[np.ndarray, "N T F"] | None = None
+    hidden: UInt16[Array, "N T F"] | UInt16[np.ndarray, "N T F"] | MappedRows | None = None
 
     def of(self, *index: slice | Int[np.ndarray, " n"]) -> "Labelled":
         """Some of the rows, and of their positions."""
