@@ -61,7 +61,7 @@ def test_overlaps_are_those_of_the_two_distributions(is_pruned):
 def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
     right = np.array([1, 1, 0, 1, 1, 1, 0, 1], np.float32)
     monkeypatch.setattr(drafted, "overlaps", lambda *of: right[None])
-    found = drafted._of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(10)), 2)], 0.0, 3)
+    found = drafted.of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(10)), 2)], 0.0, 3)
     # One deep 6 of 8 are right, two deep 3 of the 7 that are followed by another, three 1 of 6.
     assert found == pytest.approx((1 + 6 / 8, 1 + 6 / 8 + 3 / 7, 1 + 6 / 8 + 3 / 7 + 1 / 6))
 
@@ -69,7 +69,7 @@ def test_tokens_per_step_are_those_of_chains_that_begin_anywhere(monkeypatch):
 def test_tokens_per_step_of_a_head_are_of_the_level_that_each_token_has(monkeypatch):
     right = np.array([[1, 1, 0, 1], [0, 1, 1, 1], [1, 1, 1, 0]], np.float32)
     monkeypatch.setattr(drafted, "overlaps", lambda *of: right)
-    found = drafted._of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(6)), 2)], 0.0, 3)
+    found = drafted.of_chains(Pair(TARGET, None, [DRAFT]), [Text(tuple(range(6)), 2)], 0.0, 3)
     # One deep 3 of 4 are right, two deep 2 of the 3 that are followed by another, three 1 of 2.
     assert found == pytest.approx((1 + 3 / 4, 1 + 3 / 4 + 2 / 3, 1 + 3 / 4 + 2 / 3 + 1 / 2))
 

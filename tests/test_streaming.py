@@ -22,11 +22,12 @@ from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import save_model
 from specjax.checkpoints.load import load_model
-from specjax.checkpoints.offload import disk, memory
-from specjax.checkpoints.offload.disk import BUFFERS, READERS, DiskLayers
+from specjax.checkpoints.offload import memory, reading
+from specjax.checkpoints.offload.disk import BUFFERS, DiskLayers
 from specjax.checkpoints.offload.host import AHEAD, HostLayers
 from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.offload.memory import division
+from specjax.checkpoints.offload.reading import READERS
 from specjax.checkpoints.offload.spans import PAGE, expected_tensors, spans_of
 from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
@@ -343,7 +344,7 @@ def test_where_direct_reads_are_refused_others_do(folder, monkeypatch):
 
     def without(file, flag, *more):
         flags.append(flag)
-        if flag & disk._DIRECT:
+        if flag & reading._DIRECT:
             raise OSError(22, "Invalid argument")
         return real(file, flag, *more)
 

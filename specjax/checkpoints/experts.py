@@ -51,15 +51,20 @@ def _stacked(parts: Sequence[tuple[Stored, Any]], folder: Path) -> Tensor:
                 "of a layer are stored alike."
             )
     if not isinstance(first, PackedWeight):
-        return np.stack(tensors)
+        return _rows(tensors)
     if first.order is not None:
         raise CheckpointError(
             f"{parts[0][0].name} in {folder} has inputs in an order of its own (desc_act), which "
             "is not supported of experts."
         )
     return first.changed(
-        **{name: np.stack([each.rows[name] for each in tensors]) for name in first.rows}
+        **{name: _rows([each.rows[name] for each in tensors]) for name in first.rows}
     )
+
+
+def _rows(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays as the rows of one, of a single one in the same memory."""
+    return parts[0][None] if len(parts) == 1 else np.stack(parts)
 
 
 def _kind(tensor: Any) -> tuple[object, ...]:

@@ -117,6 +117,8 @@ def _environment(options: Bench, bencher: Bencher, left_out: list[str]) -> dict[
     }
     if not target.is_whole:
         found |= {"layers_in_memory": len(target.layers), "bytes_a_pass": target.bytes_a_pass}
+    if target.expert_cache is not None:
+        found |= {"experts_in_memory": target.expert_cache.num_slots}
     return found
 
 

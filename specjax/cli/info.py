@@ -89,6 +89,8 @@ def info(options: Info) -> int:
             "layers_in_memory": streamed.resident, "layers": target.num_layers,
             "ring_bytes": streamed.ring, "read_a_pass_bytes": streamed.bytes_a_pass,
         }  # fmt: skip
+        if streamed.slots:
+            sizes |= {"experts_in_memory": sum(streamed.slots.values())}
     if longest < (1 if options.length is None else length):
         _print(sizes, options.json)
         memory.check(needed.total, needed.available, f"texts of {length} tokens and the weights")

@@ -1,5 +1,6 @@
 """What passes take, measured: of layers that are read in each, and of models in memory."""
 
+import dataclasses
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,8 @@ from specjax.models.transformer import Model, unembed
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
 _COLUMNS, _SLOTS, _RUNS = (16, 64, 256, 1024), 64, 3
+_ALONG, _PASSES = (1, 4, 16), 2
+"""Columns of passes along a text, and how many of each count."""
 _MANY, _ENOUGH_SECONDS = 20, 0.15
 """Runs of which the fastest counts where passes are compared, and seconds of each after which three
 do."""
@@ -59,6 +62,12 @@ class OffloadTimes(NamedTuple):
         free = [n for n in BUDGETS if self.computed(n + 1) <= self.read_seconds]
         return max(free, default=BUDGETS[0])
 
+    @property
+    def budgets(self) -> tuple[int, ...]:
+        """The least budget, that whose pass costs no more than reading, and about twice as many."""
+        above = [budget for budget in BUDGETS if budget > self.budget]
+        return tuple(sorted({BUDGETS[0], self.budget, *above[:1]}))
+
     def levels(self, draft_seconds: float) -> int:
         """How many tokens deep a draft should go whose passes take so long, one after the other.
 
@@ -69,6 +78,10 @@ class OffloadTimes(NamedTuple):
             return expected_tokens(levels) / (self.read_seconds + levels * draft_seconds)
 
         return max(range(1, MOST_LEVELS + 1), key=rate)
+
+    def pass_seconds(self, columns: int) -> float:
+        """The longer of reading all layers and computing them."""
+        return max(self.read_seconds, self.computed(columns))
 
     def computed(self, columns: int) -> float:
         """Seconds in which so many nodes are computed; beyond what was measured in proportion."""
@@ -86,12 +99,54 @@ class OffloadTimes(NamedTuple):
         )
 
 
+class ExpertTimes(NamedTuple):
+    """What passes of a mixture take of which experts are read as they are taken.
+
+    More nodes take more experts, so none is free. All is measured along a text, whose neighbouring
+    tokens choose alike, in passes one after the other that leave their experts in memory.
+
+    Attributes:
+      experts: of a layer.
+      columns: numbers of nodes, the root included.
+      taken: of a layer's experts, by these.
+      sizes: bytes that are read.
+      seconds: of a pass.
+    """
+
+    experts: int
+    columns: tuple[int, ...]
+    taken: tuple[float, ...]
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    budgets = (3, 7, 15)
+    """Of nodes, among which one is chosen."""
+
+    def pass_seconds(self, columns: int) -> float:
+        """Seconds of a pass; beyond what was measured as between the last two."""
+        more = (self.seconds[-1] - self.seconds[-2]) / (self.columns[-1] - self.columns[-2])
+        beyond = max(0, columns - self.columns[-1]) * max(0.0, more)
+        return float(np.interp(columns, self.columns, self.seconds)) + beyond
+
+    def __str__(self) -> str:
+        def listed(values: Sequence[float], form: str) -> str:
+            return ", ".join(f"{value:{form}}" for value in values)
+
+        return (
+            f"a pass over {listed(self.columns, 'd')} nodes takes {listed(self.taken, '.1f')} of a "
+            f"layer's {self.experts} experts, reads "
+            f"{listed([size / 1e9 for size in self.sizes], '.2f')} GB of them and takes "
+            f"{listed(self.seconds, '.2f')} s"
+        )
+
+
 def expected_tokens(levels: int) -> float:
     """Tokens of a step that drafts so many, one after the other, before anything was measured."""
     return sum(ACCEPTANCE**level for level in range(levels + 1))
 
 
 _measured: "weakref.WeakKeyDictionary[Model, OffloadTimes]" = weakref.WeakKeyDictionary()
+_of_experts: "weakref.WeakKeyDictionary[Model, ExpertTimes]" = weakref.WeakKeyDictionary()
 _of_drafts: "weakref.WeakKeyDictionary[Model, float]" = weakref.WeakKeyDictionary()
 _of_passes: "weakref.WeakKeyDictionary[Model, dict[int, float]]" = weakref.WeakKeyDictionary()
 
@@ -126,6 +181,40 @@ def _measure(target: Model) -> OffloadTimes:
             if streamed and seconds[-1] > reading:
                 break
     return OffloadTimes(target.bytes_a_pass, reading, tuple(columns), tuple(seconds))
+
+
+def expert_times(target: Model, text: Sequence[int]) -> ExpertTimes:
+    """What is measured of a mixture whose experts are elsewhere, once, in passes along a text.
+
+    Raises:
+      ValueError: an expert could not be read, or all of them are in memory.
+    """
+    if target not in _of_experts:
+        _of_experts[target] = _along(target, np.asarray(text, np.int32))
+    return _of_experts[target]
+
+
+def _along(target: Model, text: Int32[np.ndarray, " T"]) -> ExpertTimes:
+    cache = target.expert_cache
+    if cache is None:
+        raise ValueError("the model's experts are all in memory.")
+    layers, last = len(cache.layers), (target.config.num_layers,)
+    found: list[tuple[float, float, float]] = []
+    for columns in _ALONG:
+        hop = max(1, columns // 2)  # about as many are accepted
+
+        def one(number: int, hop: int = hop, columns: int = columns) -> None:
+            window = np.resize(text[number * hop :], columns)[None]
+            jax.block_until_ready(hidden_by_layers(target, jnp.asarray(window), last))
+
+        one(0)  # compiles
+        before, start = dataclasses.replace(cache.reads), time.perf_counter()
+        for number in range(_PASSES):
+            one(number + 1)
+        seconds, reads = time.perf_counter() - start, cache.reads.since(before)
+        found.append((reads.taken / layers / _PASSES, reads.bytes / _PASSES, seconds / _PASSES))
+    taken, sizes, each = zip(*found, strict=True)
+    return ExpertTimes(cache.num_experts, _ALONG, taken, sizes, each)
 
 
 def draft_seconds(draft: Model) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.tree_attention import Prefix
 from specjax.base.axes import KeyArray
@@ -33,15 +34,21 @@ from specjax.decoding.stepping import (
 )
 from specjax.draft.drafter import Drafter, Seen, Step
 from specjax.models.config import LayerKind
+from specjax.models.expert_cache import ExpertCache
+from specjax.models.experts import outputs, route, weighed
 from specjax.models.kv_cache import KVCache
+from specjax.models.layer_weights import LayerWeights
+from specjax.models.mlp import with_shared
 from specjax.models.transformer import (
     Columns,
-    LayerWeights,
     Model,
     Pass,
+    after_mlp,
     embed,
     final_norm,
     layer_of_pass,
+    layer_to_mlp,
+    normed,
     unembed,
 )
 from specjax.trees.accepted import Accepted
@@ -61,7 +68,9 @@ def begin(request: Request) -> DecodeState:
     target, rows = request.target, request.rows
     outer = target.outer
     x, positions = _enter(outer, rows)
-    made = _layers(target, outer, x, positions, None, None, request.drafter.wants.hidden_layers)
+    counted = np.arange(positions.shape[1]) < np.asarray(rows.length)[:, None]
+    layers = request.drafter.wants.hidden_layers
+    made = _layers(target, outer, x, positions, None, None, layers, counted)
     state, seen = _after_prompts(outer, request.drafter, rows, request.slots, made)
     draft = _init_draft(request.drafter, rows, request.slots, seen)
     return replace(state, draft=draft)
@@ -75,9 +84,9 @@ def step(request: Request, state: DecodeState) -> tuple[DecodeState, Step]:
     """
     target, drafter = request.target, request.drafter
     outer, rest = target.outer, replace(state, draft=())
-    tree, words, draft, x, at = _draft(outer, drafter, rest, state.draft)
+    tree, words, draft, x, at, counted = _draft(outer, drafter, rest, state.draft)
     layers = drafter.wants.hidden_layers
-    made = _layers(target, outer, x, at.positions, at.tree_mask, state.cache, layers)
+    made = _layers(target, outer, x, at.positions, at.tree_mask, state.cache, layers, counted)
     rule = request.rule
     limited = state.counts is not None or state.grammars is not None
     visiting = visits(target, drafter, rule, limited)
@@ -128,12 +137,15 @@ def _layers(
     tree_mask: Array | None,
     cache: KVCache | None,
     hidden_layers: tuple[int, ...] = (),
+    counted: Bool[Array, "B T"] | Bool[np.ndarray, "B T"] | None = None,
 ) -> Pass:
     """All layers of a pass, each handed over when the one before the last is done.
 
-    What leaves the last one is not normed.
+    What leaves the last one is not normed. No expert is read for columns that are not `counted`.
     """
     config = target.config
+    elsewhere = target.expert_cache
+    experts = None if elsewhere is None else _Experts(elsewhere, target, counted)
     made: list[tuple[Array, Array]] = []
     kept = {0: jnp.copy(x)} if 0 in hidden_layers else {}
     running: list[Array] = []
@@ -144,7 +156,10 @@ def _layers(
                 held = cache.keys[index], cache.values[index], cache.length
             weights = target.layer(index)
             kind = config.kind_of(index)
-            x, new = run_layer(outer, weights, x, positions, tree_mask, held, kind=kind)
+            if experts is not None and config.has_experts(index):
+                x, new = experts.layer(index, weights, x, positions, tree_mask, held, kind)
+            else:
+                x, new = run_layer(outer, weights, x, positions, tree_mask, held, kind=kind)
             made.append(new)
             if index + 1 in hidden_layers:  # the next layer takes the buffer
                 kept[index + 1] = jnp.copy(x)
@@ -153,6 +168,103 @@ def _layers(
                 running.pop(0).block_until_ready()
         jax.block_until_ready(x)
     return Pass(x, tuple(made), tuple(kept[layer] for layer in hidden_layers))
+
+
+class _Experts:
+    """The layers of a pass whose experts are elsewhere: each is handed over in parts.
+
+    What its router chose is known before the next part; the next layer's router says beside it what
+    it would choose of the same columns, which it nearly reads: a layer adds little to them.
+    """
+
+    def __init__(self, cache: ExpertCache, target: Model, counted: Any) -> None:
+        self._cache, self._target, self._outer = cache, target, target.outer
+        self._counted, self._guessed = counted, None
+
+    def layer(
+        self,
+        index: int,
+        weights: LayerWeights,
+        x: Array,
+        positions: Array,
+        tree_mask: Array | None,
+        held: tuple[Array, Array, Array] | None,
+        kind: LayerKind,
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """What `run_layer` gives of a layer."""
+        config, following = self._outer.config, index + 1
+        guesses = following < config.num_layers and config.has_experts(following)
+        after = self._target.layers[following] if guesses else None
+        x, entering, shares, chosen, guess, new = _to_experts(
+            self._outer, weights, after, x, positions, tree_mask, held, self._counted, kind=kind
+        )
+        chosen = np.asarray(chosen)
+        if self._guessed is not None:
+            self._cache.judge(index, self._guessed, chosen)
+        self._guessed = np.asarray(guess) if guesses else None
+        made = None
+        for each in self._cache.rounds(index, chosen, self._guessed):
+            made = _of_slots(self._outer, weights, each.leaves, entering, each.slots, made)
+        return _from_experts(self._outer, weights, x, entering, made, shares), new
+
+
+@partial(jax.jit, static_argnames="kind", donate_argnames="x")
+def _to_experts(
+    outer: Model,
+    weights: LayerWeights,
+    following: LayerWeights | None,
+    x: Array,
+    positions: Array,
+    tree_mask: Array | None,
+    held: tuple[Array, Array, Array] | None,
+    counted: Array | None,
+    *,
+    kind: LayerKind,
+) -> tuple[Array, Array, Array, Array, Array | None, tuple[Array, Array]]:
+    """A layer up to its experts: columns, what they enter experts as, the experts and their shares,
+    what the `following` layer would choose, and keys and values. `x` is given away.
+    """
+    prefix = None if held is None else Prefix(*held)
+    at = layer_to_mlp(outer, weights, kind, x, positions, tree_mask, prefix)
+    assert outer.config.experts is not None
+
+    def of_counted(chosen: Array) -> Array:
+        return chosen if counted is None else jnp.where(counted.reshape(-1), chosen, -1)
+
+    chosen, shares = route(outer.config.experts, weights, at.entering)
+    guess = None
+    if following is not None:
+        would_enter = normed(outer.config, following, "mlp_norm", at.x)
+        guess = of_counted(route(outer.config.experts, following, would_enter).chosen)
+    return at.x, at.entering, shares, of_counted(chosen), guess, at.new[0]
+
+
+@partial(jax.jit, donate_argnames="made")
+def _of_slots(
+    outer: Model,
+    weights: LayerWeights,
+    leaves: dict[str, Any],
+    x: Float[Array, "E C"],
+    slots: Int32[Array, "K C"],
+    made: Float[Array, "E K C"] | None,
+) -> Float[Array, "E K C"]:
+    """What the experts of some slots give, beside what others `made`."""
+    own = outputs(outer.config, replace(weights, **leaves), x, slots)
+    return own if made is None else made + own
+
+
+@jax.jit
+def _from_experts(
+    outer: Model,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    entering: Float[Array, "E C"],
+    made: Float[Array, "E K C"],
+    shares: Float[Array, "K C"],
+) -> Float[Array, "E C"]:
+    """What leaves a layer whose experts `made` that."""
+    together, _ = with_shared(outer.config, weights, entering, weighed(made, shares))
+    return after_mlp(outer.config, weights, x, together)
 
 
 @jax.jit
@@ -196,11 +308,14 @@ def _init_draft(drafter: Drafter, rows: Rows, slots: int, seen: Seen) -> Any:
 @partial(jax.jit, donate_argnames="draft")
 def _draft(
     outer: Model, drafter: Drafter, rest: DecodeState, draft: Any
-) -> tuple[TokenTree, Array | None, Any, Array, Columns]:
+) -> tuple[TokenTree, Array | None, Any, Array, Columns, Array]:
     state = replace(rest, draft=draft)
     tree, words, draft = draft_tree(outer, drafter, state)
-    at = columns_of(tree, state, spare_slots(outer, tree))
-    return tree, words, draft, embed(outer, at.tokens, at.positions), at._replace(cache=None)
+    spare = spare_slots(outer, tree)
+    at = columns_of(tree, state, spare)
+    counted = jnp.pad(tree.valid & ~state.done[:, None], ((0, 0), (0, spare)))
+    x = embed(outer, at.tokens, at.positions)
+    return tree, words, draft, x, at._replace(cache=None), counted
 
 
 @partial(jax.jit, static_argnames=("rule", "visiting"), donate_argnames=("rest", "draft"))

@@ -208,7 +208,8 @@ def weight_bytes(model: Model, columns: int = 1) -> int:
     All but an embedding that is only looked up, and experts that nobody is expected to choose
     (`expected_experts`).
     """
-    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.resident)) + model.bytes_a_pass
+    read = model.bytes_a_pass
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.resident)) + read
     held -= model.embedding.nbytes if model.unembedding is not None else 0
     experts = model.config.experts
     if experts is None:
@@ -216,7 +217,9 @@ def weight_bytes(model: Model, columns: int = 1) -> int:
     layers = model.layers if model.stack is None else (model.stack,)
     own = [getattr(each, name) for each in layers for name in EXPERT_MATRICES]
     unread = 1 - expected_experts(experts, columns) / experts.num_experts
-    return held - round(unread * sum(leaf.nbytes for leaf in jax.tree.leaves(own)))
+    every = sum(leaf.nbytes for leaf in jax.tree.leaves(own))
+    every += 0 if model.expert_cache is None else read
+    return held - round(unread * every)
 
 
 def environment() -> dict[str, Any]:

@@ -1,15 +1,22 @@
-"""The fastest setting for a target whose layers are read in every pass.
+"""The fastest setting for a target of which a part is read in every pass.
 
-A pass takes as long as reading takes, or computing, whichever is longer (SpecExec, arXiv
-2406.02532, section 4): so the budget follows from these and from acceptance.
+Of layers a pass takes as long as reading takes, or computing, whichever is longer (SpecExec, arXiv
+2406.02532, section 4): so the budget follows from these and from acceptance. Of experts more nodes
+read more.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
-from specjax.decoding.pass_times import BUDGETS, OffloadTimes, draft_seconds, offload_times
+from specjax.decoding.pass_times import (
+    ExpertTimes,
+    OffloadTimes,
+    draft_seconds,
+    expert_times,
+    offload_times,
+)
 from specjax.measure.tune import Tuner
-from specjax.methods import registry
+from specjax.methods import drafted, registry
 from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
 from specjax.models import memory
@@ -17,14 +24,15 @@ from specjax.models.transformer import Model
 
 
 def budgets_for_reading(target: Model) -> tuple[int, ...]:
-    """The least budget, that whose pass costs no more than reading, and about twice as many nodes.
+    """Of layers the least budget, that whose pass costs no more than reading, and about twice as
+    many nodes; of experts small ones.
 
     Raises:
       ValueError: a layer could not be read.
     """
-    free = offload_times(target).budget
-    above = [budget for budget in BUDGETS if budget > free]
-    return tuple(sorted({BUDGETS[0], free, *above[:1]}))
+    if target.expert_cache is not None:
+        return ExpertTimes.budgets
+    return offload_times(target).budgets
 
 
 @dataclasses.dataclass
@@ -38,17 +46,20 @@ class StreamedTuner(Tuner):
     rounds: int = 1
 
     @property
-    def times(self) -> OffloadTimes:
+    def times(self) -> OffloadTimes | ExpertTimes:
         """What was measured of the target.
 
         Raises:
           ValueError: a layer could not be read.
         """
-        return offload_times(self.grown.target)
+        target = self.grown.target
+        if target.expert_cache is not None:
+            return expert_times(target, drafted.bundled(self.grown).tokens)
+        return offload_times(target)
 
     def pass_seconds(self, nodes: int) -> float:
-        """The longer of reading all layers and computing them over the nodes and the root."""
-        return max(self.times.read_seconds, self.times.computed(nodes + 1))
+        """Of a pass over the nodes and the root."""
+        return self.times.pass_seconds(nodes + 1)
 
     def draft_seconds(self, setting: Setting, temperature: float) -> float:
         """As many passes of the draft as the tree is deep; what needs no model takes none."""

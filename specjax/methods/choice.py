@@ -12,7 +12,9 @@ from specjax.base.progress import working
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.pass_times import (
     MOST_LEVELS,
+    ExpertTimes,
     draft_seconds,
+    expert_times,
     offload_times,
 )
 from specjax.methods import defaults, drafted, records
@@ -179,6 +181,26 @@ def _streamed(pair: Pair, target: Model, sampled: bool, verify: str) -> Choice:
     return Choice((able or [Setting()])[0], reason)
 
 
+def _with_experts_elsewhere(pair: Pair, temperature: float, verify: str) -> Choice:
+    """The chain that gives most tokens a second: each node takes experts that are to be read."""
+    text = drafted.bundled(pair)
+    if not pair.drafts:
+        setting = setting_of("lookup", budget=ExpertTimes.budgets[0])
+        reason = "no experts are read for what is not found"
+        return Choice(setting if _able(setting, pair, verify) else Setting(), reason)
+    longest = ExpertTimes.budgets[-1]
+    tokens = (1.0, *drafted.of_chains(pair, [text], temperature, longest))
+    times, taken = expert_times(pair.target, text.tokens), draft_seconds(pair.drafts[0])
+    rates = [own / (times.pass_seconds(n + 1) + n * taken) for n, own in enumerate(tokens)]
+    best = max(range(len(rates)), key=rates.__getitem__)
+    setting = setting_of(f"chain:{best}") if best else Setting()
+    reason = (
+        f"{times}; a chain of {best} gives {tokens[best]:.2f} tokens along {len(text.tokens)} of "
+        f"bundled prompts, {rates[best]:.2f} a second ({rates[0]:.2f} plain)"
+    )
+    return Choice(setting if _able(setting, pair, verify) else Setting(), reason)
+
+
 def no_deeper(setting: Setting, levels: int) -> Setting:
     """A setting whose draft makes so many passes at most; of a static tree a chain is left then."""
     if levels == MOST_LEVELS or setting.method not in ("specexec", "tree"):
@@ -251,9 +273,12 @@ def shipped(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> C
 
     Where the model or its draft is large, by what it costs and gives (see `drafted`), and so what
     needs none where there is none (see `_draftless`). Of a target whose layers are read in every
-    pass, as many nodes as cost no time (see `specjax.decoding.pass_times`).
+    pass, as many nodes as cost no time, and where single experts are the chain that gains most (see
+    `specjax.decoding.pass_times`).
     """
     sampled = temperature > 0
+    if pair.target.expert_cache is not None:
+        return _with_experts_elsewhere(pair, temperature, verify)
     if pair.target.is_offloaded:
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:

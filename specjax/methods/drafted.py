@@ -131,7 +131,7 @@ def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     found = []
     for method, known in told.items():
         if known is None:
-            known = _acceptance(pair, method, {temperature: texts or [_bundled(pair)]}, longest)
+            known = _acceptance(pair, method, {temperature: texts or [bundled(pair)]}, longest)
             is_written = bool(texts)
         else:
             is_written = True
@@ -183,7 +183,7 @@ def _acceptance(
     pair: Pair, method: str, texts: dict[float, list[Text]], longest: int
 ) -> Acceptance:
     """Tokens per step of 1 to `longest` nodes along texts of each temperature."""
-    tokens_of = _of_chains if method == "chain" else partial(_of_trees, method=method)
+    tokens_of = of_chains if method == "chain" else partial(_of_trees, method=method)
     tokens = {each: tokens_of(pair, own, each, longest) for each, own in texts.items()}
     count = min(map(_written, texts.values()))
     return Acceptance(pair.target.config.num_parameters, count, tokens)
@@ -206,7 +206,7 @@ def _written(texts: Sequence[Text]) -> int:
     return sum(text.written for text in texts)
 
 
-def _of_chains(
+def of_chains(
     pair: Pair, texts: Sequence[Text], temperature: float, longest: int
 ) -> tuple[float, ...]:
     """Tokens per step of chains of 1 to `longest` tokens that may begin anywhere in the texts.
@@ -227,7 +227,7 @@ def _of_chains(
     return tuple((1 + np.cumsum(survival)).tolist())
 
 
-def _bundled(pair: Pair) -> Text:
+def bundled(pair: Pair) -> Text:
     """Bundled prompts one after the other, as if most of them had been written."""
     most = min(_TOKENS, pair.target.config.max_positions)
     tokens = pair.tokenizer("\n".join(bundled_prompts()[:_PROMPTS])).input_ids[:most]

@@ -110,7 +110,9 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
     )
     if (name := quantized_as(target)) is not None:
         parts += (name,)
-    if target.is_offloaded:
+    if target.expert_cache is not None:
+        parts += (f"{target.expert_cache.num_slots} experts in memory",)
+    elif target.is_offloaded:
         parts += (f"{len(target.layers)} layers in memory",)
     if (mesh := mesh_of(target)) is not None:
         parts += tuple(f"{axis}={size}" for axis, size in mesh.shape.items() if size > 1)

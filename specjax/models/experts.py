@@ -90,15 +90,26 @@ def mixture(
 
     On the mesh axis `axis` a device gives what its own experts do, which is to be summed over it.
     """
-    experts = config.experts
-    assert experts is not None
-    chosen, shares = route(experts, weights, x, dtype)
+    assert config.experts is not None
+    chosen, shares = route(config.experts, weights, x, dtype)
     if axis is not None:
         chosen = chosen - _held(weights) * lax.axis_index(axis)
+    return weighed(outputs(config, weights, x, chosen, dtype), shares)
+
+
+def outputs(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    chosen: Int32[Array, "K C"],
+    dtype: jnp.dtype | None = None,
+) -> Float[Array, "E K C"]:
+    """What each of the chosen experts gives; 0 where it is none of those in `weights`."""
+    assert config.experts is not None
     names = ("expert_gate", "expert_up") if config.gated else ("expert_up",)
     first, *rest = _products(weights, names, x, chosen, dtype)
-    if experts.swiglu is not None:
-        gain, limit = experts.swiglu
+    if config.experts.swiglu is not None:
+        gain, limit = config.experts.swiglu
         first = jnp.minimum(first, limit)
         hidden = first * jax.nn.sigmoid(gain * first) * (jnp.clip(rest[0], -limit, limit) + 1)
     else:
@@ -106,6 +117,11 @@ def mixture(
         hidden = hidden * rest[0] if rest else hidden
     flat = hidden.reshape(hidden.shape[0], -1)
     (made,) = _products(weights, ("expert_down",), flat, chosen, dtype)
+    return made
+
+
+def weighed(made: Float[Array, "E K C"], shares: Float[Array, "K C"]) -> Float[Array, "E C"]:
+    """What experts gave together."""
     return _in_order(made[:, k] * shares[k] for k in range(len(shares)))
 
 

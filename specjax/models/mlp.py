@@ -28,14 +28,25 @@ def mlp(
     if weights.router is None:
         hidden = _hidden(config, weights, x, dtype)
         return product(weights, "down", hidden, dtype, axis), hidden
-    made, hidden = mixture(config, weights, x, dtype, axis), None
-    if weights.up is not None:
-        hidden = _hidden(config, weights, x, dtype)
-        shared = product(weights, "down", hidden, dtype)
-        if weights.shared_gate is not None:
-            shared = shared * jax.nn.sigmoid(layers.linear(weights.shared_gate, x, dtype))
-        made = made + shared
+    made, hidden = with_shared(config, weights, x, mixture(config, weights, x, dtype, axis), dtype)
     return all_sum(made, axis), hidden
+
+
+def with_shared(
+    config: ModelConfig,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    made: Float[Array, "E C"],
+    dtype: jnp.dtype | None = None,
+) -> tuple[Float[Array, "E C"], Float[Array, "F C"] | None]:
+    """What experts gave columns `x`, with what a shared one gives, and its features, if any."""
+    if weights.up is None:
+        return made, None
+    hidden = _hidden(config, weights, x, dtype)
+    shared = product(weights, "down", hidden, dtype)
+    if weights.shared_gate is not None:
+        shared = shared * jax.nn.sigmoid(layers.linear(weights.shared_gate, x, dtype))
+    return made + shared, hidden
 
 
 def _hidden(

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
+from specjax.models.expert_cache import ExpertCache
 from specjax.models.layer_weights import LayerWeights
 from specjax.models.transformer import Model
 
@@ -38,17 +39,20 @@ class LayerSource(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StreamedModel(Model):
-    """A `Model` whose `layers` are the first ones alone; `source` gives the others in each pass.
+    """A `Model` of which a part comes in each pass, from elsewhere.
 
-    It is no pytree: no program may take it whole (see `specjax.decoding.streamed`).
+    That are the layers after the first ones, or of a mixture the experts of all layers that are not
+    in memory. It is no pytree: no program may take it whole (see `specjax.decoding.streamed`).
 
     Attributes:
       source: where the other layers come from; None where there are none.
+      experts: where experts come from, of which `layers` then have none; None where they are there.
       quantization: how matrices of all its layers are quantized, if any are.
       planned_bytes: of its weights in memory, with what streaming takes; None if it is not known.
     """
 
     source: LayerSource | None = None
+    experts: ExpertCache | None = None
     quantization: str | None = None
     planned_bytes: int | None = None
 
@@ -59,12 +63,19 @@ class StreamedModel(Model):
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether some of its layers have a source."""
-        return self.source is not None
+        """Whether a part of it is elsewhere."""
+        return self.source is not None or self.experts is not None
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """Where experts come from that are read when they are taken."""
+        return self.experts
 
     @property
     def bytes_a_pass(self) -> int:
-        """Bytes that its source reads."""
+        """Bytes that a pass reads, of experts at most."""
+        if self.experts is not None:
+            return self.experts.most_bytes
         return 0 if self.source is None else self.source.bytes_a_pass
 
     @property
@@ -83,7 +94,8 @@ class StreamedModel(Model):
         return Model(**_fields_of(self))
 
     def layer(self, index: int) -> LayerWeights:
-        """A layer, of those in memory or from the source (see `LayerSource.take`).
+        """A layer, of those in memory or from the source (see `LayerSource.take`); of one whose
+        experts are elsewhere what else it has.
 
         Raises:
           ValueError: it could not be read.
@@ -93,13 +105,15 @@ class StreamedModel(Model):
         return self.source.take(index)
 
     def in_pass(self) -> "contextlib.AbstractContextManager[None]":
-        """Holds the source for a pass over all layers."""
-        return contextlib.nullcontext() if self.source is None else self.source.in_pass()
+        """Holds what is elsewhere for a pass over all layers."""
+        held = self.source or self.experts
+        return contextlib.nullcontext() if held is None else held.in_pass()
 
 
 def by_layers(
     model: Model,
     source: LayerSource | None = None,
+    experts: ExpertCache | None = None,
     quantization: str | None = None,
     planned_bytes: int | None = None,
 ) -> StreamedModel:
@@ -108,8 +122,9 @@ def by_layers(
     Of one in memory, little is compiled: a layer, and not the model.
     """
     return StreamedModel(
-        **_fields_of(model), source=source, quantization=quantization, planned_bytes=planned_bytes
-    )
+        **_fields_of(model), source=source, experts=experts, quantization=quantization,
+        planned_bytes=planned_bytes,
+    )  # fmt: skip
 
 
 def _fields_of(model: Model) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from specjax.models.config import (
     ModelConfig,
     Shape,
 )
+from specjax.models.expert_cache import ExpertCache
 from specjax.models.expert_products import OfLayer
 from specjax.models.features import joined
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
@@ -114,8 +115,13 @@ class Model:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether every pass reads layers from disk or from the host's memory."""
+        """Whether passes read layers or experts from disk or from the host's memory."""
         return False
+
+    @property
+    def expert_cache(self) -> ExpertCache | None:
+        """Where experts come from that are read when they are taken."""
+        return None
 
     @property
     def bytes_a_pass(self) -> int:
@@ -369,28 +375,64 @@ def apply_layer(
     the columns that matrices are multiplied with: those of "query" are the key's and the value's
     too, and those of "up" the gate's.
     """
-    config = model.config
-
-    def norm(name: str, x: Array) -> Array:
-        return _norm(config, weights, name, x) if name in config.norms else x
-
-    before, seen = x, norm("attention_norm", x) if entering is None else entering
-    mixed, new = attend(model, weights, seen, groups, dtype)
-
-    def added(name: str, made: Array) -> Array:
-        made = norm(name, made)
-        return made if config.residual_scale == 1 else config.residual_scale * made
-
-    x = x + added("attention_post_norm", product(weights, "output", mixed, dtype, model.axis))
-    if config.parallel and "mlp_norm" not in config.norms:
-        entering = seen
-    else:
-        entering = norm("mlp_norm", before if config.parallel else x)
-    made, hidden = mlp(config, weights, entering, dtype, model.axis)
+    at = before_mlp(model, weights, x, groups, dtype, entering)
+    made, hidden = mlp(model.config, weights, at.entering, dtype, model.axis)
     if inputs is not None:
-        inputs |= {"query": seen, "output": mixed}
-        inputs |= {"up": entering} | ({} if hidden is None else {"down": hidden})
-    return x + added("mlp_post_norm", made), new
+        inputs |= {"query": at.seen, "output": at.mixed}
+        inputs |= {"up": at.entering} | ({} if hidden is None else {"down": hidden})
+    return after_mlp(model.config, weights, at.x, made), at.new
+
+
+class BeforeMlp(NamedTuple):
+    """A layer up to its feed-forward part: what was added so far, and what that part reads.
+
+    `seen` and `mixed` are what the matrices of attention were multiplied with; `new` are the keys
+    and values of each group.
+    """
+
+    x: Float[Array, "E C"]
+    entering: Float[Array, "E C"]
+    seen: Float[Array, "R C"]
+    mixed: Float[Array, "HD C"]
+    new: tuple[tuple[Array, Array], ...]
+
+
+def before_mlp(
+    model: Model,
+    weights: LayerWeights,
+    x: Float[Array, "E C"],
+    groups: Sequence[Group],
+    dtype: jnp.dtype | None = None,
+    entering: Float[Array, "R C"] | None = None,
+) -> BeforeMlp:
+    """The attention of a layer (see `apply_layer`)."""
+    config, before = model.config, x
+    seen = normed(config, weights, "attention_norm", x) if entering is None else entering
+    mixed, new = attend(model, weights, seen, groups, dtype)
+    made = product(weights, "output", mixed, dtype, model.axis)
+    x = x + _added(config, weights, "attention_post_norm", made)
+    if config.parallel and "mlp_norm" not in config.norms:
+        return BeforeMlp(x, seen, seen, mixed, new)
+    entering = normed(config, weights, "mlp_norm", before if config.parallel else x)
+    return BeforeMlp(x, entering, seen, mixed, new)
+
+
+def after_mlp(
+    config: ModelConfig, weights: LayerWeights, x: Float[Array, "E C"], made: Float[Array, "E C"]
+) -> Float[Array, "E C"]:
+    """What leaves a layer whose feed-forward part `made` that."""
+    return x + _added(config, weights, "mlp_post_norm", made)
+
+
+def normed(config: ModelConfig, weights: LayerWeights, name: str, x: Array) -> Array:
+    """As a norm of a layer leaves it, if it has that."""
+    return _norm(config, weights, name, x) if name in config.norms else x
+
+
+def _added(config: ModelConfig, weights: LayerWeights, name: str, made: Array) -> Array:
+    """What a part of a layer adds, normed by its own norm and scaled."""
+    made = normed(config, weights, name, made)
+    return made if config.residual_scale == 1 else config.residual_scale * made
 
 
 def _norm(
@@ -606,11 +648,35 @@ def layer_of_pass(
 
     `inputs` takes what its matrices are multiplied with (see `apply_layer`).
     """
-    config = outer.config
-    mask = attention_mask_of(kind.window, positions, prefix, tree_mask)
-    group = Group(_angles(config, kind, positions), mask, prefix)
+    group = _alone(outer.config, kind, positions, tree_mask, prefix)
     x, (new,) = apply_layer(outer, weights, x, [group], inputs=inputs)
     return x, new
+
+
+def layer_to_mlp(
+    outer: Model,
+    weights: LayerWeights,
+    kind: LayerKind,
+    x: Float[Array, "E C"],
+    positions: Int32[Array, "B T"],
+    tree_mask: Bool[Array, "B T M"] | None,
+    prefix: Prefix | None,
+) -> BeforeMlp:
+    """`layer_of_pass` up to the feed-forward part."""
+    group = _alone(outer.config, kind, positions, tree_mask, prefix)
+    return before_mlp(outer, weights, x, [group])
+
+
+def _alone(
+    config: ModelConfig,
+    kind: LayerKind,
+    positions: Int32[Array, "B T"],
+    tree_mask: Bool[Array, "B T M"] | None,
+    prefix: Prefix | None,
+) -> Group:
+    """What the columns of a layer by itself attend to."""
+    mask = attention_mask_of(kind.window, positions, prefix, tree_mask)
+    return Group(_angles(config, kind, positions), mask, prefix)
 
 
 def final_norm(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:

@@ -4,22 +4,19 @@ import atexit
 import collections
 import contextlib
 import mmap
-import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoints import quantized
-from specjax.checkpoints.experts import Tensor, gathered
 from specjax.checkpoints.files import CheckpointError, Files
-from specjax.checkpoints.huggingface import check_numbers, leaves_of
+from specjax.checkpoints.offload.reading import READERS, Format, SpanReader, pages
 from specjax.checkpoints.offload.spans import (
     PIECE,
     Buffer,
@@ -27,17 +24,14 @@ from specjax.checkpoints.offload.spans import (
     buffer_bytes,
     expected_tensors,
     piece_bytes,
-    scatter,
     size_of,
     spans_of,
 )
 from specjax.models.config import ModelConfig
-from specjax.models.families import Family, Stored
+from specjax.models.families import Family
 from specjax.models.layer_weights import LayerWeights, layer_of
 from specjax.models.placement import Placement
 
-READERS = 4
-"""Reads at a time."""
 _IN_USE = 2
 """Layers that a pass has at a time: one is computed, the next is handed over."""
 BUFFERS = _IN_USE + 2
@@ -73,21 +67,18 @@ class DiskLayers:
         placed: Placement,
         dtype: jnp.dtype,
     ) -> None:
-        self._files, self._placed, self._dtype = files, placed, dtype
-        self._family = family
-        self._expected = expected_tensors(config, family)
-        self._layouts = quantized.layouts_in(files.path)
+        expected, layouts = expected_tensors(config, family), quantized.layouts_in(files.path)
+        self._files = files
+        self._format = Format(files.path, family, expected, layouts, placed, dtype)
         self._order = range(first, config.num_layers)
-        self._spans = spans_of(files, family, self._expected, self._order)
+        self._spans = spans_of(files, family, expected, self._order)
         size = max(map(buffer_bytes, self._spans.values()))
         self._ring = _Ring(size, piece_bytes(self._spans.values()))
-        self._opened: dict[Path, tuple[int, bool]] = {}
-        self._looked: set[int] = set()
-        self._lock, self._lock_of_files = threading.Lock(), threading.Lock()
+        self._reader, self._looked, self._lock = SpanReader(), set[int](), threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # Neither this nor the thread may hold the reader, which would never be let go then.
-        self._finalizer = weakref.finalize(self, _ended, self._stop, self._opened)
+        self._finalizer = weakref.finalize(self, _ended, self._stop, self._reader)
 
     @property
     def bytes_a_pass(self) -> int:
@@ -154,45 +145,12 @@ class DiskLayers:
         return _Reading(layer, buffer, reads)
 
     def _read(self, span: Span, start: int, buffer: Buffer) -> None:
-        """Reads a piece of a span, and puts what it has of tensors into their places.
-
-        Raises:
-          CheckpointError: the file ends before, or the disk does not give it.
-        """
-        stop = min(start + PIECE, span.size)
-        needed = span.tensors[-1].start + span.tensors[-1].size - span.start
-        pages = self._ring.scratch
-        scratch = pages.get()
+        scratch = self._ring.scratch
+        own = scratch.get()
         try:
-            number, direct = self._open(span.file)
-            while start < min(stop, needed):
-                held, got = os.fstat(number).st_size, 0
-                if held >= span.start + min(stop, needed):
-                    room = memoryview(scratch)[: stop - start]
-                    got = os.preadv(number, [room], span.start + start)
-                if not got:
-                    raise CheckpointError(
-                        f"{span.file} has {held} bytes; its weights go on to byte "
-                        f"{span.start + needed}."
-                    )
-                scatter(span, start, np.frombuffer(scratch, np.uint8)[:got], buffer)
-                if not direct:
-                    _forget(number, span.start + start, got)
-                start += got
-        except OSError as error:
-            raise CheckpointError(f"{span.file} cannot be read: {error.strerror}.") from error
+            self._reader.read(span, start, own, buffer)
         finally:
-            pages.put(scratch)
-
-    def _open(self, file: Path) -> tuple[int, bool]:
-        """A file that is opened, past the system's cache if it can be, and whether it is."""
-        with self._lock_of_files:
-            if file not in self._opened:
-                try:
-                    self._opened[file] = os.open(file, os.O_RDONLY | _DIRECT), bool(_DIRECT)
-                except OSError:
-                    self._opened[file] = os.open(file, os.O_RDONLY), False
-            return self._opened[file]
+            scratch.put(own)
 
     def arrays(self, layer: int, buffer: Buffer) -> LayerWeights:
         """The weights of a layer that was read, as arrays of the buffer where they can be.
@@ -200,32 +158,10 @@ class DiskLayers:
         Raises:
           CheckpointError: they are not what they were when the model was loaded.
         """
-        found = []
-        for span in self._spans[layer]:
-            for each, at in zip(span.tensors, span.at, strict=True):
-                own = buffer[at : at + each.size].view(each.dtype).reshape(each.shape)
-                found.append((each.name, each.file, own))
-        leaves: dict[str, Any] = {}
-        own = self._checked(found, looks=layer not in self._looked)
-        for stored, tensor in gathered(own, self._placed.config, self._files.path):
-            leaves |= leaves_of(
-                stored, tensor, self._placed, self._dtype, self._files.path, copy=False
-            )
+        looks = layer not in self._looked
+        leaves = self._format.leaves(self._spans[layer], buffer, looks=looks)
         self._looked.add(layer)
         return layer_of(leaves)
-
-    def _checked(
-        self, found: Iterable[tuple[str, Path, np.ndarray]], looks: bool
-    ) -> Iterator[tuple[Stored, Tensor]]:
-        for name, file, tensor in quantized.read(found, self._layouts):
-            stored = self._expected.get(self._family.name_of(name, self._expected))
-            if stored is None:
-                continue  # what the family ignores
-            check_numbers(name, file, tensor, looks)
-            yield stored, tensor
-
-
-_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 _threads: weakref.WeakKeyDictionary[threading.Thread, threading.Event]
@@ -241,16 +177,9 @@ def _wait_for_threads() -> None:
         thread.join()
 
 
-def _ended(stop: threading.Event, opened: dict[Path, tuple[int, bool]]) -> None:
+def _ended(stop: threading.Event, reader: SpanReader) -> None:
     stop.set()
-    while opened:
-        os.close(opened.popitem()[1][0])
-
-
-def _forget(number: int, start: int, size: int) -> None:
-    """Lets the system drop what was read: it would push out what is read again sooner."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(number, start, size, os.POSIX_FADV_DONTNEED)
+    reader.close()
 
 
 _Found: TypeAlias = "tuple[int, LayerWeights, Buffer] | Exception"
@@ -277,9 +206,9 @@ class _Ring:
         self.scratch: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
         self.used: collections.deque[Buffer] = collections.deque()
         for _ in range(BUFFERS):
-            self.empty.put(np.frombuffer(_pages(size), np.uint8))
+            self.empty.put(np.frombuffer(pages(size), np.uint8))
         for _ in range(READERS):
-            self.scratch.put(_pages(piece))
+            self.scratch.put(pages(piece))
 
     def anew(self) -> "_Ring":
         """Another one; what still goes on in this harms nobody."""
@@ -298,11 +227,6 @@ class _Ring:
             if not wait:
                 break
         return None
-
-
-def _pages(size: int) -> mmap.mmap:
-    """Pages that are this process's own: by default they would count as shared memory."""
-    return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _read_on(reader: Any, ring: _Ring, stop: threading.Event) -> None:

@@ -1,15 +1,18 @@
-"""Layers that wait in the host's memory, and move to the device in every pass."""
+"""Layers and experts that wait in the host's memory, and move to the device in every pass."""
 
 import collections
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array
 
 from specjax.models.layer_weights import LayerWeights
+from specjax.models.quantized import PackedWeight
 
 AHEAD = 2
 """Layers that move to the device while one is computed and one is handed over."""
@@ -62,6 +65,43 @@ class HostLayers:
     def close(self) -> None:
         """Lets go of what moves."""
         self._moving.clear()
+
+
+class HostExperts:
+    """Moves single experts to the device, for several threads at a time.
+
+    Args:
+      layers: the leaves of all experts of each layer, in the host's memory.
+    """
+
+    def __init__(self, layers: Mapping[int, Mapping[str, Any]]) -> None:
+        self._layers = layers
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """Bytes that are moved of an expert, by layer."""
+        return {
+            layer: sum(leaf.nbytes for leaf in self.read(layer, 0, None).values())
+            for layer in self._layers
+        }
+
+    def buffer(self) -> None:
+        """Nothing: an expert moves from where it lies."""
+
+    def read(self, layer: int, expert: int, buffer: None) -> dict[str, Any]:
+        """The leaves of an expert."""
+        del buffer
+
+        def moved(part: np.ndarray) -> Array:
+            return jax.device_put(part[expert : expert + 1])
+
+        return {
+            name: leaf.of_rows(moved) if isinstance(leaf, PackedWeight) else moved(leaf)
+            for name, leaf in self._layers[layer].items()
+        }
+
+    def close(self) -> None:
+        """Lets go of nothing: the cache may be used on."""
 
 
 def on_host(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from specjax.checkpoints import pruned_vocabulary
@@ -9,8 +11,13 @@ from specjax.checkpoints.experts import gathered
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import checked, leaves_of, read_config
 from specjax.checkpoints.offload.disk import DiskLayers
-from specjax.checkpoints.offload.host import HostLayers, on_host
+from specjax.checkpoints.offload.experts import DiskExperts, expert_spans, of_experts
+from specjax.checkpoints.offload.host import HostExperts, HostLayers, on_host
 from specjax.checkpoints.offload.memory import DISK, HOST, division, dtype_of_layers
+from specjax.checkpoints.offload.reading import READERS
+from specjax.checkpoints.offload.spans import expected_tensors
+from specjax.models.expert_cache import ExpertCache
+from specjax.models.families import Stored
 from specjax.models.layer_weights import layer_of
 from specjax.models.placement import placement
 from specjax.models.quantized import PackedWeight, quantization_of
@@ -32,7 +39,9 @@ def load_offloaded(
     Args:
       files: the model, in safetensors files or a GGUF file.
       offload: "disk" reads the others from there in every pass; "host" keeps them in the host's
-        memory, from which they move to the device.
+        memory, from which they move to the device. Of a mixture whose layers fit without their
+        experts it is these alone that come from there, as tokens take them, and as many as there is
+        memory left for stay.
       memory_bytes: for its weights, what reading the others takes included; None is half of what
         there is.
       dtype: "float32" or "bfloat16"; None takes bfloat16 where the files have that, else as `load`.
@@ -56,31 +65,46 @@ def load_offloaded(
     kind = dtype_of_layers(files, dtype)
     placed = placement(config, None)
     shared = division(files, config, kind, memory_bytes, offload)
-    first = shared.resident
+    first, parts = shared.resident, bool(shared.slots)
     outer: dict[str, Any] = {}
     kept = config.num_layers if host else first
     layers: list[dict[str, Any]] = [{} for _ in range(kept)]
+    waiting: dict[int, dict[str, Any]] = {layer: {} for layer in shared.slots}
     names: dict[tuple[str, str], None] = {}
-    found = checked(
-        files, config, family, lambda stored: stored.layer is None or stored.layer < kept
-    )
+
+    def stays(stored: Stored) -> bool:
+        if parts and of_experts(stored):
+            return host
+        return stored.layer is None or stored.layer < kept
+
+    found = checked(files, config, family, stays)
     for stored, tensor in gathered(found, config, files.path):
         if isinstance(tensor, PackedWeight):
             names[stored.leaves[0], tensor.name] = None
-        if stored.layer is not None and stored.layer >= kept:
+        if not stays(stored):
             continue
         leaves = leaves_of(stored, tensor, placed, kind, files.path)
         if stored.layer is None:
             outer |= leaves
+        elif parts and of_experts(stored):
+            waiting[stored.layer] |= jax.tree.map(np.asarray, leaves)
         else:
             layers[stored.layer] |= leaves if stored.layer < first else on_host(leaves)
     made = assemble(placed.config, outer, layers[:first])
-    source = None
-    if host and first < config.num_layers:
+    source = experts = None
+    if parts:
+        assert config.experts is not None
+        if host:
+            reader = HostExperts(waiting)
+        else:
+            spans = expert_spans(files, family, config, expected_tensors(config, family))
+            reader = DiskExperts(files, config, family, spans, kind)
+        experts = ExpertCache(reader, config.experts.num_experts, shared.slots, READERS)
+    elif host and first < config.num_layers:
         source = HostLayers([layer_of(own) for own in layers[first:]], first)
     elif first < config.num_layers:
         source = DiskLayers(files, config, family, first, placed, kind)
-    return by_layers(made, source, quantization_of(names), shared.total)
+    return by_layers(made, source, experts, quantization_of(names), shared.total)
 
 
 def check_offload(

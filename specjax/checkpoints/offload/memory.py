@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import numpy as np
 from specjax.checkpoints import gguf, quantized
 from specjax.checkpoints.files import CheckpointError, Files, extents, tensors
 from specjax.checkpoints.huggingface import default_dtype, read_config
-from specjax.checkpoints.offload.disk import BUFFERS, READERS
+from specjax.checkpoints.offload.disk import BUFFERS
+from specjax.checkpoints.offload.experts import Spans, expert_spans
+from specjax.checkpoints.offload.reading import READERS
 from specjax.checkpoints.offload.spans import (
     Span,
     buffer_bytes,
@@ -22,6 +25,7 @@ from specjax.checkpoints.offload.spans import (
 )
 from specjax.models import memory
 from specjax.models.config import ModelConfig
+from specjax.models.expert_cache import buffers
 from specjax.models.families import Family
 from specjax.models.placement import placement
 from specjax.models.quantized import TABLES, PackedWeight
@@ -53,10 +57,13 @@ class Division(NamedTuple):
 
     Attributes:
       outer: bytes of what lies outside the layers.
-      layers: bytes of each layer, where it stays.
+      layers: bytes of each layer, where it stays; without its experts where these are by
+        themselves.
       resident: how many of them do.
       ring: bytes that streaming the others takes, 0 if there are none.
-      bytes_a_pass: that are read of the others.
+      bytes_a_pass: that are read of the others; of experts at most.
+      slots: how many experts of a layer are in memory, by layer, where they are by themselves.
+      experts: bytes of one of them there.
     """
 
     outer: int
@@ -64,11 +71,14 @@ class Division(NamedTuple):
     resident: int
     ring: int
     bytes_a_pass: int
+    slots: Mapping[int, int] = MappingProxyType({})
+    experts: Mapping[int, int] = MappingProxyType({})
 
     @property
     def total(self) -> int:
         """Bytes of all of it."""
-        return self.outer + sum(self.layers[: self.resident]) + self.ring
+        held = sum(count * self.experts[layer] for layer, count in self.slots.items())
+        return self.outer + sum(self.layers[: self.resident]) + self.ring + held
 
 
 def division(
@@ -103,6 +113,12 @@ def division(
         spare = whole.weights if found is None else found // 2
     if outer + sum(layers) <= spare:
         return Division(outer, tuple(layers), config.num_layers, 0, 0)
+    parts = None
+    if config.experts is not None:
+        own = expert_spans(files, family, config, expected)
+        parts = _with_experts(files, config, dtype, own, outer, layers, spare, offload == HOST)
+        if parts.total <= spare:
+            return parts
     largest = max(layers)
     if offload == HOST:
         ring = BUFFERS * largest
@@ -110,6 +126,7 @@ def division(
         stacks = any(each.expert is not None for each in expected.values())
         ring = _ring_bytes(spans.values(), dtype, largest, stacks)
     if outer + ring > spare:
+        ring = ring if parts is None else min(ring, parts.total - outer)
         raise CheckpointError(
             f"{files.path}: what lies outside the layers takes {memory.readable(outer)}, and "
             f"streaming {memory.readable(ring)}; there are {memory.readable(spare)} for both."
@@ -118,6 +135,42 @@ def division(
     resident = sum(each <= spare - outer - ring for each in held)
     read = sum(size_of(own) for at, own in spans.items() if at >= resident)
     return Division(outer, tuple(layers), resident, ring, read)
+
+
+def _with_experts(
+    files: Files, config: ModelConfig, dtype: jnp.dtype, spans: Spans, outer: int,
+    layers: Sequence[int], spare: int, host: bool,
+) -> Division:  # fmt: skip
+    """All layers without their experts, and of each as many experts as fit, of the first layers one
+    more; one where not even that does.
+    """
+    assert config.experts is not None
+    count, each = config.experts.num_experts, {}
+    for layer, own in spans.items():
+        if gguf.is_gguf(files.path):
+            each[layer] = max(_bytes_of_blocks(one, dtype) for one in own)
+        elif quantized.is_quantized(files.path):
+            each[layer] = max(map(buffer_bytes, own))
+        else:
+            shapes = config.layer_shapes(layer).items()
+            leaves = (shape for name, shape in shapes if name.startswith("expert_"))
+            each[layer] = sum(math.prod(shape[1:]) for shape in leaves) * dtype.itemsize
+    left = [size - count * each.get(layer, 0) for layer, size in enumerate(layers)]
+    every = [own for layer in spans.values() for own in layer]
+    ring, sizes = max(each.values()), each
+    if not host:  # what is read, and what it becomes where it cannot be used as it is
+        kinds = {one.dtype for own in every for span in own for one in span.tensors}
+        ring = max(map(buffer_bytes, every)) + (0 if kinds == {dtype} else ring)
+        sizes = {layer: max(map(size_of, own)) for layer, own in spans.items()}
+    ring = buffers(READERS) * ring + (0 if host else READERS * piece_bytes(every))
+    room = spare - outer - sum(left) - ring
+    whole = min(count, max(1, room // sum(each.values())))
+    room, slots = room - whole * sum(each.values()), dict.fromkeys(spans, whole)
+    for layer, size in each.items():
+        if whole < count and size <= room:
+            room, slots[layer] = room - size, whole + 1
+    at_most = sum((count - slots[layer]) * size for layer, size in sizes.items())
+    return Division(outer, tuple(left), config.num_layers, ring, at_most, slots, each)
 
 
 def _ring_bytes(

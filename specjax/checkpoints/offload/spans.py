@@ -51,7 +51,12 @@ def spans_of(
         for prefix, layer in prefixes.items():
             if name.startswith(prefix) or (family.base + name).startswith(prefix):
                 found[layer].append(extent)
-    return {layer: _in_buffer(_joined(own)) for layer, own in found.items()}
+    return {layer: in_spans(own) for layer, own in found.items()}
+
+
+def in_spans(tensors: list[Extent]) -> list[Span]:
+    """Tensors in as few spans as there can be, one after the other in a buffer."""
+    return _in_buffer(_joined(tensors))
 
 
 def _joined(tensors: list[Extent]) -> list[Span]:
