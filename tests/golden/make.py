@@ -421,6 +421,17 @@ CASES = {
 }
 
 
+def in_bfloat16(name: str, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of a checkpoint with weights and activations in bfloat16."""
+    config = AutoConfig.from_pretrained(HERE / name)
+    config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_pretrained(
+        HERE / name, config=config, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        return model.eval()(tokens).logits.float()
+
+
 def make(name: str, changes: dict) -> None:
     torch.manual_seed(len(name))
     config = AutoConfig.for_model(**({"model_type": "llama"} | BASE | changes))
@@ -446,6 +457,7 @@ def make(name: str, changes: dict) -> None:
     shards = "20KB" if "untied" in name else "1GB"
     model.save_pretrained(HERE / name, max_shard_size=shards)
     made = {"tokens": tokens, "logits": logits, "greedy": greedy}
+    made["bfloat16"] = in_bfloat16(name, tokens)
     np.savez_compressed(HERE / f"{name}.npz", **{key: made[key].numpy() for key in made})
 
 
