@@ -4,17 +4,20 @@ import dataclasses
 import gc
 import os
 import threading
+import time
 from bisect import bisect_left
+from concurrent.futures import Future
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import read_config, save_model
 from specjax.checkpoints.load import load_model
-from specjax.checkpoints.offload import memory
+from specjax.checkpoints.offload import load, memory
 from specjax.checkpoints.offload.experts import DiskExperts, expert_spans
 from specjax.checkpoints.offload.load import load_offloaded
 from specjax.checkpoints.offload.memory import division
@@ -23,14 +26,16 @@ from specjax.checkpoints.pair import Pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.decoding import pass_times
 from specjax.decoding.pass_times import ExpertTimes, expert_times
+from specjax.measure import timing
 from specjax.measure.distribution_tests import logits_after
 from specjax.measure.tune_streamed import budgets_for_reading
 from specjax.methods import records, registry
 from specjax.methods.choice import Asked, choose
 from specjax.methods.replay import Text
+from specjax.models import expert_cache
 from tests.cases import slow_but
 from tests.gguf_files import write_gguf
-from tests.pairs import NEW, PROMPTS, generate, near, varied_model
+from tests.pairs import NEW, PROMPTS, block_draft, generate, near, varied_model
 from tests.test_gguf import MIXED
 from tests.test_mixtures import EXPERTS, as_mxfp4, mixture
 from tests.test_parity import GOLDEN
@@ -142,6 +147,11 @@ def test_mxfp4_is_read_as_it_is(tmp_path):
     _, coded = as_mxfp4(GOLDEN / "gpt_oss", tmp_path, np.random.default_rng(0))
     model, whole = elsewhere(coded, 2), load_model(coded)
     np.testing.assert_array_equal(logits_after(model, PROMPTS), logits_after(whole, PROMPTS))
+    held = sum(leaf.nbytes for each in model.expert_cache._layers.values()
+               for leaf in each.leaves.values())  # fmt: skip
+    shared = split(coded, room_for(coded, 2))
+    planned = sum(count * shared.experts[layer] for layer, count in shared.slots.items())
+    assert held <= planned <= 1.05 * held  # of a table there is one for all slots
 
 
 @pytest.mark.parametrize("kind", slow_but(["F32", "Q8_0", "Q4_K", "Q6_K"], "Q4_K"))
@@ -234,7 +244,7 @@ def test_a_file_cut_short_meanwhile_is_said_and_ends_nothing(folder, tmp_path):
     expected = generate(load_model(folder), None, PROMPTS, max_new_tokens=4).tokens
     np.testing.assert_array_equal(generate(model, None, PROMPTS, max_new_tokens=4).tokens, expected)
     model.expert_cache.close()
-    with pytest.raises(ValueError, match="it was closed"):
+    with pytest.raises(ValueError, match="it is closed"):
         generate(model, None, PROMPTS, max_new_tokens=4)
 
 
@@ -249,6 +259,9 @@ def test_a_model_that_is_let_go_reads_no_more(folder):
     assert len(readers()) > before
     del model
     gc.collect()
+    deadline = time.monotonic() + 30
+    while len(readers()) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(readers()) == before
 
 
@@ -267,6 +280,73 @@ def test_memory_is_shared_by_layers_and_their_experts(folder, target):
     more = split(folder, room_for(folder, 2) + 2 * each)
     assert [*more.slots.values()] == [3, 3, 2]
     assert more.bytes_a_pass < parts.bytes_a_pass
+
+
+def test_passes_that_are_interrupted_leave_the_cache_whole(target, folder, monkeypatch):
+    """While an expert is waited for, and after what was in the slots was given away."""
+    model = elsewhere(folder, 2)
+    expected = generate(target, None, PROMPTS, max_new_tokens=6).tokens
+    cache, room = model.expert_cache, model.expert_cache._buffers.qsize()
+    for where, name in ((expert_cache, "_in_slot"), (Future, "result")):
+        real, calls = getattr(where, name), [0]
+
+        def interrupted(*arguments, real=real, calls=calls):
+            calls[0] += 1
+            made = real(*arguments)
+            if calls[0] == 3:
+                raise KeyboardInterrupt
+            return made
+
+        with monkeypatch.context() as patched:
+            patched.setattr(where, name, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                generate(model, None, PROMPTS, max_new_tokens=6)
+        found = generate(model, None, PROMPTS, max_new_tokens=6).tokens
+        np.testing.assert_array_equal(found, expected)
+    deadline = time.monotonic() + 30
+    while cache._buffers.qsize() < room and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cache._buffers.qsize() == room
+
+
+def test_loading_reads_no_experts(folder, monkeypatch):
+    real, seen = load.gathered, []
+
+    def noted(found, *more):
+        for stored, tensor in real(found, *more):
+            seen.append(stored.name)
+            yield stored, tensor
+
+    monkeypatch.setattr(load, "gathered", noted)
+    elsewhere(folder, 1)
+    assert seen
+    assert not [name for name in seen if ".experts." in name]
+
+
+def test_a_mixture_without_any_layer_of_experts_streams_its_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
+    own = mixture(num_layers=3, experts=dataclasses.replace(EXPERTS, dense_layers=(0, 1, 2)))
+    save_model(own, tmp_path, dtype="float32")
+    shared = split(tmp_path, 1 << 40)
+    model = load_offloaded(find(tmp_path), memory_bytes=shared.outer + shared.layers[0] + 1)
+    assert model.expert_cache is None
+    np.testing.assert_array_equal(logits_after(model, PROMPTS), logits_after(own, PROMPTS))
+
+
+def test_an_expert_that_is_missing_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "_ring_bytes", lambda *_: 1)
+    tensors = load_file(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    kept = {name: each for name, each in tensors.items() if "layers.2.mlp.experts.3." not in name}
+    save_file(kept, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"has no tensor .*layers\.2\.mlp\.experts\.3\.down"):
+        load_offloaded(find(tmp_path), memory_bytes=room_for(folder, 2))
+
+
+def test_bytes_of_a_pass_do_not_depend_on_what_is_in_memory(folder, target):
+    found = [timing.weight_bytes(elsewhere(folder, slots)) for slots in (1, 3)]
+    assert found[0] == found[1]
+    assert found[0] >= timing.weight_bytes(target)  # whole pages are read
 
 
 def test_too_little_memory_is_said_with_what_experts_by_themselves_need(folder):
@@ -306,6 +386,15 @@ def test_auto_weighs_what_nodes_read(folder, target, monkeypatch):
         found = choose(Asked(), pair, 0.0)
         assert found.setting.method == method
         assert "of a layer's 4 experts" in found.reason
+    calls = []
+    monkeypatch.setattr("specjax.methods.drafted.of_chains", lambda *given: calls.append(given))
+    choose(Asked(), pair, 0.0)
+    assert not calls, "along a text that is known"
+    monkeypatch.undo()
+    monkeypatch.setattr(records, "recall", lambda _: [])
+    monkeypatch.setattr("specjax.methods.drafted.bundled", lambda _: TEXT)
+    blocks = choose(Asked(), pair._replace(drafts=[block_draft(target, 0, steps=1)]), 0.0)
+    assert blocks.setting.method in ("chain", "none")
     alone = choose(Asked(), pair._replace(drafts=[]), 0.0)
     assert alone.setting.method == "lookup"
     assert budgets_for_reading(pair.target) == ExpertTimes.budgets

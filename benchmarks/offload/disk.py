@@ -222,7 +222,11 @@ def measured(bench: Bench) -> dict[str, Any]:
         bench.model, bench.draft, dtype=bench.dtype, offload=bench.offload, memory=room_of(bench)
     )
     target = pair.target
-    assert target.is_offloaded
+    if not target.is_offloaded or target.expert_cache is not None:
+        raise ValueError(
+            f"no whole layers of {bench.model} are offloaded; of a mixture's experts "
+            "benchmarks.offload.experts measures."
+        )
     size = target.bytes_a_pass
     pairs = {"disk": pair}
     if bench.resident:

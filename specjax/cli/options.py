@@ -377,7 +377,8 @@ class Tune(Asked, Dtype, Staged, Loaded, Offloaded, Kernels):
     """Methods to choose among, separated by commas, without a size; plain decoding is one."""
     budgets: str | None = None
     """Budgets of nodes to choose among. By default 7,15,31,63, without a draft 1,3,7,15,31; of an
-    offloaded model 15, the most that are computed while its layers are read, and twice as many."""
+    offloaded model 15, the most that are computed while its layers are read, and twice as many, or
+    3,7,15 where single experts are read."""
     temperatures: str = "0,0.8"
     """Temperatures to choose for, separated by commas."""
     batch: int = 1

@@ -208,7 +208,8 @@ def weight_bytes(model: Model, columns: int = 1) -> int:
     All but an embedding that is only looked up, and experts that nobody is expected to choose
     (`expected_experts`).
     """
-    read = model.bytes_a_pass
+    cache = model.expert_cache
+    read = model.bytes_a_pass if cache is None else cache.all_bytes
     held = sum(leaf.nbytes for leaf in jax.tree.leaves(model.resident)) + read
     held -= model.embedding.nbytes if model.unembedding is not None else 0
     experts = model.config.experts
@@ -218,7 +219,7 @@ def weight_bytes(model: Model, columns: int = 1) -> int:
     own = [getattr(each, name) for each in layers for name in EXPERT_MATRICES]
     unread = 1 - expected_experts(experts, columns) / experts.num_experts
     every = sum(leaf.nbytes for leaf in jax.tree.leaves(own))
-    every += 0 if model.expert_cache is None else read
+    every += 0 if cache is None else read
     return held - round(unread * every)
 
 

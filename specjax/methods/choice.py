@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -181,24 +182,38 @@ def _streamed(pair: Pair, target: Model, sampled: bool, verify: str) -> Choice:
     return Choice((able or [Setting()])[0], reason)
 
 
-def _with_experts_elsewhere(pair: Pair, temperature: float, verify: str) -> Choice:
+_chains: "weakref.WeakKeyDictionary[Model, dict[tuple[Model, float], tuple[float, ...]]]"
+_chains = weakref.WeakKeyDictionary()
+"""Tokens per step of chains of drafts, by temperature, for targets that are slow to ask."""
+
+
+def _with_experts_elsewhere(pair: Pair, temperature: float, batch: int, verify: str) -> Choice:
     """The chain that gives most tokens a second: each node takes experts that are to be read."""
-    text = drafted.bundled(pair)
     if not pair.drafts:
         setting = setting_of("lookup", budget=ExpertTimes.budgets[0])
         reason = "no experts are read for what is not found"
         return Choice(setting if _able(setting, pair, verify) else Setting(), reason)
-    longest = ExpertTimes.budgets[-1]
-    tokens = (1.0, *drafted.of_chains(pair, [text], temperature, longest))
-    times, taken = expert_times(pair.target, text.tokens), draft_seconds(pair.drafts[0])
-    rates = [own / (times.pass_seconds(n + 1) + n * taken) for n, own in enumerate(tokens)]
-    best = max(range(len(rates)), key=rates.__getitem__)
-    setting = setting_of(f"chain:{best}") if best else Setting()
+    target, draft, text = pair.target, pair.drafts[0], drafted.bundled(pair)
+    levels = draft.config.block_levels
+    longest = min(ExpertTimes.budgets[-1], levels or ExpertTimes.budgets[-1])
+    known = _chains.setdefault(target, {})
+    if (draft, temperature) not in known:
+        known[draft, temperature] = drafted.of_chains(pair, [text], temperature, longest)
+    tokens = (1.0, *known[draft, temperature])
+    times, taken = expert_times(target, text.tokens), draft_seconds(draft)
+    rates = [
+        batch * own / (times.pass_seconds(batch * (n + 1)) + (min(n, 1) if levels else n) * taken)
+        for n, own in enumerate(tokens)
+    ]
+    able = [n for n in range(len(rates)) if not n or _able(setting_of(f"chain:{n}"), pair, verify)]
+    best = max(able, key=rates.__getitem__)
+    likeliest = max(range(1, len(rates)), key=rates.__getitem__)
     reason = (
-        f"{times}; a chain of {best} gives {tokens[best]:.2f} tokens along {len(text.tokens)} of "
-        f"bundled prompts, {rates[best]:.2f} a second ({rates[0]:.2f} plain)"
+        f"{times}; a chain of {likeliest} gives {tokens[likeliest]:.2f} tokens along "
+        f"{len(text.tokens)} of bundled prompts, {rates[likeliest]:.2f} a second "
+        f"({rates[0]:.2f} plain)"
     )
-    return Choice(setting if _able(setting, pair, verify) else Setting(), reason)
+    return Choice(setting_of(f"chain:{best}") if best else Setting(), reason)
 
 
 def no_deeper(setting: Setting, levels: int) -> Setting:
@@ -278,7 +293,7 @@ def shipped(pair: Pair, temperature: float, batch: int, verify: str = AUTO) -> C
     """
     sampled = temperature > 0
     if pair.target.expert_cache is not None:
-        return _with_experts_elsewhere(pair, temperature, verify)
+        return _with_experts_elsewhere(pair, temperature, batch, verify)
     if pair.target.is_offloaded:
         return _streamed(pair, pair.target, sampled, verify)
     if not pair.drafts:

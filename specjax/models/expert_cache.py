@@ -70,7 +70,7 @@ class Reads:
       passes: over all layers.
       taken: experts that layers took, each once a pass.
       read: those of them that were not in memory.
-      bytes: that were read.
+      bytes: that were read, of wrong guesses too.
       guessed: experts out of memory that were guessed for the next layer.
       right: those of them that it took.
     """
@@ -127,9 +127,10 @@ class ExpertCache:
         for _ in range(buffers(readers)):
             self._buffers.put(reader.buffer())
         self._coming: dict[tuple[int, int], _Coming] = {}
-        self._lock, self._closed = threading.Lock(), False
+        self._lock = threading.Lock()
         self.reads = Reads()
-        self._finalizer = weakref.finalize(self, _ended, self._pool, reader)
+        # Which a thread of the pool may run, so that it cannot wait for that.
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     @property
     def layers(self) -> Sequence[int]:
@@ -145,6 +146,11 @@ class ExpertCache:
     def num_slots(self) -> int:
         """Experts in memory, of all layers together."""
         return sum(self._slots.values())
+
+    @property
+    def all_bytes(self) -> int:
+        """Bytes of all experts where they are read from."""
+        return self._experts * sum(self._sizes.values())
 
     @property
     def most_bytes(self) -> int:
@@ -191,7 +197,6 @@ class ExpertCache:
         held = [expert for expert in wanted.tolist() if expert not in out]
         self.reads.taken += len(wanted)
         self.reads.read += len(out)
-        self.reads.bytes += len(out) * self._sizes[layer]
         begun = self._drop([(layer, expert) for expert in out])
         out.sort(key=lambda expert: (layer, expert) not in begun)  # else they keep all buffers
         order, waiting = held + out, collections.deque((layer, expert) for expert in out)
@@ -232,50 +237,57 @@ class ExpertCache:
             waiting.popleft()
 
     def close(self) -> None:
-        """Reads no more."""
-        self._closed = True
-        self._finalizer()
+        """Reads no more, once what is being read is."""
+        self._pool.shutdown(cancel_futures=True)
+        self._reader.close()
 
     def _begin(self, layer: int, expert: int, *, wait: bool = False) -> bool:
         """Lets an expert be read, unless there is no buffer for it and it need not wait for one."""
-        if self._closed:
-            raise ValueError("the model's experts are not read any more: it was closed.")
-        if (layer, expert) not in self._coming:
-            try:
-                buffer = self._buffers.get(wait)
-            except queue.Empty:
-                return False
+        if (layer, expert) in self._coming:
+            return True
+        try:
+            buffer = self._buffers.get(wait)
+        except queue.Empty:
+            return False
+        try:
             read = self._pool.submit(self._reader.read, layer, expert, buffer)
-            self._coming[layer, expert] = _Coming(read, buffer)
+        except RuntimeError as error:
+            self._buffers.put(buffer)
+            raise ValueError("the model's experts are not read any more: it is closed.") from error
+        self._coming[layer, expert] = _Coming(read, buffer)
+        self.reads.bytes += self._sizes[layer]
         return True
 
     def _put(self, layer: int, expert: int, keeping: set[int]) -> None:
         """Puts an expert into the slot of the coldest one that is not kept."""
         own = self._layers[layer]
         self._begin(layer, expert, wait=True)
-        read, buffer = self._coming.pop((layer, expert))
+        leaves = self._coming[layer, expert].read.result()
+        _, buffer = self._coming.pop((layer, expert))
         try:
-            leaves = read.result()
-            if not own.leaves:
-                own.leaves = {name: _empty(leaf, len(own.held)) for name, leaf in leaves.items()}
-            if not _alike(own.leaves, leaves):
+            held, own.leaves = own.leaves, {}
+            if not held:
+                held = {name: _empty(leaf, len(own.held)) for name, leaf in leaves.items()}
+            if not _alike(held, leaves):
                 raise ValueError(
                     f"expert {expert} of layer {layer} is stored otherwise than others of it."
                 )
             slot = own.coldest(keeping)
             if own.held[slot] >= 0:
                 own.slot_of[own.held[slot]] = -1
-                own.held[slot] = -1
-            own.leaves = jax.block_until_ready(_in_slot(own.leaves, leaves, jnp.int32(slot)))
             own.held[slot], own.slot_of[expert] = expert, slot
+            own.leaves = jax.block_until_ready(_in_slot(held, leaves, jnp.int32(slot)))
         finally:
+            if not own.leaves:  # what was in the slots was given away
+                own.held[:], own.slot_of[:] = -1, -1
             self._buffers.put(buffer)
 
     def _drop(self, wanted: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
         """Lets go of what was begun and is not wanted; what is."""
         for place in self._coming.keys() - set(wanted):
             read, buffer = self._coming.pop(place)
-            read.cancel()
+            if read.cancel():
+                self.reads.bytes -= self._sizes[place[0]]
             read.add_done_callback(partial(_returned, self._buffers, buffer))
         return set(self._coming)
 
@@ -290,11 +302,6 @@ class _Coming(NamedTuple):
 def _returned(buffers: queue.SimpleQueue[Any], buffer: Any, read: Future[dict[str, Any]]) -> None:
     del read
     buffers.put(buffer)
-
-
-def _ended(pool: ThreadPoolExecutor, reader: ExpertReader) -> None:
-    pool.shutdown(cancel_futures=True)
-    reader.close()
 
 
 def buffers(readers: int) -> int:

@@ -4,7 +4,8 @@ import collections
 import dataclasses
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -129,6 +130,7 @@ class DiskExperts:
         expected, layouts = expected_tensors(alone, family), quantized.layouts_in(files.path)
         self._format = Format(files.path, family, expected, layouts, placement(alone, None), dtype)
         self._spans, self._reader = spans, SpanReader()
+        weakref.finalize(self, self._reader.close)  # no read goes on then, as each holds this
         every = [own for layer in spans.values() for own in layer]
         self._size, self._piece = max(map(buffer_bytes, every)), piece_bytes(every)
         self._looked: set[tuple[int, int]] = set()
@@ -161,10 +163,5 @@ class DiskExperts:
         return leaves
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files; a read opens them anew."""
         self._reader.close()
-
-
-def bytes_of_experts(spans: Sequence[Sequence[Span]]) -> int:
-    """Bytes that the largest of a layer's experts takes where it is read into."""
-    return max(map(buffer_bytes, spans))

@@ -1,5 +1,6 @@
 """Loads models of which the first layers stay in memory, and the others come in every pass."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specjax.checkpoints import pruned_vocabulary
-from specjax.checkpoints.experts import gathered
+from specjax.checkpoints.experts import Tensor, gathered
 from specjax.checkpoints.files import Files
 from specjax.checkpoints.huggingface import checked, leaves_of, read_config
 from specjax.checkpoints.offload.disk import DiskLayers
@@ -77,12 +78,14 @@ def load_offloaded(
             return host
         return stored.layer is None or stored.layer < kept
 
-    found = checked(files, config, family, stays)
-    for stored, tensor in gathered(found, config, files.path):
-        if isinstance(tensor, PackedWeight):
-            names[stored.leaves[0], tensor.name] = None
-        if not stays(stored):
-            continue
+    def staying() -> Iterator[tuple[Stored, Tensor]]:
+        for stored, tensor in checked(files, config, family, stays):
+            if isinstance(tensor, PackedWeight):
+                names[stored.leaves[0], tensor.name] = None
+            if stays(stored):
+                yield stored, tensor
+
+    for stored, tensor in gathered(staying(), config, files.path):
         leaves = leaves_of(stored, tensor, placed, kind, files.path)
         if stored.layer is None:
             outer |= leaves

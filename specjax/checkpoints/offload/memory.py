@@ -13,7 +13,7 @@ from specjax.checkpoints import gguf, quantized
 from specjax.checkpoints.files import CheckpointError, Files, extents, tensors
 from specjax.checkpoints.huggingface import default_dtype, read_config
 from specjax.checkpoints.offload.disk import BUFFERS
-from specjax.checkpoints.offload.experts import Spans, expert_spans
+from specjax.checkpoints.offload.experts import DiskExperts, Spans, expert_spans
 from specjax.checkpoints.offload.reading import READERS
 from specjax.checkpoints.offload.spans import (
     Span,
@@ -114,8 +114,8 @@ def division(
     if outer + sum(layers) <= spare:
         return Division(outer, tuple(layers), config.num_layers, 0, 0)
     parts = None
-    if config.experts is not None:
-        own = expert_spans(files, family, config, expected)
+    own = {} if config.experts is None else expert_spans(files, family, config, expected)
+    if own and all(all(layer) for layer in own.values()):  # loading says what is missing
         parts = _with_experts(files, config, dtype, own, outer, layers, spare, offload == HOST)
         if parts.total <= spare:
             return parts
@@ -145,17 +145,17 @@ def _with_experts(
     more; one where not even that does.
     """
     assert config.experts is not None
-    count, each = config.experts.num_experts, {}
+    count, left = config.experts.num_experts, list(layers)
     for layer, own in spans.items():
         if gguf.is_gguf(files.path):
-            each[layer] = max(_bytes_of_blocks(one, dtype) for one in own)
+            left[layer] -= sum(_bytes_of_blocks(one, dtype) for one in own)
         elif quantized.is_quantized(files.path):
-            each[layer] = max(map(buffer_bytes, own))
+            left[layer] -= sum(map(buffer_bytes, own))
         else:
             shapes = config.layer_shapes(layer).items()
-            leaves = (shape for name, shape in shapes if name.startswith("expert_"))
-            each[layer] = sum(math.prod(shape[1:]) for shape in leaves) * dtype.itemsize
-    left = [size - count * each.get(layer, 0) for layer, size in enumerate(layers)]
+            own = (shape for name, shape in shapes if name.startswith("expert_"))
+            left[layer] -= sum(map(math.prod, own)) * dtype.itemsize
+    each = _bytes_of_experts(files, config, spans, dtype)
     every = [own for layer in spans.values() for own in layer]
     ring, sizes = max(each.values()), each
     if not host:  # what is read, and what it becomes where it cannot be used as it is
@@ -171,6 +171,27 @@ def _with_experts(
             room, slots[layer] = room - size, whole + 1
     at_most = sum((count - slots[layer]) * size for layer, size in sizes.items())
     return Division(outer, tuple(left), config.num_layers, ring, at_most, slots, each)
+
+
+def _bytes_of_experts(
+    files: Files, config: ModelConfig, spans: Spans, dtype: jnp.dtype
+) -> dict[int, int]:
+    """Bytes in memory of an expert of each layer: the first of those that are stored alike is read.
+
+    Raises:
+      CheckpointError: it cannot be read.
+    """
+    _, family = read_config(files.path)
+    reader, known = DiskExperts(files, config, family, spans, dtype), {}
+    found: dict[int, int] = {}
+    for layer, own in spans.items():
+        kind = tuple((one.dtype, one.shape) for span in own[0] for one in span.tensors)
+        if kind not in known:
+            leaves = reader.read(layer, 0, reader.buffer())
+            known[kind] = sum(leaf.nbytes for leaf in leaves.values())
+        found[layer] = known[kind]
+    reader.close()
+    return found
 
 
 def _ring_bytes(
