@@ -7,7 +7,7 @@ too. Every beginning is drawn by a generator of random numbers from the template
 
 import random
 
-_WORDS = {
+WORDS = {
     "topic": """
         volcanoes|black holes|the French Revolution|photosynthesis|inflation|jazz|chess|bees
         glaciers|vaccines|the Silk Road|gravity|democracy|coral reefs|ancient Egypt|tea|earthquakes
@@ -61,6 +61,7 @@ _WORDS = {
         a history professor|a software engineer|a salesman|a philosopher|a journalist|a scientist
         """,
 }
+"""What templates are filled with, by name."""
 _TEMPLATES = r"""
     What is|What is the difference between {topic} and|What is the capital of {place}?
     What are the main causes of|What are the advantages and disadvantages of {topic}?
@@ -119,7 +120,7 @@ def _split(text: str) -> list[str]:
 
 def beginnings(count: int = 4096) -> tuple[str, ...]:
     """So many beginnings, some of them several times; the same every time."""
-    return drawn_from(_TEMPLATES, _WORDS, count)
+    return drawn_from(_TEMPLATES, WORDS, count)
 
 
 def drawn_from(templates: str, words: dict[str, str], count: int) -> tuple[str, ...]:

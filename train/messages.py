@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from train.beginnings import beginnings, drawn_from
+from train.beginnings import WORDS, beginnings, drawn_from
 from train.config import Corpus
 from train.corpus import standard_library
 
@@ -41,28 +41,24 @@ _ABOUT_TEXT = {
     ),
 }
 _WORDS = {
-    "name": """
-        Tom|Maria|Ahmed|Lucy|Ben|Sofia|Chen|Olivia|David|Priya|Jack|Emma|Carlos|Nina|Sam|Grace|Lea
-        """,
-    "thing": """
-        apples|books|marbles|stickers|cookies|tickets|pencils|eggs|stamps|flowers|cards|oranges
-        """,
-    "wer": """
+    "name": f"{WORDS['name']}|Lea",
+    "thing": WORDS["thing"],
+    "who": """
         Die Regierung|Der Präsident|Ein Sprecher der Polizei|Die Universität|Das Unternehmen
         Der Trainer|Die Stadt|Eine junge Ärztin|Der Minister|Die Gewerkschaft|Mein Bruder
         """,
-    "was": """
+    "what": """
         einen neuen Bahnhof|die Kosten der Reise|das alte Haus|eine Lösung für das Problem
         den Vertrag|mehr als {number} Millionen Euro|die Ergebnisse der Studie|ein altes Buch
         """,
-    "wo": """
+    "where": """
         in Berlin|an der Grenze|im Norden des Landes|auf dem Markt|in der Schweiz|am Montag
         seit dem Sommer|in den letzten Jahren|vor der Wahl|wegen des Wetters|nach dem Spiel
         """,
-    "getan": """
+    "done": """
         gesehen|bezahlt|verkauft|vergessen|gefunden|geplant|kritisiert|vorgestellt|verloren
         """,
-    "weil": """
+    "why": """
         weil es zu teuer war|obwohl viele Menschen dagegen sind|damit die Kinder sicher sind
         bevor der Winter kommt|da niemand mehr daran glaubte|wie die Zeitung berichtet
         """,
@@ -115,11 +111,11 @@ _SOLVE = """
     A bag holds {number} red and {number} blue marbles. How likely is a red one?
 """
 _TRANSLATE = """
-    Translate German to English: {wer} hat {was} {wo} {getan}.
-    Translate German to English: {wer} hat {was} {getan}, {weil}.
-    Translate German to English: {wo} hatte {wer} {was} noch nicht {getan}, {weil}.
-    Translate German to English: {wer} sagte, dass {name} {was} {wo} {getan} hat.
-    Translate the following sentence into English: {wer} wird {was} nicht {getan} haben, {weil}.
+    Translate German to English: {who} hat {what} {where} {done}.
+    Translate German to English: {who} hat {what} {done}, {why}.
+    Translate German to English: {where} hatte {who} {what} noch nicht {done}, {why}.
+    Translate German to English: {who} sagte, dass {name} {what} {where} {done} hat.
+    Translate the following sentence into English: {who} wird {what} nicht {done} haben, {why}.
 """
 _FEWEST, _MOST = 150, 900
 """Characters of a piece of code or text."""

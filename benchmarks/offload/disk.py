@@ -10,13 +10,12 @@ round. Figures are medians over rounds.
 
 import contextlib
 import dataclasses
-import json
 import mmap
 import os
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import tyro
 
 from benchmarks.system import Peak, anonymous_bytes
+from specjax.base.output import write_json
 from specjax.base.sampling import Sampling
 from specjax.checkpoints.files import CheckpointError, find
 from specjax.checkpoints.huggingface import read_config
@@ -165,13 +165,19 @@ def drafting_timed(into: list[float]) -> Iterator[None]:
 
 
 def step_times(
-    pair: Pair, setting: Setting, tokens: list[int], bench: Bench, most: int | None
+    pair: Pair,
+    setting: Setting,
+    tokens: list[int],
+    new: int,
+    temperature: float,
+    most: int | None = None,
+    after_first: Callable[[], None] = lambda: None,
 ) -> Steps:
-    """Times steps of a continuation."""
+    """Times steps of a continuation of `new` tokens, `most` of them, after the first."""
     drafter = registry.build(setting, pair)
     request = prepare(
-        jax.random.key(0), pair.target, drafter, [tokens], max_new_tokens=bench.new,
-        sampling=Sampling(bench.temperature), stop_at_eos=False,
+        jax.random.key(0), pair.target, drafter, [tokens], max_new_tokens=new,
+        sampling=Sampling(temperature), stop_at_eos=False,
     )  # fmt: skip
     taken, made, drafting = [], 0, []
     start = None
@@ -180,7 +186,9 @@ def step_times(
             count = int(jax.block_until_ready(gave.count)[0])
             jax.block_until_ready(state.last)
             now = time.perf_counter()
-            if start is not None:
+            if start is None:
+                after_first()
+            else:
                 taken.append(now - start)
                 made += count
             start = now
@@ -224,8 +232,8 @@ def measured(bench: Bench) -> dict[str, Any]:
     target = pair.target
     if not target.is_offloaded or target.expert_cache is not None:
         raise ValueError(
-            f"no whole layers of {bench.model} are offloaded; of a mixture's experts "
-            "benchmarks.offload.experts measures."
+            f"{bench.model} has no layers that are read whole; of a mixture whose experts are read "
+            "one by one, run benchmarks.offload.experts."
         )
     size = target.bytes_a_pass
     pairs = {"disk": pair}
@@ -245,7 +253,7 @@ def measured(bench: Bench) -> dict[str, Any]:
         for where, own in pairs.items():
             for name, setting in settings_of(bench, own):
                 most = bench.plain_steps if name == "plain" else None
-                found = step_times(own, setting, prompt.tokens, bench, most)
+                found = step_times(own, setting, prompt.tokens, bench.new, bench.temperature, most)
                 planned = max(planned, found.planned if where == "disk" else 0)
                 if number:  # the first compiles
                     step = statistics.median(found.seconds)
@@ -258,9 +266,9 @@ def measured(bench: Bench) -> dict[str, Any]:
                     }
                     rows.setdefault(f"{where} {name}", []).append(row)
                     print(number, where, name, *(f"{x:.3f}" for x in row.values()), flush=True)
-    medians = {name: _medians(own) for name, own in rows.items()}
-    plain = medians["disk plain"]["tokens_per_second"]
-    for own in medians.values():
+    rows_of = {name: medians(own) for name, own in rows.items()}
+    plain = rows_of["disk plain"]["tokens_per_second"]
+    for own in rows_of.values():
         own["over_plain_from_disk"] = own["tokens_per_second"] / plain
     read = statistics.median(reads[1:])
     print("reading alone, s:", *(f"{each:.3f}" for each in reads), flush=True)
@@ -276,31 +284,43 @@ def measured(bench: Bench) -> dict[str, Any]:
         "read_seconds": reads[1:],
         "read_gb_per_second": size / read / 1e9,
         "files_gb_per_second": statistics.median(rates[1:]) / 1e9,
-        "rows": medians,
+        "rows": rows_of,
     }
 
 
-def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
+def medians(rows: list[dict[str, float]]) -> dict[str, float]:
+    """The median of each figure."""
     return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def with_peak(measure: Callable[[], dict[str, Any]], json: str | None) -> dict[str, Any]:
+    """All figures, with the most memory that measuring them took; written to a file if it is named.
+
+    `memory` is a sentence about it.
+    """
+    jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
+    before = anonymous_bytes()
+    with Peak(POLL_SECONDS) as peak:
+        found = measure()
+    found |= {"anonymous_bytes_before": before, "peak_anonymous_bytes": peak.bytes}
+    if json is not None:
+        write_json(json, found)
+    return found | {
+        "memory": f"at most {readable(peak.bytes)} of anonymous memory, {readable(before)} of it "
+        f"before loading; planned: {readable(found['planned_bytes'])}, "
+        f"{readable(found['held_bytes'])} of it for weights"
+    }
 
 
 def main() -> None:
     """Prints the figures, and writes them."""
     bench = tyro.cli(Bench)
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
-    before = anonymous_bytes()
-    with Peak(POLL_SECONDS) as peak:
-        found = measured(bench)
-    found |= {"anonymous_bytes_before": before, "peak_anonymous_bytes": peak.bytes}
-    if bench.json is not None:
-        Path(bench.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    found = with_peak(partial(measured, bench), bench.json)
     print(
         f"{found['parameters']:,} parameters, {found['layers_in_memory']} of {found['layers']} "
         f"layers in memory; a pass reads {readable(found['bytes_a_pass'])} at "
         f"{found['read_gb_per_second']:.2f} GB/s (files by "
-        f"themselves: {found['files_gb_per_second']:.2f}); at most {readable(peak.bytes)} of "
-        f"anonymous memory, {readable(before)} of it before loading; planned: "
-        f"{readable(found['planned_bytes'])}, {readable(found['held_bytes'])} of it for weights"
+        f"themselves: {found['files_gb_per_second']:.2f}); {found['memory']}"
     )
     print("setting            step s  drafting  over reading  tokens/step  tokens/s  over plain")
     for name, row in found["rows"].items():

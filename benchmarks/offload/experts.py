@@ -11,23 +11,17 @@ Medians of the prompts, the first of which compiles and does not count.
 
 import dataclasses
 import statistics
-import time
+from functools import partial
 from typing import Any
 
-import jax
 import tyro
 
-from benchmarks.offload.disk import POLL_SECONDS, planned_bytes, read_rate
-from benchmarks.system import Peak, anonymous_bytes
-from specjax.base.output import write_json
-from specjax.base.sampling import Sampling
+from benchmarks.offload.disk import medians, read_rate, step_times, with_peak
 from specjax.checkpoints.pair import Pair, load_pair
 from specjax.cli.values import bytes_of
-from specjax.decoding.generate import begin, steps
-from specjax.decoding.request import prepare
 from specjax.measure import prompts, timing
 from specjax.methods import registry
-from specjax.models.memory import readable
+from specjax.models.expert_cache import Reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,65 +94,43 @@ def measured(bench: Bench) -> dict[str, Any]:
         "seconds_to_read_all": size / rate,
         "guessed": target.expert_cache.reads.guessed,
         "guessed_right": target.expert_cache.reads.right,
-        "rows": {
-            method: {name: statistics.median(row[name] for row in own) for name in own[0]}
-            for method, own in rows.items()
-        },
+        "planned_bytes": max(row["planned_bytes"] for own in rows.values() for row in own),
+        "rows": {method: medians(own) for method, own in rows.items()},
     }
 
 
 def _steps(pair: Pair, method: str, tokens: list[int], bench: Bench) -> dict[str, float]:
-    """What steps of a continuation take and read, after the first."""
+    """What steps of a continuation take and read."""
     cache = pair.target.expert_cache
     assert cache is not None
     setting = registry.setting_of(method, drafts=len(pair.drafts))
-    request = prepare(
-        jax.random.key(0), pair.target, registry.build(setting, pair), [tokens],
-        max_new_tokens=bench.new, sampling=Sampling(bench.temperature), stop_at_eos=False,
-    )  # fmt: skip
-    start = time.perf_counter()
-    begun = jax.block_until_ready(begin(request))
-    prompt, taken, made, before = time.perf_counter() - start, [], 0, cache.reads
-    for state, gave in steps(request, begun):
-        jax.block_until_ready(state.last)
-        now = time.perf_counter()
-        if taken:
-            made += int(gave.count[0])
-        else:
-            before = dataclasses.replace(cache.reads)
-        taken.append(now - start)
-        start = now
-    reads, layers = cache.reads.since(before), len(cache.layers)
+    before: list[Reads] = []
+
+    def after_first() -> None:
+        before.append(dataclasses.replace(cache.reads))
+
+    found = step_times(pair, setting, tokens, bench.new, bench.temperature, after_first=after_first)
+    reads, layers = cache.reads.since(before[0]), len(cache.layers)
     return {
-        "prompt_seconds": prompt,
-        "step_seconds": statistics.median(taken[1:]),
-        "tokens_per_step": made / len(taken[1:]),
-        "tokens_per_second": made / sum(taken[1:]),
+        "step_seconds": statistics.median(found.seconds),
+        "tokens_per_step": found.tokens / len(found.seconds),
+        "tokens_per_second": found.tokens / sum(found.seconds),
         "experts_taken": reads.taken / reads.passes / layers,
         "experts_read": reads.read / reads.passes / layers,
         "bytes_read": reads.bytes / reads.passes,
-        "planned_bytes": planned_bytes(request),
+        "planned_bytes": found.planned,
     }
 
 
 def main() -> None:
     """Prints the figures, and writes them."""
     bench = tyro.cli(Bench)
-    jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
-    before = anonymous_bytes()
-    with Peak(POLL_SECONDS) as peak:
-        found = measured(bench)
-    found |= {"anonymous_bytes_before": before, "peak_anonymous_bytes": peak.bytes}
-    if bench.json is not None:
-        write_json(bench.json, found)
-    planned = round(max(row["planned_bytes"] for row in found["rows"].values()))
+    found = with_peak(partial(measured, bench), bench.json)
     print(
         f"{found['parameters']:,} parameters, {found['experts_in_memory']} experts in memory; "
         f"files by themselves {found['files_gb_per_second']:.2f} GB/s, all weights in "
         f"{found['seconds_to_read_all']:.1f} s; {found['guessed_right']:,} of "
-        f"{found['guessed']:,} guesses right; at most {readable(peak.bytes)} of anonymous memory, "
-        f"{readable(before)} of it before loading; planned: {readable(planned)}, "
-        f"{readable(found['held_bytes'])} of it for weights"
+        f"{found['guessed']:,} guesses right; {found['memory']}"
     )
     print(
         "method       step s  over reading  GB read  taken  read  tokens/step  tokens/s  over first"

@@ -163,8 +163,10 @@ def measured(asked: Asked, keep: Callable[[dict[str, Any]], Any]) -> dict[str, A
         bench = Bench(model="", prompts="", budgets=budgets, temperature=temperature, new=asked.new)
         for name, setting in settings_of(bench, own):
             most = 8 if name == "plain" else None
-            step_times(own, setting, chosen[0].tokens, bench, most)  # compiles
-            steps = step_times(own, setting, chosen[0].tokens, bench, most)
+            step_times(
+                own, setting, chosen[0].tokens, bench.new, bench.temperature, most
+            )  # compiles
+            steps = step_times(own, setting, chosen[0].tokens, bench.new, bench.temperature, most)
             row = {
                 "step_seconds": statistics.median(steps.seconds),
                 "drafting_seconds": statistics.median(steps.drafting or [0.0]),

@@ -500,9 +500,10 @@ class Inflate(Written):
     parameters: str
     """How many, about, such as 2B."""
     experts: int | None = None
-    """Of each layer: a mixture of the small model's features, a Mixtral. By default none."""
+    """Experts of each layer: writes a mixture (Mixtral's form), each of whose experts computes what
+    the small model's MLP does. By default there are none."""
     experts_per_token: int = 2
-    """How many of them a token takes."""
+    """How many of them a token is routed to."""
     seed: int = 0
     """Of the noise where the function does not depend on a weight."""
 

@@ -44,10 +44,11 @@ from specjax.models.transformer import (
     Model,
     Pass,
     after_mlp,
+    before_mlp,
     embed,
     final_norm,
+    group_of,
     layer_of_pass,
-    layer_to_mlp,
     normed,
     unembed,
 )
@@ -145,7 +146,9 @@ def _layers(
     """
     config = target.config
     elsewhere = target.expert_cache
-    experts = None if elsewhere is None else _Experts(elsewhere, target, counted)
+    experts = None
+    if elsewhere is not None:
+        experts = _Experts(elsewhere, target, positions, tree_mask, counted)
     made: list[tuple[Array, Array]] = []
     kept = {0: jnp.copy(x)} if 0 in hidden_layers else {}
     running: list[Array] = []
@@ -157,7 +160,7 @@ def _layers(
             weights = target.layer(index)
             kind = config.kind_of(index)
             if experts is not None and config.has_experts(index):
-                x, new = experts.layer(index, weights, x, positions, tree_mask, held, kind)
+                x, new = experts.layer(index, x, held)
             else:
                 x, new = run_layer(outer, weights, x, positions, tree_mask, held, kind=kind)
             made.append(new)
@@ -177,32 +180,33 @@ class _Experts:
     it would choose of the same columns, which it nearly reads: a layer adds little to them.
     """
 
-    def __init__(self, cache: ExpertCache, target: Model, counted: Any) -> None:
-        self._cache, self._target, self._outer = cache, target, target.outer
-        self._counted, self._guessed = counted, None
-
-    def layer(
+    def __init__(
         self,
-        index: int,
-        weights: LayerWeights,
-        x: Array,
+        cache: ExpertCache,
+        target: Model,
         positions: Array,
         tree_mask: Array | None,
-        held: tuple[Array, Array, Array] | None,
-        kind: LayerKind,
+        counted: Array | np.ndarray | None,
+    ) -> None:
+        self._cache, self._layers, self._outer = cache, target.layers, target.outer
+        self._columns = positions, tree_mask, counted
+        self._guessed = None
+
+    def layer(
+        self, index: int, x: Array, held: tuple[Array, Array, Array] | None
     ) -> tuple[Array, tuple[Array, Array]]:
-        """What `run_layer` gives of a layer."""
-        config, following = self._outer.config, index + 1
-        guesses = following < config.num_layers and config.has_experts(following)
-        after = self._target.layers[following] if guesses else None
+        """What `run_layer` gives of a layer; `x` is given away."""
+        config, weights, after = self._outer.config, self._layers[index], None
+        if index + 1 < config.num_layers and config.has_experts(index + 1):
+            after = self._layers[index + 1]
+        kind = config.kind_of(index)
         x, entering, shares, chosen, guess, new = _to_experts(
-            self._outer, weights, after, x, positions, tree_mask, held, self._counted, kind=kind
+            self._outer, weights, after, x, *self._columns, held, kind=kind
         )
-        chosen = np.asarray(chosen)
+        chosen, guess = jax.device_get((chosen, guess))
         if self._guessed is not None:
             self._cache.judge(index, self._guessed, chosen)
-        self._guessed = np.asarray(guess) if guesses else None
-        made = None
+        self._guessed, made = guess, None
         for each in self._cache.rounds(index, chosen, self._guessed):
             made = _of_slots(self._outer, weights, each.leaves, entering, each.slots, made)
         return _from_experts(self._outer, weights, x, entering, made, shares), new
@@ -216,8 +220,8 @@ def _to_experts(
     x: Array,
     positions: Array,
     tree_mask: Array | None,
-    held: tuple[Array, Array, Array] | None,
     counted: Array | None,
+    held: tuple[Array, Array, Array] | None,
     *,
     kind: LayerKind,
 ) -> tuple[Array, Array, Array, Array, Array | None, tuple[Array, Array]]:
@@ -225,7 +229,8 @@ def _to_experts(
     what the `following` layer would choose, and keys and values. `x` is given away.
     """
     prefix = None if held is None else Prefix(*held)
-    at = layer_to_mlp(outer, weights, kind, x, positions, tree_mask, prefix)
+    group = group_of(outer.config, kind, positions, tree_mask, prefix)
+    at = before_mlp(outer, weights, x, [group])
     assert outer.config.experts is not None
 
     def of_counted(chosen: Array) -> Array:

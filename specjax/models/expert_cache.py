@@ -19,10 +19,10 @@ from jaxtyping import Array, Int, Int32
 
 from specjax.models.quantized import PackedWeight
 
-_COOLING = 0.95
-"""What is left of an expert's heat after a pass that does not take it."""
+_DECAY = 0.95
+"""What is left of how often an expert was taken after a pass that does not take it."""
 _RIGHT, _GUESSED = 0.7, 64
-"""How often a guess must have been right to be read ahead of need, after so many of them."""
+"""How often a guess must have been right for experts to be prefetched, after so many of them."""
 
 
 class ExpertReader(Protocol):
@@ -89,25 +89,35 @@ class Reads:
 
 
 class _Layer:
-    """The slots of a layer, which experts are in them, and how hot each expert is."""
+    """The slots of a layer, which experts are in them, and how often each expert was taken."""
 
     def __init__(self, experts: int, slots: int) -> None:
         self.leaves: dict[str, Any] = {}
-        self.slot_of = np.full(experts, -1)
         self.held = np.full(slots, -1)
-        self.heat = np.zeros(experts)
+        self.uses = np.zeros(experts)
 
-    def coldest(self, keeping: set[int]) -> int:
-        """The slot whose expert was taken least and longest ago, of those that are not needed."""
-        heat = np.where(self.held < 0, -1.0, self.heat[self.held])
-        return int(np.where(np.isin(self.held, [*keeping]), np.inf, heat).argmin())
+    @property
+    def slot_of(self) -> Int32[np.ndarray, " X1"]:
+        """The slot of each expert, and last of -1, which is none; -1 where it is in none."""
+        found = np.full(len(self.uses) + 1, -1, np.int32)
+        found[self.held] = np.arange(len(self.held))
+        found[-1] = -1
+        return found
+
+    def evicted(self, keeping: Sequence[int]) -> int:
+        """The slot that is free, or else whose expert was taken least, lately more than long ago;
+        none of those that are needed.
+        """
+        uses = np.where(self.held < 0, -1.0, self.uses[self.held])
+        return int(np.where(np.isin(self.held, keeping), np.inf, uses).argmin())
 
 
 class ExpertCache:
     """The experts of a model's layers, of which each layer has `slots` in memory.
 
-    The others are read when columns take them, and take the slots of those that were taken least
-    and longest ago. The next layer's may be guessed, and are read ahead where guesses were right.
+    The others are read when columns take them, and evict those that were taken least (least
+    frequently used, with decay). The next layer's may be guessed, and are prefetched where guesses
+    were right.
 
     Args:
       reader: where experts come from.
@@ -119,8 +129,7 @@ class ExpertCache:
     def __init__(
         self, reader: ExpertReader, experts: int, slots: Mapping[int, int], readers: int
     ) -> None:
-        self._reader, self._slots, self._experts = reader, slots, experts
-        self._sizes = reader.sizes
+        self._reader, self._experts, self._sizes = reader, experts, reader.sizes
         self._layers = {layer: _Layer(experts, count) for layer, count in slots.items()}
         self._pool = ThreadPoolExecutor(readers, "specjax-experts")
         self._buffers: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -135,7 +144,7 @@ class ExpertCache:
     @property
     def layers(self) -> Sequence[int]:
         """Those that have experts."""
-        return tuple(self._slots)
+        return tuple(self._layers)
 
     @property
     def num_experts(self) -> int:
@@ -145,7 +154,7 @@ class ExpertCache:
     @property
     def num_slots(self) -> int:
         """Experts in memory, of all layers together."""
-        return sum(self._slots.values())
+        return sum(len(own.held) for own in self._layers.values())
 
     @property
     def all_bytes(self) -> int:
@@ -155,12 +164,12 @@ class ExpertCache:
     @property
     def most_bytes(self) -> int:
         """Bytes that a pass reads which takes all experts."""
-        own = self._slots.items()
-        return sum(self._sizes[layer] * (self._experts - count) for layer, count in own)
+        own = self._layers.items()
+        return sum(self._sizes[layer] * (self._experts - len(each.held)) for layer, each in own)
 
     @property
     def guesses(self) -> bool:
-        """Whether guesses are worth being read ahead."""
+        """Whether what is guessed is prefetched."""
         return self.reads.guessed < _GUESSED or self.reads.right >= _RIGHT * self.reads.guessed
 
     @contextlib.contextmanager
@@ -181,18 +190,18 @@ class ExpertCache:
     ) -> Iterator[Round]:
         """The chosen experts of a layer, as many together as have slots; -1 is none.
 
-        What is `guessed` of the next layer is begun to be read as soon as all of this one is, as
-        long as guesses are right often enough.
+        What is `guessed` of the next layer is prefetched as soon as all of this one is being read,
+        as long as guesses are right often enough.
 
         Raises:
           ValueError: one could not be read, or the cache is closed.
         """
-        own, slots = self._layers[layer], self._slots[layer]
-        wanted = np.unique(chosen[chosen >= 0])
+        own = self._layers[layer]
+        wanted, slots = np.unique(chosen[chosen >= 0]), len(own.held)
         if not own.leaves and not wanted.size:
             wanted = np.zeros(1, int)  # there must be leaves
-        own.heat *= _COOLING
-        own.heat[wanted] += 1
+        own.uses *= _DECAY
+        own.uses[wanted] += 1
         out = self._out(layer, wanted)
         held = [expert for expert in wanted.tolist() if expert not in out]
         self.reads.taken += len(wanted)
@@ -205,11 +214,10 @@ class ExpertCache:
             together = order[begin : begin + slots]
             for expert in together:
                 self._begin_all(waiting)
-                if own.slot_of[expert] < 0:
-                    self._put(layer, expert, set(together))
-            slot_of = np.full(self._experts + 1, -1, np.int32)  # the last is that of -1
-            slot_of[together] = own.slot_of[together]
-            yield Round(own.leaves, slot_of[chosen])
+                if expert not in own.held:
+                    self._put(layer, expert, together)
+            here = np.isin(chosen, together)
+            yield Round(own.leaves, np.where(here, own.slot_of[chosen], np.int32(-1)))
         self._begin_all(waiting)
 
     def judge(
@@ -226,7 +234,7 @@ class ExpertCache:
         return wanted[self._layers[layer].slot_of[wanted] < 0].tolist()
 
     def _ahead(self, layer: int, guessed: Int[np.ndarray, "K C"] | None) -> list[tuple[int, int]]:
-        """What is to be read ahead of need."""
+        """What is to be prefetched."""
         if guessed is None or not self.guesses:
             return []
         return [(layer, expert) for expert in self._out(layer, guessed)]
@@ -258,8 +266,8 @@ class ExpertCache:
         self.reads.bytes += self._sizes[layer]
         return True
 
-    def _put(self, layer: int, expert: int, keeping: set[int]) -> None:
-        """Puts an expert into the slot of the coldest one that is not kept."""
+    def _put(self, layer: int, expert: int, keeping: Sequence[int]) -> None:
+        """Puts an expert into a slot, and evicts the one that is there, none that is kept."""
         own = self._layers[layer]
         self._begin(layer, expert, wait=True)
         leaves = self._coming[layer, expert].read.result()
@@ -272,14 +280,12 @@ class ExpertCache:
                 raise ValueError(
                     f"expert {expert} of layer {layer} is stored otherwise than others of it."
                 )
-            slot = own.coldest(keeping)
-            if own.held[slot] >= 0:
-                own.slot_of[own.held[slot]] = -1
-            own.held[slot], own.slot_of[expert] = expert, slot
+            slot = own.evicted(keeping)
+            own.held[slot] = expert
             own.leaves = jax.block_until_ready(_in_slot(held, leaves, jnp.int32(slot)))
         finally:
             if not own.leaves:  # what was in the slots was given away
-                own.held[:], own.slot_of[:] = -1, -1
+                own.held[:] = -1
             self._buffers.put(buffer)
 
     def _drop(self, wanted: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:

@@ -353,7 +353,7 @@ def context_of(
     made = []
     for index, weights in enumerate(model.layers):
         kind_of = model.config.kind_of(index)
-        group = _view(model.config, kind_of, Columns(positions, positions, None, None))
+        group = group_of(model.config, kind_of, positions)
         own = zip(_PROJECTIONS[1:], products(weights, _PROJECTIONS[1:], x, dtype), strict=True)
         key, value = (_heads(model, weights, *each, group).astype(kind) for each in own)
         made.append((key, value))
@@ -505,7 +505,13 @@ def trunk(
     if features is not None:
         x, entering = joined(model, x, features, columns[0][1], dtype)
     kinds = [*map(config.kind_of, range(config.num_layers))]
-    views = {kind: [_view(config, kind, part) for part in parts] for kind in set(kinds)}
+    views = {
+        kind: [
+            group_of(config, kind, part.positions, part.tree_mask, part.cache, part.packing)
+            for part in parts
+        ]
+        for kind in set(kinds)
+    }
     caches = [part.cache for part in parts]
     if model.stack is not None:
         (groups,) = views.values()
@@ -537,13 +543,20 @@ def trunk(
     )  # fmt: skip
 
 
-def _view(config: ModelConfig, kind: LayerKind, part: Columns) -> Group:
-    """How a part of a pass attends in layers of a kind, without what a layer holds."""
-    return Group(
-        _angles(config, kind, part.positions),
-        attention_mask_of(kind.window, part.positions, part.cache, part.tree_mask),
-        packing=part.packing,
-    )
+def group_of(
+    config: ModelConfig,
+    kind: LayerKind,
+    positions: Int32[Array, "B T"],
+    tree_mask: Bool[Array, "B T M"] | None = None,
+    held: KVCache | Prefix | None = None,
+    packing: Packing | Unpacked = UNPACKED,
+) -> Group:
+    """How columns attend in layers of a kind: beside a layer's `Prefix`, or of a cache of all
+    layers without what each of them holds.
+    """
+    mask = attention_mask_of(kind.window, positions, held, tree_mask)
+    prefix = held if isinstance(held, Prefix) else None
+    return Group(_angles(config, kind, positions), mask, prefix, packing=packing)
 
 
 def _angles(config: ModelConfig, kind: LayerKind, positions: Int32[Array, "B T"]) -> Angles:
@@ -648,35 +661,9 @@ def layer_of_pass(
 
     `inputs` takes what its matrices are multiplied with (see `apply_layer`).
     """
-    group = _alone(outer.config, kind, positions, tree_mask, prefix)
+    group = group_of(outer.config, kind, positions, tree_mask, prefix)
     x, (new,) = apply_layer(outer, weights, x, [group], inputs=inputs)
     return x, new
-
-
-def layer_to_mlp(
-    outer: Model,
-    weights: LayerWeights,
-    kind: LayerKind,
-    x: Float[Array, "E C"],
-    positions: Int32[Array, "B T"],
-    tree_mask: Bool[Array, "B T M"] | None,
-    prefix: Prefix | None,
-) -> BeforeMlp:
-    """`layer_of_pass` up to the feed-forward part."""
-    group = _alone(outer.config, kind, positions, tree_mask, prefix)
-    return before_mlp(outer, weights, x, [group])
-
-
-def _alone(
-    config: ModelConfig,
-    kind: LayerKind,
-    positions: Int32[Array, "B T"],
-    tree_mask: Bool[Array, "B T M"] | None,
-    prefix: Prefix | None,
-) -> Group:
-    """What the columns of a layer by itself attend to."""
-    mask = attention_mask_of(kind.window, positions, prefix, tree_mask)
-    return Group(_angles(config, kind, positions), mask, prefix)
 
 
 def final_norm(model: Model, x: Float[Array, "E C"]) -> Float[Array, "E C"]:

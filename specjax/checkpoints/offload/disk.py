@@ -14,15 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import quantized
 from specjax.checkpoints.files import CheckpointError, Files
-from specjax.checkpoints.offload.reading import READERS, Format, SpanReader, pages
+from specjax.checkpoints.offload.reading import READERS, SpanReader, format_of, pages
 from specjax.checkpoints.offload.spans import (
     PIECE,
     Buffer,
     Span,
     buffer_bytes,
-    expected_tensors,
     piece_bytes,
     size_of,
     spans_of,
@@ -67,11 +65,10 @@ class DiskLayers:
         placed: Placement,
         dtype: jnp.dtype,
     ) -> None:
-        expected, layouts = expected_tensors(config, family), quantized.layouts_in(files.path)
         self._files = files
-        self._format = Format(files.path, family, expected, layouts, placed, dtype)
+        self._format = format_of(files, family, placed, dtype)
         self._order = range(first, config.num_layers)
-        self._spans = spans_of(files, family, expected, self._order)
+        self._spans = spans_of(files, family, self._format.expected, self._order)
         size = max(map(buffer_bytes, self._spans.values()))
         self._ring = _Ring(size, piece_bytes(self._spans.values()))
         self._reader, self._looked, self._lock = SpanReader(), set[int](), threading.Lock()

@@ -1,6 +1,5 @@
 """Single experts of a mixture's layers, read from disk when a token takes them."""
 
-import collections
 import dataclasses
 import re
 import threading
@@ -11,15 +10,13 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoints import quantized
 from specjax.checkpoints.files import CheckpointError, Extent, Files, extents
-from specjax.checkpoints.offload.reading import Format, SpanReader, pages
+from specjax.checkpoints.offload.reading import SpanReader, format_of, pages
 from specjax.checkpoints.offload.spans import (
     PIECE,
     Buffer,
     Span,
     buffer_bytes,
-    expected_tensors,
     in_spans,
     piece_bytes,
     size_of,
@@ -47,10 +44,12 @@ def expert_spans(
       CheckpointError: a file is missing or damaged, or a tensor is not of as many experts.
     """
     assert config.experts is not None
-    single, stacks = _names(expected)
-    found: dict[int, list[list[Extent]]] = collections.defaultdict(
-        lambda: [[] for _ in range(config.experts.num_experts)]  # type: ignore[union-attr]
-    )
+    (single, stacks), count = _names(expected), config.experts.num_experts
+    found: dict[int, list[list[Extent]]] = {
+        layer: [[] for _ in range(count)]
+        for layer in range(config.num_layers)
+        if config.has_experts(layer)
+    }
     for each in extents(files):
         name = family.name_of(each.name, expected)
         for own in (name, family.base + name):
@@ -64,10 +63,10 @@ def expert_spans(
                 break
             stack = next((layer for base, layer in stacks if own.startswith(base)), None)
             if stack is not None:
-                for expert, part in enumerate(_parts(each, config.experts.num_experts)):
+                for expert, part in enumerate(_parts(each, count)):
                     found[stack][expert].append(part)
                 break
-    return {layer: [in_spans(own) for own in found[layer]] for layer in sorted(found)}
+    return {layer: [in_spans(each) for each in own] for layer, own in found.items()}
 
 
 def _names(
@@ -127,8 +126,7 @@ class DiskExperts:
             group_best=1,
         )  # fmt: skip
         alone = dataclasses.replace(config, experts=one)
-        expected, layouts = expected_tensors(alone, family), quantized.layouts_in(files.path)
-        self._format = Format(files.path, family, expected, layouts, placement(alone, None), dtype)
+        self._format = format_of(files, family, placement(alone, None), dtype)
         self._spans, self._reader = spans, SpanReader()
         weakref.finalize(self, self._reader.close)  # no read goes on then, as each holds this
         every = [own for layer in spans.values() for own in layer]

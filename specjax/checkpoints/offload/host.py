@@ -81,8 +81,8 @@ class HostExperts:
     def sizes(self) -> dict[int, int]:
         """Bytes that are moved of an expert, by layer."""
         return {
-            layer: sum(leaf.nbytes for leaf in self.read(layer, 0, None).values())
-            for layer in self._layers
+            layer: sum(leaf.nbytes // leaf.shape[0] for leaf in own.values())
+            for layer, own in self._layers.items()
         }
 
     def buffer(self) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 
 from specjax.checkpoints import quantized
 from specjax.checkpoints.experts import Tensor, gathered
-from specjax.checkpoints.files import CheckpointError
+from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import check_numbers, leaves_of
 from specjax.checkpoints.layouts import Layout
-from specjax.checkpoints.offload.spans import PIECE, Buffer, Span, scatter
+from specjax.checkpoints.offload.spans import PIECE, Buffer, Span, expected_tensors, scatter
 from specjax.models.families import Family, Stored
 from specjax.models.placement import Placement
 
@@ -86,6 +86,16 @@ def _forget(number: int, start: int, size: int) -> None:
 def pages(size: int) -> mmap.mmap:
     """Pages that are this process's own: by default they would count as shared memory."""
     return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def format_of(files: Files, family: Family, placed: Placement, dtype: jnp.dtype) -> "Format":
+    """How files hold a model that is placed so.
+
+    Raises:
+      CheckpointError: the quantization is of a kind that is not supported.
+    """
+    expected, layouts = expected_tensors(placed.config, family), quantized.layouts_in(files.path)
+    return Format(files.path, family, expected, layouts, placed, dtype)
 
 
 @dataclasses.dataclass(frozen=True)
