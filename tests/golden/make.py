@@ -2,8 +2,8 @@
 
 Needs torch, which the tests themselves do not:
   pip install torch transformers safetensors numpy && python tests/golden/make.py [CASE...]
-The committed files: torch 2.13.0 (CPU), transformers 5.23.0, eager attention; the logits in bfloat16
-with transformers 5.24.0.
+The committed files: torch 2.13.0 (CPU), transformers 5.23.0, eager attention, float32; what is
+called bfloat16 with transformers 5.24.0.
 """
 
 import sys
