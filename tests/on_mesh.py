@@ -127,7 +127,9 @@ def families() -> dict:
     found, mesh = {}, make_mesh(model=2)
     for case in FAMILIES:
         config = loaded(case).config
-        parts = config.num_heads, 0 if config.experts is None else config.experts.num_experts
+        experts = config.experts
+        parts = [config.num_heads]
+        parts += [] if experts is None else [experts.num_experts, experts.shared_size]
         own = {"is_odd": any(number % 2 for number in parts)}
         tokens, expected, tolerance = golden(case)
         try:

@@ -123,7 +123,8 @@ def test_logits_of_whole_texts_are_those_in_memory(way, target, folder):
 
 
 @pytest.mark.parametrize("case", slow_but(
-    ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "gpt_oss"], "gpt_oss"
+    ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "gpt_oss", "glm4_moe",
+     "minimax_m2", "dots1", "ernie_moe"], "gpt_oss", "glm4_moe"
 ))  # fmt: skip
 def test_families_are_read_an_expert_at_a_time(case):
     """Stored one by one, or all of a layer in one tensor, side by side or turned, with biases."""

@@ -271,6 +271,19 @@ def test_groups_and_a_bias_decide_who_is_taken_and_not_how_much():
         np.testing.assert_allclose(shares[:, column], 1.5 * wanted, rtol=1e-5)
 
 
+def test_a_bias_decides_who_is_taken_by_softmax_too():
+    """As ERNIE has it: the bias is added to probabilities, not to logits."""
+    drawn = np.random.default_rng(4)
+    logits, bias = drawn.normal(size=(6, 40)) * 2, drawn.normal(size=6) * 0.3
+    chosen, shares = routed(Experts(6, 2, 1, correction_bias=True), logits, bias)
+    p = softmax(logits)
+    by_probability = np.argsort(-(p + bias[:, None]), axis=0)[:2]
+    np.testing.assert_array_equal(chosen, by_probability)
+    assert (by_probability != np.argsort(-(logits + bias[:, None]), axis=0)[:2]).any()
+    taken = np.take_along_axis(p, chosen, axis=0)
+    np.testing.assert_allclose(shares, taken / taken.sum(axis=0), rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

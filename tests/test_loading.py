@@ -115,6 +115,79 @@ def test_of_a_multimodal_gemma_3_the_text_model_is_read(tmp_path, generation):
     assert load_model(folder).config.eos_ids == (1, 7)
 
 
+@pytest.mark.parametrize("case", ["ministral3", "mistral"])
+@pytest.mark.parametrize("generation", [4, 5])
+def test_of_a_multimodal_mistral_3_the_text_model_is_read(tmp_path, generation, case):
+    def rename(name):
+        if generation == 4:
+            return f"language_model.{name}"
+        return name.replace("model.", "model.language_model.", 1)
+
+    eye = "multi_modal_projector.patch_merger.weight"
+    folder = renamed(
+        case,
+        tmp_path / "copy",
+        rename,
+        extra={eye if generation == 4 else f"model.{eye}": np.zeros((2, 2), np.float32)},
+        config=lambda c: {
+            "model_type": "mistral3",
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "tie_word_embeddings": False,
+            "text_config": {key: c[key] for key in c if key != "tie_word_embeddings"},
+        },
+    )
+    same_logits(folder, case)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["model_type"] = "mamba"
+    with pytest.raises(ValueError, match=r"text_config.model_type is 'mamba'; of mistral3 models"):
+        families.read_config(config)
+
+
+def test_a_minicpm_is_a_granite_by_other_names(tmp_path):
+    """Its code is no part of transformers; Granite has the same multipliers."""
+    layers, hidden = 2, 24
+    golden_config = json.loads((GOLDEN / "granite" / "config.json").read_text())
+    drop = {key for key in golden_config if key.endswith(("multiplier", "scaling"))}
+    shared = {key: golden_config[key] for key in golden_config if key not in drop}
+    shared["attention_bias"] = shared["mlp_bias"] = False
+    granite = shared | {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 1.4 / layers**0.5,
+        "logits_scaling": hidden / 8,
+        "attention_multiplier": (hidden / shared["num_attention_heads"]) ** -0.5,
+    }
+    minicpm = shared | {
+        "model_type": "minicpm", "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8,
+    }  # fmt: skip
+    read = [families.read_config(each) for each in (granite, minicpm)]
+    np.testing.assert_allclose(read[0].query_scale, read[1].head_dim ** -0.5)
+    for field in ("embedding_scale", "residual_scale", "logit_scale"):
+        np.testing.assert_allclose(getattr(read[0], field), getattr(read[1], field), rtol=1e-12)
+    model = initialize(jax.random.key(0), read[0])
+    save_model(model, tmp_path, dtype="float32")
+    tokens = np.arange(12).reshape(2, 6)
+    expected = plain_pass(load_model(tmp_path), tokens)[0]
+    (tmp_path / "config.json").write_text(json.dumps(minicpm))
+    found = load_model(tmp_path)
+    np.testing.assert_allclose(plain_pass(found, tokens)[0], expected, rtol=0, atol=1e-6)
+    assert families.read_config(families.write_config(found.config)) == found.config
+    with pytest.raises(ValueError, match="sparse_config is"):
+        families.read_config(minicpm | {"sparse_config": {"topk": 64}})
+
+
+def test_what_chooses_experts_is_not_rounded(tmp_path):
+    """Files hold it in float32 beside weights in bfloat16: rounded, other experts are chosen."""
+    held = load_model(GOLDEN / "glm4_moe", dtype="bfloat16")
+    whole = load_model(GOLDEN / "glm4_moe").layers[1]
+    save_model(held, tmp_path)
+    for model in (held, load_model(tmp_path, dtype="bfloat16")):
+        assert model.embedding.dtype == "bfloat16"
+        for leaf in ("router", "correction_bias"):
+            np.testing.assert_array_equal(
+                getattr(model.layers[1], leaf), getattr(whole, leaf), strict=True
+            )
+
+
 def test_phi_3_knows_its_scaling_by_its_first_name(tmp_path):
     def older(config):
         rope = config.pop("rope_parameters")

@@ -132,7 +132,8 @@ FAMILIES = ["llama_biased", "mistral", "mistral_layers", "qwen2_windows", "qwen3
             "phi3_long", "olmo2", "gemma2", "gemma3", "gpt2", "opt", "neox", "granite",
             "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared",
             "gpt_oss", "smollm3", "olmo3", "exaone4", "cohere", "cohere2", "starcoder2", "arcee",
-            "nemotron", "seed_oss", "ernie", "internlm3"]  # fmt: skip
+            "nemotron", "seed_oss", "ernie", "internlm3", "glm", "glm4", "ministral3", "glm4_moe",
+            "minimax_m2", "dots1", "ernie_moe"]  # fmt: skip
 QUICK = ("mistral", "gemma3", "qwen2_moe", "gpt_oss")
 
 

@@ -38,7 +38,7 @@ from specjax.models import families
 from specjax.models.config import PACKABLE, ROUTERS, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.families.eagle import NORMS
-from specjax.models.placement import Placement
+from specjax.models.placement import WIDE, Placement
 from specjax.models.quantized import (
     TABLES,
     PackedWeight,
@@ -191,7 +191,7 @@ def save_model(
       folder: where to write; it is made if it is not there.
       tokenizer: written beside the weights. A bare `tokenizers.Tokenizer` is wrapped so that it
         adds no special tokens and decodes byte for byte.
-      dtype: what weights are rounded to.
+      dtype: what weights are rounded to, but for those of `placement.WIDE`.
       **extras: further keys of `config.json`.
 
     Raises:
@@ -206,11 +206,21 @@ def save_model(
     config = families.write_config(model.config) | {"dtype": dtype, "torch_dtype": dtype} | extras
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     kind = jnp.dtype(dtype)
-    held = {name: np.asarray(tensor).astype(kind) for name, tensor in named_tensors(model)}
+    wide = _wide_names(model.config)
+    held = {
+        name: np.asarray(tensor) if name in wide else np.asarray(tensor).astype(kind)
+        for name, tensor in named_tensors(model)
+    }
     held |= pruned_vocabulary.written(model)
     (folder / WEIGHTS).write_bytes(save(held, metadata={"format": "pt"}))
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder, model.config)
+
+
+def _wide_names(config: ModelConfig) -> set[str]:
+    """Tensors of a model's files that are not rounded."""
+    every = families.stored(families.FAMILIES[config.family], config)
+    return {each.name for each in every if each.leaves[0] in WIDE}
 
 
 def _own(model: Model) -> Model:

@@ -210,7 +210,9 @@ class ModelConfig:
     `windows` holds for each layer how many tokens up to its own a token sees, None for all of
     them, and is empty where no layer has a window; layers that have one rotate by `window_theta`
     and do not stretch, where it is given; `no_rope_layers` do not rotate. Scores are scaled by
-    `query_scale` (None: the root of `head_dim`, inverted) and capped to ±`attention_cap`.
+    `query_scale` (None: the root of `head_dim`, inverted) and capped to ±`attention_cap`. Where
+    there is a `query_growth` of `(b, n)`, they are multiplied by 1 + b·ln(1 + ⌊p / n⌋) at position
+    p of the query (Ministral 3, after Llama 4).
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
     of positions is added, position 0 at that row of it; logits are multiplied by `logit_scale` and
@@ -248,6 +250,7 @@ class ModelConfig:
     rotary_dim: int | None = None
     window_theta: float | None = None
     query_scale: float | None = None
+    query_growth: tuple[float, int] | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
     logit_scale: float = 1.0
@@ -276,6 +279,9 @@ class ModelConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}; it must be a finite number above 0.")
+        growth = self.query_growth
+        if growth is not None and not (0 <= growth[0] < math.inf and growth[1] > 0):
+            raise ValueError(f"queries grow by {growth}; it must be a number and a length above 0.")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) is not a multiple of "

@@ -45,6 +45,7 @@ def route(
     scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else logits
     choice = scores
     if weights.correction_bias is not None:
+        choice = choice if experts.scores == "sigmoid" else _probabilities(logits)
         choice = choice + weights.correction_bias.astype(choice.dtype)[:, None]
     if experts.num_groups > 1:
         choice = _of_best_groups(experts, choice)
@@ -60,6 +61,12 @@ def _of_best_groups(experts: Experts, choice: Float[Array, "X C"]) -> Float[Arra
     _, kept = lax.top_k(best.sum(axis=2).T, experts.topk_groups)
     is_kept = (jnp.arange(experts.num_groups)[:, None, None] == kept).any(axis=2)
     return jnp.where(is_kept[:, None], by_group, -jnp.inf).reshape(choice.shape)
+
+
+def _probabilities(logits: Float[Array, "X C"]) -> Float[Array, "X C"]:
+    """A softmax whose sums do not depend on how many columns there are."""
+    terms = jnp.exp(logits - logits.max(axis=0))
+    return terms / layers.total(terms, 0)
 
 
 def _weighed(

@@ -51,6 +51,10 @@ LEAF_AXES: Mapping[str, tuple[str | None, ...]] = {
 """Logical axes of a model's leaves; those that are not here are whole everywhere."""
 
 
+WIDE = ("router", "correction_bias")
+"""Leaves by which experts are chosen: those in float32 stay so, as others would be chosen else."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """How a model lies on a mesh.
@@ -76,11 +80,13 @@ class Placement:
         return P(*(None if axis is None else MESH_AXES[axis] for axis in axes))
 
     def put(self, leaf: str, value: np.ndarray, dtype: Any, *, copy: bool = True) -> Array:
-        """A leaf on its devices, rounded to `dtype` a shard at a time.
+        """A leaf on its devices, rounded to `dtype` a shard at a time (see `WIDE`).
 
         Without `copy` a CPU may share the memory of `value`, which must not change then while the
         leaf is used.
         """
+        if leaf in WIDE and value.dtype == np.float32:
+            dtype = value.dtype
         if self.is_repeated(leaf):
             value = self._repeated(value)
         if self.mesh is None:

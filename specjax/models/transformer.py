@@ -244,7 +244,8 @@ class Group(NamedTuple):
     """How some of a pass's columns attend: those of `B` rows with `T` tokens each.
 
     `angles` are those of the tokens' positions; `prefix` are the rows in the layer's cache and
-    `block` keys and values of earlier passes of the same trees.
+    `block` keys and values of earlier passes of the same trees. Queries are multiplied by
+    `query_growth`, where there is one.
     """
 
     angles: Angles
@@ -252,6 +253,7 @@ class Group(NamedTuple):
     prefix: Prefix | None = None
     block: tuple[Array, Array] | None = None
     packing: Packing | Unpacked = UNPACKED
+    query_growth: Float[Array, "B T"] | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -336,6 +338,8 @@ def _heads(
     if normed and per_head:
         made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
     made = made if matrix == "value" else layers.rotate(made, group.angles)
+    if matrix == "query" and group.query_growth is not None:
+        made = made * group.query_growth
     return made.transpose(2, 0, 3, 1)
 
 
@@ -556,7 +560,12 @@ def group_of(
     """
     mask = attention_mask_of(kind.window, positions, held, tree_mask)
     prefix = held if isinstance(held, Prefix) else None
-    return Group(_angles(config, kind, positions), mask, prefix, packing=packing)
+    growth = None if config.query_growth is None else _growth(positions, *config.query_growth)
+    return Group(_angles(config, kind, positions), mask, prefix, None, packing, growth)
+
+
+def _growth(positions: Int32[Array, "B T"], rate: float, length: int) -> Float[Array, "B T"]:
+    return 1 + rate * jnp.log1p((positions // length).astype(jnp.float32))
 
 
 def _angles(config: ModelConfig, kind: LayerKind, positions: Int32[Array, "B T"]) -> Angles:

@@ -398,6 +398,94 @@ CASES = {
         "shared_intermediate_size": 14,
         **MULTIPLIERS,
     },
+    # Half of a head rotated, in pairs side by side; norms after the parts of a layer, too.
+    "glm": {
+        "model_type": "glm",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "pad_token_id": 0,
+    },
+    "glm4": {
+        "model_type": "glm4",
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "attention_bias": False,
+        "pad_token_id": 0,
+    },
+    # Queries grow every six positions.
+    "ministral3": {
+        "model_type": "ministral3",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "rope_parameters": {
+            "rope_theta": 100.0,
+            "rope_type": "yarn",
+            "factor": 8.0,
+            "beta_fast": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 6,
+            "llama_4_scaling_beta": 0.5,
+        },
+        "max_position_embeddings": 48,
+    },
+    # Sigmoids, chosen with a bias: in groups, scaled, beside a shared expert; layers without.
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 10,
+        "routed_scaling_factor": 1.6,
+        "num_mtp_layers": 0,
+    },
+    "minimax_m2": {
+        "model_type": "minimax_m2",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 14,
+    },
+    "dots1": {
+        "model_type": "dots1",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 7,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 6,
+        "sliding_window": 5,
+        "max_window_layers": 2,
+    },
+    # A softmax, chosen with a bias.
+    "ernie_moe": {
+        "model_type": "ernie4_5_moe",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "moe_intermediate_size": 11,
+        "pad_token_id": 0,
+    },
     # Sinks, windows in turns, biases everywhere, a clamped activation.
     "gpt_oss": {
         "model_type": "gpt_oss",
@@ -441,6 +529,9 @@ def make(name: str, changes: dict) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # the initial 0.02 would hide errors
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.tie_weights()
     tokens = torch.randint(0, config.vocab_size, (2, 19))
     with torch.no_grad():  # in float32 they are as far from these as a test allows

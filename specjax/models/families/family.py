@@ -44,8 +44,9 @@ class Family:
     `outer` maps leaves of `Model` to tensor names, `layer` those of `LayerWeights` to names within
     `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
-    leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns;
-    norms are stored with `norm_shift` added. Tensors of biases follow from those of their weights.
+    leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns, as
+    far as it is rotated; those that are `lone` have an axis of 1 before their own; norms are stored
+    with `norm_shift` added. Tensors of biases follow from those of their weights.
     `experts` are the names of layers with experts that others lack or have for other leaves; those
     with `{expert}` in them are of tensors that hold one expert each. Those of all experts are
     packed as `expert_packing` says: "rows", or "turned", "alternating" (the rows of their leaves
@@ -67,6 +68,7 @@ class Family:
     written: Callable[[ModelConfig], Json]
     packing: str = "rows"
     interleaved: tuple[str, ...] = ()
+    lone: tuple[str, ...] = ()
     norm_shift: float = 0.0
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expert_packing: str = "rows"
@@ -101,6 +103,27 @@ def value_of(family: Family, config: Json, key: str) -> Any:
     if key in family.defaults:
         return family.defaults[key](config)
     raise ValueError(f"the configuration has no {key!r}, which {family.model_type} models need.")
+
+
+def text_of(config: Json) -> dict[str, Any]:
+    """The text model of a multimodal configuration, whose own end tokens count.
+
+    Raises:
+      ValueError: there is none.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config is {text!r}; it must be an object.")
+    ends = config.get("eos_token_id")
+    return text if ends is None else {**text, "eos_token_id": ends}
+
+
+VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
+          "model.multi_modal_projector.")  # fmt: skip
+"""What multimodal files hold beside the text model."""
+
+OF_TEXT = {"language_model.": "", "model.language_model.": "model."}
+"""How they begin the names of the text model's tensors, and what that stands for."""
 
 
 def whole_heads(config: Json) -> int:

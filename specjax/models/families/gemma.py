@@ -7,10 +7,13 @@ from specjax.models.config import NORMS, ModelConfig
 from specjax.models.families import rotary
 from specjax.models.families.family import (
     FULL,
+    OF_TEXT,
     SLIDING,
+    VISION,
     Json,
     Positions,
     first_of,
+    text_of,
     windows_of,
     written_windows,
 )
@@ -125,24 +128,11 @@ GEMMA3 = dataclasses.replace(
 )
 
 
-def _text_of(config: Json) -> Json:
-    """The text model of a multimodal Gemma 3; end tokens that the outer configuration names
-    count.
-    """
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ValueError(f"text_config is {text!r}; it must be an object.")
-    ends = config.get("eos_token_id")
-    whole = text if ends is None else {**text, "eos_token_id": ends}
-    return {**whole, "model_type": GEMMA3.model_type}
-
-
 GEMMA3_WHOLE = dataclasses.replace(
     GEMMA3,
     model_type="gemma3",
-    upgrade=_text_of,
-    renamed={"language_model.": "", "model.language_model.": "model."},
-    ignored=(*GEMMA3.ignored, "vision_tower.", "multi_modal_projector.",
-             "model.vision_tower.", "model.multi_modal_projector."),
-)  # fmt: skip
+    upgrade=lambda config: {**text_of(config), "model_type": GEMMA3.model_type},
+    renamed=OF_TEXT,
+    ignored=(*GEMMA3.ignored, *VISION),
+)
 """Multimodal, of which the text model alone is read."""

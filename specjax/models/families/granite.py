@@ -1,4 +1,4 @@
-"""Granite 3 and 4 (IBM): LLaMA with multipliers."""
+"""Granite 3 and 4 (IBM) and MiniCPM (OpenBMB): LLaMA with multipliers."""
 
 import dataclasses
 
@@ -46,4 +46,38 @@ GRANITE = dataclasses.replace(
     architecture="GraniteForCausalLM",
     features=multipliers,
     written=written_multipliers,
+)
+
+
+def _of_minicpm(config: Json, positions: Positions) -> Json:
+    base = first_of(config.get("dim_model_base"), 1)
+    depth = float(first_of(config.get("scale_depth"), 1.0))
+    return {
+        **rotary.read(config, positions),
+        "biases": ATTENTION * bool(config.get("attention_bias")),
+        "embedding_scale": float(first_of(config.get("scale_emb"), 1.0)),
+        "residual_scale": depth / config["num_hidden_layers"] ** 0.5,
+        "logit_scale": base / config["hidden_size"],
+    }
+
+
+MINICPM = dataclasses.replace(
+    LLAMA,
+    model_type="minicpm",
+    architecture="MiniCPMForCausalLM",
+    defaults={**LLAMA.defaults, "tie_word_embeddings": lambda config: True},
+    fixed={
+        **LLAMA.fixed,
+        "mlp_bias": (False,),
+        "num_experts": (0, None),
+        "sparse_config": (None,),
+    },
+    features=_of_minicpm,
+    written=lambda config: {
+        **rotary.write(config),
+        "attention_bias": "query" in config.biases,
+        "scale_emb": config.embedding_scale,
+        "scale_depth": round(config.residual_scale * config.num_layers**0.5, 9),
+        "dim_model_base": round(config.logit_scale * config.hidden_size),
+    },
 )

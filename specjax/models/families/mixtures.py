@@ -4,6 +4,7 @@ import dataclasses
 
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.families import rotary
+from specjax.models.families.deepseek import ROUTED, routed, written_routed
 from specjax.models.families.family import (
     FULL,
     SLIDING,
@@ -23,9 +24,11 @@ from specjax.models.families.llama import (
     MLP,
     QWEN2,
     QWEN3,
+    WINDOWED,
     window_everywhere,
     written_qwen,
 )
+from specjax.models.families.relatives import ERNIE45
 
 _GROUPED = {
     "router": "mlp.gate.weight",
@@ -253,4 +256,140 @@ GRANITE_MOE_SHARED = dataclasses.replace(
         **_written_granite(config),
         "shared_intermediate_size": _experts(config).shared_size,
     },
+)
+
+
+def _with_share(config: Json) -> Json:
+    """MiniMax' files say how many features of a head are rotated, transformers which share."""
+    features, size = config.get("rotary_dim"), config.get("head_dim")
+    if features is None or size is None or config.get("partial_rotary_factor") is not None:
+        return config
+    return {**config, "partial_rotary_factor": features / size}
+
+
+MINIMAX_M2 = dataclasses.replace(
+    LLAMA,
+    model_type="minimax_m2",
+    architecture="MiniMaxM2ForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": lambda config: 8,
+        "head_dim": lambda config: 128,
+        "max_position_embeddings": lambda config: 196_608,
+    },
+    fixed={
+        **LLAMA.fixed,
+        "attention_bias": (False,),
+        "mlp_bias": (False,),
+        "shared_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+        "qk_norm_type": ("per_layer",),
+        "scoring_func": ("sigmoid",),
+    },
+    layer={**LLAMA.layer, **HEAD_NORMS},
+    experts={
+        **MIXTRAL.experts,
+        "correction_bias": "block_sparse_moe.e_score_correction_bias",
+    },
+    upgrade=_with_share,
+    features=lambda config, positions: {
+        **rotary.read(config, positions, 5_000_000.0, turned=1.0),
+        "head_norms": "whole",
+        "experts": Experts(
+            num_experts=first_of(config.get("num_local_experts"), 256),
+            experts_per_token=first_of(config.get("num_experts_per_tok"), 8),
+            intermediate_size=config["intermediate_size"],
+            scores="sigmoid",
+            correction_bias=True,
+        ),
+    },
+    written=lambda config: {
+        **rotary.write(config),
+        "num_local_experts": _experts(config).num_experts,
+        "num_experts_per_tok": _experts(config).experts_per_token,
+    },
+)
+
+
+def _windows_of_dots(config: Json) -> Windows:
+    """Those of the layers from `max_window_layers` on, where there is a window."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window", 4096)
+    first = min(first_of(config.get("max_window_layers"), 62), layers)
+    kinds = config.get("layer_types") or [FULL] * first + [SLIDING] * (layers - first)
+    return windows_of(window, kinds, layers)
+
+
+DOTS1 = dataclasses.replace(
+    LLAMA,
+    model_type="dots1",
+    architecture="Dots1ForCausalLM",
+    fixed={**WINDOWED, "mlp_bias": (False,)},
+    layer={**LLAMA.layer, **HEAD_NORMS},
+    experts=ROUTED,
+    features=lambda config, positions: {
+        **rotary.read(config, positions),
+        "biases": ATTENTION * bool(config.get("attention_bias")),
+        "head_norms": "head",
+        "windows": _windows_of_dots(config),
+        "experts": routed(config, 0, norm_topk=False),
+    },
+    written=lambda config: {
+        **rotary.write(config),
+        "layer_types": [FULL] * config.num_layers,
+        **written_windows(config),
+        **written_routed(config),
+        "attention_bias": "query" in config.biases,
+    },
+)
+
+
+def _of_ernie(config: Json, positions: Positions) -> Json:
+    layers, size = config["num_hidden_layers"], first_of(config.get("moe_intermediate_size"), 1536)
+    first, last = config.get("moe_layer_start_index", 1), config.get("moe_layer_end_index", -1)
+    step, last = first_of(config.get("moe_layer_interval"), 1), layers - 1 if last == -1 else last
+    sparse = [n for n in range(layers) if (n + 1) % step == 0 and first <= n <= last]
+    return {
+        **rotary.read(config, positions, 500_000.0),
+        "experts": Experts(
+            num_experts=first_of(config.get("moe_num_experts"), 64),
+            experts_per_token=first_of(config.get("moe_k"), 6),
+            intermediate_size=size,
+            correction_bias=True,
+            shared_size=size * first_of(config.get("moe_num_shared_experts"), 2),
+            dense_layers=tuple(n for n in range(layers) if n not in sparse),
+        ),
+    }
+
+
+def _written_ernie(config: ModelConfig) -> Json:
+    """The layers with experts as a step and its ends, if they can be said so."""
+    experts = _experts(config)
+    sparse = [n for n in range(config.num_layers) if config.has_experts(n)]
+    step = sparse[1] - sparse[0] if sparse[1:] else 1
+    return {
+        **rotary.write(config),
+        "moe_num_experts": experts.num_experts,
+        "moe_k": experts.experts_per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "moe_num_shared_experts": experts.shared_size // experts.intermediate_size,
+        "moe_layer_start_index": sparse[0] if sparse else config.num_layers,
+        "moe_layer_end_index": sparse[-1] if sparse else config.num_layers,
+        "moe_layer_interval": step,
+    }
+
+
+ERNIE45_MOE = dataclasses.replace(
+    ERNIE45,
+    model_type="ernie4_5_moe",
+    architecture="Ernie4_5_MoeForCausalLM",
+    defaults={
+        **ERNIE45.defaults,
+        "num_key_value_heads": lambda config: 4,
+        "head_dim": LLAMA.defaults["head_dim"],
+    },
+    fixed={**ERNIE45.fixed, "use_bias": (False, None), "moe_norm_min": (1e-12, None)},
+    experts={**ROUTED, "correction_bias": "mlp.moe_statics.e_score_correction_bias"},
+    lone=("correction_bias",),
+    features=_of_ernie,
+    written=_written_ernie,
 )

@@ -16,10 +16,11 @@ class Stored:
 
     `layer` is that of the leaves, None for those outside; `sizes` are their rows and `heads` how
     many heads lie one after the other, 0 where the leaves do. `interleaved` are the heads whose two
-    halves' rows take turns, 0 where they do not, and `shift` is what was added. Of leaves with
+    halves' rows take turns, 0 where they do not, of the first `rotated` rows of each; `shift` is
+    what was added. Of leaves with
     experts it holds those of one `expert`, or where that is None of all of them, whose rows are
     along `axis`. Where leaves are `alternating`, their rows take turns. What is `turned` is
-    `[in, out]`, unless it is packed.
+    `[in, out]`, unless it is packed; what is `lone` has a first axis of 1 before the leaf's.
     """
 
     name: str
@@ -30,15 +31,17 @@ class Stored:
     turned: bool = False
     heads: int = 0
     interleaved: int = 0
+    rotated: int = 0
     shift: float = 0.0
     expert: int | None = None
     axis: int = 0
     alternating: bool = False
+    lone: bool = False
 
     @property
     def is_leaf(self) -> bool:
         """Whether the tensor is a single leaf as it stands."""
-        as_is = not (self.turned or self.interleaved or self.shift)
+        as_is = not (self.turned or self.interleaved or self.shift or self.lone)
         return len(self.leaves) == 1 and as_is and self.expert is None
 
     @property
@@ -56,8 +59,10 @@ class Stored:
             turns = len(self.leaves)
             return [tensor[(*(slice(None),) * self.axis, slice(n, None, turns))]
                     for n in range(turns)]  # fmt: skip
+        if self.lone:
+            return [tensor[0]]
         if self.interleaved:
-            tensor = _halves_swapped(tensor, (self.interleaved, -1, 2))
+            tensor = self._halves_swapped(tensor, -1, 2)
         if self.shift:
             tensor = tensor.astype(np.float32) - np.float32(self.shift)
         if self.heads:
@@ -77,23 +82,29 @@ class Stored:
             before, after = together.shape[: self.axis], together.shape[self.axis + 2 :]
             tensor = together.reshape(*before, -1, *after)
             return tensor.swapaxes(-1, -2) if self.turned else tensor
+        if self.lone:
+            return leaves[0][None]
         tensor = leaves[0] if len(leaves) == 1 else np.concatenate(leaves, axis=self.axis)
         if self.interleaved:
-            tensor = _halves_swapped(tensor, (self.interleaved, 2, -1))
+            tensor = self._halves_swapped(tensor, 2, -1)
         if self.shift:
             tensor = tensor.astype(np.float32) + np.float32(self.shift)
         return tensor.swapaxes(-1, -2) if self.turned else tensor
+
+    def _halves_swapped(self, tensor: np.ndarray, *counted: int) -> np.ndarray:
+        """With the rotated rows of each head, so `counted`, in the order of its last two numbers
+        exchanged.
+        """
+        heads = tensor.reshape(self.interleaved, -1, *tensor.shape[1:])
+        first, rest = np.split(heads, [self.rotated], axis=1)
+        parts = first.reshape(self.interleaved, *counted, *tensor.shape[1:])
+        swapped = parts.swapaxes(1, 2).reshape(first.shape)
+        return np.concatenate([swapped, rest], axis=1).reshape(tensor.shape)
 
 
 def _turned(shape: Shape) -> Shape:
     """With the last two numbers exchanged."""
     return *shape[:-2], shape[-1], shape[-2]
-
-
-def _halves_swapped(tensor: np.ndarray, rows: tuple[int, int, int]) -> np.ndarray:
-    """With rows that are counted so in an order in which the last two numbers are exchanged."""
-    parts = tensor.reshape(*rows, *tensor.shape[1:])
-    return parts.swapaxes(1, 2).reshape(tensor.shape)
 
 
 def stored(family: Family, config: ModelConfig) -> Iterator[Stored]:
@@ -134,12 +145,15 @@ def _tensors(
             heads = config.num_heads if config and family.packing == "heads" and leaves[1:] else 0
             shift = family.norm_shift if not end and together.endswith("norm") else 0.0
             shape = _turned(shape) if turned else shape
-            interleaved = 0
+            lone = together in family.lone
+            shape = (1, *shape) if lone else shape
+            interleaved = rotated = 0
             if config and together in family.interleaved:
                 interleaved = config.num_heads if together == "query" else config.num_kv_heads
+                rotated = config.rotated
             yield Stored(
-                whole, shape, layer, leaves, sizes, turned, heads, interleaved, shift, axis=axis,
-                alternating="alternating" in packing and len(leaves) > 1,
+                whole, shape, layer, leaves, sizes, turned, heads, interleaved, rotated, shift,
+                axis=axis, alternating="alternating" in packing and len(leaves) > 1, lone=lone,
             )  # fmt: skip
 
 

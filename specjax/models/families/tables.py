@@ -9,14 +9,19 @@ from specjax.models.families.dflash import DFLASH, is_dflash
 from specjax.models.families.eagle import EAGLE3, is_eagle3
 from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
 from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
+from specjax.models.families.glm import GLM, GLM4, GLM4_MOE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
 from specjax.models.families.gpt_oss import GPT_OSS
-from specjax.models.families.granite import GRANITE
+from specjax.models.families.granite import GRANITE, MINICPM
 from specjax.models.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 from specjax.models.families.mimo import MIMO
+from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
 from specjax.models.families.mixtures import (
+    DOTS1,
+    ERNIE45_MOE,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    MINIMAX_M2,
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
@@ -30,8 +35,9 @@ FAMILIES = {
     for family in (
         *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
         *(GPT2, OPT, NEOX),
-        *(GRANITE, *DENSE),
+        *(MINISTRAL3, MISTRAL3, GRANITE, MINICPM, GLM, GLM4, *DENSE),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS),
+        *(GLM4_MOE, MINIMAX_M2, DOTS1, ERNIE45_MOE),
         MIMO,
         *(EAGLE3, DFLASH),
     )

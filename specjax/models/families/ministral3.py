@@ -1,0 +1,120 @@
+"""Ministral 3 (Mistral), whose queries grow with their position, and multimodal files of it."""
+
+import dataclasses
+
+from specjax.models.config import ModelConfig
+from specjax.models.families import rotary
+from specjax.models.families.family import (
+    OF_TEXT,
+    VISION,
+    Json,
+    Positions,
+    first_of,
+    text_of,
+    written_windows,
+)
+from specjax.models.families.llama import LLAMA, MISTRAL, window_everywhere
+
+_GROWTH = "llama_4_scaling_beta"
+_ROTARY = ("rope_parameters", "rope_scaling")
+_POSITIONS = 262_144
+_STRETCHED = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16_384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _GROWTH: 0.1,
+}
+"""What a file without rotary parameters means."""
+
+
+def _growth(config: Json) -> tuple[float, int] | None:
+    """By how much queries grow, and every how many positions.
+
+    Raises:
+      ValueError: one is named without the other, or is out of its range.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rate, length = rope.get(_GROWTH), rope.get("original_max_position_embeddings")
+    if rate is None:
+        return None
+    if type(rate) not in (int, float) or type(length) is not int:
+        raise ValueError(
+            f"{_GROWTH} is {rate!r} and original_max_position_embeddings {length!r}; they must be "
+            "a number and an integer above 0."
+        )
+    return float(rate), length
+
+
+def _of_ministral(config: Json, positions: Positions) -> Json:
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": _STRETCHED}
+    return {
+        **rotary.read(config, positions, 1_000_000.0),
+        "windows": window_everywhere(config, None),
+        "query_growth": _growth(config),
+    }
+
+
+def _written(config: ModelConfig) -> Json:
+    made = {**rotary.write(config), **written_windows(config)}
+    if config.query_growth is None:
+        return made
+    rate, length = config.query_growth
+    grown = {_GROWTH: rate, "original_max_position_embeddings": length}
+    return {key: made[key] | grown if key in _ROTARY else made[key] for key in made}
+
+
+MINISTRAL3 = dataclasses.replace(
+    MISTRAL,
+    model_type="ministral3",
+    architecture="Ministral3ForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "num_key_value_heads": MISTRAL.defaults["num_key_value_heads"],
+        "head_dim": lambda config: 128,
+        "rms_norm_eps": lambda config: 1e-5,
+        "max_position_embeddings": lambda config: _POSITIONS,
+    },
+    features=_of_ministral,
+    written=_written,
+)
+
+
+def _of_multimodal(config: Json) -> Json:
+    """The text model, a Ministral 3 or a Mistral; whether it is tied either configuration says.
+
+    Raises:
+      ValueError: it is another.
+    """
+    text = text_of(config)
+    kind = text.get("model_type", MISTRAL.model_type)
+    tied = first_of(config.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
+    text = {**text, "model_type": kind}
+    if tied is not None:
+        text["tie_word_embeddings"] = tied
+    if kind == MINISTRAL3.model_type:
+        return text
+    if kind != MISTRAL.model_type:
+        raise ValueError(
+            f"text_config.model_type is {kind!r}; of mistral3 models {MISTRAL.model_type!r} and "
+            f"{MINISTRAL3.model_type!r} are supported."
+        )
+    plain = {"rope_theta": first_of(text.get("rope_theta"), 10_000.0), "rope_type": "default"}
+    turned = {} if any(text.get(key) for key in _ROTARY) else {"rope_parameters": plain}
+    defaults = {"sliding_window": 4096, "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
+    return {**defaults, **text, **turned}
+
+
+MISTRAL3 = dataclasses.replace(
+    MINISTRAL3,
+    model_type="mistral3",
+    upgrade=_of_multimodal,
+    renamed=OF_TEXT,
+    ignored=(*MINISTRAL3.ignored, *VISION),
+)
+"""Multimodal, of which the text model alone is read: Ministral 3, Mistral Small 3.1 and 3.2."""
