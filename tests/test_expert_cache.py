@@ -124,7 +124,7 @@ def test_logits_of_whole_texts_are_those_in_memory(way, target, folder):
 
 @pytest.mark.parametrize("case", slow_but(
     ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "gpt_oss", "glm4_moe",
-     "minimax_m2", "dots1", "ernie_moe"], "gpt_oss", "glm4_moe"
+     "minimax_m2", "dots1", "ernie_moe", "deepseek_v3", "deepseek_v2"], "gpt_oss", "deepseek_v3"
 ))  # fmt: skip
 def test_families_are_read_an_expert_at_a_time(case):
     """Stored one by one, or all of a layer in one tensor, side by side or turned, with biases."""

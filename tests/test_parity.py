@@ -133,7 +133,8 @@ FAMILIES = ["llama_biased", "mistral", "mistral_layers", "qwen2_windows", "qwen3
             "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "granitemoeshared",
             "gpt_oss", "smollm3", "olmo3", "exaone4", "cohere", "cohere2", "starcoder2", "arcee",
             "nemotron", "seed_oss", "ernie", "internlm3", "glm", "glm4", "ministral3", "glm4_moe",
-            "minimax_m2", "dots1", "ernie_moe"]  # fmt: skip
+            "minimax_m2", "dots1", "ernie_moe", "deepseek_v3", "deepseek_v2",
+            "glm4_moe_lite"]  # fmt: skip
 QUICK = ("mistral", "gemma3", "qwen2_moe", "gpt_oss")
 
 

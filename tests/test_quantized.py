@@ -28,7 +28,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.measure.timing import weight_bytes
 from specjax.methods import records
 from specjax.models import families, layers, memory, quantized
-from specjax.models.config import MATRICES, PACKABLE, Experts
+from specjax.models.config import MATRICES, PACKABLE, Experts, Latent
 from specjax.models.inflate import inflate
 from specjax.models.placement import Placement
 from specjax.models.quantized import (
@@ -40,6 +40,7 @@ from specjax.models.quantized import (
 )
 from specjax.models.transformer import final_norm, unembed
 from specjax.parallel.mesh import make_mesh
+from tests.cases import slow_but
 from tests.conftest import tiny_config, tiny_model
 from tests.damaged import damaged, dequantized, outcome
 from tests.pairs import forward, generate, varied_model
@@ -114,6 +115,31 @@ def test_experts_of_a_layout_are_read_as_what_they_stand_for(layout, tmp_path):
                 wanted = expected[f"model.layers.{number}.mlp.experts.{expert}.{name}_proj.weight"]
                 np.testing.assert_array_equal(dequantized(matrix), wanted)
     assert np.isfinite(logits(model)).all()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    slow_but([each for each in LAYOUTS if "shuffled" not in each], "blocks of fp8"),
+)
+@pytest.mark.parametrize("rank", [None, 32])
+def test_latents_of_a_layout_are_read_as_what_they_stand_for(layout, rank, tmp_path):
+    """Rotated rows are the last of a head's; what makes keys and values is not packed here."""
+    own = tiny_model(
+        family="deepseek_v3", tie_embeddings=False, num_kv_heads=1, head_dim=40, rotary_dim=8,
+        query_scale=24**-0.5, latent=Latent(32, 16, 16, rank),
+        experts=Experts(3, 2, 32, scores="sigmoid", correction_bias=True, shared_size=32),
+    )  # fmt: skip
+    save_model(own, tmp_path, dtype="float32")
+    plain = load_file(tmp_path / "model.safetensors")
+    config = (tmp_path / "config.json").read_text()
+    names = ("_proj.weight", "_mqa.weight")
+    expected = rewrite(tmp_path, layout, ends=names)
+    model = load_model(tmp_path)
+    queries = model.layers[0].query if rank is None else model.layers[0].query_up
+    assert isinstance(queries, PackedWeight)
+    save_file(plain | expected, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(config)
+    np.testing.assert_allclose(logits(model), logits(load_model(tmp_path)), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_every_family_splits_over_two_devices(other_facts):
     assert all("does not divide" in found[case]["refused"] for case in set(found) - split)
     assert {"olmo2", "gemma2", "gemma3", "phi3", "qwen2_windows", "qwen3", "mistral"} <= split
     assert {"mixtral", "qwen2_moe", "olmoe", "granitemoeshared", "gpt_oss", "granite"} <= split
-    assert {"glm", "ministral3", "glm4_moe"} <= split
+    assert {"glm", "ministral3", "glm4_moe", "deepseek_v3", "deepseek_v2"} <= split
     assert "9 experts" in found["qwen3_moe"]["refused"]
     assert max(found[case]["share"] for case in split) <= 1
 

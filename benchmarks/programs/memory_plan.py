@@ -20,7 +20,7 @@ from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
 from specjax.measure.compile_ahead import Texts, abstract, abstract_request
 from specjax.models import memory
-from specjax.models.config import Experts, ModelConfig
+from specjax.models.config import Experts, Latent, ModelConfig
 from specjax.models.memory import readable
 from specjax.models.transformer import Model
 from specjax.trees.construction import DISTINCT
@@ -38,6 +38,11 @@ SMALL = dataclasses.replace(THIN, vocab_size=4096)
 MIXTURE = dataclasses.replace(
     SMALL, hidden_size=1024, num_heads=8, experts=Experts(32, 8, 384), intermediate_size=2048
 )
+LATENTS = dataclasses.replace(
+    LLAMA_8B, hidden_size=2048, intermediate_size=10_944, num_layers=2, num_heads=16,
+    num_kv_heads=1, head_dim=576, rotary_dim=64, latent=Latent(512, 128, 128),
+)  # fmt: skip
+"""As DeepSeek-V2-Lite has them, without experts."""
 DRAFT = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 1, "num_heads": 2,
          "num_kv_heads": 1}  # fmt: skip
 
@@ -86,6 +91,8 @@ CASES = {
     "tree of a wide mixture": Case(
         dataclasses.replace(MIXTURE, experts=Experts(8, 2, 2048)), "tree", 32, 64
     ),
+    "prefill of latents": Case(LATENTS, "none", 1, 4096),
+    "tree of latents": Case(LATENTS, "tree", 8, 512, 128),
     "small vocabulary": Case(SMALL, "tree", 32, 128, 128),
     "small vocabulary, specexec": Case(SMALL, "specexec", 32, 128, 128),
 }
@@ -93,7 +100,8 @@ CASES = {
 
 def drafter_of(case: Case) -> Any:
     """The drafter, of shapes alone."""
-    config = dataclasses.replace(case.config, experts=None, windows=(), sinks=False, **case.draft)
+    plain = {"experts": None, "windows": (), "sinks": False, "latent": None, "rotary_dim": None}
+    config = dataclasses.replace(case.config, **plain, query_scale=None, **case.draft)
     models = [abstract(config, case.dtype)] * (3 if case.method == "pool" else 1)
 
     def made(models: list[Model]) -> Any:

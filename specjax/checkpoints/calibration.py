@@ -24,7 +24,7 @@ _TOGETHER = 4
 
 Gram = Float[np.ndarray, "I I"]
 OF_MATRIX = {
-    "query": "query", "key": "query", "value": "query", "output": "output",
+    "query": "query", "key": "query", "value": "query", "query_down": "query", "output": "output",
     "gate": "up", "up": "up", "down": "down",
     "expert_gate": "up", "expert_up": "up",
 }  # fmt: skip

@@ -93,6 +93,8 @@ def leaves_of(
     Raises:
       CheckpointError: its groups cannot be spread over them.
     """
+    if isinstance(tensor, PackedWeight) and stored.latents:  # of which parts are multiplied turned
+        tensor = np.asarray(tensor.unpacked())
     if isinstance(tensor, PackedWeight):
         pairs = zip(stored.leaves, _split(stored, tensor), strict=True)
         return {

@@ -23,7 +23,7 @@ from specjax.measure.prompts import Prompt
 from specjax.measure.rows import FailedRow, GenerationRow, PassRow, PlainStepRow, RooflineRow
 from specjax.measure.workload import PLAIN_DTYPES, Workload
 from specjax.methods import registry
-from specjax.models.config import Experts, ModelConfig
+from specjax.models.config import Experts, Latent, ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.memory import load_of
 from specjax.models.quantized import in_dtype
@@ -53,6 +53,24 @@ SHAPES = {
         windows=(128, None) * 12,
         sinks=True,
         experts=Experts(32, 4, 2880),
+    ),
+    "deepseek-v2-lite": ModelConfig(
+        102_400,
+        2048,
+        10_944,
+        27,
+        16,
+        1,
+        576,
+        10_000.0,
+        1e-6,
+        False,
+        163_840,
+        rotary_dim=64,
+        query_scale=192**-0.5,
+        latent=Latent(512, 128, 128),
+        experts=Experts(64, 6, 1408, norm_topk=False, shared_size=2816, dense_layers=(0,)),
+        family="deepseek_v2",
     ),
 }
 """The sizes of real models; what else tells them apart costs next to nothing."""

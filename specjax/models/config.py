@@ -18,7 +18,13 @@ MATRICES = ("query", "key", "value", "output", "gate", "up", "down")
 EXPERT_MATRICES = ("expert_gate", "expert_up", "expert_down")
 """The matrices of a layer's experts, one of each behind the other."""
 
-PACKABLE = (*MATRICES, *EXPERT_MATRICES)
+LATENT_MATRICES = ("query_down", "query_up")
+"""The matrices by which queries are made of fewer numbers (see `Latent`)."""
+
+LATENT_PRODUCTS = ("latent_key", "latent_value")
+"""The matrices of heads that would make keys and values of latents."""
+
+PACKABLE = (*MATRICES, *EXPERT_MATRICES, *LATENT_MATRICES)
 """The matrices of a layer that may be held in 8 or 4 bits."""
 
 ROUTERS = ("router", "shared_gate")
@@ -192,6 +198,27 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek, arXiv 2405.04434): of each token `rank` numbers stand
+    for the keys and values of all heads.
+
+    Of a head's query `unrotated` features are not rotated, and it takes `value` numbers. Queries
+    are made of `query_rank` numbers, or where that is None as elsewhere.
+    """
+
+    rank: int
+    unrotated: int
+    value: int
+    query_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "unrotated", "value"):
+            check_size(name, f"the latents' {name}", getattr(self, name))
+        if self.query_rank is not None:
+            check_size("query_rank", "the queries' rank", self.query_rank)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Shape and constants of a decoder. Hashable: it is part of what is compiled.
 
@@ -212,7 +239,8 @@ class ModelConfig:
     and do not stretch, where it is given; `no_rope_layers` do not rotate. Scores are scaled by
     `query_scale` (None: the root of `head_dim`, inverted) and capped to ±`attention_cap`. Where
     there is a `query_growth` of `(b, n)`, they are multiplied by 1 + b·ln(1 + ⌊p / n⌋) at position
-    p of the query (Ministral 3, after Llama 4).
+    p of the query (Ministral 3, after Llama 4). With a `latent` there is one key/value head, of a
+    latent and of what is rotated beside it (see `specjax.models.latent_attention`).
 
     Ends: embeddings are multiplied by `embedding_scale`; where `position_offset` is given, a table
     of positions is added, position 0 at that row of it; logits are multiplied by `logit_scale` and
@@ -251,6 +279,7 @@ class ModelConfig:
     window_theta: float | None = None
     query_scale: float | None = None
     query_growth: tuple[float, int] | None = None
+    latent: Latent | None = None
     attention_cap: float | None = None
     logit_cap: float | None = None
     logit_scale: float = 1.0
@@ -291,6 +320,12 @@ class ModelConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim} and rotary_dim {self.rotary_dim}; rotary embedding "
                 "turns an even number of a head's features."
+            )
+        latent = self.latent
+        if latent is not None and self.head_dim != latent.rank + self.rotated:
+            raise ValueError(
+                f"latents of {latent.rank} numbers and {self.rotated} that are rotated are a "
+                f"key/value head of as many; head_dim is {self.head_dim}."
             )
         read = self.features
         several = read is not None and read.way != CONTEXT and self.num_layers != 1
@@ -373,6 +408,9 @@ class ModelConfig:
             "query": (heads, read), "key": (kv_heads, read), "value": (kv_heads, read),
             "output": (d, heads), "gate": (f, d), "up": (f, d), "down": (d, f),
         }  # fmt: skip
+        if self.latent is not None:
+            del shapes["query"], shapes["value"]
+            shapes |= self._latent_shapes(self.latent)
         if not f:
             del shapes["gate"], shapes["up"], shapes["down"]
         elif not self.gated:
@@ -386,6 +424,20 @@ class ModelConfig:
         if self.sinks:
             shapes["sinks"] = (self.num_heads,)
         return shapes if experts is None else shapes | self._expert_shapes(experts)
+
+    def _latent_shapes(self, latent: Latent) -> dict[str, Shape]:
+        """Those of the matrices of attention that have others."""
+        heads, rank, d = self.num_heads, latent.rank, self.hidden_size
+        shapes: dict[str, Shape] = {
+            "output": (d, heads * latent.value),
+            "latent_norm": (rank,),
+            "latent_key": (heads, rank, latent.unrotated),
+            "latent_value": (heads, latent.value, rank),
+        }
+        rows, own = heads * (self.rotated + latent.unrotated), latent.query_rank
+        if own is None:
+            return shapes | {"query": (rows, d)}
+        return shapes | {"query_down": (own, d), "query_down_norm": (own,), "query_up": (rows, own)}
 
     def _expert_shapes(self, experts: Experts) -> dict[str, Shape]:
         count, size, d = experts.num_experts, experts.intermediate_size, self.hidden_size

@@ -11,6 +11,7 @@ from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.cpu import cpu_experts, reference, share_a_call, unable
+from pallas_kernels.dispatch import precision_of
 from pallas_kernels.grouped_matmul import blocks_of, grouped_matmul
 from pallas_kernels.platform import platform
 from specjax.models.layers import (
@@ -80,6 +81,24 @@ def expert_linears(
     if chosen.size < packed[0].shape[0]:
         packed, chosen = _taken(packed, chosen)
     return _products(tuple(_unpacked(weight, kind) for weight in packed), x, chosen, kind)
+
+
+def by_block(
+    weights: Float[Array, "X O I"] | None, x: Float[Array, "X I C"], dtype: jnp.dtype | None = None
+) -> Float[Array, "X O C"]:
+    """Each of some matrices times columns of its own, in float32 (see `layers.linear`)."""
+    assert weights is not None
+    kind, (count, inputs, columns) = computed_in(weights, dtype), x.shape
+    assert len(weights) == count
+    if platform() == "cpu":
+        own = jnp.repeat(jnp.arange(count, dtype=jnp.int32), columns)[None]
+        (made,) = expert_linears((weights,), jnp.moveaxis(x, 1, 0).reshape(inputs, -1), own, dtype)
+        return jnp.moveaxis(made.reshape(-1, count, columns), 1, 0)
+    dims = (((2,), (1,)), ((0,), (0,)))
+    return lax.dot_general(
+        weights.astype(kind), x.astype(kind), dims, precision=precision_of(kind),
+        preferred_element_type=jnp.float32,
+    )  # fmt: skip
 
 
 def _taken(

@@ -16,7 +16,7 @@ from specjax.models.transformer import Model
 _FORM = ("biases", "head_norms", "windows", "no_rope_layers", "sinks", "norm", "norms",
          "activation", "gated", "parallel", "rotary_dim", "window_theta", "query_scale",
          "attention_cap", "logit_cap", "embedding_scale", "position_offset", "experts",
-         "residual_scale")  # fmt: skip
+         "residual_scale", "query_growth", "latent")  # fmt: skip
 
 
 def inflate(model: Model, parameters: int) -> Model:
@@ -127,6 +127,8 @@ def _wider_layer(weights: LayerWeights, factor: int) -> LayerWeights:
         return jnp.tile(_first_of(matrix, factor), (factor, 1))
 
     assert weights.attention_norm is not None
+    assert weights.query is not None
+    assert weights.value is not None
     assert weights.mlp_norm is not None
     assert weights.gate is not None
     assert weights.up is not None

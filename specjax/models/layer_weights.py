@@ -18,20 +18,21 @@ class LayerWeights:
     """One decoder layer; matrices are `[out, in]`, some packed. What a family has not is None.
 
     Attention reads `R` numbers of each token: `E`, or twice as many in a draft that reads features.
+    One of latents has no `value`, and may make queries of `Q` numbers (see `latent_attention`).
     A layer of a mixture has a `router` of its `X` experts, of which a device may hold `Y`; its
     `gate`, `up` and `down` are the shared expert's.
     """
 
     attention_norm: Float[Array, " E"] | None
-    query: Float[Array, "HD R"] | PackedWeight
+    query: Float[Array, "QD R"] | PackedWeight | None
     key: Float[Array, "KD R"] | PackedWeight
-    value: Float[Array, "KD R"] | PackedWeight
+    value: Float[Array, "KD R"] | PackedWeight | None
     output: Float[Array, "E HD"] | PackedWeight
     mlp_norm: Float[Array, " E"] | None
     gate: Float[Array, "F E"] | PackedWeight | None
     up: Float[Array, "F E"] | PackedWeight | None
     down: Float[Array, "E F"] | PackedWeight | None
-    query_bias: Float[Array, " HD"] | None = None
+    query_bias: Float[Array, " QD"] | None = None
     key_bias: Float[Array, " KD"] | None = None
     value_bias: Float[Array, " KD"] | None = None
     output_bias: Float[Array, " E"] | None = None
@@ -57,11 +58,17 @@ class LayerWeights:
     expert_up_bias: Float[Array, "Y G"] | None = None
     expert_down_bias: Float[Array, "Y E"] | None = None
     shared_gate: Float[Array, "1 E"] | PackedWeight | None = None
+    query_down: Float[Array, "Q E"] | PackedWeight | None = None
+    query_down_norm: Float[Array, " Q"] | None = None
+    query_up: Float[Array, "QD Q"] | PackedWeight | None = None
+    latent_norm: Float[Array, " L"] | None = None
+    latent_key: Float[Array, "H L U"] | None = None
+    latent_value: Float[Array, "H V L"] | None = None
 
 
 def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
     """A layer of named leaves."""
-    absent = dict.fromkeys(("attention_norm", "mlp_norm", "gate", "up", "down"))
+    absent = dict.fromkeys(("attention_norm", "query", "value", "mlp_norm", "gate", "up", "down"))
     return LayerWeights(**{**absent, **leaves})
 
 
@@ -85,5 +92,5 @@ def products(
 
 
 def _biased(weights: LayerWeights, matrix: str, made: Array) -> Array:
-    bias = getattr(weights, f"{matrix}_bias")
+    bias = getattr(weights, f"{matrix}_bias", None)
     return made if bias is None else made + bias.astype(made.dtype)[:, None]

@@ -15,11 +15,12 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.platform import platform
 from pallas_kernels.tree_attention import Prefix, tree_attention
 from specjax.base.pytree import pytree, replace, static, unchecked
-from specjax.models import layers
+from specjax.models import latent_attention, layers
 from specjax.models.config import (
     EXPERT_MATRICES,
+    LATENT_MATRICES,
+    LATENT_PRODUCTS,
     MATRICES,
-    PACKABLE,
     ROUTERS,
     LayerKind,
     ModelConfig,
@@ -182,7 +183,9 @@ def initialize(key: Array, config: ModelConfig, dtype: jnp.dtype = jnp.dtype("fl
     target's embedding, or unembedding, has a row in its place.
     """
     out_scale = 0.02 / (2 * config.num_layers) ** 0.5
-    kinds = MATRICES if config.experts is None else (*PACKABLE, *ROUTERS)
+    kinds = MATRICES if config.experts is None else (*MATRICES, *EXPERT_MATRICES, *ROUTERS)
+    if config.latent is not None:
+        kinds = (*kinds, *LATENT_MATRICES, *LATENT_PRODUCTS)
     keys = iter(jax.random.split(key, 2 + len(kinds) * config.num_layers))
 
     def leaf(name: str, shape: Shape) -> Array:
@@ -279,7 +282,12 @@ def attend(
     The columns are those of the groups, one after the other; packed ones are put back into rows.
     """
     bounds = np.cumsum([group.num_columns for group in groups])[:-1]
-    made = (jnp.split(x, bounds, axis=1) for x in products(weights, _PROJECTIONS, x, dtype))
+    latent = model.config.latent
+    if latent is None:
+        every = products(weights, _PROJECTIONS, x, dtype)
+    else:
+        every = latent_attention.projected(model.config, latent, weights, x, dtype)
+    made = (jnp.split(own, bounds, axis=1) for own in every)
     found = [
         _attend(model, weights, own, group)
         for own, group in zip(zip(*made, strict=True), groups, strict=True)
@@ -293,7 +301,10 @@ def attend(
         group.packing.pack(each.transpose(1, 3, 0, 2).reshape(-1, math.prod(group.shape)))
         for each, group in zip(mixed, groups, strict=True)
     ]
-    return jnp.concatenate(columns, axis=1), tuple(new)
+    found = jnp.concatenate(columns, axis=1)
+    if latent is not None:
+        found = latent_attention.values_of(model.config, weights, found, dtype)
+    return found, tuple(new)
 
 
 def _attend(
@@ -301,10 +312,11 @@ def _attend(
 ) -> tuple[Float[Array, "B H T D"], tuple[Array, Array]]:
     """What a group's tokens take from those that they see, and their keys and values."""
     config, block = model.config, group.block
-    query, key, value = (
+    query, key, *rest = (
         _heads(model, weights, matrix, own, group)
-        for matrix, own in zip(_PROJECTIONS, made, strict=True)
+        for matrix, own in zip(_PROJECTIONS, made, strict=False)  # of latents there are no values
     )
+    value = rest[0] if rest else key
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
     # A token's keys round as they will in the cache, where others read them.

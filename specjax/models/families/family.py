@@ -45,8 +45,9 @@ class Family:
     `layer_prefix`; leaves that lie in one tensor stand side by side, packed as `packing` says:
     "rows" one after the other, "turned" so with every matrix [in, out], "heads" head by head, all
     leaves of each. Of leaves that are `interleaved`, the rows of a head's two halves take turns, as
-    far as it is rotated; those that are `lone` have an axis of 1 before their own; norms are stored
-    with `norm_shift` added. Tensors of biases follow from those of their weights.
+    far as it is rotated, which its first rows are, or its last where `rotated_last`; those that are
+    `lone` have an axis of 1 before their own; norms are stored with `norm_shift` added. Tensors of
+    biases follow from those of their weights.
     `experts` are the names of layers with experts that others lack or have for other leaves; those
     with `{expert}` in them are of tensors that hold one expert each. Those of all experts are
     packed as `expert_packing` says: "rows", or "turned", "alternating" (the rows of their leaves
@@ -68,6 +69,7 @@ class Family:
     written: Callable[[ModelConfig], Json]
     packing: str = "rows"
     interleaved: tuple[str, ...] = ()
+    rotated_last: bool = False
     lone: tuple[str, ...] = ()
     norm_shift: float = 0.0
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -1,12 +1,15 @@
-"""GLM (Z.ai): a half of each head rotated; GLM-4.5 to 4.7 are mixtures."""
+"""GLM (Z.ai): a half of each head rotated; GLM-4.5 to 4.7 are mixtures, and Flash has latents."""
 
 import dataclasses
 
 from specjax.models.config import NORMS, ModelConfig
 from specjax.models.families import rotary
 from specjax.models.families.deepseek import (
+    DEEPSEEK_V3,
     ROUTED,
+    latents,
     routed,
+    written_latents,
     written_routed,
 )
 from specjax.models.families.family import Json, Positions, first_of
@@ -93,5 +96,50 @@ GLM4_MOE = dataclasses.replace(
         **_written(config),
         **written_routed(config),
         "use_qk_norm": config.head_norms is not None,
+    },
+)
+
+
+_USUAL = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+}
+
+
+def _of_flash(config: Json, positions: Positions) -> Json:
+    """Its layers are named dense or sparse; where they are not, the first is dense."""
+    layers = config["num_hidden_layers"]
+    kinds = first_of(config.get("mlp_layer_types"), ["dense"] + ["sparse"] * (layers - 1))
+    if not isinstance(kinds, list) or len(kinds) != layers or {*kinds} - {"dense", "sparse"}:
+        raise ValueError(
+            f"mlp_layer_types is {kinds!r}; it must have dense or sparse for each of {layers} "
+            "layers."
+        )
+    dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
+    return {
+        **latents(config, positions, _USUAL),
+        "experts": dataclasses.replace(routed(config, 1), dense_layers=dense),
+    }
+
+
+GLM4_FLASH = dataclasses.replace(
+    DEEPSEEK_V3,
+    model_type="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    defaults={
+        **LLAMA.defaults,
+        "rms_norm_eps": lambda config: 1e-5,
+        "max_position_embeddings": lambda config: 202_752,
+    },
+    features=_of_flash,
+    written=lambda config: {
+        **written_latents(config),
+        **written_routed(config),
+        "mlp_layer_types": [
+            "sparse" if config.has_experts(layer) else "dense" for layer in range(config.num_layers)
+        ],
     },
 )

@@ -61,12 +61,11 @@ def _of_ministral(config: Json, positions: Positions) -> Json:
 
 
 def _written(config: ModelConfig) -> Json:
-    made = {**rotary.write(config), **written_windows(config)}
-    if config.query_growth is None:
-        return made
-    rate, length = config.query_growth
-    grown = {_GROWTH: rate, "original_max_position_embeddings": length}
-    return {key: made[key] | grown if key in _ROTARY else made[key] for key in made}
+    grown: Json = {}
+    if config.query_growth is not None:
+        rate, length = config.query_growth
+        grown = {_GROWTH: rate, "original_max_position_embeddings": length}
+    return {**rotary.write(config, grown), **written_windows(config)}
 
 
 MINISTRAL3 = dataclasses.replace(

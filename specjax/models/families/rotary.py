@@ -7,6 +7,9 @@ from specjax.models.config import ModelConfig
 from specjax.models.families.family import FULL, SLIDING, Json, Positions, first_of
 from specjax.models.rope import Stretch, check_kind
 
+_LOGARITHM = 0.1
+"""Of YaRN's magnitudes."""
+
 _NEEDED = {
     "linear": ("factor",),
     "yarn": ("factor",),
@@ -90,13 +93,32 @@ def read_by_layer(config: Json, positions: Positions, local_theta: float = 10_00
     return dict(found) | {"window_theta": float(local_theta)}
 
 
-def write(config: ModelConfig) -> dict[str, Any]:
-    """The keys from which the rotary fields read back, in old and new spelling."""
-    rope = _written(config)
+def all_dims_scale(config: Json) -> float:
+    """What DeepSeek's code multiplies scores by where rotary embeddings are stretched."""
+    rope = _given(config)
+    every, factor = rope.get("mscale_all_dim"), float(first_of(rope.get("factor"), 1))
+    if _kind(rope) == "default" or not every or factor <= 1:
+        return 1.0
+    return (_LOGARITHM * float(every) * math.log(factor) + 1) ** 2
+
+
+def write_all_dims(config: ModelConfig, scale: float) -> Json:
+    """The key from which `all_dims_scale` reads back."""
+    factor = 1.0 if config.rope_stretch is None else config.rope_stretch.factor
+    if factor <= 1:
+        return {}
+    return {"mscale_all_dim": round((math.sqrt(scale) - 1) / (_LOGARITHM * math.log(factor)), 6)}
+
+
+def write(config: ModelConfig, more: Json | None = None) -> dict[str, Any]:
+    """The keys from which the rotary fields read back, in old and new spelling; `more` are further
+    rotary parameters.
+    """
+    rope = _written(config) | dict(more or {})
     if config.window_theta is not None:
         local = {"rope_theta": config.window_theta, "rope_type": "default"}
         return {"rope_parameters": {FULL: rope, SLIDING: local}}
-    if config.rotary_dim is not None:
+    if config.rotary_dim is not None and config.latent is None:
         rope["partial_rotary_factor"] = config.rotary_dim / config.head_dim
     made = {"rope_theta": config.rope_theta, "rope_parameters": rope}
     return made if config.rope_stretch is None else made | {"rope_scaling": rope}
@@ -197,7 +219,7 @@ def _magnitude(rope: Json, factor: float) -> float:
         return float(rope["attention_factor"])
 
     def of(scale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+        return 1.0 if factor <= 1 else _LOGARITHM * scale * math.log(factor) + 1.0
 
     own, every = rope.get("mscale"), rope.get("mscale_all_dim")
     return of(float(own)) / of(float(every)) if own and every else of(1.0)

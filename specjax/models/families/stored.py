@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.models.config import ModelConfig, Shape
+from specjax.models.config import LATENT_PRODUCTS, ModelConfig, Shape
 from specjax.models.families.family import Family
 
 
@@ -21,6 +21,8 @@ class Stored:
     experts it holds those of one `expert`, or where that is None of all of them, whose rows are
     along `axis`. Where leaves are `alternating`, their rows take turns. What is `turned` is
     `[in, out]`, unless it is packed; what is `lone` has a first axis of 1 before the leaf's.
+    Rotated rows that are `rotated_last` in each head are first in the leaf's. Of `latents` the
+    leaves are each head's keys, turned, and its values.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Stored:
     axis: int = 0
     alternating: bool = False
     lone: bool = False
+    rotated_last: bool = False
+    latents: bool = False
 
     @property
     def is_leaf(self) -> bool:
@@ -61,8 +65,12 @@ class Stored:
                     for n in range(turns)]  # fmt: skip
         if self.lone:
             return [tensor[0]]
+        if self.latents:
+            parts = tensor.reshape(self.heads, -1, tensor.shape[-1])
+            key, value = np.split(parts, [parts.shape[1] - self.sizes[1]], axis=1)
+            return [key.swapaxes(1, 2), value]
         if self.interleaved:
-            tensor = self._halves_swapped(tensor, -1, 2)
+            tensor = self._from_pairs(tensor)
         if self.shift:
             tensor = tensor.astype(np.float32) - np.float32(self.shift)
         if self.heads:
@@ -72,6 +80,10 @@ class Stored:
 
     def join(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
         """The tensor that holds the leaves."""
+        if self.latents:
+            key, value = leaves
+            together = np.concatenate([key.swapaxes(1, 2), value], axis=1)
+            return together.reshape(-1, together.shape[-1])
         if self.heads:
             parts = [leaf.reshape(self.heads, 1, -1, *leaf.shape[1:]) for leaf in leaves]
             return np.concatenate(parts, axis=1).reshape(-1, *leaves[0].shape[1:])
@@ -86,20 +98,29 @@ class Stored:
             return leaves[0][None]
         tensor = leaves[0] if len(leaves) == 1 else np.concatenate(leaves, axis=self.axis)
         if self.interleaved:
-            tensor = self._halves_swapped(tensor, 2, -1)
+            tensor = self._as_pairs(tensor)
         if self.shift:
             tensor = tensor.astype(np.float32) + np.float32(self.shift)
         return tensor.swapaxes(-1, -2) if self.turned else tensor
 
-    def _halves_swapped(self, tensor: np.ndarray, *counted: int) -> np.ndarray:
-        """With the rotated rows of each head, so `counted`, in the order of its last two numbers
-        exchanged.
-        """
+    def _from_pairs(self, tensor: np.ndarray) -> np.ndarray:
+        """With each head's rotated rows first, its halves one after the other."""
         heads = tensor.reshape(self.interleaved, -1, *tensor.shape[1:])
-        first, rest = np.split(heads, [self.rotated], axis=1)
-        parts = first.reshape(self.interleaved, *counted, *tensor.shape[1:])
-        swapped = parts.swapaxes(1, 2).reshape(first.shape)
-        return np.concatenate([swapped, rest], axis=1).reshape(tensor.shape)
+        at = heads.shape[1] - self.rotated if self.rotated_last else self.rotated
+        parts = np.split(heads, [at], axis=1)
+        turned, rest = parts[::-1] if self.rotated_last else parts
+        pairs = turned.reshape(self.interleaved, -1, 2, *tensor.shape[1:])
+        halves = pairs.swapaxes(1, 2).reshape(turned.shape)
+        return np.concatenate([halves, rest], axis=1).reshape(tensor.shape)
+
+    def _as_pairs(self, tensor: np.ndarray) -> np.ndarray:
+        """What `_from_pairs` makes that of."""
+        heads = tensor.reshape(self.interleaved, -1, *tensor.shape[1:])
+        turned, rest = np.split(heads, [self.rotated], axis=1)
+        halves = turned.reshape(self.interleaved, 2, -1, *tensor.shape[1:])
+        pairs = halves.swapaxes(1, 2).reshape(turned.shape)
+        parts = [rest, pairs] if self.rotated_last else [pairs, rest]
+        return np.concatenate(parts, axis=1).reshape(tensor.shape)
 
 
 def _turned(shape: Shape) -> Shape:
@@ -136,6 +157,13 @@ def _tensors(
                     own = whole.format(expert=expert)
                     yield Stored(own, shape, layer, leaves, shape[:1], expert=expert)
                 continue
+            if leaves == LATENT_PRODUCTS:
+                (heads, rank, unrotated), (_, value, _) = (shapes[leaf] for leaf in leaves)
+                rows = heads * (unrotated + value), rank
+                yield Stored(
+                    whole, rows, layer, leaves, (unrotated, value), heads=heads, latents=True
+                )
+                continue
             of_experts = leaves[0].startswith("expert_")
             axis = 1 if of_experts else 0
             sizes = tuple(shapes[leaf][axis] for leaf in leaves)
@@ -149,11 +177,13 @@ def _tensors(
             shape = (1, *shape) if lone else shape
             interleaved = rotated = 0
             if config and together in family.interleaved:
-                interleaved = config.num_heads if together == "query" else config.num_kv_heads
+                of_queries = together.startswith("query")
+                interleaved = config.num_heads if of_queries else config.num_kv_heads
                 rotated = config.rotated
             yield Stored(
                 whole, shape, layer, leaves, sizes, turned, heads, interleaved, rotated, shift,
                 axis=axis, alternating="alternating" in packing and len(leaves) > 1, lone=lone,
+                rotated_last=family.rotated_last,
             )  # fmt: skip
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from specjax.models.config import ModelConfig, check_size
 from specjax.models.families import rotary
+from specjax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from specjax.models.families.dflash import DFLASH, is_dflash
 from specjax.models.families.eagle import EAGLE3, is_eagle3
 from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
 from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
-from specjax.models.families.glm import GLM, GLM4, GLM4_MOE
+from specjax.models.families.glm import GLM, GLM4, GLM4_FLASH, GLM4_MOE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
 from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE, MINICPM
@@ -38,6 +39,7 @@ FAMILIES = {
         *(MINISTRAL3, MISTRAL3, GRANITE, MINICPM, GLM, GLM4, *DENSE),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS),
         *(GLM4_MOE, MINIMAX_M2, DOTS1, ERNIE45_MOE),
+        *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_FLASH),
         MIMO,
         *(EAGLE3, DFLASH),
     )
@@ -111,7 +113,7 @@ def read_config(config: Json, positions: int | None = None) -> ModelConfig:
         features["windows"] = ()  # nobody is ever outside
     ends, own = _eos_ids(config, values["vocab_size"]), config.get("draft_vocab_size")
     return ModelConfig(
-        **values, **features, eos_ids=ends, family=config["model_type"],
+        **{**values, **features}, eos_ids=ends, family=config["model_type"],
         draft_vocab_size=None if own == values["vocab_size"] else own,
     )  # fmt: skip
 
