@@ -15,7 +15,8 @@ from tests.hidden import HiddenDrafter
 
 QUICK = ("prefill of 16,384", "prefill in bfloat16", "long texts", "plain", "chain", "chain, naive",
          "tree", "tree, one row", "pool", "specexec", "small vocabulary", "prefill of a mixture",
-         "tree of a mixture", "tree of a wide mixture", "prefill of latents", "tree of latents")  # fmt: skip
+         "tree of a mixture", "tree of a wide mixture", "prefill of latents",
+         "tree of latents")  # fmt: skip
 
 
 @pytest.mark.parametrize(
