@@ -295,16 +295,16 @@ def attend(
     mixed = [each for each, _ in found]
     new = [own for _, own in found]
     in_place = any(each.prefix is not None and each.prefix.pages is not None for each in groups)
-    for read in mixed if in_place else ():
-        new = [read_before_write(read, own) for own in new]
+    for each in mixed if in_place else ():
+        new = [read_before_write(each, own) for own in new]
     columns = [
         group.packing.pack(each.transpose(1, 3, 0, 2).reshape(-1, math.prod(group.shape)))
         for each, group in zip(mixed, groups, strict=True)
     ]
-    found = jnp.concatenate(columns, axis=1)
+    read = jnp.concatenate(columns, axis=1)
     if latent is not None:
-        found = latent_attention.values_of(model.config, weights, found, dtype)
-    return found, tuple(new)
+        read = latent_attention.values_of(model.config, weights, read, dtype)
+    return read, tuple(new)
 
 
 def _attend(
