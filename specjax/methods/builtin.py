@@ -130,13 +130,9 @@ def _shaped(acceptance: Any, budget: int, most: int) -> Widths:
     return most_tokens(acceptance, budget, min(budget, most)).shape.widths
 
 
-def _grown(
-    method: str, temperatures: tuple[float, float] | None = None
-) -> Callable[[Size], Setting]:
+def _grown(method: str) -> Callable[[Size], Setting]:
     """The settings of a method whose tree grows best first."""
-    return lambda size: Setting(
-        method, growth=growth_of(_budget_of(size)), temperatures=temperatures
-    )
+    return lambda size: Setting(method, growth=growth_of(_budget_of(size)))
 
 
 def _eagle(size: Size) -> Setting:
@@ -166,8 +162,7 @@ def _staged(size: Size) -> Setting:
     growth = growth_of(_budget_of(size))
     growth = dataclasses.replace(growth, beams=max(growth.beams, defaults.STAGED_BEAMS))
     return Setting(
-        "staged", None, growth, defaults.TEMPERATURES, TABLE, defaults.STAGED_TREE,
-        defaults.STAGED_FAN,
+        "staged", None, growth, None, TABLE, defaults.STAGED_TREE, defaults.STAGED_FAN
     )  # fmt: skip
 
 
@@ -243,8 +238,10 @@ def _best_first(
     table: TableStage | None = None,
     second: Drafter | None = None,
 ) -> BestFirstDrafter:
-    temperatures = jnp.asarray(setting.temperatures or defaults.TEMPERATURES, jnp.float32)
-    growth, most = _needed(setting, "growth"), pair.drafts[0].config.block_levels
+    config = pair.drafts[0].config
+    usual = defaults.TEMPERATURES if config.features is None else defaults.HEAD_TEMPERATURES
+    temperatures = jnp.asarray(setting.temperatures or usual, jnp.float32)
+    growth, most = _needed(setting, "growth"), config.block_levels
     if most is not None:
         growth = dataclasses.replace(growth, depth=min(growth.depth, most))
     return BestFirstDrafter(pair.drafts[0], temperatures, growth, table, second)
@@ -319,7 +316,7 @@ _BUILTIN = (
         name="specexec",
         summary="the likeliest nodes of one draft, grown best first",
         source="SpecExec (2406.02532)",
-        setting=_grown("specexec", defaults.TEMPERATURES),
+        setting=_grown("specexec"),
         build=_build_specexec,
         lacks=_needs_draft,
         takes_widths=False,
@@ -397,7 +394,7 @@ _BUILTIN = (
     Method(
         name="hybrid",
         summary="specexec's tree and lookup's branches in one, under one budget",
-        setting=_grown("hybrid", defaults.TEMPERATURES),
+        setting=_grown("hybrid"),
         build=_build_hybrid,
         lacks=_needs_draft,
         takes_widths=False,

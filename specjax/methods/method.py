@@ -37,7 +37,7 @@ class Setting:
       widths: children per level of a static tree (chain, tree, pool, recycle).
       growth: how a tree that grows does (specexec, staged, hybrid, lookup, ngram).
       temperatures: of the draft's distribution where it scores nodes, for greedy rows and for
-        sampled ones.
+        sampled ones; None for those of its kind of draft.
       stage: what drafts for a staged draft, an "ngram" table or a smaller "draft".
       guess: the tree that the second stage drafts, below each of the `fan` likeliest nodes.
       fan: of how many nodes of a round.

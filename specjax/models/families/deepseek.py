@@ -24,10 +24,19 @@ ROUTED: Mapping[str, str] = {
 _GROUP_BEST = 2
 _NEEDED = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size")
 
+PLAIN_ROUTING: Json = {
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+}
+"""What a file means that leaves these out, unless its family means otherwise."""
 
-def routed(config: Json, dense: int, norm_topk: bool = True) -> Experts:
-    """The experts that a file names; the first `first_k_dense_replace` layers (or `dense`) have
-    none.
+
+def routed(config: Json, usual: Json) -> Experts:
+    """The experts that a file names, which may leave out what is `usual`.
 
     Raises:
       ValueError: it names no experts, or more layers without than there are.
@@ -35,26 +44,24 @@ def routed(config: Json, dense: int, norm_topk: bool = True) -> Experts:
     for key in _NEEDED:
         if config.get(key) is None:
             raise ValueError(f"the configuration has no {key!r}, which mixtures need.")
-    first, layers = (
-        first_of(config.get("first_k_dense_replace"), dense),
-        config["num_hidden_layers"],
-    )
-    if first > layers:
-        raise ValueError(f"first_k_dense_replace is {first}; there are {layers} layers.")
-    size, groups = config["moe_intermediate_size"], first_of(config.get("n_group"), 1)
+    said = {key: first_of(config.get(key), usual[key]) for key in usual}
+    dense, layers = said["first_k_dense_replace"], config["num_hidden_layers"]
+    if dense > layers:
+        raise ValueError(f"first_k_dense_replace is {dense}; there are {layers} layers.")
+    size, groups = config["moe_intermediate_size"], said["n_group"]
     return Experts(
         num_experts=config["n_routed_experts"],
         experts_per_token=config["num_experts_per_tok"],
         intermediate_size=size,
         scores="sigmoid",
-        norm_topk=first_of(config.get("norm_topk_prob"), norm_topk),
-        routed_scale=float(first_of(config.get("routed_scaling_factor"), 1.0)),
+        norm_topk=said["norm_topk_prob"],
+        routed_scale=float(said["routed_scaling_factor"]),
         correction_bias=True,
         num_groups=groups,
-        topk_groups=first_of(config.get("topk_group"), 1),
+        topk_groups=said["topk_group"],
         group_best=1 if groups == 1 else _GROUP_BEST,
-        shared_size=size * first_of(config.get("n_shared_experts"), 0),
-        dense_layers=tuple(range(first)),
+        shared_size=size * said["n_shared_experts"],
+        dense_layers=tuple(range(dense)),
     )
 
 
@@ -130,6 +137,14 @@ _USUAL = {
     "v_head_dim": 128,
 }
 
+_ROUTING = {
+    **PLAIN_ROUTING,
+    "first_k_dense_replace": 3,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+}
+
 DEEPSEEK_V3 = dataclasses.replace(
     LLAMA,
     model_type="deepseek_v3",
@@ -151,7 +166,7 @@ DEEPSEEK_V3 = dataclasses.replace(
     experts=ROUTED,
     features=lambda config, positions: {
         **latents(config, positions, _USUAL),
-        "experts": routed(config, 3),
+        "experts": routed(config, _ROUTING),
     },
     written=lambda config: {**written_latents(config), **written_routed(config)},
 )
@@ -163,7 +178,8 @@ KIMI_K2 = dataclasses.replace(DEEPSEEK_V3, model_type="kimi_k2")
 def _of_v2(config: Json, positions: Positions) -> Json:
     method = first_of(config.get("topk_method"), "greedy")
     grouped = {} if method == "group_limited_greedy" else {"n_group": 1, "topk_group": 1}
-    experts = routed({**config, **grouped}, 0)
+    usual = {**PLAIN_ROUTING, "first_k_dense_replace": 0, "n_shared_experts": 2}
+    experts = routed({**config, **grouped}, usual)
     return {
         **latents(config, positions, _USUAL),
         "experts": dataclasses.replace(

@@ -6,6 +6,7 @@ from specjax.models.config import NORMS, ModelConfig
 from specjax.models.families import rotary
 from specjax.models.families.deepseek import (
     DEEPSEEK_V3,
+    PLAIN_ROUTING,
     ROUTED,
     latents,
     routed,
@@ -74,7 +75,7 @@ def _of_mixture(config: Json, positions: Positions) -> Json:
         **rotary.read(config, positions, turned=_ROTATED),
         "biases": _biases(config, False),
         "head_norms": "head" if config.get("use_qk_norm") else None,
-        "experts": routed(config, 1),
+        "experts": routed(config, PLAIN_ROUTING),
     }
 
 
@@ -109,6 +110,9 @@ _USUAL = {
 }
 
 
+_ROUTING = {**PLAIN_ROUTING, "first_k_dense_replace": 0, "routed_scaling_factor": 1.8}
+
+
 def _of_flash(config: Json, positions: Positions) -> Json:
     """Its layers are named dense or sparse; where they are not, the first is dense."""
     layers = config["num_hidden_layers"]
@@ -121,7 +125,7 @@ def _of_flash(config: Json, positions: Positions) -> Json:
     dense = tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     return {
         **latents(config, positions, _USUAL),
-        "experts": dataclasses.replace(routed(config, 1), dense_layers=dense),
+        "experts": dataclasses.replace(routed(config, _ROUTING), dense_layers=dense),
     }
 
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from specjax.models.config import Experts, ModelConfig
 from specjax.models.families import rotary
-from specjax.models.families.deepseek import ROUTED, routed, written_routed
+from specjax.models.families.deepseek import PLAIN_ROUTING, ROUTED, routed, written_routed
 from specjax.models.families.family import (
     FULL,
     SLIDING,
@@ -319,6 +319,13 @@ def _windows_of_dots(config: Json) -> Windows:
     return windows_of(window, kinds, layers)
 
 
+_ROUTING_OF_DOTS = {
+    **PLAIN_ROUTING,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+    "n_shared_experts": 0,
+}
+
 DOTS1 = dataclasses.replace(
     LLAMA,
     model_type="dots1",
@@ -331,7 +338,7 @@ DOTS1 = dataclasses.replace(
         "biases": ATTENTION * bool(config.get("attention_bias")),
         "head_norms": "head",
         "windows": _windows_of_dots(config),
-        "experts": routed(config, 0, norm_topk=False),
+        "experts": routed(config, _ROUTING_OF_DOTS),
     },
     written=lambda config: {
         **rotary.write(config),
