@@ -53,6 +53,7 @@ def test_a_plain_step_is_timed_inside_the_loop():
         ("qwen3-4b", 4.02, 4.02),
         ("qwen3-30b-a3b", 30.53, 3.353),
         ("gpt-oss-20b", 20.908, 4.186),
+        ("deepseek-v2-lite", 15.706, 2.661),
     ],
 )
 def test_shapes_are_those_of_the_models(name, billions, active):
