@@ -94,7 +94,7 @@ def leaves_of(
       CheckpointError: its groups cannot be spread over them.
     """
     if isinstance(tensor, PackedWeight) and stored.latents:  # of which parts are multiplied turned
-        tensor = np.asarray(tensor.unpacked())
+        tensor = np.asarray(jax.tree.map(jnp.asarray, tensor).unpacked())
     if isinstance(tensor, PackedWeight):
         pairs = zip(stored.leaves, _split(stored, tensor), strict=True)
         return {
