@@ -1,5 +1,6 @@
 """EAGLE-3 heads: files of every dialect, what they compute, the trees over them, and texts."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from specjax.base.pytree import replace
 from specjax.checkpoints.feature_drafts import is_feature_draft, load_feature_draft
 from specjax.checkpoints.files import CheckpointError, Files
 from specjax.checkpoints.huggingface import save_model
-from specjax.checkpoints.pair import load_pair
+from specjax.checkpoints.pair import Pair, load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.drafter import Seen
@@ -22,6 +23,7 @@ from specjax.draft.growth import Growth
 from specjax.draft.hybrid import HybridDrafter
 from specjax.draft.reading import catch_up, prefill, read_by
 from specjax.draft.static import ExpansionDrafter
+from specjax.methods import defaults
 from specjax.methods.choice import shipped
 from specjax.methods.registry import build, lacking, setting_of
 from specjax.models.quantized import PackedWeight, packed
@@ -226,6 +228,20 @@ def test_a_pair_drafts_with_a_head(tmp_path):
         "a draft that is a model of its own; the first one reads hidden states"
     )
     assert shipped(pair, 0.8, 1).setting.method == "chain"
+
+
+@pytest.mark.parametrize("method", ["specexec:7", "hybrid:7"])
+def test_a_heads_nodes_are_scored_otherwise_than_a_drafts(method, target, tmp_path):
+    head, _ = loaded(target, tmp_path, next(iter(DIALECTS.values())))
+    setting = setting_of(method)
+    assert setting.temperatures is None
+    for own, usual in ((head, defaults.HEAD_TEMPERATURES), (target, defaults.TEMPERATURES)):
+        for named, expected in ((None, usual), ((0.5, 2.0), (0.5, 2.0))):
+            drafter = build(
+                dataclasses.replace(setting, temperatures=named), Pair(target, None, [own])
+            )
+            grown = drafter if method.startswith("specexec") else drafter.draft
+            np.testing.assert_allclose(grown.temperatures, expected)
 
 
 def test_what_the_commands_say_of_a_head(tmp_path, capsys):
