@@ -163,10 +163,11 @@ def measured(asked: Asked, keep: Callable[[dict[str, Any]], Any]) -> dict[str, A
         bench = Bench(model="", prompts="", budgets=budgets, temperature=temperature, new=asked.new)
         for name, setting in settings_of(bench, own):
             most = 8 if name == "plain" else None
-            step_times(
-                own, setting, chosen[0].tokens, bench.new, bench.temperature, most
-            )  # compiles
-            steps = step_times(own, setting, chosen[0].tokens, bench.new, bench.temperature, most)
+            timed = partial(
+                step_times, own, setting, chosen[0].tokens, asked.new, temperature, most
+            )
+            timed()  # compiles
+            steps = timed()
             row = {
                 "step_seconds": statistics.median(steps.seconds),
                 "drafting_seconds": statistics.median(steps.drafting or [0.0]),

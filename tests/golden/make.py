@@ -589,8 +589,8 @@ def make(name: str, changes: dict) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # the initial 0.02 would hide errors
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
-        for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+        for own, buffer in model.named_buffers():
+            if own.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.tie_weights()
     tokens = torch.randint(0, config.vocab_size, (2, 19))

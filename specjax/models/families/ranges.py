@@ -39,6 +39,9 @@ _MAGNITUDE = Range(0, 1e4, above=True)
 _POSITIONS = Range(1, 2**31 - 1, whole=True)
 _COUNT = Range(1, 4096, whole=True)
 _FACTOR = Range(0, 1e6, above=True)
+_FEW = Range(0, 4096, whole=True)
+_LAYER = Range(0, 10_000, whole=True)
+_PERIOD = Range(1, 10_000, whole=True)
 
 _KEYS: Mapping[str, Range | str] = {
     "rope_theta": _BASE,
@@ -68,17 +71,17 @@ _KEYS: Mapping[str, Range | str] = {
     "qk_rope_head_dim": _POSITIONS,
     "qk_nope_head_dim": _POSITIONS,
     "v_head_dim": _POSITIONS,
-    "n_shared_experts": Range(0, 4096, whole=True),
+    "n_shared_experts": _FEW,
     "n_group": _COUNT,
     "topk_group": _COUNT,
-    "first_k_dense_replace": Range(0, 10_000, whole=True),
+    "first_k_dense_replace": _LAYER,
     "routed_scaling_factor": _FACTOR,
     "moe_num_experts": _COUNT,
     "moe_k": _COUNT,
-    "moe_num_shared_experts": Range(0, 4096, whole=True),
-    "moe_layer_start_index": Range(0, 10_000, whole=True),
+    "moe_num_shared_experts": _FEW,
+    "moe_layer_start_index": _LAYER,
     "moe_layer_end_index": Range(-1, 10_000, whole=True),
-    "moe_layer_interval": Range(1, 10_000, whole=True),
+    "moe_layer_interval": _PERIOD,
     "rotary_dim": _POSITIONS,
     "scale_emb": _FACTOR,
     "scale_depth": _FACTOR,
@@ -87,13 +90,13 @@ _KEYS: Mapping[str, Range | str] = {
     "moe_intermediate_size": _POSITIONS,
     "shared_expert_intermediate_size": _POSITIONS,
     "shared_intermediate_size": Range(0, 2**31 - 1, whole=True),
-    "decoder_sparse_step": Range(1, 10_000, whole=True),
-    "no_rope_layer_interval": Range(1, 10_000, whole=True),
+    "decoder_sparse_step": _PERIOD,
+    "no_rope_layer_interval": _PERIOD,
     "attn_logit_softcapping": _CAP,
     "final_logit_softcapping": _CAP,
     "query_pre_attn_scalar": _CAP,
-    "max_window_layers": Range(0, 10_000, whole=True),
-    "sliding_window_pattern": Range(1, 10_000, whole=True),
+    "max_window_layers": _LAYER,
+    "sliding_window_pattern": _PERIOD,
     "word_embed_proj_dim": _POSITIONS,
     "attention_bias": _FLAG,
     "mlp_bias": _FLAG,
