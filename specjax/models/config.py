@@ -199,11 +199,12 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek, arXiv 2405.04434): of each token `rank` numbers stand
-    for the keys and values of all heads.
+    """Multi-head latent attention (MLA; DeepSeek, arXiv 2405.04434): of each token `rank` numbers
+    (`kv_lora_rank`) stand for the keys and values of all heads.
 
-    Of a head's query `unrotated` features are not rotated, and it takes `value` numbers. Queries
-    are made of `query_rank` numbers, or where that is None as elsewhere.
+    Of a head's query `unrotated` features (`qk_nope_head_dim`) are not rotated, and it takes
+    `value` numbers (`v_head_dim`). Queries are made of `query_rank` numbers (`q_lora_rank`), or
+    where that is None as elsewhere.
     """
 
     rank: int

@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1), absorbed.
 
 All heads share one key/value head, whose features are those that a token's latent is and, first,
 those that are rotated: a head's part of the matrix that would make its keys of latents goes into
 its query instead, and the part that would make its values comes behind attention. So the cache
 holds a latent for each token, whatever the heads are, and attention is as everywhere. Values are
-the keys, of which what was rotated is left out behind attention.
+the keys before rotation, whose first features are left out behind attention.
 """
 
 import jax.numpy as jnp
@@ -26,7 +26,9 @@ def projected(
     x: Float[Array, "E C"],
     dtype: jnp.dtype | None,
 ) -> list[Float[Array, "_ C"]]:
-    """Queries and keys of columns, the features that are to be rotated first in each head."""
+    """Queries, keys and values of columns, the features that are to be rotated first in each
+    head.
+    """
     first = "query" if latent.query_rank is None else "query_down"
     query, key = products(weights, (first, "key"), x, dtype)
     if latent.query_rank is not None:
@@ -37,7 +39,7 @@ def projected(
     absorbed = by_block(weights.latent_key, heads[:, turned:], dtype)
     query = jnp.concatenate([heads[:, :turned], absorbed], axis=1).reshape(-1, columns)
     key = jnp.concatenate([key[:turned], _normed(weights.latent_norm, key[turned:])])
-    return [query, key]
+    return [query, key, key]
 
 
 def values_of(
@@ -46,7 +48,7 @@ def values_of(
     mixed: Float[Array, "HD C"],
     dtype: jnp.dtype | None,
 ) -> Float[Array, "HV C"]:
-    """What heads take from the keys that attention mixed."""
+    """What heads make of the latents that attention mixed."""
     columns = mixed.shape[1]
     heads = mixed.reshape(-1, config.head_dim, columns)[:, config.rotated :]
     return by_block(weights.latent_value, heads, dtype).reshape(-1, columns)

@@ -312,11 +312,10 @@ def _attend(
 ) -> tuple[Float[Array, "B H T D"], tuple[Array, Array]]:
     """What a group's tokens take from those that they see, and their keys and values."""
     config, block = model.config, group.block
-    query, key, *rest = (
+    query, key, value = (
         _heads(model, weights, matrix, own, group)
-        for matrix, own in zip(_PROJECTIONS, made, strict=False)  # of latents there are no values
+        for matrix, own in zip(_PROJECTIONS, made, strict=True)
     )
-    value = rest[0] if rest else key
     if config.query_scale is not None:  # attention itself scales by the root of the head's size
         query = query * (config.query_scale * config.head_dim**0.5)
     # A token's keys round as they will in the cache, where others read them.
