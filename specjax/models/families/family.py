@@ -107,8 +107,12 @@ def value_of(family: Family, config: Json, key: str) -> Any:
     raise ValueError(f"the configuration has no {key!r}, which {family.model_type} models need.")
 
 
+_OF_ALL = ("eos_token_id", "tie_word_embeddings")
+"""What a multimodal configuration may say in place of its text model's."""
+
+
 def text_of(config: Json) -> dict[str, Any]:
-    """The text model of a multimodal configuration, whose own end tokens count.
+    """The text model of a multimodal configuration, whose own word on some keys counts.
 
     Raises:
       ValueError: there is none.
@@ -116,16 +120,23 @@ def text_of(config: Json) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         raise ValueError(f"text_config is {text!r}; it must be an object.")
-    ends = config.get("eos_token_id")
-    return text if ends is None else {**text, "eos_token_id": ends}
+    outer = {key: config[key] for key in _OF_ALL if config.get(key) is not None}
+    return {**text, **outer}
 
 
-VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
-          "model.multi_modal_projector.")  # fmt: skip
-"""What multimodal files hold beside the text model."""
+_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.",
+           "model.multi_modal_projector.")  # fmt: skip
 
-OF_TEXT = {"language_model.": "", "model.language_model.": "model."}
-"""How they begin the names of the text model's tensors, and what that stands for."""
+
+def multimodal(text: Family, model_type: str) -> Family:
+    """The table of multimodal files, of which the text model alone is read."""
+    return dataclasses.replace(
+        text,
+        model_type=model_type,
+        upgrade=lambda config: text.upgrade({**text_of(config), "model_type": text.model_type}),
+        renamed={"language_model.": "", "model.language_model.": "model."},
+        ignored=(*text.ignored, *_VISION),
+    )
 
 
 def whole_heads(config: Json) -> int:

@@ -7,13 +7,10 @@ from specjax.models.config import NORMS, ModelConfig
 from specjax.models.families import rotary
 from specjax.models.families.family import (
     FULL,
-    OF_TEXT,
     SLIDING,
-    VISION,
     Json,
     Positions,
     first_of,
-    text_of,
     windows_of,
     written_windows,
 )
@@ -126,13 +123,3 @@ GEMMA3 = dataclasses.replace(
     layer={**GEMMA2.layer, **HEAD_NORMS},
     features=_of_gemma3,
 )
-
-
-GEMMA3_WHOLE = dataclasses.replace(
-    GEMMA3,
-    model_type="gemma3",
-    upgrade=lambda config: {**text_of(config), "model_type": GEMMA3.model_type},
-    renamed=OF_TEXT,
-    ignored=(*GEMMA3.ignored, *VISION),
-)
-"""Multimodal, of which the text model alone is read."""

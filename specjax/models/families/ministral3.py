@@ -1,22 +1,13 @@
-"""Ministral 3 (Mistral), whose queries grow with their position, and multimodal files of it."""
+"""Ministral 3 (Mistral), whose queries grow with their position."""
 
 import dataclasses
 
 from specjax.models.config import ModelConfig
 from specjax.models.families import rotary
-from specjax.models.families.family import (
-    OF_TEXT,
-    VISION,
-    Json,
-    Positions,
-    first_of,
-    text_of,
-    written_windows,
-)
+from specjax.models.families.family import Json, Positions, written_windows
 from specjax.models.families.llama import LLAMA, MISTRAL, window_everywhere
 
 _GROWTH = "llama_4_scaling_beta"
-_ROTARY = ("rope_parameters", "rope_scaling")
 _POSITIONS = 262_144
 _STRETCHED = {
     "rope_type": "yarn",
@@ -82,38 +73,3 @@ MINISTRAL3 = dataclasses.replace(
     features=_of_ministral,
     written=_written,
 )
-
-
-def _of_multimodal(config: Json) -> Json:
-    """The text model, a Ministral 3 or a Mistral; whether it is tied either configuration says.
-
-    Raises:
-      ValueError: it is another.
-    """
-    text = text_of(config)
-    kind = text.get("model_type", MISTRAL.model_type)
-    tied = first_of(config.get("tie_word_embeddings"), text.get("tie_word_embeddings"))
-    text = {**text, "model_type": kind}
-    if tied is not None:
-        text["tie_word_embeddings"] = tied
-    if kind == MINISTRAL3.model_type:
-        return text
-    if kind != MISTRAL.model_type:
-        raise ValueError(
-            f"text_config.model_type is {kind!r}; of mistral3 models {MISTRAL.model_type!r} and "
-            f"{MINISTRAL3.model_type!r} are supported."
-        )
-    plain = {"rope_theta": first_of(text.get("rope_theta"), 10_000.0), "rope_type": "default"}
-    turned = {} if any(text.get(key) for key in _ROTARY) else {"rope_parameters": plain}
-    defaults = {"sliding_window": 4096, "rms_norm_eps": 1e-6, "max_position_embeddings": 131_072}
-    return {**defaults, **text, **turned}
-
-
-MISTRAL3 = dataclasses.replace(
-    MINISTRAL3,
-    model_type="mistral3",
-    upgrade=_of_multimodal,
-    renamed=OF_TEXT,
-    ignored=(*MINISTRAL3.ignored, *VISION),
-)
-"""Multimodal, of which the text model alone is read: Ministral 3, Mistral Small 3.1 and 3.2."""

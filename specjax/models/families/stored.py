@@ -16,13 +16,12 @@ class Stored:
 
     `layer` is that of the leaves, None for those outside; `sizes` are their rows and `heads` how
     many heads lie one after the other, 0 where the leaves do. `interleaved` are the heads whose two
-    halves' rows take turns, 0 where they do not, of the first `rotated` rows of each; `shift` is
-    what was added. Of leaves with
-    experts it holds those of one `expert`, or where that is None of all of them, whose rows are
-    along `axis`. Where leaves are `alternating`, their rows take turns. What is `turned` is
-    `[in, out]`, unless it is packed; what is `lone` has a first axis of 1 before the leaf's.
-    Rotated rows that are `rotated_last` in each head are first in the leaf's. Of `latents` the
-    leaves are each head's keys, turned, and its values.
+    halves' rows take turns, 0 where they do not: of the first `rotated` rows of each, or where
+    these are `rotated_last` of the last ones, which are first in the leaf. `shift` is what was
+    added. Of leaves with experts it holds those of one `expert`, or where that is None of all of
+    them, whose rows are along `axis`. Where leaves are `alternating`, their rows take turns. What
+    is `turned` is `[in, out]`, unless it is packed; what is `lone` has a first axis of 1 before the
+    leaf's. Of `latents` the leaves are each head's keys, turned, and its values.
     """
 
     name: str

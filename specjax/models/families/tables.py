@@ -8,15 +8,22 @@ from specjax.models.families import rotary
 from specjax.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2
 from specjax.models.families.dflash import DFLASH, is_dflash
 from specjax.models.families.eagle import EAGLE3, is_eagle3
-from specjax.models.families.family import ACTIVATION_KEYS, Family, Json, value_of
-from specjax.models.families.gemma import GEMMA2, GEMMA3, GEMMA3_WHOLE
+from specjax.models.families.family import (
+    ACTIVATION_KEYS,
+    Family,
+    Json,
+    multimodal,
+    text_of,
+    value_of,
+)
+from specjax.models.families.gemma import GEMMA2, GEMMA3
 from specjax.models.families.glm import GLM, GLM4, GLM4_FLASH, GLM4_MOE
 from specjax.models.families.gpt import GPT2, NEOX, OPT
 from specjax.models.families.gpt_oss import GPT_OSS
 from specjax.models.families.granite import GRANITE, MINICPM
 from specjax.models.families.llama import LLAMA, MINISTRAL, MISTRAL, OLMO2, PHI3, QWEN2, QWEN3
 from specjax.models.families.mimo import MIMO
-from specjax.models.families.ministral3 import MINISTRAL3, MISTRAL3
+from specjax.models.families.ministral3 import MINISTRAL3
 from specjax.models.families.mixtures import (
     DOTS1,
     ERNIE45_MOE,
@@ -34,9 +41,9 @@ from specjax.models.families.relatives import DENSE
 FAMILIES = {
     family.model_type: family
     for family in (
-        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3, GEMMA3_WHOLE),
+        *(LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, PHI3, OLMO2, GEMMA2, GEMMA3),
         *(GPT2, OPT, NEOX),
-        *(MINISTRAL3, MISTRAL3, GRANITE, MINICPM, GLM, GLM4, *DENSE),
+        *(MINISTRAL3, GRANITE, MINICPM, GLM, GLM4, *DENSE),
         *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS),
         *(GLM4_MOE, MINIMAX_M2, DOTS1, ERNIE45_MOE),
         *(DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_FLASH),
@@ -44,6 +51,13 @@ FAMILIES = {
         *(EAGLE3, DFLASH),
     )
 }
+
+_MULTIMODAL = {
+    name: {text.model_type: multimodal(text, name) for text in texts}
+    for name, texts in {"gemma3": (GEMMA3,), "mistral3": (MISTRAL, MINISTRAL3)}.items()
+}
+"""The tables of multimodal files, by the `model_type` of their text; the first where it has none.
+"""
 
 _STATEFUL = frozenset((
     "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
@@ -74,10 +88,18 @@ def family_of(config: Json) -> Family:
             "keys and values; a tree would need a state for each of its branches, which is not "
             "supported."
         )
+    if isinstance(model_type, str) and model_type in _MULTIMODAL:
+        kinds = _MULTIMODAL[model_type]
+        kind = text_of(config).get("model_type", next(iter(kinds)))
+        if kind not in kinds:
+            raise ValueError(
+                f"text_config.model_type is {kind!r}; of {model_type} models "
+                f"{' and '.join(kinds)} are supported."
+            )
+        return kinds[kind]
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(
-            f"model_type {model_type!r} is not supported; supported: {', '.join(FAMILIES)}."
-        )
+        known = ", ".join((*FAMILIES, *_MULTIMODAL))
+        raise ValueError(f"model_type {model_type!r} is not supported; supported: {known}.")
     return FAMILIES[model_type]
 
 
