@@ -49,8 +49,15 @@ def facts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def other_facts(tmp_path_factory):
-    return found_on_mesh(tmp_path_factory.mktemp("mesh"), OTHERS)
+def other_facts(request, tmp_path_factory):
+    """Of the sections that the tests of this run ask for: of a part of them, not of all."""
+    asked = {
+        section
+        for item in request.session.items
+        for mark in item.iter_markers("sections")
+        for section in mark.args
+    }
+    return found_on_mesh(tmp_path_factory.mktemp("mesh"), [one for one in OTHERS if one in asked])
 
 
 def found_on_mesh(folder, sections):
@@ -87,7 +94,9 @@ def test_tokens_are_those_of_one_device(facts, section):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("section", [one for one in OTHERS if "/" in one])
+@pytest.mark.parametrize(
+    "section", [pytest.param(one, marks=pytest.mark.sections(one)) for one in OTHERS if "/" in one]
+)
 def test_tokens_on_other_meshes_are_those_of_one_device(other_facts, section):
     check_tokens(other_facts, section)
 
@@ -100,6 +109,7 @@ def test_hidden_states_on_a_mesh_are_those_of_a_pass(facts):
 
 
 @pytest.mark.slow
+@pytest.mark.sections("engine")
 def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):
     found = other_facts["engine"]
     for section in ENGINES:
@@ -108,6 +118,7 @@ def test_an_engine_on_a_mesh_gives_the_texts_of_plain_decoding(other_facts):
 
 
 @pytest.mark.slow
+@pytest.mark.sections("grammars")
 def test_texts_under_grammars_are_those_of_one_device(other_facts):
     found = other_facts["grammars"]
     assert len(found) == 5
@@ -140,6 +151,7 @@ def test_a_layer_sums_twice_and_no_weights_are_gathered(facts):
 
 
 @pytest.mark.slow
+@pytest.mark.sections("families")
 def test_every_family_splits_over_two_devices(other_facts):
     found = other_facts["families"]
     split = {case for case in found if "share" in found[case]}
@@ -153,6 +165,7 @@ def test_every_family_splits_over_two_devices(other_facts):
 
 
 @pytest.mark.slow
+@pytest.mark.sections("moved")
 def test_a_model_is_restored_onto_another_mesh(other_facts):
     for name, devices in (("one", 1), ("model=8", 8), ("data=8", 1)):
         assert other_facts["moved"][name]["error"] < 1e-3, name
