@@ -35,7 +35,7 @@ def costing(monkeypatch, node: float) -> None:
     """A plain pass takes ten seconds, and every further column so many."""
     monkeypatch.setattr(
         draftless, "passes_seconds",
-        lambda model, columns: {count: 10 + node * (count - 1) for count in columns},
+        lambda model, columns, text: {count: 10 + node * (count - 1) for count in columns},
     )  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monk
     assert engine.ready
     assert ids_of(served(engine, [LONG])[0]) == expected
     assert engine.statistics().accepted_tokens == 0
-    until(lambda: engine.settings_compiling == ["chain:2"], 20)
+    until(lambda: engine.settings_compiling == ["chain:2"], 120)
     assert engine.report()["settings_compiling"] == ["chain:2"]
     with pytest.raises(ValueError, match="'chain:2' has no program yet; those that have are none"):
         engine.fix("chain:2")
@@ -80,7 +80,7 @@ def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monk
     assert said[1].startswith("every setting has joined, after ")
     folder = cache_folder()
     assert folder is not None
-    until((folder / "step_costs.json").exists, 20)  # which is written when all are measured
+    until((folder / "step_costs.json").exists, 120)  # which is written when all are measured
     costs = engine._device.step_costs
     assert set(costs) == set(engine.speculation.shapes)
     assert engine.speculation.controller.costs.measured == costs
@@ -109,14 +109,14 @@ def test_what_was_measured_beside_a_compilation_is_measured_again(target, monkey
     monkeypatch.setattr(measuring, "chunks", of_chunks)
     engine = an_engine(target, monkeypatch, rows=2)
     engine.start(wait=False)
-    until(lambda: engine.settings_compiling == ["chain:2"], 20)
+    until(lambda: engine.settings_compiling == ["chain:2"], 120)
     assert measured == ["chunks", "none"]
     folder = cache_folder()
     assert folder is not None
     assert not (folder / "step_costs.json").exists()
     before = dict(engine._device.step_costs)
     allowed.set()
-    until((folder / "step_costs.json").exists, 20)
+    until((folder / "step_costs.json").exists, 120)
     assert sorted(measured[2:]) == ["chain:2", "chunks", "none"]
     assert engine._device.step_costs != before
     engine.close()
@@ -199,6 +199,7 @@ def test_what_may_be_hoped_of_a_program_is_what_off_takes():
     assert found.catch_up_seconds == {16: 0.01, 64: 0.01}
 
 
+@pytest.mark.slow
 def test_a_setting_has_fewer_columns_where_its_steps_cost_clearly_more(target, monkeypatch):
     """They are compiled when its own are measured, and at once where that was known before."""
     monkeypatch.setattr(shapes, "_WORTH", 0.0)

@@ -88,9 +88,9 @@ def test_answers_are_kept_while_there_is_room():
     assert texts.made() is None, "it is as it was"
     for number in range(40):
         texts.add([number] * 9)
-    until(lambda: 39 in made().tokens, 10)
+    until(lambda: 39 in made().tokens, 60)
     texts.add(list(range(200)))
-    until(lambda: made().tokens[:63].tolist() == list(range(137, 200)), 10)
+    until(lambda: made().tokens[:63].tolist() == list(range(137, 200)), 60)
 
 
 @pytest.mark.parametrize("switching", [False, True])
@@ -112,7 +112,7 @@ def test_an_engine_drafts_from_what_it_answered(switching):
             before = engine.statistics().steps
             texts.append([ids_of(events) for events in served(engine, asked)])
             counts.append(engine.statistics().steps - before)
-            until(lambda: not engine._earlier.is_ordering, 10)
+            until(lambda: not engine._earlier.is_ordering, 60)
     plain = generate(target, None, [asked[0].prompt], max_new_tokens=24).tokens.tolist()
     assert [each[0] for each in texts] == plain * 3
     assert texts[0] == texts[1] == texts[2]

@@ -25,19 +25,26 @@ from specjax.cli.ahead import NEW, check_serve, compile_for, compiled_for, lengt
 from specjax.cli.loading import pair_of
 from specjax.cli.options import CheckPair, Info
 from specjax.cli.values import at_least, bytes_of, dtype_of
+from specjax.decoding.expert_use import experts_taken
 from specjax.decoding.request import PROMPT_BUCKETS, room
+from specjax.measure.timing import weight_bytes
 from specjax.methods import records
 from specjax.methods.choice import Asked, choose
+from specjax.methods.draftless import bundled
 from specjax.models import memory
 from specjax.models.config import Features, ModelConfig
+from specjax.models.experts import expected_experts
 from specjax.models.families.mimo import mtp_config
 from specjax.models.memory import Load, Plan, readable
 from specjax.models.placement import Placement, placement
 from specjax.models.quantized import quantized_as
+from specjax.parallel.mesh import mesh_of
 from specjax.parallel.processes import devices_for
 
 _NODES = 16
 """Nodes of the trees that `check-pair` reckons with, root included."""
+_PASSES = (1, 4, 16, 64)
+"""Nodes of passes whose experts `info` counts, root included."""
 
 
 def info(options: Info) -> int:
@@ -194,7 +201,29 @@ def _chosen(options: Info, mesh: Mesh | None) -> dict[str, Any]:
         "quantization": quantized_as(pair.target) or "none",
         "method_greedy": chosen(0.0),
         "method_sampled": chosen(0.8),
+        **_of_experts(pair),
         **_measurements(pair, options.batch),
+    }
+
+
+def _of_experts(pair: Pair) -> dict[str, Any]:
+    """What passes over more nodes read of a mixture: of one in memory along bundled prompts, of
+    others if each expert were as likely as any.
+    """
+    target = pair.target
+    experts = target.config.experts
+    if experts is None:
+        return {}
+    if target.is_offloaded or mesh_of(target) is not None:
+        taken = tuple(expected_experts(experts, nodes) for nodes in _PASSES)
+    else:
+        taken = experts_taken(target, bundled(pair).tokens, _PASSES)
+    read = [weight_bytes(target, nodes, own) for nodes, own in zip(_PASSES, taken, strict=True)]
+    return {
+        "active_parameters": target.config.num_active_parameters,
+        "experts": experts.num_experts,
+        "experts_by_nodes": {n: round(own, 1) for n, own in zip(_PASSES, taken, strict=True)},
+        "read_by_nodes_bytes": dict(zip(_PASSES, read, strict=True)),
     }
 
 
@@ -229,10 +258,11 @@ def _print(facts: dict[str, Any], as_json: bool) -> None:
 def _readable(name: str, value: Any) -> str:
     if value is None:
         return "unknown"
+    if isinstance(value, dict):
+        said = readable if name.endswith("_bytes") else str
+        return ", ".join(f"{key} {said(entry)}" for key, entry in value.items())
     if name.endswith("_bytes"):
         return f"{readable(value)} of each device"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {entry}" for key, entry in value.items())
     if isinstance(value, list):
         return ", ".join(f"{entry:,}" for entry in value) or "none"
     return f"{value:,}" if isinstance(value, int) else str(value)

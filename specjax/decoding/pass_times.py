@@ -20,7 +20,7 @@ from specjax.draft.reading import ModelState, ready, run
 from specjax.models.config import ModelConfig
 from specjax.models.kv_cache import cache_dtype, empty_cache
 from specjax.models.layer_weights import LayerWeights
-from specjax.models.transformer import Model, unembed
+from specjax.models.transformer import Model, embed, unembed
 
 BUDGETS = (15, 31, 63, 127, 255, 511, 1023, 2047)
 """Of nodes below the root, among which one is chosen."""
@@ -229,8 +229,13 @@ def draft_seconds(draft: Model) -> float:
     return _of_drafts[draft]
 
 
-def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
+def passes_seconds(
+    model: Model, columns: Sequence[int], text: Sequence[int] = ()
+) -> dict[int, float]:
     """Seconds of a model's passes over several numbers of columns, logits included; measured once.
+
+    Columns of a mixture are tokens of the `text` that follow one another, if there is one: they
+    choose experts alike, so that a pass reads fewer than for columns that have nothing in common.
 
     They take turns, so that other work on the machine slows all of them. The programs of a layer
     and of the unembedding are timed, so that little is compiled; layers go one after the other, as
@@ -242,9 +247,10 @@ def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
     known = _of_passes.setdefault(model, {})
     new = [count for count in dict.fromkeys(columns) if count not in known]
     if model.config.features is not None and new:
-        levels = [_clock(partial(_level, model), model.config.hidden_size, n) for n in new]
+        size = model.config.hidden_size
+        levels = [_clock(partial(_level, model), _drawn(size, n)) for n in new]
         *taken, idle = _least_seconds(
-            [*levels, _clock(partial(_nothing, model, None), model.config.hidden_size, 1)], _MANY
+            [*levels, _clock(partial(_nothing, model, None), _drawn(size, 1))], _MANY
         )
         idle = idle if platform() == "cpu" else 0.0
         known |= {n: max(whole - idle, whole / 2) for n, whole in zip(new, taken, strict=True)}
@@ -252,9 +258,13 @@ def passes_seconds(model: Model, columns: Sequence[int]) -> dict[int, float]:
         outer = model.outer
         layers = _timed_layers(model)
         whole = model.config.num_layers / len(layers)
-        passes = [_pass(outer, model.config, layers, count) for count in new]
-        unembeds = [_clock(partial(_logits, outer), model.config.hidden_size, n) for n in new]
-        starts = _clock(partial(_started, outer, layers), model.config.hidden_size, 1)
+        drawn = [_drawn(model.config.hidden_size, count) for count in new]
+        entering = drawn
+        if model.config.experts is not None and text:
+            entering = [_embedded(outer, text, count) for count in new]
+        passes = [_pass(outer, model.config, layers, own) for own in entering]
+        unembeds = [_clock(partial(_logits, outer), own) for own in drawn]
+        starts = _clock(partial(_started, outer, layers), _drawn(model.config.hidden_size, 1))
         *taken, idle = _least_seconds([*passes, *unembeds, starts], _MANY)
         for count, inside, after in zip(new, taken, taken[len(new) :], strict=False):
             computed = inside - idle if platform() == "cpu" else inside
@@ -293,7 +303,7 @@ def _level(model: Model, x: Float[Array, "E C"]) -> Array:
 
 def seconds_of(work: Callable[[Array], object], size: int, columns: int) -> float:
     """The least seconds of other work on so many columns of `size` numbers."""
-    return _least_seconds([_clock(work, size, columns)], _MANY)[0]
+    return _least_seconds([_clock(work, _drawn(size, columns))], _MANY)[0]
 
 
 def _timed_layers(model: Model) -> list[LayerWeights]:
@@ -371,15 +381,23 @@ def _shared(
     return jnp.minimum(p, q).sum(axis=-1)
 
 
-def _clock(work: Callable[[Array], object], size: int, columns: int) -> Callable[[], float]:
-    """Takes the seconds of work on a state, which it may be given away to.
+def _drawn(size: int, columns: int) -> Float[np.ndarray, "E C"]:
+    """Columns that differ, as those of one that is the same would choose the same experts."""
+    return np.random.default_rng(0).standard_normal((size, columns), np.float32)
 
-    Columns differ, as those of one that is the same would choose the same experts.
-    """
-    drawn = np.random.default_rng(0).standard_normal((size, columns), np.float32)
+
+def _embedded(outer: Model, text: Sequence[int], columns: int) -> Float[np.ndarray, "E C"]:
+    """So many tokens of a text, from its beginning on, as they enter the first layer."""
+    tokens = jnp.asarray(np.resize(np.asarray(text, np.int32), columns))[None]
+    positions = jnp.arange(columns, dtype=jnp.int32)[None]
+    return np.asarray(embed(outer, tokens, positions), np.float32)
+
+
+def _clock(work: Callable[[Array], object], state: Float[np.ndarray, "E C"]) -> Callable[[], float]:
+    """Takes the seconds of work on a state, which it may be given away to."""
 
     def taken() -> float:
-        x = jax.block_until_ready(jnp.array(drawn))
+        x = jax.block_until_ready(jnp.array(state))
         start = time.perf_counter()
         jax.block_until_ready(work(x))
         return time.perf_counter() - start
@@ -402,15 +420,19 @@ def _least_seconds(clocks: Sequence[Callable[[], float]], runs: int = _RUNS) -> 
 
 def _pass_seconds(outer: Model, config: ModelConfig, weights: LayerWeights, columns: int) -> float:
     """The least seconds of a layer over so many columns, for all layers."""
-    (taken,) = _least_seconds([_pass(outer, config, [weights], columns)])
+    state = _drawn(config.hidden_size, columns)
+    (taken,) = _least_seconds([_pass(outer, config, [weights], state)])
     return config.num_layers * taken
 
 
 def _pass(
-    outer: Model, config: ModelConfig, layers: Sequence[LayerWeights], columns: int
+    outer: Model,
+    config: ModelConfig,
+    layers: Sequence[LayerWeights],
+    state: Float[np.ndarray, "E C"],
 ) -> Callable[[], float]:
-    """A clock of some layers over so many columns."""
-    outer = replace(outer, layers=())
+    """A clock of some layers over such columns."""
+    outer, columns = replace(outer, layers=()), state.shape[1]
     heads = layers[0].key.shape[0] // config.head_dim
     cache = empty_cache(config, 1, _SLOTS, cache_dtype(outer.embedding.dtype), heads)
     held = cache.keys[0], cache.values[0], cache.length
@@ -423,4 +445,4 @@ def _pass(
             x, _ = run_layer(outer, weights, x, positions, tree_mask, held, kind=kind)
         return x
 
-    return _clock(run, config.hidden_size, columns)
+    return _clock(run, state)

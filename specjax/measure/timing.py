@@ -202,11 +202,11 @@ def repeated(outputs: Iterable[np.ndarray], length: int = 8) -> float:
     return again / grams if grams else 0.0
 
 
-def weight_bytes(model: Model, columns: int = 1) -> int:
+def weight_bytes(model: Model, columns: int = 1, taken: float | None = None) -> int:
     """Bytes of weights that a pass over so many columns reads.
 
-    All but an embedding that is only looked up, and experts that nobody is expected to choose
-    (`expected_experts`).
+    All but an embedding that is only looked up, and experts that nobody takes: `taken` are so many
+    of a layer, by default those that are expected (`expected_experts`).
     """
     cache = model.expert_cache
     read = model.bytes_a_pass if cache is None else cache.all_bytes
@@ -217,7 +217,8 @@ def weight_bytes(model: Model, columns: int = 1) -> int:
         return held
     layers = model.layers if model.stack is None else (model.stack,)
     own = [getattr(each, name) for each in layers for name in EXPERT_MATRICES]
-    unread = 1 - expected_experts(experts, columns) / experts.num_experts
+    taken = expected_experts(experts, columns) if taken is None else taken
+    unread = 1 - taken / experts.num_experts
     every = sum(leaf.nbytes for leaf in jax.tree.leaves(own))
     every += 0 if cache is None else read
     return held - round(unread * every)

@@ -16,8 +16,9 @@ from specjax.decoding.pass_times import (
     offload_times,
 )
 from specjax.measure.tune import Tuner
-from specjax.methods import drafted, registry
+from specjax.methods import registry
 from specjax.methods.choice import shipped
+from specjax.methods.draftless import bundled
 from specjax.methods.method import Setting
 from specjax.models import memory
 from specjax.models.transformer import Model
@@ -54,7 +55,7 @@ class StreamedTuner(Tuner):
         """
         target = self.grown.target
         if target.expert_cache is not None:
-            return expert_times(target, drafted.bundled(self.grown).tokens)
+            return expert_times(target, bundled(self.grown).tokens)
         return offload_times(target)
 
     def pass_seconds(self, nodes: int) -> float:

@@ -19,7 +19,7 @@ from specjax.decoding.pass_times import (
     offload_times,
 )
 from specjax.methods import defaults, drafted, records
-from specjax.methods.draftless import findings
+from specjax.methods.draftless import bundled, findings
 from specjax.methods.evidence import Gain, evidence, fastest, gains
 from specjax.methods.method import Setting, check_method
 from specjax.methods.records import Run
@@ -193,7 +193,7 @@ def _with_experts_elsewhere(pair: Pair, temperature: float, batch: int, verify: 
         setting = setting_of("lookup", budget=ExpertTimes.budgets[0])
         reason = "no experts are read for what is not found"
         return Choice(setting if _able(setting, pair, verify) else Setting(), reason)
-    target, draft, text = pair.target, pair.drafts[0], drafted.bundled(pair)
+    target, draft, text = pair.target, pair.drafts[0], bundled(pair)
     levels = draft.config.block_levels
     longest = min(ExpertTimes.budgets[-1], levels or ExpertTimes.budgets[-1])
     known = _chains.setdefault(target, {})

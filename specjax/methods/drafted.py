@@ -20,7 +20,7 @@ from specjax.checkpoints.acceptance import Acceptance
 from specjax.checkpoints.pair import Pair
 from specjax.decoding.pass_times import overlaps
 from specjax.methods import defaults, records
-from specjax.methods.draftless import ANY, bundled_prompts, kind_of, step_seconds, texts_of
+from specjax.methods.draftless import ANY, bundled, kind_of, step_seconds, texts_of
 from specjax.methods.method import Setting
 from specjax.methods.registry import build, setting_of
 from specjax.methods.replay import Text, likeliest_along, padded, padded_size, replay
@@ -28,8 +28,6 @@ from specjax.trees.widths import is_number
 
 _TIMED = (0, 1, 3, 7)
 """Nodes whose passes are timed; the others lie between."""
-_PROMPTS, _TOKENS = 16, 256
-"""Bundled prompts, and their tokens, along which drafts are compared where no text is written."""
 
 
 class Drafting(NamedTuple):
@@ -139,7 +137,7 @@ def measure(pair: Pair, temperature: float, batch: int) -> Findings:
         drafts = _draft_seconds(pair, method, len(tokens), batch, temperature > 0)
         found.append(Drafting(method, drafts, tokens, known.num_tokens, is_written))
     timed = [each for each in _TIMED if each <= longest]
-    steps = step_seconds(pair.target, timed, batch, temperature > 0)
+    steps = step_seconds(pair.target, timed, batch, temperature > 0, bundled(pair).tokens)
     between = np.interp(range(longest + 1), timed, [steps[each] for each in timed])
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     return Findings(now, tuple(between.tolist()), tuple(found))
@@ -225,13 +223,6 @@ def of_chains(
         reached.append(np.cumprod(np.stack(windows, axis=1), axis=1))
     survival = np.nanmean(np.concatenate(reached), axis=0)
     return tuple((1 + np.cumsum(survival)).tolist())
-
-
-def bundled(pair: Pair) -> Text:
-    """Bundled prompts one after the other, as if most of them had been written."""
-    most = min(_TOKENS, pair.target.config.max_positions)
-    tokens = pair.tokenizer("\n".join(bundled_prompts()[:_PROMPTS])).input_ids[:most]
-    return Text(tuple(tokens), len(tokens) // 8)
 
 
 def _of_json(values: Any) -> Findings | None:

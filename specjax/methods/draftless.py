@@ -55,6 +55,9 @@ _NEW, _SECONDS, _LEAST_NEW = 96, 4.0, 32
 _FREE = 1.02
 """Times a plain step that nodes may take where it is not known what they give."""
 _LEAST_TEXTS = 4
+_PROMPTS, _TOKENS = 16, 256
+"""Bundled prompts, and their tokens, along which passes are timed and drafts compared where no text
+is written."""
 ANY = Text(tuple(range(32)), 1)
 """A text along which drafting is timed where there is none of the model's own."""
 _SAMPLED = Sampling(0.8, 0, 0.9)
@@ -164,11 +167,12 @@ def findings(pair: Pair, temperature: float, batch: int) -> Findings:
 def measure(pair: Pair, temperature: float, batch: int) -> Findings:
     """Measures a plain step and every candidate; seconds, most of them compilation."""
     few = BUDGETS[0]
-    steps = step_seconds(pair.target, (0, few), batch, temperature > 0)
+    text = bundled(pair).tokens
+    steps = step_seconds(pair.target, (0, few), batch, temperature > 0, text)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     if steps[few] > defaults.LEAST_GAIN * steps[0]:
         return Findings(now, steps[0], steps[few], (), ())
-    steps |= step_seconds(pair.target, BUDGETS[1:], batch, temperature > 0)
+    steps |= step_seconds(pair.target, BUDGETS[1:], batch, temperature > 0, text)
     plain = steps.pop(0)
     texts = texts_of(pair, temperature)
     found = [one for name in METHODS for one in _candidates(pair, name, texts, steps, batch)]
@@ -177,12 +181,16 @@ def measure(pair: Pair, temperature: float, batch: int) -> Findings:
 
 
 def step_seconds(
-    target: Model, budgets: Sequence[int], batch: int, sampled: bool
+    target: Model,
+    budgets: Sequence[int],
+    batch: int,
+    sampled: bool,
+    text: Sequence[int] = (),
 ) -> dict[int, float]:
-    """Seconds of a step without drafting, by the nodes of every row."""
+    """Seconds of a step without drafting, by the nodes of every row (see `passes_seconds`)."""
     dtype = target.embedding.dtype
     columns = {n: layers.fast_columns(batch * (n + 1), dtype) for n in budgets}
-    taken = passes_seconds(target, [*columns.values()])
+    taken = passes_seconds(target, [*columns.values()], text)
     return {n: taken[count] + _deciding(target, count, sampled) for n, count in columns.items()}
 
 
@@ -249,6 +257,16 @@ def _prompts(tokenizer: "PreTrainedTokenizerFast | None") -> list[list[int]]:
     if tokenizer is None:
         return []
     return [_ids(tokenizer, text) for text in (*_QUESTIONS, *bundled_prompts()[::_EVERY])]
+
+
+def bundled(pair: Pair) -> Text:
+    """Bundled prompts one after the other, as if most of them had been written."""
+    if pair.tokenizer is None:
+        return ANY
+    most = min(_TOKENS, pair.target.config.max_positions)
+    text = "\n".join(bundled_prompts()[:_PROMPTS])
+    tokens = pair.tokenizer(text, truncation=True, max_length=most).input_ids
+    return Text(tuple(tokens), len(tokens) // 8)
 
 
 def bundled_prompts() -> list[str]:
