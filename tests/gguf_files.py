@@ -18,15 +18,24 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "phi3": "phi3", "olmo2": "olmo2", "gpt2": "gpt2",
     "gpt_neox": "gptneox", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe",
-    "gpt_oss": "gpt-oss", "granite": "granite",
+    "gpt_oss": "gpt-oss", "granite": "granite", "glm4": "glm4", "glm4_moe": "glm4moe",
+    "dots1": "dots1", "ernie4_5": "ernie4_5", "ernie4_5_moe": "ernie4_5-moe",
+    "minimax_m2": "minimax-m2", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
 }  # fmt: skip
 WHOLE = {"F32": np.float32, "F16": np.float16}
 
 
-def write_gguf(folder: Path, file: Path, kind: str = "F32", **metadata) -> Path:
-    """Writes the model of a folder, its matrices in blocks of a type; further keys as they are."""
+def write_gguf(
+    folder: Path, file: Path, kind: str = "F32", of_2024: bool = False, **metadata
+) -> Path:
+    """Writes the model of a folder, its matrices in blocks of a type; further keys as they are.
+
+    DeepSeek's latents lie in one matrix as `of_2024`, else by head.
+    """
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    name = ARCHITECTURES[config["model_type"]]
+    config |= {"of_2024": of_2024}
+    name = name_of(config)
     writer = gguf.GGUFWriter(file, name)
     _write_config(writer, config)
     held = {}
@@ -34,6 +43,10 @@ def write_gguf(folder: Path, file: Path, kind: str = "F32", **metadata) -> Path:
         held |= load_file(each)
     for tensor, values in _tensors(held, config, name):
         add_tensor(writer, tensor, values, kind)
+    for block in range(_predicting(config)):
+        start = f"blk.{config['num_hidden_layers'] + block}."
+        for tensor in ("attn_norm", "nextn.enorm"):
+            add_tensor(writer, f"{start}{tensor}.weight", np.ones(config["hidden_size"]))
     for key, value in metadata.items():
         add(writer, key.replace("__", "."), value)
     finish(writer)
@@ -92,7 +105,9 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_context_length(of("max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_block_count(of("num_hidden_layers", "n_layer"))
+    writer.add_block_count(of("num_hidden_layers", "n_layer") + _predicting(config))
+    if _predicting(config):
+        writer.add_nextn_predict_layers(_predicting(config))
     writer.add_feed_forward_length(of("intermediate_size", "n_inner") if "n_embd" not in config
                                    else of("n_inner", default=4 * hidden))  # fmt: skip
     writer.add_head_count(heads)
@@ -102,7 +117,10 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
     else:
         writer.add_layer_norm_eps(of("layer_norm_eps", "layer_norm_epsilon"))
     size = of("head_dim", default=hidden // heads)
-    if "head_dim" in config:
+    if name_of(config) == "deepseek2":
+        size = config["qk_rope_head_dim"]
+        _write_latents(writer, config)
+    elif "head_dim" in config:
         writer.add_key_length(size)
         writer.add_value_length(size)
     ends = of("eos_token_id", default=0)
@@ -110,11 +128,15 @@ def _write_config(writer: gguf.GGUFWriter, config: dict) -> None:
     writer.add_eos_token_id(first)
     for end in more:
         writer.add_eot_token_id(end)
-    _write_experts(writer, config)
+    if writer.arch in ROUTED:
+        _write_routed(writer, config)
+    else:
+        _write_experts(writer, config)
     for own, key in GRANITE.items():
         if writer.arch.startswith("granite"):
             writer.add_float32(f"{writer.arch}.{own}", config[key])
-    if of("sliding_window") and not config["model_type"].startswith(("qwen2", "qwen3", "mixtral")):
+    unsaid = ("qwen2", "qwen3", "mixtral", "dots1")
+    if of("sliding_window") and not config["model_type"].startswith(unsaid):
         writer.add_sliding_window(config["sliding_window"])
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if of(key):
@@ -131,14 +153,68 @@ GRANITE = {"attention.scale": "attention_multiplier", "embedding_scale": "embedd
            "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}  # fmt: skip
 
 
+ROUTED = ("glm4moe", "dots1", "deepseek2")
+
+
+def _predicting(config: dict) -> int:
+    """Blocks behind the last layer that predict further tokens."""
+    return config.get("num_nextn_predict_layers") or 0
+
+
+def name_of(config: dict) -> str:
+    return ARCHITECTURES[config["model_type"]]
+
+
+def _write_latents(writer: gguf.GGUFWriter, config: dict) -> None:
+    """As today, if the keys' and values' matrices are by head, else as in 2024."""
+    turned, rank = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    key, value = config["qk_nope_head_dim"] + turned, config["v_head_dim"]
+    writer.add_kv_lora_rank(rank)
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    if config.get("of_2024"):
+        writer.add_key_length(key)
+        writer.add_value_length(value)
+    else:
+        writer.add_key_length(rank + turned)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(key)
+        writer.add_value_length_mla(value)
+
+
+def _write_routed(writer: gguf.GGUFWriter, config: dict) -> None:
+    writer.add_expert_count(config["n_routed_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    kinds = config.get("mlp_layer_types", [])
+    writer.add_leading_dense_block_count(config.get("first_k_dense_replace", kinds.count("dense")))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_weights_norm(config["norm_topk_prob"])
+    scores = "SOFTMAX" if config["model_type"] == "deepseek_v2" else "SIGMOID"
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType[scores])
+    if config["n_group"] > 1:
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+
+
 def _write_experts(writer: gguf.GGUFWriter, config: dict) -> None:
-    count = config.get("num_experts") or config.get("num_local_experts")
+    def of(*names: str) -> Any:
+        return next((config[name] for name in names if config.get(name)), None)
+
+    count = of("num_experts", "num_local_experts", "moe_num_experts")
     if not count:
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(config["num_experts_per_tok"])
-    if config["model_type"] in ("qwen2_moe", "qwen3_moe"):
+    writer.add_expert_used_count(of("num_experts_per_tok", "moe_k"))
+    if of("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["model_type"] == "minimax_m2":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if config["model_type"] == "ernie4_5_moe":
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
     for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
         if config.get(key):
             writer.add_expert_shared_feed_forward_length(config[key])
@@ -159,6 +235,8 @@ def _write_rope(writer: gguf.GGUFWriter, config: dict, size: int) -> None:
     if kind in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
         writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
     if "beta_fast" in rope:
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
     if kind in ("yarn", "longrope"):
@@ -221,6 +299,14 @@ def _with_experts(held: dict, config: dict):
         yield own, np.stack([parts[number] for number in range(len(parts))])
 
 
+def _by_head(names, base: str, values: np.ndarray, config: dict):
+    """What makes keys of latents, turned, and what makes values of them."""
+    parts = values.reshape(config["num_attention_heads"], -1, values.shape[-1])
+    key, value = np.split(parts, [config["qk_nope_head_dim"]], axis=1)
+    for own, matrix in (("k", key.swapaxes(1, 2)), ("v", value)):
+        yield names.get_name(base.replace("kv_b", f"{own}_b")) + ".weight", matrix
+
+
 def _tensors(held: dict, config: dict, name: str):
     """Tensors as the converter has them."""
     arch = next(each for each, own in gguf.MODEL_ARCH_NAMES.items() if own == name)
@@ -230,6 +316,11 @@ def _tensors(held: dict, config: dict, name: str):
     for own, values in _with_experts(held, config):
         base, _, end = own.rpartition(".")
         if own.endswith((".attn.bias", ".masked_bias", "inv_freq")):
+            continue
+        if own.endswith("e_score_correction_bias"):
+            base, end = own.removesuffix("_bias"), "bias"
+        if name == "deepseek2" and base.endswith("kv_b_proj") and not config.get("of_2024"):
+            yield from _by_head(names, base, values.astype(np.float32), config)
             continue
         if config.get("tie_word_embeddings") and base in ("lm_head", "embed_out"):
             continue

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
-from tokenizers import Tokenizer, normalizers
+from safetensors.numpy import load_file, save_file
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -25,7 +26,8 @@ from specjax.base.pytree import replace
 from specjax.checkpoints import quantized
 from specjax.checkpoints.files import BUNDLED, CheckpointError, Files, find, tensors
 from specjax.checkpoints.gguf import blocks, header_of, vocabulary_of
-from specjax.checkpoints.huggingface import save_model
+from specjax.checkpoints.gguf import tokenizer as pre_tokens
+from specjax.checkpoints.huggingface import held_bytes, save_model
 from specjax.checkpoints.load import load, load_model
 from specjax.checkpoints.offload import memory
 from specjax.checkpoints.offload.disk import DiskLayers
@@ -34,7 +36,8 @@ from specjax.checkpoints.pair import load_pair
 from specjax.checkpoints.quantizing import quantize_folder
 from specjax.checkpoints.tokenizers import tokenizer_of
 from specjax.measure.distribution_tests import logits_after
-from specjax.models.config import Experts
+from specjax.models.config import Experts, Latent
+from specjax.models.families import read_config
 from specjax.models.quantized import PackedWeight, activations_of, quantized_as
 from specjax.models.rope import Stretch
 from tests.conftest import tiny_model
@@ -58,16 +61,27 @@ def as_gguf_says(model):
     if model.config.family == "gpt_oss":
         experts = dataclasses.replace(model.config.experts, swiglu=(1.702, 7.0))
         return replace(model, config=dataclasses.replace(model.config, experts=experts))
+    if model.config.family == "dots1":  # and nor have its
+        return replace(model, config=dataclasses.replace(model.config, windows=()))
+    if model.config.family == "glm4_moe_lite":
+        return replace(model, config=dataclasses.replace(model.config, family="deepseek_v3"))
+    if model.config.family == "deepseek_v3":  # whose two factors of YaRN are one
+        config = json.loads((GOLDEN / "deepseek_v3" / "config.json").read_text("utf-8"))
+        config["rope_parameters"]["mscale"] = config["rope_parameters"]["mscale_all_dim"]
+        return replace(model, config=read_config(config))
     if not model.config.family.startswith("gemma"):
         return model
     scale = model.config.head_dim**-0.5
     return replace(model, config=dataclasses.replace(model.config, query_scale=scale))
 
 
-@pytest.mark.parametrize("case", _HERE)
-def test_every_family_is_the_model_of_its_folder(case, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "of_2024"),
+    [*((case, False) for case in _HERE), ("deepseek_v2", True), ("deepseek_v3", True)],
+)
+def test_every_family_is_the_model_of_its_folder(case, of_2024, tmp_path):
     """Whose logits are those of transformers (tests/test_parity.py)."""
-    file = write_gguf(GOLDEN / case, tmp_path / "model.gguf")
+    file = write_gguf(GOLDEN / case, tmp_path / "model.gguf", of_2024=of_2024)
     model = load_model(file, positions={"phi3_long": 64}.get(case))
     folder = as_gguf_says(loaded(case))
     equal = partial(np.testing.assert_allclose, rtol=0, atol=2e-7)  # 1 was added to norms
@@ -76,6 +90,87 @@ def test_every_family_is_the_model_of_its_folder(case, tmp_path):
     if stretch is not None and stretch.kind == "llama3":  # see below
         stretch = model.config.rope_stretch
     assert model.config == dataclasses.replace(folder.config, rope_stretch=stretch)
+
+
+def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
+    shutil.copytree(GOLDEN / "glm4_moe", tmp_path / "glm")
+    file = tmp_path / "glm" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"num_nextn_predict_layers": 2}))
+    found = load_model(write_gguf(tmp_path / "glm", tmp_path / "model.gguf"))
+    assert found.config == loaded("glm4_moe").config
+
+
+def test_a_file_that_does_not_say_what_logits_become_says_it_by_its_biases(tmp_path):
+    for case, family in (("deepseek_v3", "deepseek_v3"), ("deepseek_v2", "deepseek_v2")):
+        name = tmp_path / f"{case}.gguf"
+        file = write_gguf(GOLDEN / case, name, deepseek2__expert_gating_func=0)
+        assert load_model(file).config.family == family
+
+
+def test_numbers_and_words_are_split_as_deepseek_has_it():
+    """The sequence of its own tokenizer.json: digits by three, then Chinese and Japanese."""
+    text = "x = 12345 + foo.bar(\n  'it’s')  // 中文かな9"
+    pieces = [text]
+    for pattern in pre_tokens._SPLITS["deepseek-v3"].pattern:
+        cut = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        pieces = [own for piece in pieces for own, _ in cut.pre_tokenize_str(piece)]
+    assert pieces == [
+        "x", " =", " ", "123", "45", " +", " foo", ".bar", "(\n", " ", " '", "it", "’", "s", "')",
+        " ", " //", " ", "中文かな", "9",
+    ]  # fmt: skip
+
+
+def test_a_correction_bias_may_have_lost_its_axis_of_1(tmp_path):
+    shutil.copytree(GOLDEN / "ernie_moe", tmp_path / "ernie")
+    file = tmp_path / "ernie" / "model.safetensors"
+    held = load_file(file)
+    end = "e_score_correction_bias"
+    save_file({k: v[0] if k.endswith(end) else v for k, v in held.items()}, file)
+    found = load_model(write_gguf(tmp_path / "ernie", tmp_path / "model.gguf"))
+    jax.tree.map(np.testing.assert_array_equal, found, loaded("ernie_moe"))
+
+
+@pytest.mark.parametrize("of_2024", [False, True])
+def test_what_makes_keys_and_values_of_latents_is_unpacked(of_2024, tmp_path):
+    own = tiny_model(
+        family="deepseek_v3", tie_embeddings=False, num_kv_heads=1, head_dim=40, rotary_dim=8,
+        query_scale=40**-0.5, latent=Latent(32, 32, 16, 32),
+        experts=Experts(3, 2, 32, scores="sigmoid", correction_bias=True, shared_size=32),
+    )  # fmt: skip
+    save_model(own, tmp_path, dtype="float32")
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", "Q8_0", of_2024=of_2024)
+    model = load_model(file)
+    assert isinstance(model.layers[0].query_up, PackedWeight)
+    held = {each.name: each for each in gguf.GGUFReader(file).tensors}
+
+    def stands_for(name):
+        return gguf.quants.dequantize(held[name].data, held[name].tensor_type)
+
+    if of_2024:
+        parts = stands_for("blk.1.attn_kv_b.weight").reshape(4, -1, 32)
+        key, value = parts[:, :32].swapaxes(1, 2), parts[:, 32:]
+    else:
+        key, value = stands_for("blk.1.attn_k_b.weight"), stands_for("blk.1.attn_v_b.weight")
+    np.testing.assert_array_equal(model.layers[1].latent_key, key)
+    np.testing.assert_array_equal(model.layers[1].latent_value, value)
+    assert np.isfinite(logits_after(model, [[3, 1, 4]])).all()
+    held_here = sum(leaf.nbytes for leaf in jax.tree.leaves(model))
+    assert held_bytes(find(file), "float32") == held_here
+
+
+@pytest.mark.parametrize(
+    ("case", "metadata", "sentence"),
+    [
+        ("dots1", {"dots1__expert_gating_func": 1}, r"gating_func is 1; 2 \(sigmoid\) is"),
+        ("deepseek_v2", {"deepseek2__attention__kv_lora_rank": 0}, "not say kv_lora_rank of its"),
+        ("deepseek_v2", {"deepseek2__rope__dimension_count": 14}, "count is 14; keys have 14"),
+    ],
+)
+def test_mixtures_that_are_not_supported_are_refused(case, metadata, sentence, tmp_path):
+    file = write_gguf(GOLDEN / case, tmp_path / "model.gguf", **metadata)
+    with pytest.raises(CheckpointError, match=sentence):
+        load_model(file)
 
 
 MIXED = {
@@ -322,7 +417,7 @@ def test_names_of_files_on_a_hub(monkeypatch, file):
 def test_what_is_no_model_is_one_sentence(file, tmp_path, monkeypatch):
     wrong = {
         "llama.attention.clamp_kqv is 8.0, which": {"llama__attention__clamp_kqv": 8.0},
-        "architecture 'mamba' is not supported; llama, .*gpt-oss are": {"arch": "mamba"},
+        "architecture 'mamba' is not supported; llama, .*deepseek2 are": {"arch": "mamba"},
         "its tokenizer is 't5'; gpt2 and llama are": {"tokenizer__ggml__model": "t5"},
         "its pre-tokenizer is 'x', which is not": {"tokenizer__ggml__pre": "x"},
         r"llama.logit_scale is \[1, 2\], which": {"llama__logit_scale": [1, 2]},

@@ -35,7 +35,7 @@ from specjax.checkpoints.files import (
 from specjax.checkpoints.generation_config import end_ids_in, union
 from specjax.checkpoints.tokenizers import save_tokenizer
 from specjax.models import families
-from specjax.models.config import PACKABLE, ROUTERS, ModelConfig
+from specjax.models.config import LATENT_PRODUCTS, PACKABLE, ROUTERS, ModelConfig
 from specjax.models.families import Family, Stored
 from specjax.models.families.eagle import NORMS
 from specjax.models.placement import WIDE, Placement
@@ -93,8 +93,8 @@ def leaves_of(
     Raises:
       CheckpointError: its groups cannot be spread over them.
     """
-    if isinstance(tensor, PackedWeight) and stored.latents:  # of which parts are multiplied turned
-        tensor = np.asarray(jax.tree.map(jnp.asarray, tensor).unpacked())
+    if isinstance(tensor, PackedWeight) and {*stored.leaves} & {*LATENT_PRODUCTS}:
+        tensor = _unpacked(tensor)  # as parts are multiplied turned
     if isinstance(tensor, PackedWeight):
         pairs = zip(stored.leaves, _split(stored, tensor), strict=True)
         return {
@@ -109,6 +109,14 @@ def leaves_of(
         else:
             made[leaf] = placement.put(leaf, part[:rows], dtype, copy=copy)
     return made
+
+
+def _unpacked(weight: PackedWeight) -> np.ndarray:
+    """The numbers of a matrix, or of one of each head."""
+    if weight.values.ndim == 2:
+        return np.asarray(jax.tree.map(jnp.asarray, weight).unpacked())
+    heads = [weight.of_rows(lambda part, at=at: part[at]) for at in range(len(weight.values))]
+    return np.stack([_unpacked(each) for each in heads])
 
 
 def _may_be_kept(leaf: str, dtype: Any) -> bool:

@@ -69,7 +69,7 @@ def is_quantized(path: Path) -> bool:
 
 def bytes_of_blocks(tensor: Extent, itemsize: int) -> int:
     """Bytes in memory of a tensor of a GGUF file; where it is not packed, so many for a weight."""
-    if gguf.is_packed(tensor.dtype):
+    if gguf.is_packed(tensor.dtype) and not tensor.name.endswith(gguf.UNPACKED):
         return gguf.bytes_packed(tensor.dtype, math.prod(tensor.shape))
     return itemsize * gguf.weights_of(tensor.dtype, math.prod(tensor.shape))
 

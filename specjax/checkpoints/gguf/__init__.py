@@ -10,10 +10,12 @@ from specjax.checkpoints.gguf.blocks import (
     weights_of,
 )
 from specjax.checkpoints.gguf.header import SUFFIX, further_parts, header_of, is_gguf
+from specjax.checkpoints.gguf.mixtures import UNPACKED
 from specjax.checkpoints.gguf.tokenizer import tokenizer_of, vocabulary_of
 
 __all__ = [
     "SUFFIX",
+    "UNPACKED",
     "bytes_packed",
     "config_of",
     "family_of",

@@ -48,20 +48,26 @@ _GPT4O = (
     rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}"
     rf"|\p{{N}}{{1,3}}|{_SLASHED}"
 )  # fmt: skip
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 class _Split(NamedTuple):
     """How a text is split before merging.
 
     Attributes:
-      pattern: of pieces; None for GPT-2's.
+      pattern: of pieces; None for GPT-2's. Of several each splits what those before it left.
       digits: whether digits stand alone first.
       whole: whether a piece that is a token is not merged.
       composed: whether the text is brought into Unicode's form C.
       begins: whether texts begin with a token where the file does not say.
     """
 
-    pattern: str | None = None
+    pattern: str | tuple[str, ...] | None = None
     digits: bool = False
     whole: bool = False
     composed: bool = False
@@ -77,11 +83,12 @@ _SPLITS = {
     **dict.fromkeys(
         ("llama3", "llama-v3", "llama-bpe", "falcon3"), _Split(_LLAMA3, whole=True, begins=True)
     ),
-    **dict.fromkeys(("dbrx", "smaug-bpe"), _Split(_LLAMA3)),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe", "glm4"), _Split(_LLAMA3)),
+    "deepseek-v3": _Split(_DEEPSEEK),
     "qwen2": _Split(_QWEN2, composed=True),
     "deepseek-r1-qwen": _Split(_QWEN2),
     "tekken": _Split(_TEKKEN, whole=True, begins=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), _Split(_GPT4O)),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _Split(_GPT4O)),
 }
 """Pre-tokenizers by the names that files give them; "default" stands for none."""
 _KINDS = ("gpt2", "llama")
@@ -198,8 +205,8 @@ def _byte_level(header: Header, tokens: list[str]) -> tuple[Tokenizer, bool]:
     if split.composed:
         made.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
-    if split.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
+    patterns = (split.pattern,) if isinstance(split.pattern, str) else split.pattern or ()
+    steps += [pre_tokenizers.Split(Regex(each), behavior="isolated") for each in patterns]
     own = split.pattern is None
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=own))
     made.pre_tokenizer = pre_tokenizers.Sequence(steps)
