@@ -18,7 +18,8 @@ def experts_taken(target: Model, text: Sequence[int], columns: Sequence[int]) ->
     """How many experts of a layer so many tokens of a text take that follow one another.
 
     The mean over the layers that have experts and over windows beside each other, as a chain's
-    nodes are; the last window may be shorter, and counts only if there is no other.
+    nodes are; the last window may be shorter, and counts only if there is no other. 0 where no
+    layer has experts.
 
     Args:
       target: a mixture.
@@ -37,6 +38,8 @@ def experts_taken(target: Model, text: Sequence[int], columns: Sequence[int]) ->
             x, chosen = _layer(outer, target.layer(index), x, positions, config.kind_of(index))
             if chosen is not None:
                 by_layer.append(np.asarray(chosen))
+    if not by_layer:
+        return (0.0,) * len(columns)
     return tuple(float(np.mean([_in_windows(own, size) for own in by_layer])) for size in columns)
 
 

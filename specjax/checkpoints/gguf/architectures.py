@@ -136,9 +136,8 @@ def config_of(file: Path) -> Json:
         value = one(header, f"{name}.{own}")
         if value is not None and field in known.family.fields:
             config[known.family.fields[field]] = value
-    layers = known.family.fields["num_layers"]
-    if layers in config:
-        config[layers] -= _predicting(header)
+    if _predicting(header):
+        config[known.family.fields["num_layers"]] = _layers(header)
     for own in _EPSILONS:
         if (epsilon := header.get(f"{name}.{own}", float)) is not None:
             config[known.family.fields["norm_eps"]] = epsilon
@@ -162,16 +161,32 @@ def family_of(file: Path) -> Family:
       CheckpointError: the file is missing or damaged, or its architecture is not supported.
     """
     header = header_of(file)
-    family, blocks = _architecture(header).family, one(header, f"{header.architecture}.block_count")
-    own = tuple(f"blk.{(blocks or 0) - 1 - back}." for back in range(_predicting(header)))
+    family, layers = _architecture(header).family, _layers(header)
+    own = tuple(f"blk.{layers + behind}." for behind in range(_predicting(header)))
     biases = [each for name, each in header.tensors.items() if name.endswith(mixtures.CORRECTION)]
     lone = family.lone if any(len(each.shape) > 1 for each in biases) else ()
     return dataclasses.replace(family, ignored=(*family.ignored, *own), lone=lone)
 
 
 def _predicting(header: Header) -> int:
-    """Blocks behind the last one that predict further tokens, which are left out."""
+    """Blocks behind the last layer that predict further tokens, which are left out."""
     return one(header, f"{header.architecture}.nextn_predict_layers") or 0
+
+
+def _layers(header: Header) -> int:
+    """Blocks that are layers.
+
+    Raises:
+      CheckpointError: none is.
+    """
+    name = header.architecture
+    blocks, predicting = one(header, f"{name}.block_count") or 0, _predicting(header)
+    if not 0 <= predicting < max(blocks, 1):
+        raise CheckpointError(
+            f"{header.file}: {name}.nextn_predict_layers is {predicting}; there are {blocks} "
+            "blocks."
+        )
+    return blocks - predicting
 
 
 def _architecture(header: Header) -> _Architecture:
