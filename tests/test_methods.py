@@ -362,7 +362,7 @@ def large(monkeypatch) -> Pair:
     monkeypatch.setattr(defaults, "LEAST_TIMED", 0)
     monkeypatch.setattr(drafted, "texts_of", lambda pair, temperature: [])
     text = SimpleNamespace(input_ids=list(range(40)))
-    return Pair(TARGET, lambda prompts: text, [tiny_model(3)])
+    return Pair(TARGET, lambda prompts, **_: text, [tiny_model(3)])
 
 
 def timed(monkeypatch, draft: float, accepted: float) -> None:
