@@ -163,7 +163,8 @@ def run_boost(work: Work) -> None:
         trained = distil(f"draft {member}", folder, work.warm(member), batch, schedule, loss,
                          measure, work.log, max(recipe.head.levels, 1))  # fmt: skip
         pool.append(work.whole(trained))
-        views.append(view(pool[-1], heldout.rows, work.target, depth))
+        if member + 1 < recipe.boost.drafts:  # the next one is measured beside it
+            views.append(view(pool[-1], heldout.rows, work.target, depth))
 
 
 def _lessons(
