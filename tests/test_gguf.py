@@ -165,6 +165,7 @@ def test_what_makes_keys_and_values_of_latents_is_unpacked(of_2024, tmp_path):
         ("dots1", {"dots1__expert_gating_func": 1}, r"gating_func is 1; 2 \(sigmoid\) is"),
         ("glm4_moe", {"glm4moe__nextn_predict_layers": 4_000_000_000}, "000; there are 3 blocks"),
         ("deepseek_v2", {"deepseek2__attention__kv_lora_rank": 0}, "not say kv_lora_rank of its"),
+        ("deepseek_v2", {"deepseek2__attention__key_length_mla": [1, 2]}, "mla is "),
         ("deepseek_v2", {"deepseek2__rope__dimension_count": 14}, "count is 14; keys have 14"),
     ],
 )

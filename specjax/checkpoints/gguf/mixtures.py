@@ -126,7 +126,7 @@ def deepseek(header: Header, config: Json) -> Json:
             ("qk_rope_head_dim", "rope.dimension_count"),
         )
     }  # fmt: skip
-    end = "_mla" if header.metadata.get(f"{name}.attention.key_length_mla") else ""
+    end = "_mla" if one(header, f"{name}.attention.key_length_mla") else ""
     whole, value = (
         one(header, f"{name}.attention.{each}_length{end}") for each in ("key", "value")
     )
