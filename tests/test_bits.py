@@ -127,7 +127,7 @@ def test_they_have_them_in_every_form_of_the_products(form):
 
 
 @needs_it
-@pytest.mark.parametrize("kind", slow_but(KINDS, "bfloat16", "int8 activations"))
+@pytest.mark.parametrize("kind", slow_but(KINDS, "bfloat16"))
 def test_with_one_key_the_naive_rule_draws_the_texts_of_plain_decoding(kind):
     """All of them, with every kind of weights: no token is lost to rounding."""
     model = model_of("llama", kind)

@@ -163,6 +163,7 @@ def test_an_engine_gives_the_texts_of_plain_decoding(name, target, made):
     check_rows_that_share(target, made[name])
 
 
+@pytest.mark.slow
 def test_as_much_is_accepted_as_blocks_say(target):
     """What a fitted draft says along plain texts tells how many steps these take."""
     draft = block_draft(target, 1)

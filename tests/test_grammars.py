@@ -363,6 +363,7 @@ def test_texts_through_an_engine_are_distributed_as_the_targets_among_the_allowe
     assert g_test(found, np.array([*expected().values()])).p_value > LEVEL
 
 
+@pytest.mark.slow
 def test_a_request_may_come_before_the_engine_begins():
     engine = specjax.Engine(target(), None, rows=2, max_model_len=64)
 
@@ -381,6 +382,7 @@ def test_a_request_may_come_before_the_engine_begins():
     assert grammars.num_rows() == 0
 
 
+@pytest.mark.slow
 def test_programs_that_come_later_hold_rows_to_grammars_too():
     drafter = SwitchingDrafter.of(
         {"none": PlainDrafter(VOCABULARY), "chain:1": alone(near(target(), 1, 0.4), (1,))}

@@ -29,7 +29,7 @@ from specjax.models import transformer
 from specjax.models.stacking import stacked
 from specjax.models.streamed import by_layers
 from specjax.models.transformer import embed, layer_of_pass, trunk
-from tests.cases import slow_among, slow_but
+from tests.cases import slow_but
 from tests.conftest import tiny_model
 from tests.engines import ids_of, running, served
 from tests.hidden import DEPTH, HiddenDrafter
@@ -48,7 +48,7 @@ def model():
     return varied_model(num_layers=3)
 
 
-@pytest.mark.parametrize("kind", slow_among(TARGETS, "stacked"))
+@pytest.mark.parametrize("kind", slow_but(TARGETS, "in memory"))
 def test_every_pass_shows_what_was_asked_for(kind, model):
     """States of three layers: of prompts of unequal lengths, and of every step's nodes."""
     target = TARGETS[kind](model)

@@ -91,6 +91,7 @@ def test_texts_are_plain_until_a_setting_joins_and_the_same_with_it(target, monk
     engine.close()
 
 
+@pytest.mark.slow
 def test_what_was_measured_beside_a_compilation_is_measured_again(target, monkeypatch):
     """Compiling takes the cores that programs run on: a CPU's steps took 35 times as long."""
     allowed, measured = threading.Event(), []
@@ -218,6 +219,7 @@ def test_a_setting_has_fewer_columns_where_its_steps_cost_clearly_more(target, m
     assert set(engine.speculation.shapes) < set(there)
 
 
+@pytest.mark.slow
 def test_fewer_columns_that_cannot_be_compiled_leave_the_setting_its_own(target, monkeypatch):
     compiled, said = Device._compiled, []
 

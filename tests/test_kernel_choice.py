@@ -850,6 +850,7 @@ def test_rows_of_several_pages_are_not_measured(accelerator):
     assert accelerator.timed == []
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_xla_and_every_bucket_is_measured_once(accelerator, caplog):
     target = varied_model()
     from specjax.draft import ExpansionDrafter

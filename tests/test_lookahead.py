@@ -10,6 +10,7 @@ from specjax.decoding.generate import prefill_jit, step_jit
 from specjax.decoding.request import NO_END, Limits, Rows
 from specjax.draft.lookahead import LookaheadDrafter, LookaheadState, Window, _home, kept
 from specjax.verify.rules import find_rule
+from tests.cases import slow_but
 from tests.pairs import NEW, PROMPTS, forward, generate, nothing_seen, varied_model
 
 V = 64
@@ -69,7 +70,7 @@ class Twin:
         ]
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", slow_but(WINDOWS, "general", "guesses"))
 def test_trees_and_guesses_are_those_of_the_published_algorithm(name, target):
     window = WINDOWS[name]
     drafter = drafter_of(window)
@@ -115,7 +116,7 @@ def candidates_in(tree, row: int, window: Window) -> set[tuple[int, ...]]:
     return set(paths.values()) - {()}
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize("name", slow_but(WINDOWS, "general"))
 def test_texts_are_those_of_plain_decoding(name, target):
     drafter = drafter_of(WINDOWS[name])
     found = generate(target, drafter, PROMPTS, max_new_tokens=NEW)

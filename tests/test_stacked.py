@@ -47,7 +47,7 @@ def same_leaves(found, expected):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize(
-    "method", slow_among(["none", "chain", "pool", "specexec"], "pool", "chain")
+    "method", slow_among(["none", "chain", "pool", "specexec"], "pool", "specexec")
 )
 def test_texts_are_those_of_layers_one_after_the_other(method, temperature, target):
     drafter, whole = drafter_of(target, method), stacked(target)

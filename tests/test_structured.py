@@ -191,6 +191,7 @@ def test_many_choices_are_one_of_them(compiler):
     assert follow(compiler, grammar, "value 5000")[0] is False
 
 
+@pytest.mark.slow
 def test_a_grammar_of_endless_ways_is_no_burden(compiler):
     """Each mask takes longer than the one before, up to the limit, which ends the text."""
     grammar = compiler.grammar('start: s\ns: s s | "a" | "b" | s s s')

@@ -15,6 +15,7 @@ from specjax.draft.switching import SwitchingDrafter
 from specjax.engine.earlier import EarlierTexts
 from specjax.engine.request import Request
 from specjax.goodput.policy import PLAIN
+from tests.cases import slow_among
 from tests.engines import ids_of, running, served
 from tests.grown import paths_of, propose, start
 from tests.pairs import generate, varied_model
@@ -93,7 +94,7 @@ def test_answers_are_kept_while_there_is_room():
     until(lambda: made().tokens[:63].tolist() == list(range(137, 200)), 60)
 
 
-@pytest.mark.parametrize("switching", [False, True])
+@pytest.mark.parametrize("switching", slow_among([False, True], True))
 def test_an_engine_drafts_from_what_it_answered(switching):
     """The same text again takes fewer steps, without a program more; texts stay plain."""
     target = varied_model()

@@ -51,7 +51,7 @@ def target():
 def engine(target):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engines, "CHUNKS", (16,))
-        with running_at_random(target, switching_of(near(target, 1)), 4) as found:
+        with running_at_random(target, switching_of(near(target, 1)), 2) as found:
             yield found
 
 
@@ -131,6 +131,7 @@ def of_head() -> tuple[Model, SwitchingDrafter]:
     return target, switching_of_head(head(target, 1), head(target, 2, layers=(1, 2, 3)))
 
 
+@pytest.mark.slow
 def test_a_draft_that_reads_hidden_states_keeps_up_with_what_other_settings_committed(of_head):
     """Then it is as if it had read the text."""
     target, switch = of_head
