@@ -25,6 +25,7 @@ from specjax.models import pruning
 from specjax.models.config import ModelConfig
 from specjax.models.families.eagle import EAGLE3
 from specjax.models.quantized import PackedWeight
+from specjax.models.stacking import as_stored
 from specjax.models.transformer import Model, trunk
 from train.chunks import Arrays, MappedRows, make_chunks, map_rows
 from train.config import Head
@@ -91,7 +92,7 @@ def begun(first: Model, target: Model, known: Int[np.ndarray, " D"] | None) -> M
     shapes, number = config.layer_shapes(0), own.num_layers - 1
     shapes |= {name: (*shapes[name][:-1], size) for name in ("query", "key", "value")}
     if not target.is_offloaded and shapes == own.layer_shapes(number):
-        last, layer = target.layer(number), first.layers[0]
+        last, layer = target.layer(number).unfused(), first.layers[0]
         half = {
             name: jnp.asarray(getattr(layer, name)).at[:, size:].set(_float(getattr(last, name)))
             for name in ("query", "key", "value")
@@ -112,7 +113,7 @@ def started(files: Files, target: Model) -> tuple[Model, Int[np.ndarray, " D"] |
       CheckpointError: a file, tensor or key is missing or not supported.
       ValueError: it is of another target, no EAGLE-3 head, or has an embedding of its own.
     """
-    whole = load_feature_draft(files, target, dtype="float32")
+    whole = as_stored(load_feature_draft(files, target, dtype="float32"))
     read, known = whole.config.features, whole.config.draft_vocab_size
     if whole.config.family != EAGLE3.model_type:
         raise ValueError(f"{files.path} is no EAGLE-3 head, and no other is fine-tuned.")

@@ -2,6 +2,7 @@
 
     python -m benchmarks.programs.ahead v5e --models llama-3.2-1b --methods none chain
     python -m benchmarks.programs.ahead h100 --models llama-3.1-8b --methods none head-eagle
+    python -m benchmarks.programs.ahead h100 --models llama-3.1-8b --methods none --layer-kernels
     python -m benchmarks.programs.ahead here
 
 What is compiled are programs of shapes alone: nothing is allocated and nothing runs, so that it
@@ -11,6 +12,7 @@ never how fast it is. See `specjax.measure.compile_ahead` for what it needs.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,6 +96,19 @@ def made(name: str, case: Case, part: str = "generate", data: int = 1, model: in
     return compiled(found, step_jit, target, drafter, asked.rule, state, asked.layout)
 
 
+def layer_kernels(name: str, case: Case) -> float:
+    """Kernels that a layer of the target adds to a step, its writes to the cache too.
+
+    What the layers share is in one kernel more or less as there are more of them: it is the mean
+    of four.
+    """
+    counts = []
+    for layers in (4, 8):
+        own = case._replace(config=dataclasses.replace(case.config, num_layers=layers))
+        counts.append(sum(made(name, own, "step").kernels.values()))
+    return (counts[1] - counts[0]) / 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """What is compiled."""
@@ -112,6 +127,8 @@ class Asked:
     """Devices that share layers."""
     kernels: str = "auto"
     """The implementation of tree attention; auto is XLA's where nothing is measured."""
+    layer_kernels: bool = False
+    """Prints how many kernels one more layer adds to a step of each model and method, alone."""
     json: str | None = None
     """Where the figures go."""
 
@@ -142,6 +159,12 @@ def main() -> None:
     asked = tyro.cli(Asked)
     with hardware(asked.hardware).traced():
         pallas_kernels.use(asked.kernels)
+    if asked.layer_kernels:
+        for model, method in itertools.product(asked.models, asked.methods):
+            case = case_of(model, method, asked.rows, asked.prompt)
+            count = layer_kernels(asked.hardware, case)
+            print(f"{asked.hardware} {model} {method}: {count:g} kernels a layer", flush=True)
+        return
     rows: dict[str, Any] = {}
     if asked.json is not None:
         with contextlib.suppress(FileNotFoundError):

@@ -18,7 +18,7 @@ from specjax.draft import ExpansionDrafter
 from specjax.draft.best_first import BestFirstDrafter
 from specjax.draft.growth import Growth
 from specjax.draft.plain import PlainDrafter
-from specjax.measure.compile_ahead import Texts, abstract, abstract_request
+from specjax.measure.compile_ahead import Texts, abstract, abstract_draft, abstract_request
 from specjax.models import memory
 from specjax.models.config import Experts, Latent, ModelConfig
 from specjax.models.memory import readable
@@ -102,7 +102,7 @@ def drafter_of(case: Case) -> Any:
     """The drafter, of shapes alone."""
     plain = {"experts": None, "windows": (), "sinks": False, "latent": None, "rotary_dim": None}
     config = dataclasses.replace(case.config, **plain, query_scale=None, **case.draft)
-    models = [abstract(config, case.dtype)] * (3 if case.method == "pool" else 1)
+    models = [abstract_draft(config, case.dtype)] * (3 if case.method == "pool" else 1)
 
     def made(models: list[Model]) -> Any:
         match case.method.split(":"):

@@ -18,11 +18,12 @@ from specjax.checkpoints import pruned_vocabulary
 from specjax.checkpoints.files import CONFIG, CheckpointError, Files, config_of, tensors
 from specjax.checkpoints.huggingface import checked, default_draft_dtype, leaves_of, read_config
 from specjax.models import families
-from specjax.models.config import Features, ModelConfig
+from specjax.models.config import CONTEXT, Features, ModelConfig
 from specjax.models.families import Family
 from specjax.models.families.dflash import is_dflash
 from specjax.models.families.eagle import EAGLE3, NORMS, is_eagle3
 from specjax.models.placement import placement
+from specjax.models.stacking import leaves_of_layers
 from specjax.models.transformer import Model, assemble
 
 
@@ -79,19 +80,23 @@ def loaded(
     """
     kind, placed = jnp.dtype(dtype or default_draft_dtype()), placement(config, mesh, split=False)
     outer: dict[str, Any] = {}
-    layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
-    for stored, tensor in checked(files, config, family):
-        leaves = leaves_of(stored, tensor, placed, kind, files.path)
-        (outer if stored.layer is None else layers[stored.layer]).update(leaves)
     read = config.features
     assert read is not None
+    # Of a text that is all that a draft sees, keys and values alone are made.
+    layers = leaves_of_layers(placed, fuse=read.way != CONTEXT)
+    for stored, tensor in checked(files, config, family):
+        leaves = leaves_of(stored, tensor, placed, kind, files.path)
+        if stored.layer is None:
+            outer |= leaves
+        else:
+            layers.add(stored.layer, leaves)
     if read.norms == "each":
         outer["feature_norms"] = placed.put("feature_norms", _norms(files, read), kind)
     if read.shares_embedding:
         outer["embedding"] = _whole(target.embedding, target, mesh)
     if read.shares_unembedding and target.unembedding is not None:
         outer["unembedding"] = _whole(target.unembedding, target, mesh)
-    model = assemble(config, outer, layers)
+    model = assemble(config, outer, layers.found)
     return model if config.draft_vocab_size is None else pruned_vocabulary.read(model, files)
 
 

@@ -46,7 +46,7 @@ from specjax.models.quantized import (
     quantized_as,
     widened,
 )
-from specjax.models.stacking import unstacked
+from specjax.models.stacking import as_stored
 from specjax.models.transformer import Model
 
 if TYPE_CHECKING:
@@ -313,7 +313,7 @@ def named_tensors(model: Model) -> Iterator[tuple[str, Array | np.ndarray]]:
       ValueError: they are quantized.
     """
     _check_written(model)
-    model = unstacked(model)
+    model = as_stored(model)
     for stored in families.stored(families.FAMILIES[model.config.family], model.config):
         holder = model if stored.layer is None else model.layers[stored.layer]
         leaves = [getattr(holder, leaf) for leaf in stored.leaves]

@@ -249,7 +249,7 @@ def load_model(
                 f"{files.path / orbax.FOLDER} cannot be read: {message}"
             ) from error
     outer: dict[str, Any] = {}
-    layers = leaves_of_layers(config.num_layers, stack)
+    layers = leaves_of_layers(placed, stack)
     for stored, tensor in gathered(checked(files, whole, family), whole, files.path):
         leaves = leaves_of(stored, tensor, placed, kind, files.path, keeps_bfloat16=keeps)
         if stored.layer is None:

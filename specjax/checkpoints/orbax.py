@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig, Shape
 from specjax.models.placement import Placement
-from specjax.models.stacking import leaves_of_layers, unstacked
+from specjax.models.stacking import as_stored, leaves_of_layers
 from specjax.models.transformer import Model, assemble
 from specjax.parallel.mesh import mesh_of
 
@@ -24,7 +24,7 @@ FOLDER = "weights.orbax"
 
 def once(model: Model) -> Model:
     """The model with every key/value head once, as its checkpoint has it, its layers apart."""
-    model = unstacked(model)
+    model = as_stored(model)
     placement = Placement(model.config, mesh_of(model), model.axis, model.repeats)
     names = [name for name in model.config.layer_shapes(0) if placement.is_repeated(name)]
     if not names:
@@ -102,7 +102,7 @@ def restore(
     for one in found["layers"]:
         for name in filter(placement.is_repeated, one):
             one[name] = placement.put(name, np.asarray(one[name]), dtype)
-    layers = leaves_of_layers(config.num_layers, stack)
+    layers = leaves_of_layers(placement, stack)
     for number in reversed(range(config.num_layers)):
         layers.add(number, found["layers"].pop())
     return assemble(config, found["outer"], layers.found, placement.axis, placement.repeats)

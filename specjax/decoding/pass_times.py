@@ -433,7 +433,7 @@ def _pass(
 ) -> Callable[[], float]:
     """A clock of some layers over such columns."""
     outer, columns = replace(outer, layers=()), state.shape[1]
-    heads = layers[0].key.shape[0] // config.head_dim
+    heads = layers[0].num_key_rows // config.head_dim
     cache = empty_cache(config, 1, _SLOTS, cache_dtype(outer.embedding.dtype), heads)
     held = cache.keys[0], cache.values[0], cache.length
     positions = jnp.zeros((1, columns), jnp.int32)

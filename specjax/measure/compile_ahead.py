@@ -38,9 +38,9 @@ from specjax.methods.choice import shipped
 from specjax.methods.method import Setting
 from specjax.methods.registry import build
 from specjax.models import memory
-from specjax.models.config import ModelConfig
+from specjax.models.config import CONTEXT, ModelConfig
 from specjax.models.placement import placement
-from specjax.models.stacking import stacked, stacks
+from specjax.models.stacking import fused, fuses, stacked, stacks
 from specjax.models.transformer import Model, initialize
 from specjax.parallel.mesh import AXES, ROWS, check_rows, layout_of
 from specjax.verify.rules import AUTO
@@ -208,7 +208,8 @@ def abstract(config: ModelConfig, dtype: str = "float32") -> Model:
 
 
 def abstract_target(config: ModelConfig, dtype: str, mesh: Mesh) -> Model:
-    """A target of shapes that lie on a mesh as its weights would, stacked where they are.
+    """A target of shapes that lie on a mesh as its weights would, stacked or fused where
+    they are.
 
     Raises:
       ValueError: the mesh does not divide its heads, key/value heads or features.
@@ -217,6 +218,8 @@ def abstract_target(config: ModelConfig, dtype: str, mesh: Mesh) -> Model:
     model = abstract(placed.config, dtype)
     if stacks(config):
         model = jax.eval_shape(stacked, model)
+    elif fuses(placed):
+        model = jax.eval_shape(fused, model)
     lead = (None,) if model.is_stacked else ()
 
     def lie(path: Sequence[Any], leaf: Any) -> jax.ShapeDtypeStruct:
@@ -227,6 +230,14 @@ def abstract_target(config: ModelConfig, dtype: str, mesh: Mesh) -> Model:
     model = jax.tree_util.tree_map_with_path(lie, model)
     fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(model)}
     return unchecked(Model, **{**fields, "axis": placed.axis, "repeats": placed.repeats})
+
+
+def abstract_draft(config: ModelConfig, dtype: str | None = None) -> Model:
+    """A draft of shapes alone, as it is loaded there (see `load_draft`)."""
+    model = abstract(config, dtype or default_draft_dtype())
+    reads_context = config.features is not None and config.features.way == CONTEXT
+    alone = fuses(placement(config, None)) and not reads_context
+    return jax.eval_shape(fused, model) if alone else model
 
 
 class Texts(NamedTuple):
@@ -406,7 +417,7 @@ def abstract_pair(
     no_tokenizer: Any = None
     with found.traced():
         kind = dtype or default_dtype()
-        own = [abstract(_of_vocabulary(each, target), default_draft_dtype()) for each in drafts]
+        own = [abstract_draft(_of_vocabulary(each, target)) for each in drafts]
         return abstract_target(target, kind, mesh), Pair(abstract(target, kind), no_tokenizer, own)
 
 

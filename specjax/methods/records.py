@@ -96,7 +96,7 @@ def setting(target: Model, drafts: Sequence[Model], batch: int, sampled: bool) -
         for part in jax.tree.leaves(model.embedding):
             models.update(np.asarray(part[:8], np.float32).tobytes())
         for layer in model.layers:  # drafts may be a model without some of its layers
-            first = jax.tree.leaves(layer.key)[0][:1]
+            first = jax.tree.leaves(layer.output)[0][:1]
             models.update(np.asarray(first, np.float32).tobytes())
     parts = (
         jax.devices()[0].device_kind,

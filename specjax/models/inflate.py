@@ -10,7 +10,7 @@ from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
 from specjax.models.layer_weights import LayerWeights
 from specjax.models.quantized import PackedWeight, quantized_as, widened
-from specjax.models.stacking import stacked, unstacked
+from specjax.models.stacking import as_stored, fused, stacked
 from specjax.models.transformer import Model
 
 _FORM = ("biases", "head_norms", "windows", "no_rope_layers", "sinks", "norm", "norms",
@@ -24,18 +24,19 @@ def inflate(model: Model, parameters: int) -> Model:
 
     It is made wider by the largest whole factor that fits, then deeper by layers that add nothing
     until it is as close as it gets. No rounding of weights is involved, in any dtype. Layers that
-    are stacked are so again.
+    are stacked or fused are so again.
 
     Raises:
       ValueError: `model` has more weights than `parameters`, is not of LLaMA's form, or quantized.
     """
     model = widened(model)
     check_inflates(model, parameters)
-    stack, model = model.is_stacked, unstacked(model)
+    stack, fuse, model = model.is_stacked, model.is_fused, as_stored(model)
     factor = 1
     while _wider(model.config, factor + 1).num_parameters <= parameters:
         factor += 1
     made = deepen(widen(model, factor), parameters)
+    made = fused(made) if fuse else made
     return stacked(made) if stack else made
 
 
@@ -128,6 +129,7 @@ def _wider_layer(weights: LayerWeights, factor: int) -> LayerWeights:
 
     assert weights.attention_norm is not None
     assert weights.query is not None
+    assert weights.key is not None
     assert weights.value is not None
     assert weights.mlp_norm is not None
     assert weights.gate is not None

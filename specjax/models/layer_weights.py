@@ -3,14 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from specjax.base.pytree import pytree
+from specjax.base.pytree import pytree, replace
 from specjax.models import layers
 from specjax.models.expert_products import OfLayer
 from specjax.models.quantized import PackedWeight
 from specjax.parallel.mesh import all_sum
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "query_key_value": ("query", "key", "value"),
+    "gate_up": ("gate", "up"),
+}
+"""Matrices of the same columns that may be one, whose rows are theirs one after the other."""
 
 
 @pytree
@@ -20,12 +27,12 @@ class LayerWeights:
     Attention reads `R` numbers of each token: `E`, or twice as many in a draft that reads features.
     One of latents has no `value`, and may make queries of `Q` numbers (see `latent_attention`).
     A layer of a mixture has a `router` of its `X` experts, of which a device may hold `Y`; its
-    `gate`, `up` and `down` are the shared expert's.
+    `gate`, `up` and `down` are the shared expert's. Matrices that are fused are None (see `FUSED`).
     """
 
     attention_norm: Float[Array, " E"] | None
     query: Float[Array, "QD R"] | PackedWeight | None
-    key: Float[Array, "KD R"] | PackedWeight
+    key: Float[Array, "KD R"] | PackedWeight | None
     value: Float[Array, "KD R"] | PackedWeight | None
     output: Float[Array, "E HD"] | PackedWeight
     mlp_norm: Float[Array, " E"] | None
@@ -64,12 +71,58 @@ class LayerWeights:
     latent_norm: Float[Array, " L"] | None = None
     latent_key: Float[Array, "H L U"] | None = None
     latent_value: Float[Array, "H V L"] | None = None
+    query_key_value: Float[Array, "A R"] | None = None
+    gate_up: Float[Array, "B E"] | None = None
+
+    @property
+    def num_key_rows(self) -> int:
+        """Rows of the matrix that makes keys."""
+        if self.query_key_value is not None:
+            first, second = _bounds(self, "query_key_value")
+            return second - first
+        assert self.key is not None
+        return self.key.shape[-2]
+
+    def fused(self) -> "LayerWeights":
+        """The same with matrices fused that can be (see `fused_leaves`)."""
+        return layer_of(fused_leaves(vars(self)))
+
+    def unfused(self) -> "LayerWeights":
+        """The same with each matrix by itself."""
+        changes: dict[str, Array | None] = {}
+        for name, parts in FUSED.items():
+            if (whole := getattr(self, name)) is not None:
+                own = jnp.split(whole, _bounds(self, name), axis=-2)
+                changes |= {name: None} | dict(zip(parts, own, strict=True))
+        return replace(self, **changes)
 
 
 def layer_of(leaves: Mapping[str, Any]) -> LayerWeights:
     """A layer of named leaves."""
-    absent = dict.fromkeys(("attention_norm", "query", "value", "mlp_norm", "gate", "up", "down"))
+    names = ("attention_norm", "query", "key", "value", "mlp_norm", "gate", "up", "down")
+    absent = dict.fromkeys(names)
     return LayerWeights(**{**absent, **leaves})
+
+
+def fused_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Leaves of a layer with matrices fused that are there, are no packed ones and of one type."""
+    made = dict(leaves)
+    for name, parts in FUSED.items():
+        own = [part for each in parts if isinstance(part := made.get(each), jax.Array)]
+        if len(own) == len(parts) and len({part.dtype for part in own}) == 1:
+            made = {each: leaf for each, leaf in made.items() if each not in parts}
+            made[name] = jnp.concatenate(own, axis=-2)
+    return made
+
+
+def _bounds(weights: LayerWeights, name: str) -> list[int]:
+    """Where rows of each of fused matrices but the first begin."""
+    if name == "gate_up":
+        assert weights.down is not None
+        return [weights.down.shape[-1]]
+    queries = weights.output.shape[-1]  # as many as what heads give
+    assert weights.query_key_value is not None
+    return [queries, (queries + weights.query_key_value.shape[-2]) // 2]
 
 
 def product(
@@ -87,7 +140,11 @@ def products(
     weights: LayerWeights, matrices: Sequence[str], x: Array, dtype: jnp.dtype | None
 ) -> list[Array]:
     """Matrices of a layer, each times the same columns, with the bias that it has."""
-    made = layers.linears([getattr(weights, matrix) for matrix in matrices], x, dtype)
+    name = next((name for name, parts in FUSED.items() if parts == tuple(matrices)), None)
+    if name is not None and (whole := getattr(weights, name)) is not None:
+        made = layers.fused_linear(whole, x, _bounds(weights, name), dtype)
+    else:
+        made = layers.linears([getattr(weights, matrix) for matrix in matrices], x, dtype)
     return [_biased(weights, *each) for each in zip(matrices, made, strict=True)]
 
 

@@ -40,7 +40,7 @@ def with_shared(
     dtype: jnp.dtype | None = None,
 ) -> tuple[Float[Array, "E C"], Float[Array, "F C"] | None]:
     """What experts gave columns `x`, with what a shared one gives, and its features, if any."""
-    if weights.up is None:
+    if weights.up is None and weights.gate_up is None:
         return made, None
     hidden = _hidden(config, weights, x, dtype)
     shared = product(weights, "down", hidden, dtype)

@@ -1,6 +1,8 @@
-"""Layers as a stack that a loop runs: when, made of layers, and of leaves as they are loaded."""
+"""How layers lie: as a stack that a loop runs, or with their matrices fused; when, made of layers,
+and of leaves as they are loaded.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,8 @@ from jaxtyping import Array
 from pallas_kernels.platform import platform
 from specjax.base.pytree import replace
 from specjax.models.config import ModelConfig
-from specjax.models.layer_weights import LayerWeights
+from specjax.models.layer_weights import LayerWeights, fused_leaves
+from specjax.models.placement import Placement
 from specjax.models.transformer import Model
 
 
@@ -59,20 +62,52 @@ def stacks(config: ModelConfig) -> bool:
     return platform() == "tpu" and can_stack(config)
 
 
-def leaves_of_layers(count: int, stack: bool) -> "OwnLeaves | StackedLeaves":
-    """What collects the leaves of `count` layers."""
-    return StackedLeaves(count) if stack else OwnLeaves(count)
+def fused(model: Model) -> Model:
+    """The same model with each layer's matrices fused that can be."""
+    return _each(model, LayerWeights.fused)
+
+
+def as_stored(model: Model) -> Model:
+    """The same model as files have it: a layer after the other, each matrix by itself."""
+    return _each(unstacked(model), LayerWeights.unfused)
+
+
+def _each(model: Model, change: Callable[[LayerWeights], LayerWeights]) -> Model:
+    stack = None if model.stack is None else change(model.stack)
+    return replace(model, layers=tuple(map(change, model.layers)), stack=stack)
+
+
+def fuses(placed: Placement) -> bool:
+    """Whether a model that lies so has its layers' matrices fused here.
+
+    They are on a GPU, where a pass over few columns starts hundreds of kernels of some microseconds
+    each, and these are three fewer of a layer. A CPU's products of alike matrices are one call
+    anyway. Matrices that several devices share are split by rows, and stay as they are.
+    """
+    return platform() == "gpu" and placed.axis is None
+
+
+def leaves_of_layers(
+    placed: Placement, stack: bool = False, fuse: bool = True
+) -> "OwnLeaves | StackedLeaves":
+    """What collects the leaves of a model's layers; matrices are fused where that is faster."""
+    count = placed.config.num_layers
+    return StackedLeaves(count) if stack else OwnLeaves(count, fuse and fuses(placed))
 
 
 class OwnLeaves:
-    """The leaves of `count` layers, by layer."""
+    """The leaves of `count` layers, by layer; with `fuse` those of one are fused once they are
+    there.
+    """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, fuse: bool = False) -> None:
         self.found: list[dict[str, Any]] = [{} for _ in range(count)]
+        self._fuse = fuse
 
     def add(self, layer: int, leaves: Mapping[str, Any]) -> None:
         """Takes leaves of a layer."""
-        self.found[layer] |= leaves
+        found = {**self.found[layer], **leaves}
+        self.found[layer] = fused_leaves(found) if self._fuse else found
 
 
 class StackedLeaves:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,9 +29,9 @@ from specjax.models.expert_cache import ExpertCache
 from specjax.models.expert_products import OfLayer
 from specjax.models.features import joined
 from specjax.models.kv_cache import KVCache, NewKV, cache_dtype, in_slots, read_before_write
-from specjax.models.layer_weights import LayerWeights, layer_of, product, products
+from specjax.models.layer_weights import FUSED, LayerWeights, layer_of, product, products
 from specjax.models.mlp import mlp
-from specjax.models.packing import UNPACKED, Packing, Unpacked
+from specjax.models.packing import UNPACKED, WIDENED, Packing, Unpacked
 from specjax.models.quantized import PackedWeight
 from specjax.models.rope import Stretch
 from specjax.parallel.mesh import all_sum, gathered
@@ -100,14 +99,19 @@ class Model:
         """How many key/value heads are here."""
         if not self.layers and self.stack is None:
             return self.config.num_kv_heads
-        key = self.layers[0].key if self.stack is None else self.stack.key
-        rows = key.values if isinstance(key, PackedWeight) else key
-        return rows.shape[-2] // self.config.head_dim
+        first = self.layers[0] if self.stack is None else self.stack
+        return first.num_key_rows // self.config.head_dim
 
     @property
     def is_stacked(self) -> bool:
         """Whether a pass is a loop over its layers."""
         return self.stack is not None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether matrices of its layers are fused."""
+        first = self.layers[0] if self.layers else self.stack
+        return first is not None and any(getattr(first, name) is not None for name in FUSED)
 
     @property
     def is_whole(self) -> bool:
@@ -298,13 +302,20 @@ def attend(
     for each in mixed if in_place else ():
         new = [read_before_write(each, own) for own in new]
     columns = [
-        group.packing.pack(each.transpose(1, 3, 0, 2).reshape(-1, math.prod(group.shape)))
-        for each, group in zip(mixed, groups, strict=True)
+        group.packing.pack(_columns_of(each)) for each, group in zip(mixed, groups, strict=True)
     ]
     read = jnp.concatenate(columns, axis=1)
     if latent is not None:
         read = latent_attention.values_of(model.config, weights, read, dtype)
     return read, tuple(new)
+
+
+def _columns_of(mixed: Float[Array, "B H T D"]) -> Float[Array, "HD B*T"]:
+    """What heads give, as columns; on a GPU features stay side by side (see `fused_linear`)."""
+    count = mixed.shape[0] * mixed.shape[2]
+    if platform() == "gpu":
+        return mixed.transpose(0, 2, 1, 3).reshape(count, -1).T
+    return mixed.transpose(1, 3, 0, 2).reshape(-1, count)
 
 
 def _attend(
@@ -346,12 +357,16 @@ def _heads(
     if normed and not per_head:
         made = _norm(config, weights, f"{matrix}_norm", made, across=model.axis)
     made = made.reshape(-1, config.head_dim, rows, tokens)
+    axis, by_head = 1, (2, 0, 3, 1)
+    if platform() == "gpu":  # features stay side by side (see `fused_linear`)
+        made, axis, by_head = made.transpose(2, 3, 0, 1), 3, (0, 2, 1, 3)
     if normed and per_head:
-        made = _norm(config, weights, f"{matrix}_norm", made, axis=1)
-    made = made if matrix == "value" else layers.rotate(made, group.angles)
+        made = _norm(config, weights, f"{matrix}_norm", made, axis=axis)
+    made = made if matrix == "value" else layers.rotate(made, group.angles, axis)
+    made = made.transpose(by_head)
     if matrix == "query" and group.query_growth is not None:
-        made = made * group.query_growth
-    return made.transpose(2, 0, 3, 1)
+        made = made * group.query_growth[:, None, :, None]
+    return made
 
 
 def context_of(
@@ -509,6 +524,9 @@ def trunk(
     reads beside the columns' tokens (see `specjax.models.features`).
     """
     config = model.config
+    if packing is UNPACKED and beside is None and _is_widened(model, tokens.size):
+        packing = WIDENED
+        features = None if features is None else packing.pack(features)
     parts = [Columns(tokens, positions, cache, tree_mask, packing)]
     parts += [] if beside is None else [beside]
     columns = [
@@ -549,13 +567,22 @@ def trunk(
         hidden = tuple(states[number] for number in hidden_layers)
         made = list(zip(*by_layer, strict=True))
     x = final_norm(model, x)
+    if packing is WIDENED:
+        x, *hidden = map(packing.unpack, (x, *hidden))
     if beside is None:
-        return Pass(x, made[0], hidden)
+        return Pass(x, made[0], tuple(hidden))
     own, others = slice(columns[0][0].shape[1]), slice(columns[0][0].shape[1], None)
     return Pass(
         x[:, own], made[0], tuple(each[:, own] for each in hidden),
         Pass(x[:, others], made[1], tuple(each[:, others] for each in hidden)),
     )  # fmt: skip
+
+
+def _is_widened(model: Model, columns: int) -> bool:
+    """Whether a pass over so many columns has one more (see `Widened`): of a mixture it would take
+    experts.
+    """
+    return columns == 1 and model.config.experts is None and platform() == "gpu"
 
 
 def group_of(

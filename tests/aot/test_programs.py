@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import pallas_kernels
 from benchmarks.accelerator.operands import SHAPES, make
-from benchmarks.programs.ahead import case_of, made
+from benchmarks.programs.ahead import case_of, layer_kernels, made
 from benchmarks.programs.memory_plan import drafter_of, plan_of
 from pallas_kernels import shapes
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS
@@ -175,6 +175,19 @@ def test_a_step_has_no_branch_and_copies_no_cache(kind, method):
     plan = planned(kind, case)
     assert found.temporary_bytes <= 1.25 * plan.trees
     assert found.aliased_bytes >= plan.caches + plan.draft_caches
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "method", "most"),
+    [
+        of_kind("h100", "llama-3.1-8b", "none", 17),
+        of_kind("h100", "llama-3.1-8b", "specexec", 17),
+        of_kind("h100", "llama-3.2-1b", "chain", 17),
+        of_kind("h100", "llama-3.2-1b", "specexec", 18),
+    ],
+)
+def test_a_layer_is_no_more_kernels(kind, model, method, most):
+    assert layer_kernels(kind, case_of(model, method)) <= most
 
 
 @pytest.mark.parametrize(
